@@ -1,0 +1,36 @@
+# Two commands on a fresh machine with Python 3.11, pip and make: `make train` and `make test`.
+# PYTHON=... and TORCH_INDEX=... are handed on to scripts/setup.sh, which says what they do.
+
+BIN := .venv/bin
+# Newer than all it is made from: a second call has nothing to do.
+STAMP := .venv/.setup-complete
+
+.PHONY: setup train test lint format clean
+
+setup: $(STAMP)
+
+$(STAMP): scripts/setup.sh pyproject.toml $(wildcard requirements/*.txt)
+	scripts/setup.sh
+	touch $@
+
+train: setup
+	$(BIN)/lightning-pipe fit --config examples/recsys_movielens/prefetch.yaml
+
+# One thread a process: the tests start several processes, and their results must not depend on the number of cores.
+test: export OMP_NUM_THREADS = 1
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Makes .venv from the pinned lists in requirements/, with nothing of the machine but Python 3.11 or newer and its pip.
+#
+# Environment:
+#   PYTHON       the interpreter to make it from (default: python3.11, else python3)
+#   TORCH_INDEX  address of a wheel index that has PyTorch's CPU build, for a machine without an NVIDIA driver whose own
+#                package index has only the default build (it works too, and is several GB larger)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+python=${PYTHON:-$(command -v python3.11 || command -v python3)}
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "setup: $python is $("$python" --version 2>&1); Python 3.11 or newer is needed: make setup PYTHON=..." >&2
+    exit 1
+}
+
+# The pip that comes with the interpreter fills .venv with the pinned pip, so Debian's python3-venv is not needed.
+pinned_pip=$(grep '^pip==' requirements/pinned.txt)
+if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+    "$python" -m venv --clear --without-pip .venv
+    "$python" -m pip --python .venv/bin/python install "$pinned_pip"
+fi
+pip() { .venv/bin/python -m pip "$@"; }
+
+has_nvidia_driver() { [ -e /proc/driver/nvidia/version ] || nvidia-smi -L >/dev/null 2>&1; }
+
+if has_nvidia_driver; then
+    pip install -r requirements/torch.txt -r requirements/torchrec-gpu.txt -r requirements/pinned.txt
+else
+    torch=$(grep '^torch==' requirements/torch.txt)
+    if ! pip install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -c requirements/pinned.txt "$torch+cpu"; then
+        echo "setup: no CPU build of $torch on this package index; taking the default build instead. It works, and is" \
+            "several GB larger: TORCH_INDEX=... names an index that has the CPU build, such as PyTorch's own." >&2
+        pip install -c requirements/pinned.txt "$torch"
+    fi
+    pip install --no-deps -r requirements/torchrec-cpu.txt
+    echo "setup: pip will say that torchrec requires fbgemm-gpu, which is not installed: fbgemm-gpu-cpu takes its place."
+    pip install -r requirements/pinned.txt
+fi
+pip install --no-deps --no-build-isolation --editable .
+
+.venv/bin/python -c 'from lightning_pipe.environment import import_torchrec; import_torchrec()'

@@ -1,0 +1,119 @@
+"""Every room of the package imports only what the design's table lets it.
+
+The linter reads the source, so it is tried here on a small package with one wrong import; and each room is imported
+for real, since a module may also be loaded by name.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+ROOMS = ("engine", "loops", "recsys", "llm", "pipe", "strategies", "callbacks", "cli")
+
+# The table of the design: what each room must not import.
+MUST_NOT_IMPORT = {
+    "engine": ("lightning", "torchrec", "loops", "recsys", "llm", "pipe", "strategies", "callbacks", "cli"),
+    "loops": ("torchrec", "recsys", "llm", "pipe", "strategies", "callbacks", "cli"),
+    "recsys": ("lightning", "llm", "pipe", "strategies", "callbacks", "cli"),
+    "llm": ("lightning", "torchrec", "recsys", "strategies", "callbacks", "cli"),
+    "pipe": ("lightning", "torchrec", "recsys", "llm", "strategies", "callbacks", "cli"),
+    "strategies": ("callbacks", "cli"),
+    "callbacks": ("cli",),
+}
+
+ALLOWED = {
+    "loops": ("lightning", "engine"),
+    "recsys": ("torchrec", "engine"),
+    "llm": ("engine",),
+    "pipe": ("engine",),
+    "strategies": ("lightning", "torchrec", "loops", "recsys", "llm", "pipe", "engine"),
+    "callbacks": ("lightning", "torchrec", "strategies", "loops", "recsys", "llm", "pipe", "engine"),
+    "cli": ("lightning", "torchrec", "callbacks", "strategies", "loops", "recsys", "llm", "pipe", "engine"),
+}
+
+
+def module_name(target: str) -> str:
+    return f"lightning_pipe.{target}" if target in ROOMS else target
+
+
+def lint(folder: Path, imports: dict[str, tuple[str, ...]]) -> subprocess.CompletedProcess[str]:
+    """Run this project's import contracts on a package with the same rooms, of which each has the given imports."""
+    package = folder / "lightning_pipe"
+    for room in ROOMS:
+        (package / room).mkdir(parents=True)
+        (package / room / "__init__.py").touch()
+        lines = [f"import {module_name(target)}" for target in imports.get(room, ())]
+        (package / room / "part.py").write_text("\n".join(lines) + "\n")
+    (package / "__init__.py").touch()
+    (folder / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    lint_imports = Path(sys.executable).with_name("lint-imports")
+    return subprocess.run(
+        [lint_imports, "--no-logo", "--no-cache"], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_the_linter_passes_every_import_that_the_table_allows(tmp_path: Path) -> None:
+    result = lint(tmp_path, ALLOWED)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("room", "target"), [(room, target) for room, targets in MUST_NOT_IMPORT.items() for target in targets]
+)
+def test_the_linter_refuses_every_import_that_the_table_forbids(tmp_path: Path, room: str, target: str) -> None:
+    result = lint(tmp_path, {room: (target,)})
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert f"lightning_pipe.{room}.part -> {module_name(target)}" in result.stdout
+
+
+# Imports every module of one room in a fresh interpreter, past the package's own __init__ (which registers the
+# strategies, so it loads Lightning), and prints what that has loaded.
+IMPORT_ROOM = """
+import importlib, json, pkgutil, sys, types
+root, room = sys.argv[1:]
+parent = types.ModuleType("lightning_pipe")
+parent.__path__ = [root + "/lightning_pipe"]
+sys.modules["lightning_pipe"] = parent
+package = importlib.import_module("lightning_pipe." + room)
+for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    importlib.import_module(module.name)
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize(
+    "room",
+    [
+        room
+        for room, targets in MUST_NOT_IMPORT.items()
+        if {"lightning", "torchrec"} & set(targets) and (ROOT / "lightning_pipe" / room).is_dir()
+    ],
+)
+def test_importing_a_room_loads_nothing_that_the_table_forbids(room: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", IMPORT_ROOM, str(ROOT), room], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    loaded = set(json.loads(result.stdout.splitlines()[-1]))
+    assert f"lightning_pipe.{room}" in loaded
+    assert not loaded & {module_name(target) for target in MUST_NOT_IMPORT[room]}
+
+
+def test_the_engine_is_there_without_lightning_and_torchrec() -> None:
+    # None in sys.modules is what Python itself takes for "not to be had".
+    code = """
+import sys
+sys.modules.update(dict.fromkeys(("lightning", "pytorch_lightning", "torchrec", "fbgemm_gpu")))
+import lightning_pipe.engine
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
