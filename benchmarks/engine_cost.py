@@ -1,0 +1,129 @@
+"""What the engine adds to a task, against the least that the same work can cost in Python, measured in the same run.
+
+``python benchmarks/engine_cost.py`` prints microseconds per task:
+
+- on the main thread, against calling the same empty functions in a loop (limit: 10 µs more);
+- on one worker, for a chain of tasks each of which needs the one before, against handing the same empty functions to a
+  bare thread through a queue, which sets an event after each, and waiting for the events (limit: 15 µs more).
+
+The two sides of each comparison take turns, round by round, and the fastest rounds are compared, since what else the
+machine does can only add. Exits with 1 where a limit is passed.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import count, repeat
+from queue import SimpleQueue
+
+from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+
+TASKS = 10
+PERIODS = 100
+ROUNDS = 41
+MAIN_LIMIT, WORKER_LIMIT = 10.0, 15.0
+
+
+def empty(ctx: IterContext) -> None:
+    """The task: nothing, so that what is left is the engine."""
+
+
+def engine(group: str, tasks: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A chain of *tasks* run by the engine, ``PERIODS`` times; and how to end it."""
+    plan = PipelinePlan(
+        [
+            (
+                PipelineTask(f"task{index}", empty, reads=[f"x{index}"], writes=[f"x{index + 1}"]),
+                TaskSchedule(thread_group=group),
+            )
+            for index in range(tasks)
+        ]
+    )
+    pipeline = SWPipeline(plan)
+    data: Iterator[None] = repeat(None)
+
+    def run() -> None:
+        for _ in range(PERIODS):
+            pipeline.progress(data)
+
+    return run, pipeline.close
+
+
+def calls() -> None:
+    """The same functions, called."""
+    for index in range(PERIODS):
+        ctx = IterContext(None, index)
+        for _ in range(TASKS):
+            empty(ctx)
+
+
+def bare_thread(tasks: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """The same functions on a thread with a queue, each followed by an event of its own, ``PERIODS`` times."""
+    queue: SimpleQueue[tuple[IterContext, threading.Event] | None] = SimpleQueue()
+
+    def serve() -> None:
+        while (item := queue.get()) is not None:
+            ctx, done = item
+            empty(ctx)
+            done.set()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    numbers = count()
+    events = [threading.Event() for _ in range(tasks)]
+
+    def run() -> None:
+        for _ in range(PERIODS):
+            ctx = IterContext(None, next(numbers))
+            for event in events:
+                event.clear()
+                queue.put((ctx, event))
+            for event in events:
+                event.wait()
+
+    def close() -> None:
+        queue.put(None)
+        thread.join()
+
+    return run, close
+
+
+def compare(first: Callable[[], None], second: Callable[[], None], tasks: int) -> tuple[float, float]:
+    """Microseconds per task of both, in turns, each in its fastest round."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(ROUNDS):
+        for body, taken in zip((first, second), times, strict=True):
+            start = time.perf_counter()
+            body()
+            taken.append((time.perf_counter() - start) / (PERIODS * tasks) * 1e6)
+    return min(times[0]), min(times[1])
+
+
+def main() -> int:
+    """Print the table; returns the exit status."""
+    print(f"{'microseconds per task':34}{'engine':>9}{'bare':>9}{'added':>9}{'limit':>9}")
+    passed = True
+
+    def show(name: str, measured: tuple[float, float], limit: float) -> None:
+        nonlocal passed
+        added = measured[0] - measured[1]
+        passed = passed and added <= limit
+        print(f"{name:34}{measured[0]:9.2f}{measured[1]:9.2f}{added:9.2f}{limit:9.1f}")
+
+    run, close = engine("main", TASKS)
+    show("main thread", compare(run, calls, TASKS), MAIN_LIMIT)
+    close()
+    for tasks in (TASKS, 1):
+        run, close = engine("worker", tasks)
+        bare, close_bare = bare_thread(tasks)
+        show(f"chain of {tasks} on one worker", compare(run, bare, tasks), WORKER_LIMIT)
+        close()
+        close_bare()
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

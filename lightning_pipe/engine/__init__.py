@@ -1,0 +1,27 @@
+"""Tasks say what to compute, a plan says when and where, one engine runs them. Pure PyTorch."""
+
+from lightning_pipe.engine.dependencies import Dependency, required_dependencies
+from lightning_pipe.engine.errors import InputError, PipelineError, PlanError, SetupError, TaskError
+from lightning_pipe.engine.pipeline import SWPipeline
+from lightning_pipe.engine.plan import PipelinePlan, TaskSchedule
+from lightning_pipe.engine.sequencer import submitted
+from lightning_pipe.engine.task import IterContext, PipelineTask, State
+from lightning_pipe.engine.trace import TaskSpan
+
+__all__ = [
+    "Dependency",
+    "InputError",
+    "IterContext",
+    "PipelineError",
+    "PipelinePlan",
+    "PipelineTask",
+    "PlanError",
+    "SWPipeline",
+    "SetupError",
+    "State",
+    "TaskError",
+    "TaskSchedule",
+    "TaskSpan",
+    "required_dependencies",
+    "submitted",
+]

@@ -1,0 +1,101 @@
+"""Plans as YAML, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import yaml
+
+from lightning_pipe.engine.dependencies import Dependency
+from lightning_pipe.engine.errors import PlanError
+from lightning_pipe.engine.plan import PipelinePlan, TaskSchedule
+from lightning_pipe.engine.task import PipelineTask
+
+_PLAN_KEYS = ("name", "pipeline_depth", "tasks", "order", "deps", "cross_iter_deps", "stale")
+_TASK_KEYS = ("stage", "stream", "thread_group", "globally_ordered")
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a repeated key, of which YAML's own loader silently keeps the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        # A merge ("<<: *defaults") is no key of its own, and what it brings may be said again.
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value if not key.tag.endswith(":merge")]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise PlanError(f"the plan says {key!r} twice (line {node.start_mark.line + 1}); say it once")
+        return super().construct_mapping(node, deep)
+
+
+def dump_plan(plan: PipelinePlan) -> str:
+    """YAML text that :func:`load_plan` turns into an equal plan, given the same tasks."""
+    default = TaskSchedule()
+    tasks = {
+        task: {key: getattr(where, key) for key in _TASK_KEYS if getattr(where, key) != getattr(default, key)}
+        for task, where in plan.schedule.items()
+    }
+    content: dict[str, Any] = {
+        "name": plan.name,
+        "pipeline_depth": plan.pipeline_depth,
+        "tasks": tasks,
+        "order": list(plan.order),
+    }
+    for key, dependencies in (("deps", plan.deps), ("cross_iter_deps", plan.cross_iter_deps), ("stale", plan.stale)):
+        if dependencies:
+            content[key] = [_entry(dependency, key) for dependency in dependencies]
+    return str(yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=110))
+
+
+def _entry(dependency: Dependency, key: str) -> list[str | int]:
+    pair: list[str | int] = [dependency.upstream, dependency.downstream]
+    return pair if key == "deps" else [*pair, dependency.distance]
+
+
+def load_plan(text: str, tasks: Iterable[PipelineTask]) -> PipelinePlan:
+    """A plan from YAML *text* for *tasks*, whose order (not the file's) is the serial one.
+
+    Raises:
+        PlanError: not YAML, unknown or repeated keys, tasks that are unknown or left out, an invalid plan.
+    """
+    try:
+        content = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise PlanError(
+            f"the plan is not valid YAML: {error}; compare it with 'lightning-pipe plan show NAME'"
+        ) from error
+    if not isinstance(content, dict):
+        raise PlanError(f"a plan is a mapping of {', '.join(_PLAN_KEYS)}; found {type(content).__name__}")
+    _check_keys("the plan", content, _PLAN_KEYS)
+    if not isinstance(content.get("tasks"), dict):
+        raise PlanError(f"the plan's 'tasks' map each task to its schedule; found {content.get('tasks')!r}")
+    known = {task.name: task for task in tasks}
+    schedules = content["tasks"]
+    unknown = [task for task in schedules if task not in known]
+    if unknown:
+        raise PlanError(f"the plan schedules the unknown task {unknown[0]!r}; the tasks are {', '.join(known)}")
+    missing = [task for task in known if task not in schedules]
+    if missing:
+        raise PlanError(f"the plan leaves out {', '.join(missing)}; schedule every task, {{}} gives it the defaults")
+    pairs = []
+    for name, task in known.items():
+        options = schedules[name] or {}
+        if not isinstance(options, dict):
+            raise PlanError(f"task {name!r} of the plan has {options!r}; write a mapping of {', '.join(_TASK_KEYS)}")
+        _check_keys(f"task {name!r} of the plan", options, _TASK_KEYS)
+        pairs.append((task, TaskSchedule(**options)))
+    return PipelinePlan(
+        pairs,
+        deps=content.get("deps") or (),
+        cross_iter_deps=content.get("cross_iter_deps") or (),
+        pipeline_depth=content.get("pipeline_depth"),
+        stale=content.get("stale") or (),
+        name=str(content.get("name", "plan")),
+        order=content.get("order") or (),
+    )
+
+
+def _check_keys(what: str, found: dict[Any, Any], known: tuple[str, ...]) -> None:
+    for key in found:
+        if key not in known:
+            raise PlanError(f"{what} has the unknown key {key!r}; known keys are {', '.join(known)}")

@@ -1,0 +1,87 @@
+"""What PyTorch keeps per thread, carried from the main thread to a worker.
+
+Grad mode, inference mode, autocast, function modes (the default device is one), dispatch modes, saved-tensor hooks and
+the current device are per thread: a worker that runs a task under its own would compute something else. What PyTorch
+keeps per process (default dtype, intra-op threads, deterministic flags, the CPU generator) is not a worker's to touch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+)
+from torch.utils._python_dispatch import (
+    _pop_mode as _pop_dispatch_mode,
+)
+from torch.utils._python_dispatch import (
+    _push_mode as _push_dispatch_mode,
+)
+
+_UNCHANGED = nullcontext()
+
+
+class ThreadState(NamedTuple):
+    """One thread's settings at one moment; compares equal where a task would see no difference."""
+
+    grad: bool
+    inference: bool
+    autocast_cpu: torch.dtype | None
+    autocast_cuda: torch.dtype | None
+    autocast_cache: bool
+    function_modes: Sequence[Any]
+    dispatch_modes: Sequence[Any]
+    saved_tensor_hooks: Any
+    cuda_device: int | None
+
+
+def capture() -> ThreadState:
+    """The calling thread's settings."""
+    return ThreadState(
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+        torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None,
+        torch.is_autocast_cache_enabled(),
+        _get_current_function_mode_stack(),  # type: ignore[no-untyped-call]
+        _get_current_dispatch_mode_stack(),
+        torch._C._autograd._top_saved_tensors_default_hooks(True),
+        torch.cuda.current_device() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
+    )
+
+
+def entered(state: ThreadState) -> AbstractContextManager[None]:
+    """Run a body under *state*; the calling thread's own settings come back afterwards."""
+    own = capture()
+    return _UNCHANGED if own == state else _entered(state, own)
+
+
+@contextmanager
+def _entered(state: ThreadState, own: ThreadState) -> Iterator[None]:
+    with ExitStack() as stack:
+        if state.inference != own.inference:
+            stack.enter_context(torch.inference_mode(state.inference))
+        # Inference mode changes grad mode too, so grad mode is set after it.
+        stack.enter_context(torch.set_grad_enabled(state.grad))
+        for device, dtype in (("cpu", state.autocast_cpu), ("cuda", state.autocast_cuda)):
+            if dtype is not None or torch.is_autocast_enabled(device):
+                stack.enter_context(
+                    torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=state.autocast_cache)
+                )
+        if state.saved_tensor_hooks is not None:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*state.saved_tensor_hooks))
+        if state.cuda_device is not None and state.cuda_device != own.cuda_device:
+            stack.enter_context(torch.cuda.device(state.cuda_device))
+        # A worker starts with empty mode stacks; pushed by hand, since entering a mode twice is not every mode's thing.
+        for mode in state.function_modes:
+            _push_mode(mode)  # type: ignore[no-untyped-call]
+            stack.callback(_pop_mode)
+        for dispatch_mode in state.dispatch_modes:
+            _push_dispatch_mode(dispatch_mode)
+            stack.callback(_pop_dispatch_mode, getattr(dispatch_mode, "_mode_key", None))
+        yield

@@ -1,0 +1,248 @@
+"""Runs a function on several ranks, each a process of its own, so that a rank that dies or hangs is a failed test.
+
+The harness itself needs no torch: only the ranks import it, after their environment is set.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest import mock
+
+T = TypeVar("T")
+
+# Once one rank has failed, the others have this long (seconds) to say why before they are killed.
+GRACE = 5.0
+# How long (seconds) a process may take to end once it was told to, and a thread that is about to end.
+END = 5.0
+
+
+def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float = 120.0) -> list[T]:
+    """Calls ``fn(rank, world_size, *args)`` in ``world_size`` processes joined by Gloo over loopback.
+
+    Args:
+        fn: a function of a module; the world group is there when it is called, and is destroyed after all returned.
+        world_size: number of processes.
+        args: whatever can be pickled; each rank has its own copy.
+        timeout: seconds for all of it, the start of the processes (some 4 s for torch) included.
+
+    Returns:
+        Each rank's value, in rank order; whatever can be pickled.
+
+    Raises:
+        AssertionError: a rank raised, died, left threads behind or did not end in time; says so of every rank. One
+            that had to be killed shows where its threads stood.
+    """
+    deadline = time.monotonic() + timeout
+    # Pickled here, once: multiprocessing would have the ranks share the memory of tensors.
+    call = pickle.dumps((fn, args))
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [_Rank(rank, world_size, call, Path(folder), timeout) for rank in range(world_size)]
+        try:
+            for rank in ranks:
+                rank.start()
+            _collect(ranks, deadline)
+            if all(rank.failure is None for rank in ranks):
+                for rank in ranks:
+                    rank.release()
+                for rank in ranks:
+                    rank.expect_end(deadline)
+            failures = [f"rank {rank.index} of {world_size} {rank.failure}" for rank in ranks if rank.failure]
+        finally:
+            for rank in ranks:
+                rank.end()
+    if failures:
+        raise AssertionError("\n\n".join(failures))
+    return [rank.value for rank in ranks]
+
+
+def threads_left(before: Collection[threading.Thread]) -> list[str]:
+    """Names of the threads that are alive now, were not in ``before``, and should have ended.
+
+    Those are the threads that would keep the process alive, and the pipeline's workers, which are daemons.
+    """
+    new = [thread for thread in threading.enumerate() if thread not in before]
+    owed = [thread for thread in new if not thread.daemon or thread.name.startswith("lightning_pipe")]
+    for thread in owed:
+        # One that was told to end may still be on its way.
+        thread.join(END)
+    return [thread.name for thread in owed if thread.is_alive()]
+
+
+class _Rank:
+    """One process, as the test sees it."""
+
+    def __init__(self, index: int, world_size: int, call: bytes, folder: Path, timeout: float) -> None:
+        self.index = index
+        self.value: Any = None
+        self.failure: str | None = None
+        self.reported = False
+        self._stacks = folder / f"stacks_{index}"
+        self._environment = _environment(index, world_size)
+        self.connection, self._child_end = multiprocessing.Pipe()
+        store = folder / "store"
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=_serve,
+            args=(call, index, world_size, self._child_end, str(store), str(self._stacks), timeout),
+            name=f"rank {index}",
+        )
+
+    def start(self) -> None:
+        with mock.patch.dict(os.environ, self._environment):
+            self._process.start()
+        # From now on only the process holds it, so that its death is seen as the end of the connection.
+        self._child_end.close()
+
+    def receive(self) -> None:
+        """Takes the report that is there, or the death of the process in its place."""
+        self.reported = True
+        try:
+            self.failure, value = self.connection.recv()
+        except (EOFError, ConnectionError):
+            self._process.join(END)
+            self.failure = f"{self._how_it_ended()} before it returned{self._where_it_stood()}"
+            return
+        if self.failure is None:
+            self.value = pickle.loads(value)
+
+    def release(self) -> None:
+        """Lets a rank that has returned leave the process group: no other needs it any more."""
+        # One that died meanwhile is found by `expect_end`.
+        with suppress(ConnectionError):
+            self.connection.send(None)
+
+    def expect_end(self, deadline: float) -> None:
+        """A rank that was released ends by itself, and well."""
+        self._process.join(max(END, deadline - time.monotonic()))
+        if self._process.exitcode is None:
+            self.give_up("had returned, but its process did not end and was killed")
+        elif self._process.exitcode != 0:
+            self.failure = f"had returned, but then {self._how_it_ended()}{self._where_it_stood()}"
+
+    def give_up(self, reason: str) -> None:
+        """Kills the process; the failure shows where its threads stood."""
+        # The signal writes the stacks of all threads and ends the process, even one that hangs in native code.
+        self._signal(signal.SIGUSR1)
+        self._process.join(END)
+        self.failure = reason + self._where_it_stood()
+
+    def end(self) -> None:
+        self._signal(signal.SIGKILL)
+        if self._process.pid is not None:
+            self._process.join()
+            self._process.close()
+        self.connection.close()
+        self._child_end.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.pid is not None and self._process.exitcode is None:
+            os.kill(self._process.pid, number)
+
+    def _how_it_ended(self) -> str:
+        code = self._process.exitcode
+        if code is None:
+            return "closed its connection"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def _where_it_stood(self) -> str:
+        stacks = self._stacks.read_text().rstrip() if self._stacks.exists() else ""
+        return f":\n{stacks}" if stacks else ""
+
+
+def _collect(ranks: list[_Rank], deadline: float) -> None:
+    """Waits until every rank has reported; gives up on the rest at the deadline, or soon after the first failure."""
+    reason = "had not finished in time and was killed"
+    while waiting := [rank for rank in ranks if not rank.reported]:
+        ready = wait([rank.connection for rank in waiting], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for rank in waiting:
+            if rank.connection in ready:
+                rank.receive()
+                if rank.failure is not None and time.monotonic() + GRACE < deadline:
+                    deadline = time.monotonic() + GRACE
+                    reason = f"had not finished {GRACE:g} s after another had failed and was killed"
+    for rank in waiting:
+        rank.give_up(reason)
+
+
+def _environment(rank: int, world_size: int) -> dict[str, str]:
+    """What torchrun would set, but for the address; one thread a rank, and Gloo's sockets on loopback."""
+    environment = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "OMP_NUM_THREADS": "1",
+    }
+    loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
+    if loopback:
+        environment["GLOO_SOCKET_IFNAME"] = min(loopback)
+    return environment
+
+
+def _serve(
+    call: bytes, rank: int, world_size: int, connection: Connection, store: str, stacks: str, timeout: float
+) -> None:
+    """The life of a rank's process: join the group, call, report, wait for the others, leave."""
+    # A bare descriptor, open until the process is gone: it may crash or hang while it ends.
+    file = os.open(stacks, os.O_WRONLY | os.O_CREAT)
+    faulthandler.enable(file)
+    # After the stacks comes the signal's own effect, the end of the process.
+    faulthandler.register(signal.SIGUSR1, file, chain=True)
+    threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
+    try:
+        value = _call(call, rank, world_size, store, timeout)
+    except BaseException:
+        connection.send((f"raised:\n{traceback.format_exc().rstrip()}", None))
+        raise SystemExit(1) from None
+    connection.send((None, value))
+    # A rank that leaves early would break the collectives that others are still in.
+    connection.recv()
+    _leave_group()
+
+
+def _call(call: bytes, rank: int, world_size: int, store: str, timeout: float) -> bytes:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+    )
+    fn, args = pickle.loads(call)
+    before = threading.enumerate()
+    value = pickle.dumps(fn(rank, world_size, *args))
+    left = threads_left(before)
+    assert not left, f"{fn.__name__} left threads behind: {', '.join(left)}"
+    return value
+
+
+def _leave_group() -> None:
+    import torch.distributed as dist
+
+    # The function may have left it already, as Lightning does.
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    """A test run that is killed leaves no ranks behind."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lightning_pipe.engine import PipelinePlan, PipelineTask, State, TaskSchedule
+
+TABLES = State("tables")
+NAMES = [f"AnElevenTaskPlan{index}" for index in range(10)]
+
+
+def plan() -> PipelinePlan:
+    tasks = [
+        (PipelineTask("Copy", lambda ctx: None, writes=["x"]), TaskSchedule(1, "memcpy", "io", globally_ordered=True)),
+        *(
+            (PipelineTask(name, lambda ctx: None, reads=["x", TABLES]), TaskSchedule(thread_group="main"))
+            for name in NAMES[:-1]
+        ),
+        (PipelineTask(NAMES[-1], lambda ctx: None, reads=["x"], writes=[TABLES]), TaskSchedule()),
+    ]
+    return PipelinePlan(tasks, name="[bold]")
+
+
+@pytest.mark.parametrize("columns", [80, 160])
+def test_the_table_fits_the_terminal_and_says_everything(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = plan().table()
+    assert max(map(len, text.splitlines())) <= columns
+    assert text.startswith("plan [bold]: 2 batches in flight at most")
+    words = re.findall(r"[^\s,]+", text)
+    # Whole words: nothing is cut off or broken in two.
+    assert {*NAMES, "Copy", f"{NAMES[-1]}[i-1]", "memcpy", "io*"} <= set(words)
+    assert "* globally ordered" in text
+    assert "[i-n]: of the n-th iteration before" in text
+
+
+def test_the_table_follows_the_order_of_submission(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    rows = [line.split()[0] for line in plan().table().splitlines()[4:15]]
+    assert rows == ["Copy", *NAMES]
+
+
+def test_what_is_given_up_stands_below_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    stale = PipelinePlan(
+        [
+            (PipelineTask("Read", lambda ctx: None, reads=[TABLES]), TaskSchedule(2)),
+            (PipelineTask("Write", lambda ctx: None, writes=[TABLES]), TaskSchedule()),
+        ],
+        stale=[("Write", "Read")],
+        name="stale",
+    )
+    assert "Given up (stale): Read after Write of 1 iteration(s) before" in stale.table()
+
+
+def test_the_timeline_shows_the_batch_of_each_task_from_filling_to_draining() -> None:
+    rows = {
+        task: cells.split()
+        for task, cells in re.findall(r"(Copy|AnElevenTaskPlan0)((?:\s+(?:\d|·))+)$", plan().timeline(3), re.MULTILINE)
+    }
+    assert rows == {"Copy": ["0", "1", "2", "·"], "AnElevenTaskPlan0": ["·", "0", "1", "2"]}
+
+
+def test_a_long_timeline_is_not_wrapped() -> None:
+    assert len(plan().timeline(60).splitlines()) == len(plan().timeline(2).splitlines())
+
+
+def test_printing_a_plan_gives_table_and_timeline() -> None:
+    assert str(plan()) == f"{plan().table()}\n\n{plan().timeline()}"
