@@ -1,0 +1,34 @@
+"""The program for a strategy that brings none: the next batch is moved to the device while this one trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, State, SWPipeline, TaskSchedule
+from lightning_pipe.loops.program import TrainingProgram
+
+
+def default_program(trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> TrainingProgram:
+    """Two tasks: ``H2D`` one iteration ahead on a stream of its own, ``TrainBatch`` as Lightning trains a batch.
+
+    Args:
+        trainer: the trainer whose strategy trains.
+        transfer: moves a batch to the device.
+    """
+
+    def copy(ctx: IterContext) -> None:
+        ctx.batch = transfer(ctx.batch)
+
+    def train(ctx: IterContext) -> None:
+        """Lightning's part, done between begin_step and end_step; a skipped batch comes here and has none."""
+
+    device = trainer.strategy.root_device
+    tasks = {
+        PipelineTask("H2D", copy, reads=("batch",), writes=("batch",)): TaskSchedule(stage=1, stream="memcpy"),
+        PipelineTask("TrainBatch", train, reads=("batch",), writes=(State("model"),)): TaskSchedule(),
+    }
+    pipeline = SWPipeline(PipelinePlan(tasks, name="copy_ahead"), device)
+    return TrainingProgram(pipeline, transfer="H2D", step="TrainBatch")

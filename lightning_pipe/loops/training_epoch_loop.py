@@ -1,0 +1,222 @@
+"""Lightning's training epoch loop, driven by the engine."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.trainer import call
+
+from lightning_pipe.engine import IterContext, TaskError
+from lightning_pipe.engine.plan import MAIN
+from lightning_pipe.loops.default_program import default_program
+from lightning_pipe.loops.ledger import InFlightLedger
+from lightning_pipe.loops.program import TrainingProgram
+from lightning_pipe.loops.random_streams import RandomStreams
+
+Transfer = Callable[[Any], Any]
+
+
+@runtime_checkable
+class BringsProgram(Protocol):
+    """A strategy that brings a plan of its own."""
+
+    def training_program(self, trainer: pl.Trainer, transfer: Transfer) -> TrainingProgram:
+        """Build the program; *transfer* moves a batch to the device through the user's hooks, on the main thread."""
+        ...
+
+
+class PipelineTrainingEpochLoop(_TrainingEpochLoop):
+    """Drop-in for Lightning's training epoch loop that takes its batches from a pipeline.
+
+    Every hook, callback, logger and counter sees what it would see in Lightning's loop, for the batch being trained;
+    only the batch-transfer hooks run earlier, for the batch being copied. With a strategy that brings no plan, the next
+    batch is moved to the device while this one trains.
+
+    Args:
+        trainer: the trainer; put the loop into it with ``trainer.fit_loop.epoch_loop = ...``.
+        min_steps: the fewest optimiser steps to run.
+        max_steps: the most optimiser steps to run, -1 for no limit.
+    """
+
+    def __init__(self, trainer: pl.Trainer, min_steps: int | None = None, max_steps: int = -1) -> None:
+        super().__init__(trainer, min_steps, max_steps)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self._program: TrainingProgram | None = None
+        self._ledger: InFlightLedger | None = None
+        self._streams: RandomStreams | None = None
+
+    @classmethod
+    def install(cls, trainer: pl.Trainer) -> PipelineTrainingEpochLoop:
+        """Put a pipelined loop in the place of the trainer's training epoch loop, with all that the latter holds."""
+        present = trainer.fit_loop.epoch_loop
+        if isinstance(present, cls):
+            return present
+        loop = cls.__new__(cls)
+        # Progress, results, the validation loop and the optimisation loops are known to others by now: the same objects.
+        loop.__dict__.update(present.__dict__)
+        loop._prepare()
+        trainer.fit_loop.epoch_loop = loop
+        return loop
+
+    @property
+    def program(self) -> TrainingProgram | None:
+        """The program at work, once training has begun."""
+        return self._program
+
+    @property
+    def ledger(self) -> InFlightLedger | None:
+        """The present epoch's ledger."""
+        return self._ledger
+
+    def on_run_start(self, data_fetcher: _DataFetcher) -> None:
+        super().on_run_start(data_fetcher)
+        if isinstance(data_fetcher, _DataLoaderIterDataFetcher):
+            return
+        if self._streams is None:
+            self._streams = RandomStreams(self.trainer.strategy.root_device)
+        if self._program is None:
+            strategy = self.trainer.strategy
+            build = strategy.training_program if isinstance(strategy, BringsProgram) else default_program
+            self._program = build(self.trainer, self._transfer)
+        self._streams.restart()
+        self._ledger = InFlightLedger(partial(self._fetch, data_fetcher))
+
+    def run(self, data_fetcher: _DataFetcher) -> None:
+        try:
+            super().run(data_fetcher)
+        finally:
+            # An epoch can end with batches in flight: max_steps, an early stop, an exception.
+            if self._ledger is not None and self._program is not None:
+                self._program.abandon()
+                self._ledger.give_up()
+
+    def advance(self, data_fetcher: _DataFetcher) -> None:
+        """Train one batch: Lightning's sequence of hooks, around one period of the pipeline.
+
+        Raises:
+            StopIteration: the epoch is over, or a hook skips the rest of it.
+        """
+        if isinstance(data_fetcher, _DataLoaderIterDataFetcher):
+            # The user's step fetches for itself: there is nothing to run ahead.
+            super().advance(data_fetcher)
+        elif not self._validation_goes_first(data_fetcher):
+            try:
+                self._advance()
+            except TaskError as error:
+                raised = self._user_error(error)
+                raise raised from raised.__cause__
+
+    def _advance(self) -> None:
+        if dist.is_available() and dist.is_initialized() and self.trainer.world_size > 1:
+            self._broadcast_sigterm_tensor()
+
+        trainer, program, ledger = self.trainer, self._program, self._ledger
+        assert program is not None and ledger is not None
+        batch_idx = self.batch_idx + 1
+        ctx = program.begin(ledger)
+        batch = ctx.batch
+        self.batch_progress.is_last_batch = ledger.oldest.is_last
+        self.batch_progress.increment_ready()
+        trainer._logger_connector.on_batch_start(batch)
+
+        output: Any = None
+        skip_rest = False
+        if batch is None:
+            self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+        else:
+            call._call_callback_hooks(trainer, "on_train_batch_start", batch, batch_idx)
+            response = call._call_lightning_module_hook(trainer, "on_train_batch_start", batch, batch_idx)
+            call._call_strategy_hook(trainer, "on_train_batch_start", batch, batch_idx)
+            skip_rest = response == -1
+            if skip_rest:
+                self.batch_progress.increment_by(0, is_last_batch=True)
+            else:
+                self.batch_progress.increment_started()
+                with trainer.profiler.profile("run_training_batch"):
+                    output = self._train(ctx, batch, batch_idx)
+        if not skip_rest:
+            program.finish()
+            ledger.retire()
+        # The context holds the batch and all that was computed from it: nothing needs it any more.
+        del ctx
+
+        self.batch_progress.increment_processed()
+        self.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if self._num_ready_batches_reached():
+            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        if skip_rest:
+            raise StopIteration
+        call._call_callback_hooks(trainer, "on_train_batch_end", output, batch, batch_idx)
+        call._call_lightning_module_hook(trainer, "on_train_batch_end", output, batch, batch_idx)
+        trainer._logger_connector.on_batch_end()
+        self.batch_progress.increment_completed()
+        trainer._logger_connector.update_train_step_metrics()
+
+    def teardown(self) -> None:
+        if self._program is not None:
+            self._program.close()
+            self._program = None
+        self._ledger = None
+        super().teardown()
+
+    def _train(self, ctx: IterContext, batch: Any, batch_idx: int) -> Any:
+        trainer, program = self.trainer, self._program
+        assert program is not None
+        kwargs = self._build_kwargs(OrderedDict(), batch, batch_idx)
+        if program.steps_whole_batch:
+            program.begin_step()
+        if trainer.lightning_module.automatic_optimization:
+            # In automatic optimisation there is only one optimiser.
+            output = self.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
+        else:
+            output = self.manual_optimization.run(kwargs)
+        if program.steps_whole_batch:
+            program.end_step()
+        return output
+
+    def _validation_goes_first(self, data_fetcher: _DataFetcher) -> bool:
+        """Lightning's rule for a run that is resumed where a validation was due: whether to go there without training."""
+        if self.restarting and self._should_check_val_fx(data_fetcher):
+            if self.val_loop.restarted_mid_evaluation:
+                return True
+            if self.restarted_on_last:
+                self._skip_next_val = True
+                return True
+            self.val_loop.increment_progress_to_evaluation_end()
+        self.val_loop.restarting = False
+        return False
+
+    def _fetch(self, data_fetcher: _DataFetcher) -> tuple[Any, bool]:
+        assert self._streams is not None
+        with self._streams.active():
+            batch, _, _ = next(data_fetcher)
+            is_last = data_fetcher.done
+            batch = self.trainer.precision_plugin.convert_input(batch)
+            return self.trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0), is_last
+
+    def _transfer(self, batch: Any) -> Any:
+        assert self._streams is not None
+        with self._streams.active():
+            return call._call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=0)
+
+    def _user_error(self, error: TaskError) -> BaseException:
+        """What to raise for a failed task: users' own exceptions keep their type, as in Lightning's loop.
+
+        Tasks of the main thread run users' hooks; what those raise, users also expect to catch. The task, its iteration,
+        stage and rank are added as a note. Errors of worker threads stay what they are.
+        """
+        cause = error.__cause__
+        assert self._program is not None
+        if cause is None or self._program.pipeline.plan.schedule[error.task].thread_group != MAIN:
+            return error
+        cause.add_note(str(error))
+        return cause
