@@ -1,0 +1,275 @@
+"""Averages dense gradients over ranks while backward still runs, and waits for them only when asked.
+
+DistributedDataParallel waits inside backward; here the wait is a call of its own, so that the tables' backward can run
+beside the reduction.
+
+    backward         gradients come, those of the last layers first     layer 3   layer 2   layer 1   layer 0
+    hooks        1.  a bucket whose gradients are all there is filled   [-- bucket 0 --]    [-- bucket 1 --]
+                 2.  and launched, unless an earlier one is not yet     all-reduce ......   all-reduce ......
+    finalize     3.  the buckets left are launched: parameters without a gradient send zeros
+                 4.  each is waited for, and its averages go to `.grad`
+
+Buckets are cut from the parameters in reverse order and launched in that order on every rank, whatever the order in
+which gradients come: so ranks cannot wait for each other's, and sums do not depend on timing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from lightning_pipe.engine.agreement import check_agreement
+from lightning_pipe.engine.errors import SetupError
+
+__all__ = ["DenseGradientReducer"]
+
+# What a rank sends for each parameter, beside the gradient. The ranks' sum is 0 if none has one, NaN if any is sparse.
+_NONE, _DENSE, _SPARSE = 0.0, 1.0, float("nan")
+
+
+class DenseGradientReducer:
+    """Averages the gradients of parameters over the ranks of a group.
+
+    One step is ``prepare()``, one backward, ``finalize()``, on every rank. A parameter that a rank does not use counts
+    as zero there; one that no rank uses keeps ``grad`` None. Gradients that were there before the backward are averaged
+    with the new ones, as one sum. In a group of one rank nothing is hooked, copied or sent.
+
+    Parameters that are frozen are left out; they may be frozen and unfrozen between steps, on all ranks alike.
+
+    Args:
+        parameters: names and parameters, the same in the same order on every rank.
+        group: all collectives go through it; between ``prepare`` and ``finalize`` nothing else may.
+        bucket_bytes: a bucket is closed once its gradients have this many bytes. Buckets are of one dtype and device,
+            and take as much memory as the gradients.
+
+    Raises:
+        SetupError: on every rank, if the parameters differ between ranks.
+    """
+
+    def __init__(
+        self, parameters: Sequence[tuple[str, Parameter]], group: dist.ProcessGroup, bucket_bytes: int = 25 * 2**20
+    ) -> None:
+        self._parameters = list(parameters) if group.size() > 1 else []
+        self._group = group
+        self._bucket_bytes = bucket_bytes
+        # Not even known to be none: the ranks compare once in any case.
+        self._trained: list[str] | None = None
+        self._buckets: list[_Bucket] = []
+        self._hooks: list[RemovableHandle] = []
+        # Autograd has a thread for each device, and calls hooks on them.
+        self._lock = threading.Lock()
+        self._sync = True
+        self._armed = False
+        self._launched = 0
+        self._follow_requires_grad()
+
+    def prepare(self) -> None:
+        """To be called before a backward: from now on, full buckets are launched.
+
+        What an earlier backward left, because it raised, is brought to its end first, as :meth:`reset` does.
+        """
+        self.reset()
+        if self._sync:
+            self._follow_requires_grad()
+            self._armed = True
+
+    def finalize(self) -> None:
+        """Waits until every gradient is averaged, and in ``.grad``. In the body of :meth:`no_sync`: nothing.
+
+        Raises:
+            SetupError: a parameter has a sparse gradient on any rank; raised on every rank.
+        """
+        if not (self._armed or self._sync):
+            return
+        try:
+            self._launch_rest()
+            sparse = [name for bucket in self._buckets for name in bucket.finish()]
+        finally:
+            self._disarm()
+        if sparse:
+            raise SetupError(
+                f"the gradients of {', '.join(sparse)} are sparse tensors, which are not averaged over ranks. Make the"
+                " embedding with sparse=False, or use TorchRec's EmbeddingBagCollection, whose tables are sharded"
+            )
+
+    def reset(self) -> None:
+        """In place of :meth:`finalize` after a backward that raised: leaves ``.grad`` as it is on this rank.
+
+        What was not sent yet is sent as it stands, so that no other rank waits alone: each calls this or ``finalize``.
+        """
+        if not self._armed:
+            return
+        try:
+            self._launch_rest()
+            for bucket in self._buckets:
+                bucket.wait()
+        finally:
+            self._disarm()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """In the body, gradients accumulate on this rank; the next step outside averages the accumulated sum."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def close(self) -> None:
+        """Removes every hook, and forgets the parameters. Waits for nothing; may be called again."""
+        self._parameters = []
+        self._forget_buckets()
+        self._disarm()
+
+    # ------------------------------------------------------------------ buckets
+
+    def _follow_requires_grad(self) -> None:
+        """Makes buckets for the parameters that are trained now, if others are than at the last step."""
+        parameters = [(name, parameter) for name, parameter in self._parameters if parameter.requires_grad]
+        names = [name for name, _ in parameters]
+        if names == self._trained:
+            return
+        description = [(name, f"{list(parameter.shape)} {parameter.dtype}") for name, parameter in parameters]
+        check_agreement(description, "list of trained dense parameters", self._group, error=SetupError)
+        self._forget_buckets()
+        self._trained = names
+        self._buckets = [_Bucket(part, self._group) for part in _cut(parameters, self._bucket_bytes)]
+        for bucket in self._buckets:
+            for name, parameter in bucket.parameters:
+                hook = partial(self._receive, bucket, name)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def _forget_buckets(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._buckets, self._trained = [], [], []
+
+    # ------------------------------------------------------------------ one step
+
+    def _receive(self, bucket: _Bucket, name: str, parameter: torch.Tensor) -> None:
+        """A gradient has come."""
+        if not self._armed:
+            return
+        with self._lock:
+            if bucket.launched:
+                raise SetupError(
+                    f"parameter {name!r} got a gradient again after it was sent to the other ranks: backward ran twice"
+                    " in one step, or the parameter is used in several reentrant checkpoints. Call backward once, on"
+                    " the sum of the losses, or all but the last in no_sync() (the strategy's block_backward_sync());"
+                    " and checkpoint with use_reentrant=False"
+                )
+            if self._sync:
+                bucket.missing.discard(name)
+                while self._launched < len(self._buckets) and not self._buckets[self._launched].missing:
+                    self._launch_next()
+
+    def _launch_rest(self) -> None:
+        while self._launched < len(self._buckets):
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        self._buckets[self._launched].launch()
+        self._launched += 1
+
+    def _disarm(self) -> None:
+        self._armed = False
+        self._launched = 0
+        for bucket in self._buckets:
+            bucket.clear()
+
+
+class _Bucket:
+    """Gradients that travel together, in one flat buffer: the gradients, then a number for each parameter.
+
+    Attributes:
+        parameters: names and parameters.
+        missing: names of the parameters whose gradient has not come in this step.
+    """
+
+    def __init__(self, parameters: list[tuple[str, Parameter]], group: dist.ProcessGroup) -> None:
+        self.parameters = parameters
+        self._group = group
+        _, first = parameters[0]
+        sizes = [parameter.numel() for _, parameter in parameters]
+        self._buffer = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
+        *views, self._kinds = self._buffer.split([*sizes, len(sizes)])
+        self._views = [view.view(parameter.shape) for view, (_, parameter) in zip(views, parameters, strict=True)]
+        self._own_kinds: list[float] = []
+        self._work: dist.Work | None = None
+        self.missing: set[str] = set()
+        self.clear()
+
+    @property
+    def launched(self) -> bool:
+        return self._work is not None
+
+    def clear(self) -> None:
+        """Ready for the next step."""
+        self._work = None
+        self.missing = {name for name, _ in self.parameters}
+
+    @torch.no_grad()
+    def launch(self) -> None:
+        """Sends the gradients as they stand; zeros for those that are not there."""
+        self._own_kinds = []
+        for (_, parameter), view in zip(self.parameters, self._views, strict=True):
+            gradient = parameter.grad
+            kind = _NONE if gradient is None else _DENSE if gradient.layout == torch.strided else _SPARSE
+            self._own_kinds.append(kind)
+            if gradient is not None and kind == _DENSE:
+                view.copy_(gradient)
+            else:
+                view.zero_()
+        if all(kind == _DENSE for kind in self._own_kinds):
+            self._kinds.fill_(_DENSE)
+        else:
+            self._kinds.copy_(torch.tensor(self._own_kinds, dtype=self._kinds.dtype))
+        self._work = dist.all_reduce(self._buffer, group=self._group, async_op=True)
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+
+    @torch.no_grad()
+    def finish(self) -> list[str]:
+        """Waits, and puts the averages into ``.grad``.
+
+        Returns:
+            Names of the parameters with a sparse gradient on any rank, whose ``.grad`` is not touched.
+        """
+        self.wait()
+        self._buffer.div_(self._group.size())
+        # On a device, to read what the others sent is to wait for it: only where this rank's own does not say all.
+        kinds = self._own_kinds if all(kind == _DENSE for kind in self._own_kinds) else self._kinds.tolist()
+        sparse = []
+        for (name, parameter), view, kind in zip(self.parameters, self._views, kinds, strict=True):
+            if kind != kind:
+                sparse.append(name)
+            elif kind != _NONE:
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                parameter.grad.copy_(view)
+        return sparse
+
+
+def _cut(parameters: list[tuple[str, Parameter]], bucket_bytes: int) -> list[list[tuple[str, Parameter]]]:
+    """Parameters of one bucket each, in reverse order: about the order in which backward gives their gradients."""
+    full = []
+    filling: dict[tuple[torch.dtype, torch.device], list[tuple[str, Parameter]]] = {}
+    filled = Counter[tuple[torch.dtype, torch.device]]()
+    for name, parameter in reversed(parameters):
+        kind = (parameter.dtype, parameter.device)
+        filling.setdefault(kind, []).append((name, parameter))
+        filled[kind] += parameter.nbytes
+        if filled[kind] >= bucket_bytes:
+            full.append(filling.pop(kind))
+            filled[kind] = 0
+    return full + list(filling.values())

@@ -1,0 +1,86 @@
+"""Values of the dense parameters and buffers before training: one rank's on every rank, as in data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_pipe.engine.errors import SetupError
+
+__all__ = ["broadcast_from_first_rank", "materialise_dense", "unfillable"]
+
+
+def _dense_modules(module: nn.Module, tables: set[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Modules in the order in which they are filled, children first, those inside a table's module left out."""
+    found: list[tuple[str, nn.Module]] = []
+
+    def visit(name: str, current: nn.Module) -> None:
+        if current in tables:
+            return
+        for child_name, child in current.named_children():
+            visit(f"{name}.{child_name}" if name else child_name, child)
+        found.append((name, current))
+
+    visit("", module)
+    return list({id(current): (name, current) for name, current in reversed(found)}.values())[::-1]
+
+
+def _own_meta(module: nn.Module) -> list[str]:
+    return [
+        name
+        for own in (module._parameters, module._buffers)
+        for name, tensor in own.items()
+        if tensor is not None and tensor.is_meta
+    ]
+
+
+def unfillable(module: nn.Module, tables: set[nn.Module]) -> None:
+    """Checks that every dense tensor on the meta device can be given values.
+
+    Raises:
+        SetupError: one whose module has no ``reset_parameters``.
+    """
+    for name, current in _dense_modules(module, tables):
+        meta = _own_meta(current)
+        if meta and not callable(getattr(current, "reset_parameters", None)):
+            raise SetupError(
+                f"{', '.join(f'{name}.{own}' if name else own for own in meta)} is on the meta device, and"
+                f" {type(current).__name__} has no reset_parameters to give it values; add that method, or make the"
+                " module on a real device"
+            )
+
+
+@torch.no_grad()
+def materialise_dense(module: nn.Module, tables: set[nn.Module], device: torch.device) -> None:
+    """Gives dense tensors on the meta device storage, and values by their module's ``reset_parameters``.
+
+    Draws from the global random state, in an order that depends on the module alone; the caller seeds and keeps it.
+    A parameter that several modules share stays shared.
+    """
+    made: dict[int, torch.Tensor] = {}
+    for _, current in _dense_modules(module, tables):
+        meta = _own_meta(current)
+        for name in meta:
+            tensor = getattr(current, name)
+            if id(tensor) not in made:
+                empty = torch.empty_like(tensor, device=device)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+            setattr(current, name, made[id(tensor)])
+        if meta:
+            current.reset_parameters()  # type: ignore[operator]
+
+
+@torch.no_grad()
+def broadcast_from_first_rank(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrites tensors with those of the group's first rank; every rank calls it with the same shapes in order."""
+    if group.size() == 1:
+        return
+    for tensor in tensors:
+        sent = tensor.detach().contiguous()  # a channels-last weight is copied, what is contiguous is sent as it is
+        dist.broadcast(sent, group_src=0, group=group)
+        if sent.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(sent)

@@ -1,0 +1,130 @@
+"""What one batch carries from task to task: its splits, requests, features and, at the boundary, its embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.types import Awaitable
+
+from lightning_pipe.recsys.boundary import Cut, cut_output
+from lightning_pipe.recsys.call_arguments import Arguments, PostprocessResults
+from lightning_pipe.recsys.input_dist import SplitsRequest
+
+__all__ = ["Embeddings", "Features", "Inputs", "Requests", "Splits", "record_stream"]
+
+
+@dataclass
+class Inputs:
+    """What of a batch the pipelined modules' calls were given ahead of the step.
+
+    Attributes:
+        batch: the transferred batch.
+        arguments: of each pipelined module's call, as found in the batch; not yet re-ordered or copied.
+        postprocessed: results of post-processing modules.
+        contexts: each module's own context of this batch.
+    """
+
+    batch: Any
+    postprocessed: PostprocessResults
+    arguments: dict[str, Arguments] = field(default_factory=dict)
+    contexts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Splits:
+    """After EmbInputDistStart.
+
+    Attributes:
+        request: the fused splits; None if this rank failed or nothing is pipelined.
+        status: with several ranks, the collective that tells each whether any has failed, and its tensor.
+        error: why this rank sent no splits.
+        answer: what it sent instead.
+    """
+
+    inputs: Inputs
+    request: SplitsRequest | None = None
+    status: tuple[dist.Work, torch.Tensor] | None = None
+    error: Exception | None = None
+    answer: dist.Work | None = None
+
+
+@dataclass
+class Requests:
+    """After EmbInputDistWait: each module's awaitable of its distributed features."""
+
+    inputs: Inputs
+    tensors: dict[str, Awaitable[Any]]
+
+
+@dataclass
+class Features:
+    """After EmbPrefetch: each module's distributed features."""
+
+    inputs: Inputs
+    distributed: dict[str, Any]
+
+
+class Embeddings:
+    """After EmbForward: the cut outputs of the pipelined modules, and during the step those of all others.
+
+    Args:
+        inputs: of the same batch.
+    """
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
+        self._ready: dict[str, Any] = {}
+        self._calls: list[tuple[str, list[Cut]]] = []
+
+    def add(self, name: str, output: Any) -> Any:
+        """Cuts the awaited ``output`` of one call of the module ``name`` and returns what the step may use."""
+        cuts: list[Cut] = []
+        handed_on = cut_output(output, cuts)
+        self._calls.append((name, cuts))
+        return handed_on
+
+    def keep_ready(self, name: str, output: Any) -> None:
+        self._ready[name] = self.add(name, output)
+
+    def is_ready(self, name: str) -> bool:
+        return name in self._ready
+
+    def take(self, name: str) -> Any:
+        """The output looked up ahead, once: a second call of the module looks up anew."""
+        return self._ready.pop(name)
+
+    @property
+    def calls(self) -> list[tuple[str, list[Cut]]]:
+        """Each module call with its cuts, in the order of the lookups: the same on every rank."""
+        return self._calls
+
+    def cuts(self) -> Iterator[Cut]:
+        for _, cuts in self._calls:
+            yield from cuts
+
+    def gradient_tensors(self) -> list[torch.Tensor]:
+        """The gradients that the dense backward has sent to this rank's outputs so far, unscaled."""
+        return [cut.gradient for cut in self.cuts() if cut.gradient is not None]
+
+    def clear(self) -> None:
+        """Lets go of outputs, graphs and gradients."""
+        self._ready.clear()
+        self._calls.clear()
+
+
+def record_stream(value: Any, stream: torch.Stream | None) -> None:
+    """Tells the caching allocator that ``stream`` uses every tensor in ``value``; nothing to do without streams."""
+    if stream is None or value is None:
+        return
+    if isinstance(value, dict):
+        for part in value.values():
+            record_stream(part, stream)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            record_stream(part, stream)
+    elif hasattr(value, "record_stream"):
+        value.record_stream(stream)

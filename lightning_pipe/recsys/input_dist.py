@@ -1,0 +1,129 @@
+"""The input dist of all pipelined modules at once: their splits travel in one all-to-all.
+
+A sharded module's ``input_dist`` sends, for each of its shardings, first splits (how many values go where) and then
+the tensors. While this thread is *fusing*, the replaced forwards of the ``KJTAllToAll`` inside return what they would
+send; TorchRec's ``FusedKJTListSplitsAwaitable`` sends the splits of all of them together. At any other time, and on any
+other thread, the replaced forwards do what they did before: on the module's own process group.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.dist_data import KJTAllToAll
+from torchrec.distributed.embedding_sharding import (
+    FusedKJTListSplitsAwaitable,
+    KJTListSplitsAwaitable,
+    KJTSplitsAllToAllMeta,
+)
+from torchrec.distributed.train_pipeline.runtime_forwards import KJTAllToAllForward
+from torchrec.distributed.types import Awaitable, ShardedModule
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+__all__ = [
+    "FusableAllToAll",
+    "SplitsRequest",
+    "answer_without_splits",
+    "fusing",
+    "kjt_all_to_alls",
+    "send_splits",
+    "splits_length",
+]
+
+_this_thread = threading.local()
+
+
+@contextmanager
+def fusing() -> Iterator[None]:
+    """Within it, on this thread, input dists return the splits to send instead of sending them."""
+    _this_thread.fusing = True
+    try:
+        yield
+    finally:
+        _this_thread.fusing = False
+
+
+def kjt_all_to_alls(module: ShardedModule[Any, Any, Any, Any]) -> list[KJTAllToAll]:
+    """The all-to-alls of a module's input dists. TorchRec makes them at the first ``input_dist`` of the module."""
+    found: dict[int, KJTAllToAll] = {}
+    for child in module.modules():
+        for input_dist in getattr(child, "_input_dists", ()):  # a plain list: not among the child's modules
+            all_to_all = getattr(input_dist, "_dist", None)
+            if isinstance(all_to_all, KJTAllToAll):
+                found[id(all_to_all)] = all_to_all
+    return list(found.values())
+
+
+class FusableAllToAll:
+    """Stands in for the forward of one ``KJTAllToAll`` between ``install`` and ``restore``.
+
+    Args:
+        all_to_all: the module whose forward is replaced.
+        group: sends while fusing; at other times the module's own group does.
+    """
+
+    def __init__(self, all_to_all: KJTAllToAll, group: dist.ProcessGroup) -> None:
+        self._all_to_all = all_to_all
+        self._original = all_to_all.forward
+        self._fused = KJTAllToAllForward(pg=group, splits=all_to_all._splits, stagger=all_to_all._stagger)
+
+    def __call__(self, features: KeyedJaggedTensor) -> Any:
+        return self._fused(features) if getattr(_this_thread, "fusing", False) else self._original(features)
+
+    def install(self) -> None:
+        self._all_to_all.forward = self
+
+    def restore(self) -> None:
+        self._all_to_all.__dict__.pop("forward", None)
+
+
+class SplitsRequest:
+    """The splits on their way for some modules, fused or not.
+
+    Args:
+        names: the modules.
+        awaitables: one that waits for all of them, or one for each.
+    """
+
+    def __init__(self, names: list[str], awaitables: list[Awaitable[Any]]) -> None:
+        self._names = names
+        self._awaitables = awaitables
+
+    def wait(self) -> dict[str, Awaitable[Any]]:
+        """Waits for the splits, submits the tensors' all-to-alls and returns each module's awaitable for them."""
+        results = [awaitable.wait() for awaitable in self._awaitables]
+        fused = len(results) == 1 and isinstance(self._awaitables[0], FusedKJTListSplitsAwaitable)
+        return dict(zip(self._names, results[0] if fused else results, strict=True))
+
+
+def splits_length(requests: dict[str, KJTListSplitsAwaitable[Any]]) -> int:
+    """How many rows of splits these requests send to each rank; equal on all ranks and for all batches alike."""
+    return sum(len(part.splits_tensors) for part in _fusable_parts(requests))
+
+
+def send_splits(requests: dict[str, KJTListSplitsAwaitable[Any]], contexts: dict[str, Any]) -> SplitsRequest:
+    """Submits the splits of all modules in one all-to-all; what ``input_dist`` has sent already is left as it is."""
+    names = list(requests)
+    group = next((part.pg for part in _fusable_parts(requests)), None)
+    if group is None:  # one process, or nothing but data-parallel tables: there are no splits
+        return SplitsRequest(names, list(requests.values()))
+    fused = FusedKJTListSplitsAwaitable(list(requests.values()), [contexts[name] for name in names], pg=group)
+    return SplitsRequest(names, [fused])
+
+
+def _fusable_parts(requests: dict[str, KJTListSplitsAwaitable[Any]]) -> list[KJTSplitsAllToAllMeta]:
+    parts = [part for request in requests.values() for part in request.awaitables]
+    return [part for part in parts if isinstance(part, KJTSplitsAllToAllMeta)]
+
+
+def answer_without_splits(length: int, group: dist.ProcessGroup, device: torch.device) -> dist.Work | None:
+    """What a rank submits that has no splits to send, so that the others' all-to-all of ``length`` rows completes."""
+    if not length:
+        return None
+    rows = torch.zeros(length * group.size(), dtype=torch.int64, device=device)
+    return dist.all_to_all_single(torch.empty_like(rows), rows, group=group, async_op=True)

@@ -1,0 +1,150 @@
+"""What a sharded module's features must be like, checked on every batch before any rank sends them.
+
+TorchRec fixes the order of keys, and much else, at a module's first batch and does not look again: other keys later
+give wrong embeddings without a word, and a change on one rank alone makes ranks disagree about what they exchange. So
+the first batch's form is kept and each later batch is compared with it.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_pipe.engine.errors import InputError
+
+__all__ = ["FeatureForm", "TableRows", "check_ids", "conform", "refuse_trained_weights", "without_side_effects"]
+
+
+@dataclass(frozen=True)
+class FeatureForm:
+    """What must stay the same from batch to batch, and on every rank.
+
+    Attributes:
+        keys: the features in the first batch's order.
+        weighted: whether ids come with weights.
+        inverse_keys: with a batch size per feature, the features of its inverse indices in order; else None.
+        dtypes: of values, lengths and, if weighted, weights.
+    """
+
+    keys: tuple[str, ...]
+    weighted: bool
+    inverse_keys: tuple[str, ...] | None
+    dtypes: tuple[torch.dtype, ...]
+
+    @classmethod
+    def of(cls, features: KeyedJaggedTensor) -> FeatureForm:
+        variable = features.variable_stride_per_key()
+        inverse = features.inverse_indices_or_none() if variable else None
+        tensors = (features.values(), features.lengths(), features.weights_or_none())
+        return cls(
+            keys=tuple(features.keys()),
+            weighted=features.weights_or_none() is not None,
+            inverse_keys=tuple(inverse[0] if inverse is not None else ()) if variable else None,
+            dtypes=tuple(tensor.dtype for tensor in tensors if tensor is not None),
+        )
+
+    def __str__(self) -> str:
+        """The same text on two ranks whose features go together; the order of keys is each rank's own."""
+        weights = "with weights" if self.weighted else "without weights"
+        sizes = "one batch size" if self.inverse_keys is None else "a batch size per feature"
+        return f"keys {sorted(self.keys)}, {weights}, {sizes}, dtypes {', '.join(map(str, self.dtypes))}"
+
+
+def conform(name: str, features: KeyedJaggedTensor, form: FeatureForm) -> KeyedJaggedTensor:
+    """``features`` in the form of the first batch: the same object if it has it, else with its keys re-ordered.
+
+    Args:
+        name: the sharded module's, for the message.
+        features: what the batch holds for it.
+        form: the first batch's.
+
+    Raises:
+        InputError: keys are missing or extra, or weights, batch sizes or dtypes are not what they were.
+    """
+    found = FeatureForm.of(features)
+    if found == form:
+        return features
+    missing = sorted(set(form.keys) - set(found.keys))
+    extra = sorted(set(found.keys) - set(form.keys))
+    if missing or extra or len(found.keys) != len(form.keys):
+        raise InputError(
+            f"sharded module {name!r} got the features {list(found.keys)} and needs those of its first batch,"
+            f" {list(form.keys)}: missing {missing}, extra {extra}. Give every batch the same keys (in any order); a"
+            " feature without ids in a batch still needs its key, with lengths of 0."
+        )
+    if str(found) != str(form) or set(found.inverse_keys or ()) != set(form.inverse_keys or ()):
+        raise InputError(
+            f"sharded module {name!r} got features with {found} and needs what its first batch had: {form}. Give"
+            " every batch the same form."
+        )
+    return _reorder(features, form)
+
+
+def _reorder(features: KeyedJaggedTensor, form: FeatureForm) -> KeyedJaggedTensor:
+    inverse = features.inverse_indices_or_none()
+    with torch.no_grad():
+        keys = features.keys()
+        ordered = features.permute([keys.index(key) for key in form.keys])
+        if inverse is not None and form.inverse_keys is not None:
+            rows = torch.tensor([inverse[0].index(key) for key in form.inverse_keys], device=inverse[1].device)
+            ordered._inverse_indices = (list(form.inverse_keys), inverse[1].index_select(0, rows))
+    return ordered
+
+
+def refuse_trained_weights(name: str, features: KeyedJaggedTensor) -> None:
+    """Raises InputError for weights that require grad: a table on another rank could not send them any."""
+    weights = features.weights_or_none()
+    if weights is not None and weights.requires_grad:
+        raise InputError(
+            f"sharded module {name!r} got features whose weights require grad; weights travel to the tables' ranks"
+            " and get no gradient back. Use torchrec's FeatureProcessedEmbeddingBagCollection for trained weights, or"
+            " pass weights.detach()."
+        )
+
+
+@dataclass(frozen=True)
+class TableRows:
+    """The table that limits a feature's ids: the smallest it is looked up in."""
+
+    table: str
+    rows: int
+
+
+def check_ids(name: str, features: KeyedJaggedTensor, tables: dict[str, TableRows]) -> None:
+    """Raises InputError if an id is negative or beyond its table. Reads every id once (a wait, on a device).
+
+    Args:
+        name: the sharded module's, for the message.
+        features: ids per feature.
+        tables: the limiting table of each feature; other features are not checked.
+    """
+    values = features.values()
+    keys = features.keys()
+    largest = torch.iinfo(values.dtype).max
+    rows = torch.tensor([tables[key].rows if key in tables else largest for key in keys], device=values.device)
+    counts = torch.tensor(features.length_per_key(), device=values.device)
+    limits = torch.repeat_interleave(rows, counts)
+    checked = torch.repeat_interleave(torch.tensor([key in tables for key in keys], device=values.device), counts)
+    wrong = checked & ((values < 0) | (values >= limits))
+    if not bool(wrong.any()):
+        return
+    position = int(wrong.nonzero()[0])
+    offsets = features.offset_per_key()
+    key = next(key for index, key in enumerate(keys) if offsets[index] <= position < offsets[index + 1])
+    table = tables[key]
+    raise InputError(
+        f"feature {key!r} has the id {int(values[position])}, but table {table.table!r} of sharded module {name!r} has"
+        f" {table.rows} rows: ids must be from 0 to {table.rows - 1}. Mend the data, or give the table more rows."
+    )
+
+
+def without_side_effects(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """A shallow copy of ``features`` that a feature processor may put weights on; the user's batch stays as it is."""
+    copied = copy.copy(features)
+    copied._jt_dict = None  # jagged tensors cut from the original would not see the copy's weights
+    if copied._weights is not None:
+        copied._weights = copied._weights.clone()
+    return copied

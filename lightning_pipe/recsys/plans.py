@@ -1,0 +1,81 @@
+"""The recsys plans by name: the same eleven tasks, run serially, with input dist ahead, with prefetch ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_pipe.engine import PipelinePlan, PipelineTask, PlanError, TaskSchedule
+
+_STEP = ("DenseForward", "LossPostprocess", "DenseBackward", "EmbBackward", "FinalizeGrads", "OptimStep")
+
+PLANS: dict[str, tuple[str, dict[str, TaskSchedule], tuple[str, ...]]] = {
+    "serial": ("one batch at a time, every task on the main thread", {}, ()),
+    # TorchRec's TrainPipelineSparseDist, step by step.
+    "base": (
+        "the copy two batches ahead and the input dist one batch ahead",
+        {
+            "H2DAndShuffle": TaskSchedule(2, "memcpy"),
+            "EmbInputDistStart": TaskSchedule(1, "data_dist"),
+            "EmbInputDistWait": TaskSchedule(1, "data_dist"),
+            "EmbPrefetch": TaskSchedule(0, "data_dist"),
+        },
+        ("EmbInputDistStart", "H2DAndShuffle", "EmbInputDistWait", "EmbPrefetch", "EmbForward", *_STEP),
+    ),
+    # NVIDIA's JaggedMegatronPrefetchTrainPipelineSparseDist, step by step: TorchRec's prefetch pipeline with the
+    # prefetch in a thread of its own, beside the backward pass.
+    "prefetch": (
+        "the copy and the input dist two batches ahead, the prefetch one batch ahead in a thread of its own",
+        {
+            "H2DAndShuffle": TaskSchedule(2, "memcpy"),
+            "EmbInputDistStart": TaskSchedule(2, "data_dist"),
+            "EmbInputDistWait": TaskSchedule(1, "data_dist"),
+            "EmbPrefetch": TaskSchedule(1, "prefetch", thread_group="prefetch"),
+        },
+        (
+            "H2DAndShuffle",
+            "EmbInputDistWait",
+            "EmbForward",
+            "DenseForward",
+            "EmbPrefetch",
+            *_STEP[1:],
+            "EmbInputDistStart",
+        ),
+    ),
+}
+
+
+def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) -> PipelinePlan:
+    """The plan called *plan*, over *tasks*.
+
+    Args:
+        plan: a name (``serial``, ``base``, ``prefetch``), the path of a plan in YAML, or a plan, of which the schedule is
+            taken.
+        tasks: the recsys tasks, in serial order (:func:`~lightning_pipe.recsys.tasks.recsys_tasks`).
+
+    Raises:
+        PlanError: neither a known name nor a file, or a plan that these tasks cannot run under.
+    """
+    if isinstance(plan, PipelinePlan):
+        return PipelinePlan.from_yaml(plan.to_yaml(), tasks)
+    if plan in PLANS:
+        name = str(plan)
+        _, schedule, order = PLANS[name]
+        default = TaskSchedule()
+        # Where EmbBackward comes last among the tasks, it does so in the period too: see recsys_tasks(scaled_late=True).
+        if tasks[-1].name == "EmbBackward" and order:
+            rest = [task for task in order if task != "EmbBackward"]
+            order = (*_insert_after(rest, "OptimStep", "EmbBackward"),)
+        return PipelinePlan([(task, schedule.get(task.name, default)) for task in tasks], name=name, order=order)
+    path = Path(plan)
+    if not path.is_file():
+        raise PlanError(
+            f"there is no plan {str(plan)!r}: it is neither one of {', '.join(PLANS)} nor a file; name one, or write"
+            " one with 'lightning-pipe plan show prefetch --format yaml'"
+        )
+    return PipelinePlan.from_yaml(path.read_text(encoding="utf-8"), tasks)
+
+
+def _insert_after(order: list[str], anchor: str, task: str) -> list[str]:
+    position = order.index(anchor) + 1
+    return [*order[:position], task, *order[position:]]

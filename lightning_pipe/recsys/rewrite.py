@@ -1,0 +1,393 @@
+"""Splits the call of every sharded module into steps that a plan can place: input dist, lookup, use, backward.
+
+The rewrite replaces each sharded module's ``forward``. What it replaces is the same in training, in evaluation and in a
+direct call; which of three things it does then depends on whether a step is being *served*:
+
+1. served, and the module is pipelined: hand on the output that was looked up ahead for this batch;
+2. served otherwise (not pipelined, a second call, the recorded first step): look up now, hand on the cut output;
+3. not served: what the module does by itself, waited for.
+
+All state of a batch is in the objects that the methods return; the rewrite itself holds only what was found once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.distributed.types import ShardedModule
+
+from lightning_pipe.engine.errors import InputError, SetupError
+from lightning_pipe.recsys.agreement import Agreement
+from lightning_pipe.recsys.call_arguments import Arguments, CallArguments, PostprocessResults, same_arguments
+from lightning_pipe.recsys.embeddings import Embeddings, Features, Inputs, Requests, Splits, record_stream
+from lightning_pipe.recsys.input_dist import answer_without_splits, fusing, send_splits
+from lightning_pipe.recsys.kernels import evaluating
+from lightning_pipe.recsys.outputs import wait_output
+from lightning_pipe.recsys.record import Recorder
+from lightning_pipe.recsys.resolution import Method, Resolution
+from lightning_pipe.recsys.sharded import Sharded, find_sharded
+
+__all__ = ["ModelRewrite"]
+
+
+class ModelRewrite:
+    """Replaces the forwards of a model's sharded modules until ``restore``.
+
+    Args:
+        model: holds sharded modules, at any depth; a wrapper (``DistributedModelParallel``, DDP) is looked through.
+        method: how to find what feeds each module: ``record`` (watch the first batch train), ``direct`` (by keys),
+            ``fx`` (trace the step); ``auto`` records, then traces for the modules whose argument the step made.
+        step: name of the model's method that a batch is trained with; its first argument is the batch.
+        input_group: sends input dists, and is used for nothing else. None: the modules' own group.
+        agree_group: over all ranks, for comparing what ranks found and for the texts of errors; used by the calling
+            thread. None: the input group.
+        validate_ids: check every id against its table before it is sent.
+
+    Raises:
+        SetupError: no sharded module, one that cannot be trained here, or a model rewritten already.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        method: Method = "auto",
+        step: str = "forward",
+        input_group: dist.ProcessGroup | None = None,
+        agree_group: dist.ProcessGroup | None = None,
+        validate_ids: bool = False,
+    ) -> None:
+        model = get_unwrapped_module(model)
+        self._sharded = find_sharded(model, validate_ids)
+        first = next(iter(self._sharded.values()))
+        self._device = first.device
+        group = input_group if input_group is not None else first.own_group
+        self._group = group if group is not None and group.size() > 1 else None
+        self._agreement = Agreement(agree_group if agree_group is not None else group, self._device)
+        self._resolution = Resolution(model, method, step, self._sharded, self._agreement, group)
+        self._model = model
+        self._postprocess_forwards: dict[str, Callable[..., Any]] = {}
+        self._serving: Embeddings | None = None
+        self._recorder: Recorder | None = None
+        self._attached = False
+        self.attach()
+
+    @property
+    def resolved(self) -> bool:
+        """Whether it is known which modules are pipelined. Until then a batch must be trained serially."""
+        return self._resolution.done
+
+    @property
+    def records(self) -> bool:
+        """Whether the method watches the first step; if so, that step must be trained serially."""
+        return self._resolution.records
+
+    @property
+    def attached(self) -> bool:
+        """Whether the forwards are replaced at present."""
+        return self._attached
+
+    @property
+    def pipelined(self) -> dict[str, CallArguments]:
+        """The pipelined modules and how their arguments come out of a batch."""
+        return {name: entry.arguments for name, entry in self._sharded.items() if entry.arguments is not None}
+
+    @property
+    def unpipelined(self) -> dict[str, str]:
+        """The other sharded modules, and why each is not pipelined."""
+        return {name: entry.reason for name, entry in self._sharded.items() if entry.arguments is None}
+
+    @property
+    def postprocessed(self) -> dict[str, CallArguments]:
+        """The post-processing modules that are run ahead, and how their arguments come out of a batch."""
+        found: dict[str, CallArguments] = {}
+        for arguments in self.pipelined.values():
+            found |= arguments.postprocesses()
+        return found
+
+    @property
+    def modules(self) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
+        """All sharded modules by name."""
+        return {name: entry.module for name, entry in self._sharded.items()}
+
+    # What is replaced, and put back
+
+    def attach(self) -> None:
+        """Replaces the forwards, again after ``detach``; what was found about the model stays known.
+
+        Raises:
+            SetupError: something else has replaced one of them.
+        """
+        if not self._attached:
+            for entry in self._sharded.values():
+                entry.install(_ServedForward(self, entry))
+            self._attached = True
+            self._attach_postprocesses()
+
+    def _attach_postprocesses(self) -> None:
+        for name in self.postprocessed:
+            module = self._model.get_submodule(name)
+            if "forward" not in module.__dict__:
+                self._postprocess_forwards[name] = module.forward
+                module.forward = _PostprocessForward(self, name, module.forward)
+
+    def detach(self) -> None:
+        """Puts back everything that was replaced: the model is as it was before. Batches in flight stay good."""
+        if self._attached:
+            for entry in self._sharded.values():
+                entry.restore()
+            for name in self.postprocessed:
+                self._model.get_submodule(name).__dict__.pop("forward", None)
+            self._attached = False
+
+    def restore(self) -> None:
+        """``detach``, for good: what is torn down can be rewritten by another."""
+        self.detach()
+
+    # What feeds each module
+
+    def resolve(self, batch: Any) -> None:
+        """Finds what feeds each module from a transferred batch alone, directly or by fx. A collective.
+
+        Raises:
+            SetupError: the method is ``record``, which needs the first batch to train.
+            InputError: on any rank the batch cannot feed a module.
+        """
+        self._resolution.without_step(batch)
+        self._attach_postprocesses()
+
+    @contextmanager
+    def recording(self, batch: Any) -> Iterator[Embeddings]:
+        """Around the user's step on the first batch: sharded modules look up as they are called, and are watched.
+
+        Yields:
+            the embeddings of the step, for ``backward``.
+        """
+        with self.serving(Embeddings(self._inputs(batch)), batch) as embeddings:
+            yield embeddings
+
+    # The tasks of one batch, in their order
+
+    def start_input_dist(self, batch: Any) -> Splits:
+        """Takes the pipelined modules' arguments out of the transferred batch and submits all splits together.
+
+        Until the model is resolved nothing is submitted; ``direct`` and ``fx`` resolve it here, at the first batch.
+
+        Raises:
+            InputError: what is wrong with this rank's batch, if it is alone. Among several ranks ``wait_splits``
+                raises it, on all of them.
+        """
+        if not self.resolved:
+            self._resolution.before_first_step(batch)
+            self._attach_postprocesses()
+        splits = Splits(self._inputs(batch))
+        pipelined = [entry for entry in self._sharded.values() if entry.arguments is not None]
+        if not pipelined:
+            return splits
+        requests: dict[str, Any] = {}
+        try:
+            prepared = [self._arguments(entry, splits.inputs) for entry in pipelined]
+            with fusing():
+                for entry, (positional, named) in zip(pipelined, prepared, strict=True):
+                    context = splits.inputs.contexts[entry.name] = entry.module.create_context()
+                    requests[entry.name] = entry.module.input_dist(context, *positional, **named)
+        except Exception as error:
+            if self._group is None:
+                raise
+            splits.error = error
+        if self._group is not None:
+            failed = torch.tensor([splits.error is not None], dtype=torch.int32, device=self._device)
+            work = dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+            splits.status = work, failed
+        if splits.error is None:
+            splits.request = send_splits(requests, splits.inputs.contexts)
+        elif self._group is not None:
+            length = sum(entry.splits for entry in pipelined)
+            splits.answer = answer_without_splits(length, self._group, self._device)
+        return splits
+
+    def wait_splits(self, splits: Splits) -> Requests:
+        """Waits for the splits and submits the tensors of all modules.
+
+        Raises:
+            InputError: on every rank, if the batch of any cannot be trained; names the rank.
+        """
+        if splits.status is not None:
+            work, failed = splits.status
+            work.wait()
+            if failed.item():
+                if splits.answer is not None:
+                    splits.answer.wait()
+                self._agreement.raise_gathered(splits.error)
+        return Requests(splits.inputs, {} if splits.request is None else splits.request.wait())
+
+    def wait_inputs(self, requests: Requests, forward_stream: torch.Stream | None = None) -> Features:
+        """Waits for the tensors, and lets modules with cached tables fetch what the lookup will need.
+
+        Safe on a worker thread: it submits nothing to a process group.
+
+        Args:
+            requests: of ``wait_splits``.
+            forward_stream: the device stream that ``lookup`` will run on, if it is another than the current one.
+        """
+        inputs = requests.inputs
+        stream = self._current_stream()
+        distributed: dict[str, Any] = {}
+        for name, tensors in requests.tensors.items():
+            features = distributed[name] = tensors.wait()
+            record_stream([features, inputs.contexts[name]], stream)
+            self._sharded[name].prefetch(features, inputs.contexts[name], forward_stream)
+        return Features(inputs, distributed)
+
+    def lookup(self, features: Features) -> Embeddings:
+        """Looks up for all modules, then waits for the output dist of each, and cuts what they return.
+
+        Without grad mode (evaluation) nothing is cut and the kernels' step counters stay.
+        """
+        inputs = features.inputs
+        record_stream([features.distributed, inputs.contexts], self._current_stream())
+        embeddings = Embeddings(inputs)
+        modules = {name: self._sharded[name].module for name in features.distributed}
+        with _lookup_mode(*modules.values()):
+            awaitables = {
+                name: module.compute_and_output_dist(inputs.contexts[name], features.distributed[name])
+                for name, module in modules.items()
+            }
+            outputs = {
+                name: wait_output(awaitable, self._sharded[name].output_names) for name, awaitable in awaitables.items()
+            }
+        for name, output in outputs.items():
+            embeddings.keep_ready(name, output)
+        return embeddings
+
+    @contextmanager
+    def serving(self, embeddings: Embeddings, batch: Any) -> Iterator[Embeddings]:
+        """Around the user's step on a batch: sharded modules return what was looked up for it.
+
+        Until the model is resolved this records, as ``recording`` does, and resolves at its end (a collective).
+
+        Args:
+            embeddings: of ``lookup``.
+            batch: as the step gets it.
+
+        Raises:
+            InputError: in the step, where it passes a module something else than was distributed for it.
+        """
+        if self._serving is not None:
+            raise SetupError("a step is being served already; end its serving() before the next one's begins.")
+        recorder = self._recorder = None if self.resolved else Recorder(batch)
+        self._serving = embeddings
+        record_stream(embeddings.inputs.postprocessed.everything(), self._current_stream())
+        try:
+            yield embeddings
+        finally:
+            self._serving = self._recorder = None
+        if recorder is not None:
+            self._resolution.after_step(recorder)
+            self._attach_postprocesses()
+
+    def backward(
+        self, embeddings: Embeddings, scale: torch.Tensor | float | None = None, *, agree_unused: bool = False
+    ) -> None:
+        """Sends the gradients that the dense backward left at the cuts through output dists and lookups, at once.
+
+        Optimisers fused into the lookups step here. An output that this rank did not use sends zeros, so that no
+        rank waits alone.
+
+        Args:
+            embeddings: of the step; it lets go of its outputs and gradients.
+            scale: multiplies every gradient.
+            agree_unused: leave out a module whose output no rank used (one small collective); for optimisers that
+                change a row at a zero gradient (momentum, weight decay). All ranks must pass the same.
+        """
+        calls = embeddings.calls
+        if agree_unused:
+            used = self._agreement.any_of([any(cut.gradient is not None for cut in cuts) for _, cuts in calls])
+            calls = [call for call, is_used in zip(calls, used, strict=True) if is_used]
+        cuts = [cut for _, of_call in calls for cut in of_call]
+        if cuts:
+            gradients = [cut.scaled_gradient(scale) for cut in cuts]
+            record_stream([gradients, [cut.source for cut in cuts]], self._current_stream())
+            torch.autograd.backward([cut.source for cut in cuts], gradients)
+        embeddings.clear()
+
+    # What a sharded module's replaced forward does
+
+    def _called(self, entry: Sharded, call: Arguments) -> Any:
+        embeddings = self._serving
+        if embeddings is not None and embeddings.is_ready(entry.name):
+            if not same_arguments(call, embeddings.inputs.arguments[entry.name]):
+                raise InputError(
+                    f"sharded module {entry.name!r} was called with something else than was distributed for it ahead of"
+                    f" the step: {entry.arguments}. Pass it that piece of the batch, unchanged; or find its input with"
+                    " method='record', which takes it out of the pipeline if the step makes it."
+                )
+            output = embeddings.take(entry.name)
+            record_stream(output, self._current_stream())
+            return output
+        if self._recorder is not None:
+            self._recorder.called(entry.name, *call)
+        output = self._call_now(entry, call)
+        return output if embeddings is None else embeddings.add(entry.name, output)
+
+    def _call_now(self, entry: Sharded, call: Arguments) -> Any:
+        """The whole call at once, on the module's own process group; ranks agree first that all can."""
+        error: Exception | None = None
+        with _lookup_mode(entry.module):
+            try:
+                call = entry.prepare(call)
+            except InputError as wrong_input:
+                error = wrong_input
+            self._agreement.raise_together(error)
+            positional, named = call
+            return wait_output(entry.forward(*positional, **named), entry.output_names)
+
+    def _postprocess(self, name: str, forward: Callable[..., Any], call: Arguments) -> Any:
+        if self._serving is not None and self._serving.inputs.postprocessed.matches(name, *call):
+            return self._serving.inputs.postprocessed.result(name)
+        positional, named = call
+        return forward(*positional, **named)
+
+    def _inputs(self, batch: Any) -> Inputs:
+        return Inputs(batch, PostprocessResults(self._postprocess_forwards))
+
+    def _arguments(self, entry: Sharded, inputs: Inputs) -> Arguments:
+        assert entry.arguments is not None
+        call = inputs.arguments[entry.name] = entry.take_arguments(inputs.batch, inputs.postprocessed)
+        record_stream(list(call), self._current_stream())
+        return entry.prepare(call)
+
+    def _current_stream(self) -> torch.Stream | None:
+        return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+
+
+def _lookup_mode(*modules: torch.nn.Module) -> AbstractContextManager[None]:
+    return nullcontext() if torch.is_grad_enabled() else evaluating(modules)
+
+
+class _ServedForward:
+    """Stands in for a sharded module's forward."""
+
+    def __init__(self, rewrite: ModelRewrite, entry: Sharded) -> None:
+        self._rewrite = rewrite
+        self._entry = entry
+
+    def __call__(self, *positional: Any, **named: Any) -> Any:
+        return self._rewrite._called(self._entry, (positional, named))
+
+
+class _PostprocessForward:
+    """Stands in for a post-processing module's forward."""
+
+    def __init__(self, rewrite: ModelRewrite, name: str, forward: Callable[..., Any]) -> None:
+        self._rewrite = rewrite
+        self._name = name
+        self._forward = forward
+
+    def __call__(self, *positional: Any, **named: Any) -> Any:
+        return self._rewrite._postprocess(self._name, self._forward, (positional, named))

@@ -1,0 +1,175 @@
+"""A module whose tables are sharded: what its tables are, what trains them, how to read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardedModule
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+
+from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.recsys.agreement import Agreement
+from lightning_pipe.recsys.data_parallel_tables import DataParallelTables, unwrap_lookups
+from lightning_pipe.recsys.optimizers import TableParameters
+from lightning_pipe.recsys.table_values import full_tensor
+from lightning_pipe.recsys.tables import Table
+
+__all__ = ["ShardedModel"]
+
+
+class ShardedModel:
+    """A module whose tables are sharded, and what trains them.
+
+    Attributes:
+        module: the user's module, the same object (a new one only where the module itself is a TorchRec embedding).
+        dmp: TorchRec's wrapper around it.
+        sharded_modules: TorchRec's sharded modules by name.
+        tables: what is known of each table, by the name of its parameter.
+        fused_optimizer: TorchRec's optimiser over all tables, replicated ones included, for checkpoints.
+    """
+
+    def __init__(
+        self, dmp: DistributedModelParallel, tables: Sequence[Table], group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self.dmp = dmp
+        self.module: nn.Module = dmp.module
+        self.tables = {table.name: table for table in tables}
+        self.sharded_modules = dict(_outermost_sharded(self.module))
+        self._table_parameters = TableParameters()
+        self._group = group
+        self._device = device
+        self._agreement = Agreement(group, device)
+        self._data_parallel = DataParallelTables(group)
+        parameters = dict(self.module.named_parameters())
+        for name in self.tables:
+            self._table_parameters.add_sharded(name, parameters[name])
+        optimizers = {table.name: table.known_optimizer for table in tables}
+        for module_name, sharded in self.sharded_modules.items():
+            names = {table.config.name: table.name for table in tables if table.module_name == module_name}
+            unwrap_lookups(sharded._lookups)
+            for lookup in sharded._lookups:
+                self._data_parallel.add(lookup, names, optimizers, parameters)
+        self.fused_optimizer = CombinedOptimizer(
+            [*dmp.fused_optimizer.optimizers, *self._data_parallel.keyed_optimizers]
+        )
+        self._rates = {name: table.learning_rate for name, table in self.tables.items()}
+        self._kernels = dict(_leaves("", self.fused_optimizer))
+        self._rate_groups = _merge(self._agreement.gather([sorted(names) for names in self._kernels.values()]))
+
+    def dense_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Every parameter that is not a table, feature processors' included, with its name in the module."""
+        return [
+            (name, parameter)
+            for name, parameter in self.module.named_parameters()
+            if self._table_parameters.name_of(parameter) is None
+        ]
+
+    def table_parameters(self) -> TableParameters:
+        """Which parameters are tables: those of the sharded module, and those that it held before it was sharded."""
+        return self._table_parameters
+
+    def step_data_parallel_tables(self) -> None:
+        """Trains the replicated tables with the gradients that the tables' backward left.
+
+        To be called by every rank after that backward, from any one thread; it reduces over the sharding group.
+        """
+        self._data_parallel.step()
+
+    def set_learning_rate_factor(self, factor: float) -> None:
+        """Sets every table's rate to its base rate times ``factor``, from the next lookup on."""
+        self.set_learning_rates({name: table.learning_rate * factor for name, table in self.tables.items()})
+
+    def set_learning_rates(self, rates: Mapping[str, float]) -> None:
+        """Sets the rates of the named tables, from the next lookup on; the others keep theirs.
+
+        Costs nothing for rates that do not change. FBGEMM takes a rate at lookup on CPU: a backward uses the rate
+        of its own lookup.
+
+        Raises:
+            SetupError: an unknown table, or two rates for tables that share a kernel.
+        """
+        wanted = {**self._rates, **{self._named(name).name: float(rate) for name, rate in rates.items()}}
+        if wanted == self._rates:
+            return
+        for group in self._rate_groups:
+            if len({wanted[name] for name in group}) > 1:
+                found = ", ".join(f"{name}: {wanted[name]:g}" for name in group)
+                raise SetupError(
+                    f"tables that share one kernel cannot have learning rates of their own ({found}); give them one"
+                    " rate, or base rates that differ, which puts them into kernels of their own"
+                )
+        for optimizer, names in self._kernels.items():
+            rate = wanted[next(iter(names))]
+            if rate != self._rates[next(iter(names))]:
+                for parameter_group in optimizer.param_groups:
+                    parameter_group["lr"] = rate
+                optimizer.step()  # hands the rate to the kernel; it steps nothing
+        self._rates = wanted
+
+    def learning_rates(self) -> dict[str, float]:
+        """The rate of each table as it stands."""
+        return dict(self._rates)
+
+    def full_table(self, name: str) -> torch.Tensor:
+        """The whole table on every rank, a copy: rows x columns. Every rank of the group calls it.
+
+        Args:
+            name: the table's full name, or its short one where only one module has it.
+        """
+        table = self._named(name)
+        state = self.sharded_modules[table.module_name].state_dict()
+        return full_tensor(state[table.key], self._group, self._device)
+
+    def full_optimizer_state(self, name: str) -> dict[str, torch.Tensor]:
+        """The whole optimiser state of a table on every rank, a copy. Every rank of the group calls it.
+
+        Returns:
+            State tensors by TorchRec's names: none for SGD, ``momentum1`` for Adagrad (rows x columns) and row-wise
+            Adagrad (rows, times the number of shards across where the table is split by columns).
+        """
+        table = self._named(name)
+        state = self.fused_optimizer.state_dict()["state"].get(table.name, {})
+        prefix = f"{table.config.name}."
+        keys = sorted({key for keys in self._agreement.gather(list(state)) for key in keys})
+        return {key.removeprefix(prefix): full_tensor(state.get(key), self._group, self._device) for key in keys}
+
+    def _named(self, name: str) -> Table:
+        if name in self.tables:
+            return self.tables[name]
+        found = [table for table in self.tables.values() if table.config.name == name]
+        if len(found) != 1:
+            raise SetupError(
+                f"{name!r} is the name of {len(found)} tables; needed is one of {', '.join(sorted(self.tables))}"
+            )
+        return found[0]
+
+
+def _outermost_sharded(module: nn.Module) -> Iterator[tuple[str, ShardedModule[Any, Any, Any, Any]]]:
+    inside: list[str] = []
+    for name, child in module.named_modules():
+        if isinstance(child, ShardedModule) and not any(not o or name.startswith(f"{o}.") for o in inside):
+            inside.append(name)
+            yield name, child
+
+
+def _leaves(path: str, optimizer: KeyedOptimizer) -> Iterator[tuple[KeyedOptimizer, list[str]]]:
+    """The optimisers of the kernels, one each, with the full names of the tables that it trains on this rank."""
+    if isinstance(optimizer, CombinedOptimizer):
+        for key, part in optimizer.optimizers:
+            yield from _leaves(f"{path}.{key}" if path and key else path or key, part)
+    elif optimizer.params:
+        yield optimizer, [f"{path}.{key}" if path else key for key in optimizer.params]
+
+
+def _merge(groups: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
+    """Joins the tables that share a kernel on any rank: those that have one learning rate."""
+    merged: list[set[str]] = []
+    for names in (set(names) for rank in groups for names in rank):
+        touching = [group for group in merged if group & names]
+        merged = [group for group in merged if not group & names] + [names.union(*touching)]
+    return sorted(sorted(group) for group in merged)

@@ -1,0 +1,237 @@
+"""Shards a module's embedding tables over a process group, in place, and trains every one of them as asked.
+
+``shard_model`` reads as a list of steps: look, agree, plan, shard, fill. What can be wrong on one rank alone is
+found before the first step that communicates, and is raised on all ranks. Sharding itself is TorchRec's planner and
+``DistributedModelParallel``, without its data parallelism: dense gradients are reduced elsewhere.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
+
+from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.recsys.agreement import Agreement
+from lightning_pipe.recsys.dense_values import broadcast_from_first_rank, materialise_dense, unfillable
+from lightning_pipe.recsys.planner_options import read_constraints, read_topology
+from lightning_pipe.recsys.planning import check_plan, make_plan
+from lightning_pipe.recsys.sharded_model import ShardedModel
+from lightning_pipe.recsys.sharders import default_sharders
+from lightning_pipe.recsys.table_optimizer import SparseOptimizer, TableOptimizer, resolve_table_optimizer
+from lightning_pipe.recsys.table_values import copy_values, fill_with_init_fn, pieces_of, release
+from lightning_pipe.recsys.tables import Table, find_tables
+
+__all__ = ["ShardedModel", "shard_model"]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What one rank sees of the module before it is sharded."""
+
+    tables: list[Table]
+    parameters: list[nn.Parameter]
+    optimizers: list[TableOptimizer]
+    constraints: dict[str, ParameterConstraints]
+    topology: Topology
+    batch_size: int | None
+    dense: list[str]
+
+    def signature(self) -> list[str]:
+        """What ranks must agree on, a line for each table and dense tensor."""
+        tables = [
+            f"table {table.name} {list(parameter.shape)} {parameter.dtype} trained by {optimizer.describe()}"
+            for table, parameter, optimizer in zip(self.tables, self.parameters, self.optimizers, strict=True)
+        ]
+        return tables + self.dense
+
+
+def shard_model(
+    module: nn.Module,
+    *,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    sparse_optimizer: SparseOptimizer | Mapping[str, Any] | None = None,
+    sharding_plan: ShardingPlan | None = None,
+    constraints: Mapping[str, Mapping[str, Any] | ParameterConstraints] | None = None,
+    topology: Mapping[str, Any] | Topology | None = None,
+    sharders: Sequence[ModuleSharder[nn.Module]] | None = None,
+    seed: int | None = None,
+) -> ShardedModel:
+    """Shards the TorchRec modules inside a module, in place. Every rank of the group calls it.
+
+    Tables keep the values they hold (rank 0's); those on the meta device get their ``init_fn``'s, the same for one seed
+    on any number of ranks. Dense parameters and buffers become rank 0's; those on the meta device are filled by
+    ``reset_parameters``. The global random state is left as it is. The unsharded tables are freed: a parameter that the
+    caller still holds is empty afterwards.
+
+    Args:
+        module: holds unsharded ``EmbeddingBagCollection``, ``EmbeddingCollection`` or
+            ``FeatureProcessedEmbeddingBagCollection`` modules anywhere.
+        device: where tables and dense parameters live.
+        group: the process group to shard over, also used by the output exchange and its backward; all ranks.
+        sparse_optimizer: optimiser of the tables that have none by TorchRec's ``apply_optimizer_in_backward``.
+        sharding_plan: TorchRec's plan; rank 0's is used. Without one TorchRec's planner makes it.
+        constraints: for the planner, by table; see ``planning.read_constraints``.
+        topology: for the planner; see ``planning.read_topology``.
+        sharders: TorchRec sharders to use instead of this project's.
+        seed: of the tables and dense parameters on the meta device; ``torch.initial_seed()`` where none is given.
+            Rank 0's counts.
+
+    Raises:
+        SetupError: on every rank, if any rank finds something that cannot be sharded or trained as asked.
+    """
+    agreement = Agreement(group, device)
+    found, error = None, None
+    try:
+        found = _look(module, device, group, sparse_optimizer, constraints, topology)
+    except Exception as caught:  # of whatever kind: the other ranks wait for an answer
+        error = caught
+    agreed_seed = _agree(found, error, torch.initial_seed() if seed is None else seed, agreement)
+    assert found is not None
+    all_sharders = default_sharders() if sharders is None else list(sharders)
+    sharding_plan = agreement.gather(sharding_plan if agreement.rank == 0 else None)[0]
+    if sharding_plan is None:
+        sharding_plan = make_plan(module, all_sharders, found.constraints, found.topology, found.batch_size, agreement)
+    types = check_plan(sharding_plan, found.tables)
+    tables = [
+        table.planned(optimizer, types[table.name])
+        for table, optimizer in zip(found.tables, found.optimizers, strict=True)
+    ]
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(agreed_seed)
+        materialise_dense(module, _table_modules(module, tables), device)
+        for parameter, table in zip(found.parameters, tables, strict=True):
+            _say_optimizer(parameter, table.known_optimizer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of torch, about how TorchRec calls it
+            dmp = DistributedModelParallel(
+                module,
+                env=ShardingEnv.from_process_group(group),
+                device=device,
+                plan=sharding_plan,
+                sharders=all_sharders,
+                init_data_parallel=False,
+                init_parameters=False,
+            )
+        dmp.to(device)
+        model = ShardedModel(dmp, tables, group, device)
+        held = agreement.gather([not parameter.is_meta for parameter in found.parameters])[0]
+        _fill(model, found.parameters, held, agreed_seed, device, group)
+    for table, parameter in zip(tables, found.parameters, strict=True):
+        model.table_parameters().add_original(table.name, parameter)
+        release(parameter)
+    buffers = [tensor for name, tensor in model.module.named_buffers() if not name.startswith(_prefixes(tables))]
+    broadcast_from_first_rank([*(tensor for _, tensor in model.dense_parameters()), *buffers], group)
+    return model
+
+
+def _look(
+    module: nn.Module,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    sparse_optimizer: SparseOptimizer | Mapping[str, Any] | None,
+    constraints: Mapping[str, Mapping[str, Any] | ParameterConstraints] | None,
+    topology: Mapping[str, Any] | Topology | None,
+) -> _Found:
+    """Everything that can be wrong on one rank alone, without a word to the others."""
+    pairs = find_tables(module)
+    default = None if sparse_optimizer is None else SparseOptimizer.from_config(sparse_optimizer)
+    optimizers: list[TableOptimizer] = []
+    without: list[str] = []
+    for table, parameter in pairs:
+        optimizer = resolve_table_optimizer(table.name, parameter, default, device)
+        if optimizer is None:
+            without.append(table.name)
+        else:
+            optimizers.append(optimizer)
+    if without:
+        raise SetupError(
+            f"no optimiser is said for {'table' if len(without) == 1 else 'tables'} {', '.join(without)} (TorchRec"
+            " would train them with SGD and not say so); call torchrec.optim.apply_optimizer_in_backward on their"
+            " parameters, or give sparse_optimizer, for example"
+            " {'class_path': 'torchrec.optim.RowWiseAdagrad', 'init_args': {'lr': 0.01}}"
+        )
+    tables = [table.planned(optimizer, "") for (table, _), optimizer in zip(pairs, optimizers, strict=True)]
+    unfillable(module, _table_modules(module, tables))
+    planned_topology, batch_size = read_topology(topology, device, group.size())
+    inside = _prefixes(tables)
+    dense = [
+        f"{kind} {name} {list(tensor.shape)} {tensor.dtype}"
+        for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers()))
+        for name, tensor in named
+        if not name.startswith(inside)
+    ]
+    return _Found(
+        tables,
+        [parameter for _, parameter in pairs],
+        optimizers,
+        read_constraints(constraints, tables),
+        planned_topology,
+        batch_size,
+        dense,
+    )
+
+
+def _agree(found: _Found | None, error: Exception | None, seed: int, agreement: Agreement) -> int:
+    """Raises on every rank what any rank found, or where ranks hold different modules; returns rank 0's seed."""
+    message = None if error is None else str(error) if isinstance(error, SetupError) else repr(error)
+    answers = agreement.gather((message, found.signature() if found else [], seed))
+    if error is not None:
+        raise error
+    for rank, (theirs, _, _) in enumerate(answers):
+        if theirs is not None:
+            raise SetupError(f"rank {rank} cannot shard its module: {theirs}")
+    first = answers[0][1]
+    for rank, (_, signature, _) in enumerate(answers):
+        if signature != first:
+            only_first = "; ".join(line for line in first if line not in signature)
+            only_other = "; ".join(line for line in signature if line not in first)
+            raise SetupError(
+                f"ranks hold different modules: only on rank 0: {only_first or 'another order'}; only on rank {rank}:"
+                f" {only_other or 'another order'}. Build the same module on every rank"
+            )
+    return int(answers[0][2])
+
+
+def _fill(
+    model: ShardedModel,
+    originals: Sequence[nn.Parameter],
+    held: Sequence[bool],
+    seed: int,
+    device: torch.device,
+    group: dist.ProcessGroup,
+) -> None:
+    """Gives every table the values it held on rank 0, or its ``init_fn``'s where rank 0 held none."""
+    states = {name: sharded.state_dict() for name, sharded in model.sharded_modules.items()}
+    for table, original, is_held in zip(model.tables.values(), originals, held, strict=True):
+        pieces = pieces_of(states[table.module_name][table.key])
+        if is_held:
+            shape = (table.config.num_embeddings, table.config.embedding_dim)
+            copy_values(original.detach(), shape, original.dtype, pieces, device, group)
+        else:
+            fill_with_init_fn(table, original.dtype, pieces, seed)
+
+
+def _say_optimizer(parameter: nn.Parameter, optimizer: TableOptimizer) -> None:
+    """Says a table's optimiser the way TorchRec's sharders read it; they change the arguments, so each has its own."""
+    parameter._optimizer_classes = [optimizer.optimizer_class]  # type: ignore[attr-defined]
+    parameter._optimizer_kwargs = [optimizer.fused_arguments()]  # type: ignore[attr-defined]
+
+
+def _table_modules(module: nn.Module, tables: Sequence[Table]) -> set[nn.Module]:
+    """The modules that hold nothing but tables."""
+    return {module.get_submodule(table.holder_name) for table in tables}
+
+
+def _prefixes(tables: Sequence[Table]) -> tuple[str, ...]:
+    """How the names of everything inside these modules begin."""
+    return tuple({f"{table.holder_name}." if table.holder_name else "" for table in tables})

@@ -1,0 +1,74 @@
+"""A learning-rate schedule for the tables alone."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_pipe.engine import SetupError
+
+
+class TableSchedule:
+    """Runs one of PyTorch's schedulers over the base rates of the tables, whose optimisers are inside fused kernels.
+
+    Args:
+        config: ``class_path`` of an ``LRScheduler`` and ``init_args`` for it (all but the optimiser).
+        base_rates: table name to learning rate.
+
+    Raises:
+        SetupError: keys other than those two, no such class, or arguments it does not take.
+    """
+
+    def __init__(self, config: Mapping[str, Any], base_rates: Mapping[str, float]) -> None:
+        unknown = set(config) - {"class_path", "init_args"}
+        path = config.get("class_path")
+        if unknown or not isinstance(path, str):
+            raise SetupError(
+                f"sparse_lr_scheduler is {dict(config)}; needed are class_path (of a scheduler, such as"
+                " torch.optim.lr_scheduler.StepLR) and, where the class takes any, init_args"
+            )
+        module, _, name = path.rpartition(".")
+        try:
+            scheduler_class = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise SetupError(
+                f"sparse_lr_scheduler names the class {path!r}, which cannot be imported ({error}); give the full path"
+                " of an LRScheduler, such as torch.optim.lr_scheduler.StepLR"
+            ) from error
+        if not (isinstance(scheduler_class, type) and issubclass(scheduler_class, LRScheduler)):
+            raise SetupError(
+                f"sparse_lr_scheduler names {path!r}, which is no LRScheduler; give one of torch.optim.lr_scheduler"
+            )
+        # PyTorch's schedulers change the groups of an optimiser: one that trains nothing holds the rates.
+        self._tables = list(base_rates)
+        self._holder = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": rate} for rate in base_rates.values()])
+        try:
+            self._scheduler = scheduler_class(self._holder, **dict(config.get("init_args") or {}))
+        except TypeError as error:
+            raise SetupError(
+                f"sparse_lr_scheduler: {path} does not take init_args {config.get('init_args')} ({error}); compare them"
+                " with its signature"
+            ) from error
+
+    def step(self) -> None:
+        """Advance the schedule by one optimiser step."""
+        self._holder.step()  # PyTorch warns about a schedule stepped before its optimiser; this one has no gradients
+        self._scheduler.step()
+
+    def learning_rates(self) -> dict[str, float]:
+        """Each table's present rate."""
+        return {table: float(group["lr"]) for table, group in zip(self._tables, self._holder.param_groups, strict=True)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The schedule's position, for a checkpoint."""
+        return {"scheduler": self._scheduler.state_dict(), "rates": self.learning_rates()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a position that :meth:`state_dict` gave."""
+        self._scheduler.load_state_dict(dict(state["scheduler"]))
+        for table, group in zip(self._tables, self._holder.param_groups, strict=True):
+            group["lr"] = state["rates"][table]

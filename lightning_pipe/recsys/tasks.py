@@ -1,0 +1,228 @@
+"""The eleven tasks of a sharded recommender's training iteration: what to compute, and what each reads and writes.
+
+The names, and the cut of an iteration into them, follow NVIDIA's recsys-examples (``SWSerialTrainPipeline``); there some
+are no-ops, here every one works: the embedding part and the dense part have a forward and a backward each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from lightning_pipe.engine import IterContext, PipelineTask, State
+from lightning_pipe.engine.record_use import record_use
+from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
+from lightning_pipe.recsys.rewrite import ModelRewrite
+
+TABLES = State("tables")
+TABLE_LEARNING_RATES = State("table_learning_rates")
+DENSE_PARAMETERS = State("dense_parameters")
+DENSE_BUFFERS = State("dense_buffers")
+DENSE_GRADIENTS = State("dense_gradients")
+
+_NOTHING = nullcontext()
+
+# name: (reads, writes), in the order in which a serial iteration runs them.
+_DECLARATIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "H2DAndShuffle": (("batch",), ("batch",)),
+    "EmbInputDistStart": (("batch",), ("splits",)),
+    "EmbInputDistWait": (("splits",), ("input_requests",)),
+    "EmbPrefetch": (("input_requests",), ("features",)),
+    "EmbForward": (("features", TABLES, TABLE_LEARNING_RATES), ("embeddings",)),
+    "DenseForward": (("batch", "embeddings", DENSE_PARAMETERS), ("embeddings", "output", DENSE_BUFFERS)),
+    "LossPostprocess": (("output",), ("loss",)),
+    "DenseBackward": (("loss", DENSE_PARAMETERS), ("embeddings", "has_gradients", DENSE_GRADIENTS)),
+    # Feature processors are dense parameters whose gradients come from here.
+    "EmbBackward": (("embeddings", "has_gradients"), ("embeddings", TABLES, DENSE_GRADIENTS)),
+    "FinalizeGrads": (("has_gradients", DENSE_GRADIENTS), (DENSE_GRADIENTS,)),
+    "OptimStep": (("has_gradients", DENSE_GRADIENTS), (DENSE_GRADIENTS, DENSE_PARAMETERS, TABLE_LEARNING_RATES)),
+}
+
+
+class RecsysActions:
+    """What the tasks do, for one model. One object serves every iteration; all state of an iteration is in its context.
+
+    Args:
+        rewrite: the rewritten model.
+        transfer: moves a batch to the device.
+        training_step: called with the batch unless the context has a ``training_step`` of its own (a caller with hooks
+            sets one); returns the step's output. With neither, the batch is not trained.
+        loss_of: the scalar loss in a step's output, to call ``backward`` on.
+        optimizer_step: the dense optimiser's step, unless a caller does it between ``begin_task`` and ``end_task``.
+        reducer: averages dense gradients over ranks; none where something else does.
+        before_lookup: called before the lookups: brings learning rates to the tables.
+        after_embedding_backward: called after them: steps tables that no fused kernel trains.
+        check_loss: called with the loss; raises where it cannot be trained.
+        lookup_context: context of the lookups, such as a precision plugin's.
+        agree_unused: whether ranks must agree on unused embedding outputs, since a zero gradient is no no-op for the
+            table optimiser.
+    """
+
+    def __init__(
+        self,
+        rewrite: ModelRewrite,
+        *,
+        transfer: Callable[[Any], Any],
+        training_step: Callable[[Any], Any] | None = None,
+        loss_of: Callable[[Any], torch.Tensor | None],
+        optimizer_step: Callable[[], None] | None = None,
+        reducer: DenseGradientReducer | None = None,
+        before_lookup: Callable[[], None] | None = None,
+        after_embedding_backward: Callable[[], None] | None = None,
+        check_loss: Callable[[torch.Tensor], None] | None = None,
+        lookup_context: Callable[[], AbstractContextManager[Any]] | None = None,
+        agree_unused: bool = False,
+    ) -> None:
+        self._rewrite = rewrite
+        self._transfer = transfer
+        self._training_step = training_step
+        self._loss_of = loss_of
+        self._optimizer_step = optimizer_step
+        self._reducer = reducer
+        self._before_lookup = before_lookup
+        self._after_embedding_backward = after_embedding_backward
+        self._check_loss = check_loss
+        self._lookup_context = lookup_context
+        self._agree_unused = agree_unused
+
+    def h2d_and_shuffle(self, ctx: IterContext) -> None:
+        """Move the batch to the device. (Balancing samples between ranks will find its place here.)"""
+        ctx.batch = self._transfer(ctx.batch)
+
+    def emb_input_dist_start(self, ctx: IterContext) -> None:
+        """Permute the features and submit the all-to-all of splits, all modules in one."""
+        record_use(ctx.batch)
+        ctx.splits = self._rewrite.start_input_dist(ctx.batch)
+
+    def emb_input_dist_wait(self, ctx: IterContext) -> None:
+        """Wait for the splits and submit the all-to-all of lengths and values."""
+        ctx.input_requests = self._rewrite.wait_splits(ctx.splits)
+        del ctx.splits
+
+    def emb_prefetch(self, ctx: IterContext) -> None:
+        """Wait for lengths and values; bring rows into the cache of modules that have one."""
+        ctx.features = self._rewrite.wait_inputs(ctx.input_requests)
+        del ctx.input_requests
+
+    def emb_forward(self, ctx: IterContext) -> None:
+        """Look up the rows and exchange the outputs; the one wait is for that exchange."""
+        if self._before_lookup is not None:
+            self._before_lookup()
+        with self._lookup_context() if self._lookup_context else _NOTHING:
+            ctx.embeddings = self._rewrite.lookup(ctx.features)
+        del ctx.features
+
+    def dense_forward(self, ctx: IterContext) -> None:
+        """The user's step, with the embeddings in place of the sharded modules' calls."""
+        record_use(ctx.batch)
+        step = ctx.__dict__.pop("training_step", None)
+        if step is None and self._training_step is not None:
+            step = _Bound(self._training_step, ctx.batch)
+        ctx.output = None
+        if step is not None:
+            with self._rewrite.serving(ctx.embeddings, ctx.batch):
+                ctx.output = step()
+        ctx.training_step = None
+
+    def loss_postprocess(self, ctx: IterContext) -> None:
+        """Take the loss out of the step's output and, on request, let all ranks check it together."""
+        ctx.loss = None if ctx.output is None else self._loss_of(ctx.output)
+        if ctx.loss is not None and self._check_loss is not None:
+            self._check_loss(ctx.loss)
+
+    def dense_backward(self, ctx: IterContext) -> None:
+        """Backward of the dense part, which ends at the embeddings; full gradient buckets are reduced meanwhile."""
+        loss, backward = ctx.loss, ctx.__dict__.pop("run_backward", None)
+        ctx.loss = None
+        ctx.has_gradients = loss is not None
+        if loss is None:
+            return
+        if self._reducer is not None:
+            self._reducer.prepare()
+        if backward is not None:
+            backward()
+        else:
+            loss.backward()
+
+    def emb_backward(self, ctx: IterContext) -> None:
+        """Backward of the lookups with the gradients of their outputs; fused optimisers step inside."""
+        if ctx.has_gradients:
+            self._rewrite.backward(
+                ctx.embeddings, scale=ctx.__dict__.get("gradient_scale"), agree_unused=self._agree_unused
+            )
+            if self._after_embedding_backward is not None:
+                self._after_embedding_backward()
+        del ctx.embeddings
+
+    def finalize_grads(self, ctx: IterContext) -> None:
+        """Wait until the dense gradients are averaged over all ranks."""
+        if self._reducer is not None and ctx.has_gradients:
+            self._reducer.finalize()
+
+    def optim_step(self, ctx: IterContext) -> None:
+        """Step the dense optimiser, unless the caller does, or the batch has no loss."""
+        if self._optimizer_step is not None and ctx.has_gradients:
+            self._optimizer_step()
+
+
+class _Bound:
+    """``functools.partial`` of one argument, with a readable name in tracebacks."""
+
+    def __init__(self, step: Callable[[Any], Any], batch: Any) -> None:
+        self._step, self._batch = step, batch
+
+    def __call__(self) -> Any:
+        return self._step(self._batch)
+
+
+def recsys_tasks(actions: RecsysActions | None = None, *, scaled_late: bool = False) -> list[PipelineTask]:
+    """The eleven tasks, in serial order.
+
+    Args:
+        actions: what they do; without it they are declarations, enough to build, check and show a plan.
+        scaled_late: the gradients of the embeddings are scaled by something known only in the optimiser step (clipping
+            by a global norm): ``EmbBackward`` then comes after ``OptimStep``, which writes ``gradient_scale``.
+    """
+    names = list(_DECLARATIONS)
+    if scaled_late:
+        names.remove("EmbBackward")
+        names.append("EmbBackward")
+    tasks = []
+    for name in names:
+        reads, writes = _DECLARATIONS[name]
+        if scaled_late and name == "OptimStep":
+            reads, writes = (*reads, "embeddings"), (*writes, "gradient_scale")
+        elif scaled_late and name == "EmbBackward":
+            reads, writes = (*reads, "gradient_scale"), ("embeddings", TABLES)
+        tasks.append(PipelineTask(name, _function(actions, name), reads=reads, writes=writes))
+    return tasks
+
+
+_METHODS = {
+    "H2DAndShuffle": RecsysActions.h2d_and_shuffle,
+    "EmbInputDistStart": RecsysActions.emb_input_dist_start,
+    "EmbInputDistWait": RecsysActions.emb_input_dist_wait,
+    "EmbPrefetch": RecsysActions.emb_prefetch,
+    "EmbForward": RecsysActions.emb_forward,
+    "DenseForward": RecsysActions.dense_forward,
+    "LossPostprocess": RecsysActions.loss_postprocess,
+    "DenseBackward": RecsysActions.dense_backward,
+    "EmbBackward": RecsysActions.emb_backward,
+    "FinalizeGrads": RecsysActions.finalize_grads,
+    "OptimStep": RecsysActions.optim_step,
+}
+
+
+def _function(actions: RecsysActions | None, name: str) -> Callable[[IterContext], None]:
+    if actions is None:
+
+        def undefined(ctx: IterContext) -> None:
+            raise LookupError(f"task {name!r} is a declaration; give recsys_tasks() the actions of a model to run it")
+
+        return undefined
+    method = _METHODS[name].__get__(actions)
+    assert callable(method)
+    return method  # type: ignore[no-any-return]

@@ -1,0 +1,72 @@
+"""Moving a batch to the device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lightning_pipe.engine import InputError
+
+_PLAIN = (str, bytes, int, float, bool, complex, type(None))
+
+
+def check_movable(batch: Any) -> None:
+    """Refuse a batch, or a part of one, that nobody knows how to move: it would silently stay where it is.
+
+    Args:
+        batch: a tensor, an object with a ``to`` method (TorchRec's types), plain data, or a list, tuple, mapping or
+            dataclass of such.
+
+    Raises:
+        InputError: naming the part and its type.
+    """
+    _check(batch, "batch")
+
+
+def _check(value: Any, where: str) -> None:
+    if isinstance(value, (torch.Tensor, *_PLAIN)) or callable(getattr(value, "to", None)):
+        return
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            _check(entry, f"{where}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, entry in enumerate(value):
+            _check(entry, f"{where}[{index}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            _check(getattr(value, field.name), f"{where}.{field.name}")
+    else:
+        raise InputError(
+            f"{where} is of type {type(value).__qualname__}, which cannot be moved to a device; needed is a tensor, an"
+            " object with a to(device, non_blocking) method, or a list, tuple, dict or dataclass of such. Give the class"
+            " a to method, or override transfer_batch_to_device"
+        )
+
+
+def move_batch(batch: Any, device: torch.device) -> Any:
+    """The batch on *device*, copied without waiting where its memory is pinned.
+
+    Raises:
+        InputError: a type that cannot be moved.
+    """
+    check_movable(batch)
+    return _move(batch, device)
+
+
+def _move(value: Any, device: torch.device) -> Any:
+    if isinstance(value, _PLAIN):
+        return value
+    if callable(getattr(value, "to", None)):
+        return value.to(device=device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return type(value)({key: _move(entry, device) for key, entry in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_move(entry, device) for entry in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_move(entry, device) for entry in value)
+    return dataclasses.replace(
+        value, **{field.name: _move(getattr(value, field.name), device) for field in dataclasses.fields(value)}
+    )

@@ -1,0 +1,169 @@
+"""Models, batches and comparisons for the tests of sharding: what a rank's process runs, as functions of a module."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.feature_processor_ import FeatureProcessor, PositionWeightedModule
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+from lightning_pipe.recsys.sharding import ShardedModel, shard_model
+
+CPU = torch.device("cpu")
+SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}
+ADAGRAD = {"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.1}}
+ROW_WISE_ADAGRAD = {"class_path": "torchrec.optim.RowWiseAdagrad", "init_args": {"lr": 0.1}}
+USERS, MOVIES, HISTORY = (
+    "pooled.embedding_bags.users.weight",
+    "pooled.embedding_bags.movies.weight",
+    "sequence.embeddings.history.weight",
+)
+ROWS = 24
+BATCH = 4
+
+
+def pooled_tables(pooling: PoolingType = PoolingType.MEAN) -> list[EmbeddingBagConfig]:
+    """Two tables that share a feature; the second one is pooled as asked."""
+    return [
+        EmbeddingBagConfig(name="users", embedding_dim=8, num_embeddings=ROWS, feature_names=["user", "item"]),
+        EmbeddingBagConfig(
+            name="movies", embedding_dim=8, num_embeddings=ROWS, feature_names=["item"], pooling=pooling
+        ),
+    ]
+
+
+class Model(nn.Module):
+    """Two pooled tables, one table of sequences, one dense layer."""
+
+    def __init__(self, device: str = "cpu", pooling: PoolingType = PoolingType.MEAN) -> None:
+        super().__init__()
+        self.pooled = EmbeddingBagCollection(tables=pooled_tables(pooling), device=torch.device(device))
+        self.sequence = EmbeddingCollection(
+            tables=[EmbeddingConfig(name="history", embedding_dim=8, num_embeddings=ROWS, feature_names=["past"])],
+            device=torch.device(device),
+        )
+        self.dense = nn.Linear(24, 1, device=device)
+
+    def forward(self, bags: KeyedJaggedTensor, sequences: KeyedJaggedTensor) -> torch.Tensor:
+        pooled = torch.sigmoid(self.dense(self.pooled(bags).values())).mean()
+        return pooled + self.sequence(sequences)["past"].values().square().sum() / BATCH
+
+
+class SumPooled(Model):
+    """The same with sum pooling, for grid sharding, which cannot pool by mean."""
+
+    def __init__(self) -> None:
+        super().__init__(pooling=PoolingType.SUM)
+
+
+class Processed(nn.Module):
+    """A pooled table whose features are weighted by their position, weights that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables = pooled_tables()[:1]
+        processors: dict[str, FeatureProcessor] = {name: PositionWeightedModule(3) for name in ("user", "item")}
+        self.processed = FeatureProcessedEmbeddingBagCollection(
+            EmbeddingBagCollection(tables=tables, is_weighted=True), processors
+        )
+
+    def forward(self, bags: KeyedJaggedTensor, sequences: KeyedJaggedTensor) -> torch.Tensor:
+        return self.processed(bags).values().square().sum() / BATCH
+
+
+def make_model(kind: type[nn.Module] = Model, seed: int = 7) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return kind()
+
+
+def make_batch(step: int, rank: int) -> tuple[KeyedJaggedTensor, KeyedJaggedTensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+
+    def jagged(keys: list[str], least: int) -> KeyedJaggedTensor:
+        lengths = torch.randint(least, 4, (len(keys) * BATCH,), generator=generator)
+        ids = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
+        return KeyedJaggedTensor(keys, ids, lengths=lengths)
+
+    return jagged(["user", "item"], 0), jagged(["past"], 1)
+
+
+def constraints_for(pooled: str, sequence: str = "table_wise") -> dict[str, Any]:
+    options = {"min_partition": 4}  # so that eight columns can be split in two
+    return {
+        "users": {"sharding_types": [pooled], **options},
+        "movies": {"sharding_types": [pooled], **options},
+        "history": {"sharding_types": [sequence], **options},
+    }
+
+
+def shard(model: nn.Module, **arguments: Any) -> ShardedModel:
+    return shard_model(
+        model, **{"device": CPU, "group": dist.group.WORLD, "sparse_optimizer": SGD, "constraints": None, **arguments}
+    )
+
+
+def tables_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if "embedding" in name}
+
+
+def apply_in_backward(model: nn.Module, optimizer: dict[str, Any], tables: Iterable[str] | None = None) -> None:
+    """TorchRec's own way to say an optimiser, and torch's to train an unsharded table by it."""
+    from lightning_pipe.recsys.table_optimizer import SparseOptimizer
+
+    chosen = SparseOptimizer.from_config(optimizer)
+    parameters = tables_of(model)
+    _apply_optimizer_in_backward(
+        chosen.optimizer_class,
+        [parameters[name] for name in (tables or parameters)],
+        dict(chosen.arguments),
+    )
+
+
+def on_another_thread(call: Callable[[], None]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+def difference_from_unsharded(
+    rank: int, world_size: int, optimizer: dict[str, Any], constraints: dict[str, Any], kind: type[nn.Module] = Model
+) -> dict[str, float]:
+    """Trains six steps, the rate changed on the way, and the same unsharded on all ranks' batches at once.
+
+    Returns:
+        The greatest difference of a value (at step 0, and at the end, states of the optimiser included), and how far
+        the tables moved, which the differences are to be seen against.
+    """
+    sharded_way, reference = make_model(kind), make_model(kind)
+    before = {name: parameter.detach().clone() for name, parameter in tables_of(reference).items()}
+    apply_in_backward(reference, optimizer)
+    sharded = shard(sharded_way, sparse_optimizer=optimizer, constraints=constraints)
+    first = max(float((sharded.full_table(name) - values).abs().max()) for name, values in before.items())
+    base = optimizer["init_args"]["lr"]
+    for step in range(6):
+        factor = (1.0, 1.0, 0.5, 0.5, 2.0, 0.1)[step]
+        sharded.set_learning_rate_factor(factor)
+        for parameter in tables_of(reference).values():
+            parameter._in_backward_optimizers[0].param_groups[0]["lr"] = base * factor  # type: ignore[attr-defined]
+        sharded_way(*make_batch(step, rank)).backward()
+        on_another_thread(sharded.step_data_parallel_tables)
+        torch.stack([reference(*make_batch(step, other)) for other in range(world_size)]).mean().backward()
+    values, states, moved = 0.0, 0.0, 1.0
+    for name, parameter in tables_of(reference).items():
+        values = max(values, float((sharded.full_table(name) - parameter.detach()).abs().max()))
+        moved = min(moved, float((before[name] - parameter.detach()).abs().max()))
+        wanted = parameter._in_backward_optimizers[0].state[parameter].get("sum")  # type: ignore[attr-defined]
+        found = sharded.full_optimizer_state(name)
+        assert (wanted is None) == (not found), (name, wanted, found)
+        if wanted is not None:
+            states = max(states, float((found["momentum1"].reshape(wanted.shape) - wanted).abs().max()))
+    return {"first": first, "values": values, "states": states, "moved": moved}

@@ -1,0 +1,87 @@
+"""Replicated tables: no wrapper that reduces inside backward, no gradient left over."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.recsys.sharding_cases import (
+    ADAGRAD,
+    HISTORY,
+    MOVIES,
+    ROW_WISE_ADAGRAD,
+    SGD,
+    USERS,
+    constraints_for,
+    make_batch,
+    make_model,
+    shard,
+    tables_of,
+)
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+REPLICATED = constraints_for("data_parallel")
+
+
+def wrappers(objects: Iterable[object]) -> list[object]:
+    return [found for found in objects if type(found) is DistributedDataParallel]
+
+
+def test_no_distributed_data_parallel_is_left_anywhere() -> None:
+    sharded = shard(make_model(), constraints=REPLICATED)
+    gc.collect()
+    assert not wrappers(gc.get_objects())
+    assert sharded.sharded_modules["pooled"]._lookups
+
+
+def test_a_step_clears_the_gradients_it_used() -> None:
+    model = make_model()
+    sharded = shard(model, constraints=REPLICATED)
+    model(*make_batch(0, 0)).backward()
+    assert tables_of(model)[USERS].grad is not None
+    sharded.step_data_parallel_tables()
+    assert tables_of(model)[USERS].grad is None
+    after = sharded.full_table("users")
+    sharded.step_data_parallel_tables()  # without a gradient since
+    assert torch.equal(sharded.full_table("users"), after)
+
+
+def test_without_replicated_tables_a_step_does_nothing() -> None:
+    sharded = shard(make_model(), constraints=constraints_for("table_wise"))
+    before = sharded.full_table("users")
+    sharded.step_data_parallel_tables()
+    assert torch.equal(sharded.full_table("users"), before)
+
+
+def test_tables_of_one_kernel_are_stepped_by_their_own_optimisers() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    model, reference = make_model(), make_model()
+    for trained in (model, reference):
+        tables = tables_of(trained)
+        _apply_optimizer_in_backward(torch.optim.Adagrad, [tables[USERS]], {"lr": 0.1})
+        _apply_optimizer_in_backward(torch.optim.SGD, [tables[MOVIES], tables[HISTORY]], {"lr": 0.2})
+    sharded = shard(model, sparse_optimizer=None, constraints=REPLICATED)
+    for step in range(3):
+        model(*make_batch(step, 0)).backward()
+        sharded.step_data_parallel_tables()
+        reference(*make_batch(step, 0)).backward()
+    for name, parameter in tables_of(reference).items():
+        torch.testing.assert_close(sharded.full_table(name), parameter.detach(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "shapes"), [(SGD, []), (ADAGRAD, [(24, 8)]), (ROW_WISE_ADAGRAD, [(24,)])], ids=["sgd", "ada", "row"]
+)
+def test_their_state_looks_like_a_sharded_table_s(optimizer: dict[str, object], shapes: list[tuple[int, ...]]) -> None:
+    for pooled in ("data_parallel", "table_wise"):
+        model: nn.Module = make_model()
+        sharded = shard(model, sparse_optimizer=optimizer, constraints=constraints_for(pooled))
+        state = sharded.fused_optimizer.state_dict()["state"][USERS]
+        assert list(state) == ["users.momentum1"][: len(shapes)]
+        assert [tuple(value.shape) for value in sharded.full_optimizer_state("users").values()] == shapes

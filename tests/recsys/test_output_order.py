@@ -1,0 +1,64 @@
+"""Outputs of sharded modules come in the order of the unsharded ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+
+from tests.recsys.sharding_cases import shard
+
+NAMES = ["a", "b", "c"]
+# TorchRec puts tables of one sharding type side by side: a, c, b.
+CONSTRAINTS = {name: {"sharding_types": ["row_wise" if name == "b" else "table_wise"]} for name in NAMES}
+FEATURES = KeyedJaggedTensor(
+    ["x", "y"], torch.tensor([1, 2, 3, 0, 4, 5]), lengths=torch.tensor([1, 2, 0, 3])
+)  # two features, two samples
+TABLES = {"a": ["x"], "b": ["y", "x"], "c": ["y"]}
+
+
+class Bags(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = EmbeddingBagCollection(
+            tables=[
+                EmbeddingBagConfig(
+                    name=name, embedding_dim=4 * (index + 1), num_embeddings=8, feature_names=TABLES[name]
+                )
+                for index, name in enumerate(NAMES)
+            ]
+        )
+
+
+class Sequences(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = EmbeddingCollection(
+            tables=[
+                EmbeddingConfig(name=name, embedding_dim=4, num_embeddings=8, feature_names=TABLES[name])
+                for name in NAMES
+            ]
+        )
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_pooled_outputs_have_the_unsharded_columns_and_carry_gradients() -> None:
+    model = Bags()
+    expected = model.inner(FEATURES)
+    shard(model, constraints=CONSTRAINTS)
+    found = model.inner(FEATURES).wait()
+    assert found.keys() == expected.keys() == ["x@a", "y@b", "x@b", "y@c"]
+    assert found.length_per_key() == expected.length_per_key()
+    torch.testing.assert_close(found.values(), expected.values())
+    assert found.values().requires_grad
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_sequence_outputs_are_a_dictionary_in_the_unsharded_order() -> None:
+    model = Sequences()
+    expected = model.inner(FEATURES)
+    shard(model, constraints=CONSTRAINTS)
+    found = model.inner(FEATURES).wait()
+    assert list(found) == list(expected)
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name].values(), values.values())
