@@ -1,0 +1,380 @@
+"""The strategy for recommenders sharded by TorchRec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.optim import Optimizer
+
+from lightning_pipe.engine import PipelinePlan, SetupError, SWPipeline, TaskSpan
+from lightning_pipe.loops import PipelineTrainingEpochLoop, TrainingProgram
+from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
+from lightning_pipe.recsys.loss_check import check_finite_loss
+from lightning_pipe.recsys.optimizers import learning_rate_factor, take_tables_out
+from lightning_pipe.recsys.plans import recsys_plan
+from lightning_pipe.recsys.rewrite import ModelRewrite
+from lightning_pipe.recsys.sharding import ShardedModel, shard_model
+from lightning_pipe.recsys.table_schedule import TableSchedule
+from lightning_pipe.recsys.tasks import RecsysActions, recsys_tasks
+from lightning_pipe.recsys.transfer import check_movable
+from lightning_pipe.strategies.sharded_checkpoint import load_sharded_checkpoint, save_sharded_checkpoint
+
+_log = pl.utilities.rank_zero.rank_zero_info
+
+
+class RecsysPipelineStrategy(DDPStrategy):
+    """Shards a LightningModule's TorchRec tables and trains it under a recsys plan.
+
+    The module is an ordinary one: unsharded TorchRec modules, a ``training_step(batch, batch_idx)`` that calls them, and
+    ``configure_optimizers``. Tables are sharded by TorchRec's planner and trained by their own optimiser, fused into
+    backward; dense parameters are replicated, their gradients averaged over ranks.
+
+    Args:
+        plan: ``"serial"``, ``"base"``, ``"prefetch"``, the path of a plan in YAML, or a plan.
+        sparse_optimizer: ``class_path`` and ``init_args`` of the tables' optimiser, for tables that name none in
+            TorchRec's way (``apply_optimizer_in_backward``).
+        sparse_lr_scheduler: ``class_path`` and ``init_args`` of a learning-rate scheduler for the tables, stepped after
+            every optimiser step. Without it the tables' rates follow the dense scheduler: base rate times its factor.
+        rewrite: how the inputs of sharded modules are found in a batch: ``"record"`` (the first batch trains alone, with
+            recorders on), ``"direct"`` (by keys), ``"fx"`` (by tracing ``training_step``), or ``"auto"`` (each in turn).
+        sharding_plan: a TorchRec ``ShardingPlan`` to use as it is, instead of the planner's.
+        constraints: the planner's constraints, table name to ``sharding_types``, ``compute_kernels`` and the like.
+        topology: the planner's topology: ``hbm_cap``, ``ddr_cap``, ``local_world_size`` and the like.
+        validate_ids: check that every id is inside its table before the lookup; costs a pass over the ids.
+        detect_nan: check the loss on all ranks together; costs a small all-reduce and, on a GPU, a synchronisation.
+        accelerator: as Lightning's ``DDPStrategy``, and so are the others.
+        parallel_devices: see there.
+        cluster_environment: see there.
+        checkpoint_io: see there.
+        precision_plugin: see there.
+        process_group_backend: see there.
+        timeout: see there.
+        start_method: see there.
+    """
+
+    # Lightning shards data for strategies it knows, and for those that say so.
+    is_distributed = True
+
+    def __init__(
+        self,
+        plan: str | Path | PipelinePlan = "prefetch",
+        *,
+        sparse_optimizer: Mapping[str, Any] | None = None,
+        sparse_lr_scheduler: Mapping[str, Any] | None = None,
+        rewrite: Literal["auto", "record", "direct", "fx"] = "auto",
+        sharding_plan: Any = None,
+        constraints: Mapping[str, Any] | None = None,
+        topology: Mapping[str, Any] | None = None,
+        validate_ids: bool = False,
+        detect_nan: bool = False,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        # A name that does not exist is said when the strategy is made, not when training begins.
+        recsys_plan(plan, recsys_tasks())
+        self._plan = plan
+        self._sparse_optimizer = sparse_optimizer
+        self._sparse_lr_scheduler_config = sparse_lr_scheduler
+        self._method: Literal["auto", "record", "direct", "fx"] = rewrite
+        self._sharding_plan = sharding_plan
+        self._constraints = constraints
+        self._topology = topology
+        self._validate_ids = validate_ids
+        self._detect_nan = detect_nan
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._sharded: ShardedModel | None = None
+        self._reducer: DenseGradientReducer | None = None
+        self._program: TrainingProgram | None = None
+        self._sparse_lr_scheduler: TableSchedule | None = None
+
+    # ------------------------------------------------------------------ set-up
+
+    @property
+    def sharded_model(self) -> ShardedModel:
+        """The sharded module, its tables and their optimisers; there once the trainer has set the strategy up."""
+        if self._sharded is None:
+            raise SetupError("the model is not sharded yet; Trainer.fit, validate, test or predict shards it")
+        return self._sharded
+
+    @property
+    def pipeline(self) -> SWPipeline:
+        """The pipeline at work, while ``Trainer.fit`` runs."""
+        if self._program is None:
+            raise SetupError("there is no pipeline; Trainer.fit makes one when training begins")
+        return self._program.pipeline
+
+    def start_trace(self) -> None:
+        """Record when and where each task runs from now on."""
+        self.pipeline.start_trace()
+
+    def stop_trace(self) -> list[TaskSpan]:
+        """Stop recording; returns the spans in the order in which they ended."""
+        return self.pipeline.stop_trace()
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self._refuse_what_cannot_work(trainer)
+        self.precision_plugin.convert_module(self.lightning_module)
+        self._shard()
+        self.model_to_device()
+        self._evaluate_without_inference_mode(trainer)
+        if fitting:
+            PipelineTrainingEpochLoop.install(trainer)
+            self.setup_optimizers(trainer)
+            self._reducer = DenseGradientReducer(self.sharded_model.dense_parameters(), self._group("dense"))
+        self.setup_precision_plugin()
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            names = take_tables_out(optimizer, self.sharded_model.table_parameters())
+            if names:
+                _log(
+                    f"Took {len(names)} table parameter(s) out of {type(optimizer).__name__}'s groups, since the tables'"
+                    f" own optimiser trains them: {', '.join(names)}"
+                )
+        config = self._sparse_lr_scheduler_config
+        if config is not None:
+            rates = {name: table.learning_rate for name, table in self.sharded_model.tables.items()}
+            self._sparse_lr_scheduler = TableSchedule(config, rates)
+
+    def _shard(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if self._sharded is not None and self._sharded.module is module:
+            return
+        self._sharded = shard_model(
+            module,
+            device=self.root_device,
+            group=self._group("output"),
+            sparse_optimizer=self._sparse_optimizer,
+            sharding_plan=self._sharding_plan,
+            constraints=self._constraints,
+            topology=self._topology,
+        )
+
+    def _group(self, name: str) -> dist.ProcessGroup:
+        """A process group of all ranks, made at first use: every rank asks in the same order."""
+        if name not in self._groups:
+            self._groups[name] = dist.new_group(timeout=self._timeout)
+        return self._groups[name]
+
+    def _refuse_what_cannot_work(self, trainer: pl.Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if not module.automatic_optimization:
+            raise SetupError(
+                "the module optimises by hand (automatic_optimization is False), but a recsys plan runs the steps of one"
+                " iteration as separate tasks. Use automatic optimisation, or strategy='pipeline'"
+            )
+        if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+            raise SetupError(
+                "training_step takes the dataloader_iter, but a recsys plan fetches batches itself. Write"
+                " training_step(self, batch, batch_idx), or use strategy='pipeline', which then runs Lightning's loop"
+            )
+        if self.precision_plugin.precision == "16-mixed":
+            raise SetupError(
+                "precision is '16-mixed', whose loss scaling does not reach the fused table optimisers yet; use"
+                " 'bf16-mixed' or '32-true'"
+            )
+        if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
+            raise SetupError(
+                "gradient_clip_algorithm is 'value', but the gradients of table rows exist only inside the fused"
+                " optimiser; clip by 'norm', which is one global norm over dense and sharded parameters"
+            )
+        if self._scaled_late(trainer) and trainer.accumulate_grad_batches > 1:
+            raise SetupError(
+                f"gradients are clipped and accumulate_grad_batches is {trainer.accumulate_grad_batches}, but tables are"
+                " updated in every micro-batch's backward, before the norm of all is known. Use"
+                " accumulate_grad_batches=1 or no clipping"
+            )
+
+    def _evaluate_without_inference_mode(self, trainer: pl.Trainer) -> None:
+        # FBGEMM's fused lookups have no CPU kernel for inference tensors; no_grad computes the same.
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
+
+    # ------------------------------------------------------------------ the program
+
+    def training_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> TrainingProgram:
+        """Build tasks and plan for the sharded module; the training loop asks for it when training begins."""
+        module = self.lightning_module
+        assert module is not None
+        sharded = self.sharded_model
+        own_transfer = is_overridden("transfer_batch_to_device", module) or (
+            trainer.datamodule is not None and is_overridden("transfer_batch_to_device", trainer.datamodule)
+        )
+        scaled_late = self._scaled_late(trainer)
+
+        def move(batch: Any) -> Any:
+            if not own_transfer:
+                check_movable(batch)
+            return transfer(batch)
+
+        rewrite = ModelRewrite(
+            module,
+            method=self._method,
+            step="training_step",
+            input_group=self._group("input"),
+            agree_group=dist.group.WORLD,
+            validate_ids=self._validate_ids,
+        )
+        actions = RecsysActions(
+            rewrite,
+            transfer=move,
+            loss_of=_lightning_loss,
+            reducer=self._reducer,
+            before_lookup=self._update_table_learning_rates,
+            after_embedding_backward=sharded.step_data_parallel_tables,
+            check_loss=(lambda loss: check_finite_loss(loss, self._group("dense"))) if self._detect_nan else None,
+            lookup_context=self.precision_plugin.forward_context,
+        )
+        plan = recsys_plan(self._plan, recsys_tasks(actions, scaled_late=scaled_late))
+        pipeline = SWPipeline(plan, self.root_device, dist.group.WORLD)
+        self._program = TrainingProgram(
+            pipeline,
+            transfer="H2DAndShuffle",
+            forward="LossPostprocess",
+            backward="FinalizeGrads",
+            step="OptimStep",
+            alone=lambda: rewrite.records and not rewrite.resolved,
+            on_close=rewrite.restore,
+        )
+        return self._program
+
+    def _scaled_late(self, trainer: pl.Trainer) -> bool:
+        module = self.lightning_module
+        return bool(trainer.gradient_clip_val) or is_overridden("configure_gradient_clipping", module)
+
+    def _update_table_learning_rates(self) -> None:
+        if self._sparse_lr_scheduler is not None:
+            self.sharded_model.set_learning_rates(self._sparse_lr_scheduler.learning_rates())
+        elif self.optimizers:
+            self.sharded_model.set_learning_rate_factor(learning_rate_factor(self.optimizers[0]))
+
+    # ------------------------------------------------------------------ Lightning's calls during a batch
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._program is not None
+        step = super().training_step
+        return self._program.run_forward(lambda: step(*args, **kwargs))
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
+        assert self._program is not None and self.lightning_module is not None
+        module, precision = self.lightning_module, self.precision_plugin
+        self.pre_backward(closure_loss)
+        scaled = precision.pre_backward(closure_loss, module)
+        self._program.run_backward(lambda: precision.backward(scaled, module, optimizer, *args, **kwargs))
+        # After the tasks of backward, so that on_after_backward sees gradients averaged over ranks.
+        detached = precision.post_backward(scaled, module)
+        self.post_backward(detached)
+        return detached
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        program = self._program
+        assert program is not None
+
+        def closure_and_open_step() -> Any:
+            result = closure()
+            program.begin_step()
+            return result
+
+        output = super().optimizer_step(optimizer, closure_and_open_step, model, **kwargs)
+        program.end_step()
+        if self._sparse_lr_scheduler is not None:
+            self._sparse_lr_scheduler.step()
+        return output
+
+    @contextmanager
+    def _accumulating(self) -> Iterator[None]:
+        assert self._reducer is not None
+        with self._reducer.no_sync():
+            yield
+
+    def block_backward_sync(self) -> AbstractContextManager[None]:
+        """Gradients accumulate on this rank, without being averaged, in the body."""
+        return self._accumulating()
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Sharded tables can only be loaded once they are sharded."""
+        return True
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Write a folder that every rank writes its own shards into (``torch.distributed.checkpoint``)."""
+        if storage_options is not None:
+            raise SetupError(
+                "storage_options were given, but sharded checkpoints are written as a folder; leave them out"
+            )
+        if self._sparse_lr_scheduler is not None:
+            checkpoint["sparse_lr_scheduler"] = self._sparse_lr_scheduler.state_dict()
+        save_sharded_checkpoint(checkpoint, self.broadcast(filepath), self.sharded_model)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a folder that :meth:`save_checkpoint` wrote, on any number of ranks."""
+        checkpoint = load_sharded_checkpoint(checkpoint_path, self.sharded_model, with_optimizers=bool(self.optimizers))
+        if self._sparse_lr_scheduler is not None and "sparse_lr_scheduler" in checkpoint:
+            self._sparse_lr_scheduler.load_state_dict(checkpoint["sparse_lr_scheduler"])
+        return checkpoint
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self.sharded_model.dmp.state_dict()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing is left to do: :meth:`load_checkpoint` has filled the module's own tensors."""
+
+    # ------------------------------------------------------------------ end
+
+    def teardown(self) -> None:
+        if self._program is not None:
+            self._program.close()
+            self._program = None
+        if self._reducer is not None:
+            self._reducer.close()
+            self._reducer = None
+        self._sparse_lr_scheduler = None
+        super().teardown()
+
+
+def _lightning_loss(output: Any) -> torch.Tensor | None:
+    """The loss in what ``training_step`` returned; Lightning itself checks its form."""
+    if isinstance(output, Mapping):
+        output = output.get("loss")
+    return output if isinstance(output, torch.Tensor) else None
