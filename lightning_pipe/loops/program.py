@@ -4,10 +4,10 @@ A strategy that brings a plan builds a :class:`TrainingProgram`; the loop opens 
 strategy's own ``training_step``, ``backward`` and ``optimizer_step``, which Lightning calls at their usual places, move
 the period on::
 
-    loop      begin ............ on_train_batch_start ........................................ finish ... on_train_batch_end
-    Lightning                                         optimizer_step(closure)
-    closure                                            training_step  zero_grad  backward
-    tasks     ahead | transfer |                       .. | forward |            .. | backward |   step | ahead |
+    loop      begin ........... on_train_batch_start .................................... finish . on_train_batch_end
+    Lightning                                        optimizer_step(closure)
+    closure                                           training_step  zero_grad  backward
+    tasks     ahead | transfer |                      .. | forward |            .. | backward | step | ahead |
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFe
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
 
-from lightning_pipe.engine import IterContext, TaskError
+from lightning_pipe.engine import IterContext, PipelineError, TaskError
 from lightning_pipe.engine.plan import MAIN
 from lightning_pipe.loops.default_program import default_program
 from lightning_pipe.loops.ledger import InFlightLedger
@@ -61,7 +61,7 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         if isinstance(present, cls):
             return present
         loop = cls.__new__(cls)
-        # Progress, results, the validation loop and the optimisation loops are known to others by now: the same objects.
+        # Others know its progress, results, validation loop and optimisation loops by now: the same objects.
         loop.__dict__.update(present.__dict__)
         loop._prepare()
         trainer.fit_loop.epoch_loop = loop
@@ -141,7 +141,7 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
                 self.batch_progress.increment_by(0, is_last_batch=True)
             else:
                 self.batch_progress.increment_started()
-                with trainer.profiler.profile("run_training_batch"):
+                with trainer.profiler.profile("run_training_batch"):  # type: ignore[attr-defined]
                     output = self._train(ctx, batch, batch_idx)
         if not skip_rest:
             program.finish()
@@ -184,7 +184,7 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         return output
 
     def _validation_goes_first(self, data_fetcher: _DataFetcher) -> bool:
-        """Lightning's rule for a run that is resumed where a validation was due: whether to go there without training."""
+        """Lightning's rule for a run resumed where a validation was due: whether to go there without training."""
         if self.restarting and self._should_check_val_fx(data_fetcher):
             if self.val_loop.restarted_mid_evaluation:
                 return True
@@ -211,12 +211,15 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
     def _user_error(self, error: TaskError) -> BaseException:
         """What to raise for a failed task: users' own exceptions keep their type, as in Lightning's loop.
 
-        Tasks of the main thread run users' hooks; what those raise, users also expect to catch. The task, its iteration,
-        stage and rank are added as a note. Errors of worker threads stay what they are.
+        What the main thread runs are users' hooks and datasets, and users expect to catch what those raise; so does an
+        error of this project's own say enough wherever it comes from. The task, its iteration, stage and rank are added
+        as a note. Anything else that a worker thread raised stays what it is.
         """
         cause = error.__cause__
         assert self._program is not None
-        if cause is None or self._program.pipeline.plan.schedule[error.task].thread_group != MAIN:
+        where = self._program.pipeline.plan.schedule.get(error.task)  # none for the data iterator: the main thread's
+        on_worker = where is not None and where.thread_group != MAIN
+        if cause is None or (on_worker and not isinstance(cause, PipelineError)):
             return error
         cause.add_note(str(error))
         return cause

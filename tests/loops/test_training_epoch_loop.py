@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_pipe.loops import PipelineTrainingEpochLoop
@@ -159,7 +160,7 @@ def test_early_stop_in_mid_epoch_leaves_nothing_in_flight() -> None:
     ours, used = fit(True, callbacks=[Stop()], min_epochs=0)
     theirs, _ = fit(False, callbacks=[Stop()], min_epochs=0)
     assert_same_training(ours, theirs)
-    assert len(ours.losses) == 3
+    assert len(ours.losses) == used.global_step == 3
 
 
 def test_an_exception_of_the_user_keeps_its_type_and_says_where_it_happened() -> None:
@@ -174,14 +175,27 @@ def test_an_exception_of_the_user_keeps_its_type_and_says_where_it_happened() ->
     assert "task 'H2D' of iteration 2 (stage 1) failed on rank 0" in "".join(caught.value.__notes__)
 
 
+def test_an_exception_of_the_dataset_keeps_its_type_too() -> None:
+    class Torn(Rows):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if index == 13:
+                raise OSError("row 13 cannot be read")
+            return super().__getitem__(index)
+
+    with pytest.raises(OSError, match="row 13 cannot be read") as caught:
+        fit(True, lambda: Net(Torn(), shuffle=False))
+    assert "task 'data iterator' of iteration 3 (stage 1) failed on rank 0" in "".join(caught.value.__notes__)
+
+
 def test_manual_optimisation_trains_as_in_lightnings_loop() -> None:
     class Manual(Net):
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
 
-        def training_step(self, batch: Any, batch_idx: int) -> None:
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
             optimizer = self.optimizers()
+            assert isinstance(optimizer, LightningOptimizer)
             loss = super().training_step(batch, batch_idx)
             optimizer.zero_grad()
             self.manual_backward(loss)
@@ -192,8 +206,8 @@ def test_manual_optimisation_trains_as_in_lightnings_loop() -> None:
 
 def test_a_step_that_takes_the_iterator_falls_back_to_lightnings_advance() -> None:
     class Iterating(Net):
-        def training_step(self, dataloader_iter: Any) -> Any:
-            batch, batch_idx, _ = next(dataloader_iter)
+        def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+            batch, _, _ = next(dataloader_iter)
             return self.layers(batch).square().mean()
 
     with pytest.warns(UserWarning, match="dataloader_iter"):
@@ -208,7 +222,10 @@ def test_the_ledger_counts_every_batch_fetched_and_trained() -> None:
 
     class Counting(Callback):
         def on_train_batch_start(self, used: pl.Trainer, *args: Any) -> None:
-            ledger = used.fit_loop.epoch_loop.ledger
+            loop = used.fit_loop.epoch_loop
+            assert isinstance(loop, PipelineTrainingEpochLoop)
+            assert loop.ledger is not None
+            ledger = loop.ledger
             counts.append((ledger.fetched, ledger.in_flight, ledger.trained))
 
     fit(True, callbacks=[Counting()], max_epochs=1)

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_pipe.loops.default_program import default_program
+from tests.loops.models import trainer
+
+
+def test_the_next_batch_is_moved_while_the_caller_trains_this_one() -> None:
+    moved: list[Any] = []
+
+    def transfer(batch: Any) -> Any:
+        moved.append(batch)
+        return batch.upper()
+
+    program = default_program(trainer(), transfer)
+    source = iter("abc")
+    assert program.begin(source).batch == "A"
+    assert moved == ["a", "b"]
+    assert program.steps_whole_batch
+    program.begin_step()
+    program.end_step()
+    program.finish()
+    assert program.begin(source).batch == "B"
+    assert moved == ["a", "b", "c"]
+    program.close()
+
+
+def test_a_skipped_batch_needs_no_step_of_the_caller() -> None:
+    program = default_program(trainer(), lambda batch: batch)
+    source = iter([torch.zeros(1), torch.ones(1)])
+    program.begin(source)
+    program.finish()
+    assert program.begin(source).batch == torch.ones(1)
+    program.close()
+
+
+def test_its_plan_says_what_it_does() -> None:
+    program = default_program(trainer(), lambda batch: batch)
+    plan = program.pipeline.plan
+    assert plan.name == "copy_ahead"
+    assert plan.pipeline_depth == 2
+    assert list(plan.tasks) == ["H2D", "TrainBatch"]
+    assert (plan.schedule["H2D"].stage, plan.schedule["TrainBatch"].stage) == (1, 0)
+    program.close()

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lightning_pipe.engine import (
+    IterContext,
+    PipelinePlan,
+    PipelineTask,
+    PlanError,
+    SetupError,
+    SWPipeline,
+    TaskSchedule,
+)
+from lightning_pipe.loops.program import TrainingProgram
+
+
+class Log:
+    """A program of five tasks that note themselves, copy and lookup one iteration ahead."""
+
+    def __init__(self, alone: Any = None) -> None:
+        self.calls: list[Any] = []
+        self.closed = 0
+        tasks = {
+            PipelineTask("Copy", self.note("Copy"), reads=("batch",), writes=("batch",)): TaskSchedule(stage=1),
+            PipelineTask("Forward", self.forward, reads=("batch",), writes=("output",)): TaskSchedule(),
+            PipelineTask("Backward", self.backward, reads=("output",), writes=("gradients",)): TaskSchedule(),
+            PipelineTask("Step", self.note("Step"), reads=("gradients",), writes=("stepped",)): TaskSchedule(),
+            PipelineTask("After", self.note("After"), reads=("stepped",)): TaskSchedule(),
+        }
+        pipeline = SWPipeline(PipelinePlan(tasks, name="log"))
+        self.program = TrainingProgram(
+            pipeline,
+            transfer="Copy",
+            step="Step",
+            forward="Forward",
+            backward="Backward",
+            alone=alone,
+            on_close=self.count_close,
+        )
+
+    def note(self, name: str) -> Any:
+        return lambda ctx: self.calls.append((name, ctx.iter_idx))
+
+    def forward(self, ctx: IterContext) -> None:
+        ctx.output = ctx.training_step()
+
+    def backward(self, ctx: IterContext) -> None:
+        ctx.run_backward()
+
+    def count_close(self) -> None:
+        self.closed += 1
+
+    def train(self, source: Iterator[Any]) -> Any:
+        """One batch, as Lightning and the strategy would call."""
+        program = self.program
+        ctx = program.begin(source)
+        self.calls.append(("hooks", ctx.iter_idx))
+        output = program.run_forward(lambda: f"output of {ctx.batch}")
+        program.run_backward(lambda: self.calls.append(("backward", ctx.iter_idx)))
+        program.begin_step()
+        self.calls.append(("step", ctx.iter_idx))
+        program.end_step()
+        program.finish()
+        return output
+
+
+@pytest.fixture
+def log() -> Iterator[Log]:
+    made = Log()
+    yield made
+    made.program.close()
+
+
+def test_hooks_come_after_the_transfer_ahead_and_the_step_is_the_callers(log: Log) -> None:
+    source = iter("abc")
+    assert [log.train(source) for _ in range(3)] == ["output of a", "output of b", "output of c"]
+    assert log.calls[:7] == [
+        ("Copy", 0),
+        ("Copy", 1),
+        ("hooks", 0),
+        ("backward", 0),
+        ("step", 0),
+        ("After", 0),
+        ("Copy", 2),
+    ]
+    assert ("Step", 0) not in log.calls
+    with pytest.raises(StopIteration):
+        log.program.begin(source)
+
+
+def test_a_batch_that_must_train_alone_has_nothing_behind_it() -> None:
+    first = iter([True])
+    log = Log(alone=lambda: next(first, False))
+    source = iter("abc")
+    log.train(source)
+    assert log.calls == [("Copy", 0), ("hooks", 0), ("backward", 0), ("step", 0), ("After", 0)]
+    log.train(source)
+    assert log.calls[5:8] == [("Copy", 1), ("Copy", 2), ("hooks", 1)]
+    log.program.close()
+
+
+def test_an_optimiser_that_calls_its_closure_again_is_refused_by_name_of_the_cause(log: Log) -> None:
+    log.program.begin(iter("ab"))
+    log.program.run_forward(lambda: "loss")
+    with pytest.raises(SetupError, match=r"closure a second time.*LBFGS.*strategy='pipeline'"):
+        log.program.run_forward(lambda: "loss")
+
+
+def test_a_step_outside_the_training_loop_is_refused(log: Log) -> None:
+    with pytest.raises(SetupError, match="outside the pipeline's training loop"):
+        log.program.run_forward(lambda: "loss")
+    with pytest.raises(SetupError, match="outside the pipeline's training loop"):
+        log.program.run_backward(lambda: None)
+
+
+def test_batches_that_are_given_up_are_counted_and_training_goes_on_with_the_next(log: Log) -> None:
+    source = iter("abcd")
+    log.train(source)
+    log.program.begin(source)
+    assert log.program.abandon() == 2
+    assert log.program.current is None
+    assert log.train(source) == "output of d"
+
+
+def test_closing_twice_closes_once_and_ends_the_pipeline(log: Log) -> None:
+    log.train(iter("ab"))
+    log.program.close()
+    log.program.close()
+    assert log.closed == 1
+    with pytest.raises(PlanError, match="is closed"):
+        log.program.begin(iter("ab"))
