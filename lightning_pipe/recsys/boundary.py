@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from lightning_pipe.recsys.output_order import OrderedKeyedTensor
+
 __all__ = ["Cut", "cut_output", "cut_tensor"]
 
 
@@ -87,6 +89,8 @@ def cut_output(output: Any, cuts: list[Cut]) -> Any:
 def _map_tensors(output: Any, change: Callable[[torch.Tensor, str], torch.Tensor], name: str) -> Any:
     if isinstance(output, torch.Tensor):
         return change(output, name)
+    if isinstance(output, OrderedKeyedTensor):
+        return OrderedKeyedTensor(_map_tensors(output.source, change, name), output.keys())
     if isinstance(output, KeyedTensor):
         return KeyedTensor(
             keys=output.keys(),

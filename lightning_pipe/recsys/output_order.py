@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._pytree import register_pytree_node
 from torchrec.distributed.embedding import EmbeddingCollectionContext, ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
@@ -17,15 +18,75 @@ from torchrec.distributed.types import LazyAwaitable
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-__all__ = ["OrderedEmbeddingBagCollection", "OrderedEmbeddingCollection"]
+__all__ = ["OrderedEmbeddingBagCollection", "OrderedEmbeddingCollection", "OrderedKeyedTensor"]
 
 
 def _names(configs: list[Any]) -> list[str]:
     return [name for names in get_embedding_names_by_table(configs) for name in names]
 
 
+class OrderedKeyedTensor(KeyedTensor):
+    """A ``KeyedTensor`` with its columns in another order, in which they are copied when first asked for as a whole.
+
+    Models that take each feature by its key, as most do, never pay for the copy.
+
+    Args:
+        source: the columns as they are.
+        names: its keys in the order wanted.
+    """
+
+    def __init__(self, source: KeyedTensor, names: list[str]) -> None:
+        lengths = dict(zip(source.keys(), source.length_per_key(), strict=True))
+        super().__init__(names, [lengths[name] for name in names], source.values(), source.key_dim())
+        self.source = source
+        self._ordered: torch.Tensor | None = None
+
+    # KeyedTensor's own methods read this attribute.
+    @property
+    def _values(self) -> torch.Tensor:
+        if self._ordered is None:
+            columns = self.source.to_dict()
+            self._ordered = torch.cat([columns[name] for name in self._keys], dim=self._key_dim)
+        return self._ordered
+
+    @_values.setter
+    def _values(self, values: torch.Tensor) -> None:
+        """What the base class is made with is the source's."""
+
+    # Once the copy is made it is the one that users may have changed in place.
+    def __getitem__(self, key: str) -> torch.Tensor:
+        found: torch.Tensor = self.source[key] if self._ordered is None else super().__getitem__(key)
+        return found
+
+    def to_dict(self) -> dict[str, torch.Tensor]:
+        if self._ordered is not None:
+            return super().to_dict()
+        columns = self.source.to_dict()
+        return {name: columns[name] for name in self._keys}
+
+    def size_in_bytes(self) -> int:
+        return self.source.size_in_bytes()
+
+    def device(self) -> torch.device:
+        return self.source.device()
+
+    def record_stream(self, stream: Any) -> None:
+        self.source.record_stream(stream)
+        if self._ordered is not None:
+            self._ordered.record_stream(stream)
+
+
+# As a plain KeyedTensor is: its values, and its keys and lengths.
+register_pytree_node(
+    OrderedKeyedTensor,
+    lambda tensor: ([tensor.values()], (tensor.keys(), tensor.length_per_key())),
+    lambda values, context: KeyedTensor(context[0], context[1], next(iter(values))),
+    serialized_type_name="lightning_pipe.recsys.output_order.OrderedKeyedTensor",
+)
+
+
 class OrderedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
-    """Pooled embeddings with their columns in the unsharded order; a copy of the output where TorchRec's differs."""
+    """Pooled embeddings with their columns in the unsharded order."""
 
     def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[torch.Tensor]) -> LazyAwaitable[KeyedTensor]:
         """TorchRec's, in order."""
@@ -41,16 +102,7 @@ class OrderedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     def _reorder(self, found: KeyedTensor) -> KeyedTensor:
         wanted = _names(self._embedding_bag_configs)
-        keys = found.keys()
-        if keys == wanted:
-            return found
-        lengths = found.length_per_key()
-        columns = dict(zip(keys, zip(lengths, found.values().split(lengths, dim=1), strict=True), strict=True))
-        return KeyedTensor(
-            keys=wanted,
-            length_per_key=[columns[name][0] for name in wanted],
-            values=torch.cat([columns[name][1] for name in wanted], dim=1),
-        )
+        return found if found.keys() == wanted else OrderedKeyedTensor(found, wanted)
 
 
 class OrderedEmbeddingCollection(ShardedEmbeddingCollection):

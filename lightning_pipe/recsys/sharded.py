@@ -26,7 +26,6 @@ from lightning_pipe.recsys.inputs import (
     refuse_trained_weights,
     without_side_effects,
 )
-from lightning_pipe.recsys.outputs import unsharded_names
 
 __all__ = ["Sharded", "find_sharded"]
 
@@ -51,7 +50,6 @@ class Sharded:
         forward: its own forward.
         arguments: how its arguments come out of a batch; None while, or if, it is not pipelined.
         reason: why it is not pipelined, as the end of a sentence that begins with its name.
-        output_names: its outputs' names in the order of its tables.
         splits: rows of splits that its input dist sends to each rank.
     """
 
@@ -62,7 +60,6 @@ class Sharded:
         self.arguments: CallArguments | None = None
         self.reason = "has not been called in a step yet"
         self.splits = 0
-        self.output_names = unsharded_names(module)
         self.form: FeatureForm | None = None
         self._fusable: list[FusableAllToAll] = []
         self._changes_features = isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    KeyedTensor,
+)
 
 from tests.recsys.sharding_cases import shard
 
@@ -51,6 +58,24 @@ def test_pooled_outputs_have_the_unsharded_columns_and_carry_gradients() -> None
     assert found.length_per_key() == expected.length_per_key()
     torch.testing.assert_close(found.values(), expected.values())
     assert found.values().requires_grad
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_pooled_outputs_taken_by_key_are_not_copied_and_agree_with_those_taken_whole() -> None:
+    model = Bags()
+    expected = model.inner(FEATURES).to_dict()
+    shard(model, constraints=CONSTRAINTS)
+    found = model.inner(FEATURES).wait()
+    by_key = found.to_dict()
+    assert list(by_key) == list(expected)
+    assert by_key["y@c"].untyped_storage().data_ptr() == found["x@a"].untyped_storage().data_ptr()
+    whole = found.values()
+    for name, values in expected.items():
+        torch.testing.assert_close(by_key[name], values)
+        assert torch.equal(found[name], by_key[name])
+        assert found[name].untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    regrouped = KeyedTensor.regroup([found], [["y@c"], ["x@a", "x@b", "y@b"]])
+    torch.testing.assert_close(regrouped[0], expected["y@c"])
 
 
 @pytest.mark.usefixtures("one_rank")
