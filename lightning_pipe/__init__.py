@@ -1,12 +1,17 @@
 """Software-pipelined training for PyTorch Lightning.
 
-Importing this package registers its strategies with Lightning: ``Trainer(strategy="recsys_prefetch_pipeline")``. The
-engine (:mod:`lightning_pipe.engine`) needs PyTorch alone.
+Importing this package registers its strategies with Lightning: ``Trainer(strategy="recsys_prefetch_pipeline")``.
+Lightning has no entry point for strategies, so it is imported here where it is installed, for any subpackage too. The
+engine (:mod:`lightning_pipe.engine`) needs PyTorch alone, and works without Lightning.
 """
 
 from importlib.util import find_spec
 
+from lightning_pipe.environment import warn_of_clash
+
 __version__ = "0.1.0"
+
+warn_of_clash()
 
 if find_spec("lightning") is not None:
     from lightning_pipe.strategies.registry import register
@@ -14,4 +19,4 @@ if find_spec("lightning") is not None:
     register()
     del register
 
-del find_spec
+del find_spec, warn_of_clash

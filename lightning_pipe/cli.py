@@ -1,31 +1,85 @@
-"""The ``lightning-pipe`` command: Lightning's CLI with this project's strategies, and commands that show plans."""
+"""The ``lightning-pipe`` command: Lightning's CLI with this project's strategies, and commands that show plans.
+
+Training commands go to :class:`~lightning.pytorch.cli.LightningCLI` as they are; the rest is read here. Either way an
+error of this project ends the process with one message and status 2, and any other exception keeps its traceback.
+"""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import os
 import sys
+import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.distributed import is_torchelastic_launched
+
 import lightning_pipe
-from lightning_pipe.engine import PipelineError
+from lightning_pipe.engine import PipelineError, PipelinePlan, PlanError, SetupError
+from lightning_pipe.environment import import_torchrec
+from lightning_pipe.loops.default_program import default_plan
 from lightning_pipe.strategies.registry import STRATEGIES
 
-_TRAINING = ("fit", "validate", "test", "predict")
+_TRAINING = {
+    "fit": "train a model from YAML",
+    "validate": "run its validation",
+    "test": "run its test",
+    "predict": "run its prediction",
+}
 
-_USAGE = f"""usage: lightning-pipe COMMAND ...
+# How long a rank's error may take to be another rank's too: both come out of the same exchange.
+_PATIENCE_SECONDS = 5.0
 
-training (a LightningCLI; each takes --help)
-  {{{",".join(_TRAINING)}}} --config FILE
-                        model, data and trainer from YAML; trainer.strategy takes a name
-                        of 'lightning-pipe strategies', or a class_path with init_args
+_EPILOG = """\
+fit, validate, test and predict are a LightningCLI: model, data and trainer come from --config FILE, each value may be
+given as an option, and --print_config writes a whole configuration. trainer.strategy takes a name that 'lightning-pipe
+strategies' lists, or a class_path with init_args.
 
-looking
-  strategies            the registered strategies, one line each
-  plan show NAME        a plan as a table and a timeline (--format yaml: as YAML);
-                        NAME is a strategy's, a plan's, or the path of a plan in YAML
-  --version             the version
+examples:
+  lightning-pipe fit --config examples/recsys_movielens/prefetch.yaml
+  lightning-pipe fit --config FILE --trainer.max_epochs 1
+  lightning-pipe plan show recsys_prefetch_pipeline
 """
+
+
+class PipelineCLI(LightningCLI):
+    """A LightningCLI that hands on what strategies and the trainer say of their values."""
+
+    _refusal: PipelineError | None = None
+
+    def before_instantiate_classes(self) -> None:
+        self.parser.add_instantiator(self._make_strategy, Strategy)
+
+    def _make_strategy(self, strategy_class: type[Strategy], *args: Any, **kwargs: Any) -> Strategy:
+        try:
+            return strategy_class(*args, **kwargs)
+        except PipelineError as error:
+            self._refusal = error
+            raise
+
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            if self._refusal is None:
+                raise
+            # jsonargparse tried other types too, and has put this one's message among theirs.
+            raise self._refusal from error
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except ValueError as error:  # the arguments' types are right, a value is not
+            hint = "\n'lightning-pipe strategies' lists this project's strategies." if "strategy" in str(error) else ""
+            raise SetupError(f"the configuration of trainer is wrong: {error}{hint}") from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,68 +89,117 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what follows the program's name, by default that of this process.
 
     Returns:
-        The exit status: 0, or 2 for arguments or plans that are wrong.
+        The exit status: 0, or 2 for a model, data, plan or environment that this project refuses.
+
+    Raises:
+        SystemExit: after ``--help`` and the like, and with status 2 after arguments that cannot be parsed.
     """
+    _import_from_the_current_folder()
     given = list(sys.argv[1:] if arguments is None else arguments)
-    command = given[0] if given else "--help"
-    if command in _TRAINING:
-        run_lightning_cli(given)
-        return 0
-    if command in ("-h", "--help"):
-        print(_USAGE, end="")
-        return 0
-    if command == "--version":
-        print(f"lightning-pipe {lightning_pipe.__version__}")
-        return 0
     try:
-        return _look(given)
+        if given and given[0] in _TRAINING:
+            # Lightning reads this process's arguments itself, and warns of others beside them.
+            _train(None if arguments is None else given)
+        else:
+            _look(given)
     except PipelineError as error:
-        print(f"lightning-pipe: {error}", file=sys.stderr)
+        sys.stderr.write(_message(error))  # at once: other ranks write too
+        _wait_for_the_first_process()
         return 2
-
-
-def run_lightning_cli(arguments: list[str] | None = None) -> Any:
-    """Lightning's CLI, where model and data are any class named in the configuration.
-
-    Args:
-        arguments: command and options, by default those of this process.
-    """
-    from lightning.pytorch.cli import LightningCLI
-
-    return LightningCLI(
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        save_config_kwargs={"overwrite": True},
-        args=arguments,
-    )
-
-
-def _look(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="lightning-pipe", usage=_USAGE.removeprefix("usage: "))
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("strategies")
-    plan = commands.add_parser("plan").add_subparsers(dest="plan_command", required=True)
-    show = plan.add_parser("show", prog="lightning-pipe plan show")
-    show.add_argument("name", metavar="NAME")
-    show.add_argument("--format", choices=("table", "yaml"), default="table")
-    options = parser.parse_args(arguments)
-    if options.command == "strategies":
-        width = max(len(entry.name) for entry in STRATEGIES)
-        for entry in STRATEGIES:
-            print(f"{entry.name:<{width}}  {entry.description}")
-    else:
-        print(_plan(options.name, options.format), end="")
     return 0
 
 
-def _plan(name: str, form: str) -> str:
-    # TorchRec is imported here, not for commands that do without it.
-    from lightning_pipe.recsys.plans import recsys_plan
+def _import_from_the_current_folder() -> None:
+    """Let a configuration name classes of the folder the command runs in, as under ``python -m``."""
+    if not sys.flags.safe_path and not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
+
+
+def _train(arguments: list[str] | None) -> None:
+    if find_spec("jsonargparse") is None:
+        raise SetupError(
+            "jsonargparse is not installed, which Lightning reads configurations with; the commands"
+            f" {', '.join(_TRAINING)} need it: pip install 'jsonargparse[signatures]'"
+        )
+    # Lightning's own usage names every one of some hundred options, before each error too.
+    usage = {name: {"usage": f"lightning-pipe {name} --config FILE [--OPTION VALUE ...]"} for name in _TRAINING}
+    try:
+        # The configuration that it saves may overwrite that of an earlier run into the same folder.
+        PipelineCLI(parser_kwargs=usage, save_config_kwargs={"overwrite": True}, args=arguments)
+    except MisconfigurationException as error:
+        raise SetupError(str(error)) from error
+
+
+def _message(error: PipelineError) -> str:
+    # Every rank writes its own, as PyTorch marks it: whether the others have the same to say is not known any more.
+    rank = getattr(rank_zero_only, "rank", 0)
+    # A note of where in the pipeline it happened repeats what happened.
+    notes = [note.partition(f" with {type(error).__name__}: ")[0] for note in getattr(error, "__notes__", ())]
+    lines = "\n".join([f"lightning-pipe: {error}", *notes])
+    return "".join(f"{f'[rank{rank}]: ' if rank else ''}{line}\n" for line in lines.splitlines())
+
+
+def _wait_for_the_first_process() -> None:
+    """In a process that Lightning's launcher started: let the one that started it say the same, and end, first.
+
+    The launcher kills the first process at once when it sees that another one has failed, so that the message and the
+    status of a command would be a matter of luck. An error that only this rank knows of ends it all the same, later.
+    """
+    if os.environ.get("LOCAL_RANK", "0") == "0" or is_torchelastic_launched():
+        return
+    first, deadline = os.getppid(), time.monotonic() + _PATIENCE_SECONDS
+    while os.getppid() == first and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _look(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="lightning-pipe",
+        description="Software-pipelined training for Lightning's Trainer.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-V", "--version", action="version", version=f"lightning-pipe {lightning_pipe.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, text in _TRAINING.items():
+        commands.add_parser(name, help=text)
+    commands.add_parser("strategies", help="list the registered strategies, one line each")
+    plan = commands.add_parser("plan", help="show plans: plan show NAME")
+    show = plan.add_subparsers(metavar="show", required=True).add_parser(
+        "show",
+        help="print a plan as a table and a timeline, or as YAML",
+        description="Print a plan: a table of its tasks, and which batch each of them works on, period by period.",
+    )
+    show.add_argument("name", metavar="NAME", help="a strategy, the name of a plan, or the path of a plan in YAML")
+    show.add_argument("--format", choices=("table", "yaml"), default="table", help="default: table")
+    options = parser.parse_args(arguments)
+    if options.command == "plan":
+        plan_shown = _plan(options.name)
+        print(plan_shown.to_yaml() if options.format == "yaml" else f"{plan_shown}\n", end="")
+    else:
+        width = max(len(entry.name) for entry in STRATEGIES)
+        for entry in STRATEGIES:
+            print(f"{entry.name:<{width}}  {entry.description}")
+
+
+def _plan(name: str) -> PipelinePlan:
+    of_strategy = {entry.name: entry.plan for entry in STRATEGIES}
+    wanted = of_strategy.get(name, name)
+    default = default_plan(lambda batch: batch)
+    if wanted in ("", default.name):
+        return default
+    import_torchrec()  # here, since other commands do without it
+    from lightning_pipe.recsys.plans import PLANS, recsys_plan
     from lightning_pipe.recsys.tasks import recsys_tasks
 
-    plans = {entry.name: entry.plan for entry in STRATEGIES if entry.plan}
-    plan = recsys_plan(plans.get(name, name), recsys_tasks())
-    return plan.to_yaml() if form == "yaml" else f"{plan}\n"
+    if wanted not in PLANS and not os.path.isfile(wanted):
+        plans = [default.name, *PLANS]
+        close = difflib.get_close_matches(name, [*of_strategy, *plans], n=1)
+        raise PlanError(
+            f"there is no plan {name!r}: it is neither a strategy ({', '.join(of_strategy)}), nor a plan"
+            f" ({', '.join(plans)}), nor a file.{f' Did you mean {close[0]}?' if close else ''}"
+        )
+    return recsys_plan(wanted, recsys_tasks())
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ torchrec's compiled half comes as two distributions, ``fbgemm-gpu`` (CUDA) and `
 same files: with both installed, whichever came last has overwritten the other, and removing one removes the files
 of both. torchrec itself requires ``fbgemm-gpu`` whatever the machine, so an innocent ``pip install`` is enough to
 break a working environment, and the import then fails far from the cause. This module reads the installed versions
-(cheap: no import) and says what is wrong; :func:`import_torchrec` does the same for an import that fails.
+(cheap: no import) and says what is wrong; :func:`import_torchrec` does the same for an import that fails, and
+:func:`warn_of_clash` where TorchRec may not be wanted at all.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import importlib.metadata
 import importlib.util
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,7 @@ from types import ModuleType
 
 from lightning_pipe.engine.errors import SetupError
 
-__all__ = ["Installed", "check_environment", "find_problem", "import_torchrec"]
+__all__ = ["Installed", "check_environment", "find_problem", "import_torchrec", "warn_of_clash"]
 
 # torch -> torchrec and fbgemm, by minor version: fbgemm's own compatibility table. A pair newer than the last line is
 # let through: its own import tells whether it fits.
@@ -128,6 +130,17 @@ def check_environment(installed: Installed | None = None, gpu: bool | None = Non
     problem = find_problem(installed)
     if problem is not None:
         raise SetupError(_message(problem, installed, gpu))
+
+
+def warn_of_clash(installed: Installed | None = None, gpu: bool | None = None) -> None:
+    """Warn of what :func:`check_environment` refuses; say nothing where torchrec is not installed.
+
+    What needs no TorchRec works in a broken environment too, so its import only warns.
+    """
+    installed = Installed.read() if installed is None else installed
+    problem = find_problem(installed)
+    if problem is not None and installed.torchrec is not None:
+        warnings.warn(_message(problem, installed, gpu), stacklevel=3)
 
 
 def import_torchrec(

@@ -13,6 +13,8 @@ python=${PYTHON:-$(command -v python3.11 || command -v python3)}
     echo "setup: $python is $("$python" --version 2>&1); Python 3.11 or newer is needed: make setup PYTHON=..." >&2
     exit 1
 }
+"$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' ||
+    echo "setup: $python is $("$python" --version 2>&1); the pinned versions are tested with Python 3.11 only." >&2
 
 # The pip that comes with the interpreter fills .venv with the pinned pip, so Debian's python3-venv is not needed.
 pinned_pip=$(grep '^pip==' requirements/pinned.txt)
@@ -40,3 +42,4 @@ fi
 pip install --no-deps --no-build-isolation --editable .
 
 .venv/bin/python -c 'from lightning_pipe.environment import import_torchrec; import_torchrec()'
+echo "setup: .venv is ready; the command is .venv/bin/lightning-pipe"

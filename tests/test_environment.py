@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from lightning_pipe.engine.errors import SetupError
-from lightning_pipe.environment import Installed, check_environment, find_problem, import_torchrec
+from lightning_pipe.environment import Installed, check_environment, find_problem, import_torchrec, warn_of_clash
 
 ON_CPU = Installed(torch="2.13.0+cpu", torchrec="1.8.0", fbgemm_gpu=None, fbgemm_gpu_cpu="1.8.0")
 ON_GPU = Installed(torch="2.13.0", torchrec="1.8.0", fbgemm_gpu="1.8.0", fbgemm_gpu_cpu=None)
@@ -169,6 +170,15 @@ def test_a_clash_is_reported_before_any_import_is_tried() -> None:
 
     with pytest.raises(SetupError, match="are both installed"):
         import_torchrec(must_not_be_called, installed=replace(ON_CPU, fbgemm_gpu="1.8.0"), gpu=False)
+
+
+def test_importing_the_package_warns_of_a_clash_and_is_silent_where_nothing_clashes_or_torchrec_is_not_there() -> None:
+    with pytest.warns(UserWarning, match=r"are both installed(.|\n)*pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu"):
+        warn_of_clash(replace(ON_CPU, fbgemm_gpu="1.8.0"), gpu=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_clash(ON_CPU)
+        warn_of_clash(replace(ON_CPU, torchrec=None, fbgemm_gpu_cpu=None))
 
 
 def test_the_environment_that_runs_the_tests_has_a_torchrec_that_loads() -> None:

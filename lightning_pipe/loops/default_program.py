@@ -11,11 +11,10 @@ from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, State
 from lightning_pipe.loops.program import TrainingProgram
 
 
-def default_program(trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> TrainingProgram:
+def default_plan(transfer: Callable[[Any], Any]) -> PipelinePlan:
     """Two tasks: ``H2D`` one iteration ahead on a stream of its own, ``TrainBatch`` as Lightning trains a batch.
 
     Args:
-        trainer: the trainer whose strategy trains.
         transfer: moves a batch to the device.
     """
 
@@ -25,10 +24,19 @@ def default_program(trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> Trai
     def train(ctx: IterContext) -> None:
         """Lightning's part, done between begin_step and end_step; a skipped batch comes here and has none."""
 
-    device = trainer.strategy.root_device
     tasks = {
         PipelineTask("H2D", copy, reads=("batch",), writes=("batch",)): TaskSchedule(stage=1, stream="memcpy"),
         PipelineTask("TrainBatch", train, reads=("batch",), writes=(State("model"),)): TaskSchedule(),
     }
-    pipeline = SWPipeline(PipelinePlan(tasks, name="copy_ahead"), device)
+    return PipelinePlan(tasks, name="copy_ahead")
+
+
+def default_program(trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> TrainingProgram:
+    """The program that runs the default plan.
+
+    Args:
+        trainer: the trainer whose strategy trains.
+        transfer: moves a batch to the device.
+    """
+    pipeline = SWPipeline(default_plan(transfer), trainer.strategy.root_device)
     return TrainingProgram(pipeline, transfer="H2D", step="TrainBatch")

@@ -1,0 +1,299 @@
+"""The command line: what it prints, how it ends, and what reaches the trainer from YAML."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from lightning.pytorch.strategies import StrategyRegistry
+
+import lightning_pipe
+from lightning_pipe import cli
+from lightning_pipe.cli import main
+from lightning_pipe.engine import PipelinePlan
+from lightning_pipe.recsys.plans import PLANS, recsys_plan
+from lightning_pipe.recsys.tasks import recsys_tasks
+from lightning_pipe.strategies.registry import STRATEGIES
+from tests.running_in import running_in
+
+# A user's file, in the folder where the command runs.
+MODULE = """
+import lightning.pytorch as pl
+import torch
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+
+
+class Model(pl.LightningModule):
+    def __init__(self, fails_on_rank: int = -1, odd_keys_on_rank: int = -1) -> None:
+        super().__init__()
+        self.fails_on_rank, self.odd_keys_on_rank = fails_on_rank, odd_keys_on_rank
+        self.tables = EmbeddingBagCollection(
+            [EmbeddingBagConfig(name=f"table_{key}", num_embeddings=10, embedding_dim=4, feature_names=[key])
+             for key in ("user", "item")]
+        )
+        self.head = torch.nn.Linear(8, 1)
+
+    def train_dataloader(self):
+        ids, lengths = torch.arange(8), torch.ones(8, dtype=torch.int64)
+        batches = [KeyedJaggedTensor(["user", "item"], ids, lengths=lengths) for _ in range(6)]
+        if self.odd_keys_on_rank == self.global_rank:
+            batches[4] = KeyedJaggedTensor(["user", "shop"], ids, lengths=lengths)
+        return torch.utils.data.DataLoader(batches, batch_size=None)
+
+    def training_step(self, batch, batch_idx):
+        if self.fails_on_rank == self.global_rank and batch_idx == 1:
+            raise ZeroDivisionError("the user's own")
+        return self.head(self.tables(batch).values()).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+"""
+
+CONFIGURATION = """
+model:
+  class_path: shop.Model
+trainer:
+  accelerator: cpu
+  devices: 1
+  max_epochs: 1
+  use_distributed_sampler: false
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  strategy:
+    class_path: lightning_pipe.strategies.RecsysPipelineStrategy
+    init_args:
+      plan: base
+      sparse_optimizer:
+        class_path: torch.optim.Adagrad
+        init_args: {lr: 0.1}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """The folder where the command runs, which holds the user's module and configuration."""
+    (tmp_path / "shop.py").write_text(MODULE)
+    (tmp_path / "fit.yaml").write_text(CONFIGURATION)
+    with running_in(tmp_path):
+        yield tmp_path
+
+
+def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a refused command writes to stderr from its own line on."""
+    assert main(arguments) == 2
+    _, found, message = capsys.readouterr().err.partition("lightning-pipe: ")
+    assert found
+    return message
+
+
+# ---------------------------------------------------------------------- looking
+
+
+def test_help_names_every_command_and_how_to_begin(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    out = capsys.readouterr().out
+    for command in ("fit", "validate", "test", "predict", "strategies", "plan"):
+        assert f"\n    {command} " in out
+    assert "lightning-pipe fit --config examples/recsys_movielens/prefetch.yaml" in out
+
+
+@pytest.mark.parametrize("arguments", [[], ["train"], ["plan"], ["plan", "show"], ["plan", "show", "base", "--jpeg"]])
+def test_arguments_that_make_no_command_end_with_a_usage_and_status_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: lightning-pipe")
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"lightning-pipe {lightning_pipe.__version__}\n"
+
+
+def test_strategies_lists_every_name_that_the_trainer_takes_one_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["strategies"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.split()[0] for line in lines]
+    assert names == ["pipeline", "recsys_serial_pipeline", "recsys_base_pipeline", "recsys_prefetch_pipeline"]
+    for name, line in zip(names, lines, strict=True):
+        assert StrategyRegistry[name]["description"] in line
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "tasks"),
+    [(entry.name, entry.plan or "copy_ahead", 11 if entry.plan else 2) for entry in STRATEGIES]
+    + [("serial", "serial", 11), ("copy_ahead", "copy_ahead", 2)],
+)
+def test_plan_show_takes_a_strategy_or_a_plan(
+    name: str, plan: str, tasks: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "show", name]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"plan {plan}: ")
+    assert f"timeline of {plan}: " in out
+    assert main(["plan", "show", name, "--format", "yaml"]) == 0
+    assert len(yaml.safe_load(capsys.readouterr().out)["tasks"]) == tasks
+
+
+def test_plan_show_takes_the_path_of_what_it_wrote_as_yaml(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "show", "recsys_prefetch_pipeline"])
+    shown = capsys.readouterr().out
+    main(["plan", "show", "prefetch", "--format", "yaml"])
+    text = capsys.readouterr().out
+    assert PipelinePlan.from_yaml(text, recsys_tasks()).to_yaml() == recsys_plan("prefetch", recsys_tasks()).to_yaml()
+    Path("mine.yaml").write_text(text)
+    assert main(["plan", "show", "mine.yaml"]) == 0
+    assert capsys.readouterr().out == shown
+
+
+def test_an_unknown_plan_is_refused_with_every_name_and_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    message = refusal(["plan", "show", "recsys_prefech_pipeline"], capsys)
+    assert message.startswith("there is no plan 'recsys_prefech_pipeline'")
+    assert message.endswith("Did you mean recsys_prefetch_pipeline?\n")
+    for name in [*PLANS, *(entry.name for entry in STRATEGIES)]:
+        assert name in message
+
+
+def test_a_file_that_is_no_plan_is_refused_by_its_first_unknown_key(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "unknown key 'model'" in refusal(["plan", "show", "fit.yaml"], capsys)
+
+
+# ---------------------------------------------------------------------- configurations
+
+
+def test_a_configuration_may_name_classes_of_the_current_folder_and_keeps_the_table_optimiser_as_it_is_written(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["fit", "--config", "fit.yaml", "--print_config"])
+    assert end.value.code == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["model"]["class_path"] == "shop.Model"
+    init_args = printed["trainer"]["strategy"]["init_args"]
+    assert init_args["sparse_optimizer"] == {"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.1}}
+
+
+def test_a_strategy_by_class_path_trains_with_its_arguments(folder: Path) -> None:
+    assert main(["fit", "--config", "fit.yaml"]) == 0
+
+
+def test_a_strategy_by_name_without_a_table_optimiser_is_refused_by_the_tables_names(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configuration = yaml.safe_load(CONFIGURATION)
+    configuration["trainer"]["strategy"] = "recsys_prefetch_pipeline"
+    Path("name.yaml").write_text(yaml.safe_dump(configuration))
+    message = refusal(["fit", "--config", "name.yaml"], capsys)
+    assert "no optimiser is said for tables" in message
+    assert "table_user" in message
+    assert "table_item" in message
+
+
+def test_an_unknown_strategy_is_refused_and_the_command_that_lists_them_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = refusal(["fit", "--config", "fit.yaml", "--trainer.strategy", "recsys_pipeline"], capsys)
+    assert "recsys_pipeline" in message
+    assert "'lightning-pipe strategies' lists" in message
+
+
+def test_an_unknown_plan_in_a_configuration_is_refused_in_the_strategys_own_words(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = refusal(["fit", "--config", "fit.yaml", "--trainer.strategy.init_args.plan", "basse"], capsys)
+    assert message.startswith("there is no plan 'basse'")
+    assert "Namespace" not in message
+
+
+def test_a_value_that_lightning_refuses_ends_in_its_message(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refusal(["fit", "--config", "fit.yaml", "--trainer.limit_train_batches", "-3"], capsys)
+    assert "invalid value -3 for limit_train_batches" in message
+
+
+def test_an_unknown_key_of_the_strategy_is_named_below_a_short_usage(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["fit", "--config", "fit.yaml", "--trainer.strategy.init_args.plann", "base"])
+    assert end.value.code == 2
+    err = capsys.readouterr().err
+    assert "'plann' is not accepted" in err
+    assert len(err.splitlines()) < 15
+
+
+def test_a_users_own_exception_is_raised_as_it_is(folder: Path) -> None:
+    with pytest.raises(ZeroDivisionError, match="the user's own"):
+        main(["fit", "--config", "fit.yaml", "--model.fails_on_rank", "0"])
+
+
+def test_without_jsonargparse_training_names_what_to_install_and_looking_works(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    assert "pip install 'jsonargparse[signatures]'" in refusal(["fit"], capsys)
+    assert main(["strategies"]) == 0
+
+
+# ---------------------------------------------------------------------- several processes
+
+
+@pytest.mark.parametrize(
+    ("environment", "waits"),
+    [
+        ({}, False),
+        ({"LOCAL_RANK": "0"}, False),
+        ({"LOCAL_RANK": "1"}, True),
+        ({"LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "0"}, False),
+    ],
+    ids=["alone", "the first", "started by the first", "started by torchrun"],
+)
+def test_only_a_process_that_the_first_one_started_waits_for_it_to_end(
+    environment: dict[str, str], waits: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    parents = [7, 7, 7, 1]  # the first process, and init once that has ended
+    monkeypatch.setattr(os, "getppid", lambda: parents.pop(0))
+    refusal(["plan", "show", "nix"], capsys)
+    assert parents == ([] if waits else [7, 7, 7, 1])
+
+
+def run_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the installed command on two processes, the second of which Lightning's launcher starts."""
+    program = str(Path(sys.executable).with_name("lightning-pipe"))
+    command = [program, "fit", "--config", "fit.yaml", "--trainer.devices", "2", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_an_error_of_one_ranks_data_ends_both_processes_with_a_message_each_and_no_traceback(folder: Path) -> None:
+    result = run_command(folder, "--model.odd_keys_on_rank", "1")
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    message = "lightning-pipe: rank 1: sharded module 'tables' got the features ['user', 'shop']"
+    lines = result.stderr.splitlines()
+    for prefix in ("", "[rank1]: "):
+        assert [line for line in lines if line.startswith(prefix + message)], result.stderr
+
+
+def test_a_users_exception_on_one_rank_keeps_its_traceback_and_ends_both_processes(folder: Path) -> None:
+    result = run_command(folder, "--model.fails_on_rank", "1")
+    assert result.returncode not in (0, 2)
+    assert "[rank1]: ZeroDivisionError: the user's own" in result.stderr
+    assert "raise ZeroDivisionError" in textwrap.dedent(result.stderr)
