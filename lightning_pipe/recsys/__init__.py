@@ -1,0 +1,51 @@
+"""TorchRec recommenders: sharding, the rewrite, the eleven tasks, their plans, and a train pipeline without Lightning.
+
+What needs TorchRec is imported when it is asked for: an environment whose packages clash then says so, and how to mend
+it, and plans can be built and shown without TorchRec.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from lightning_pipe.recsys.plans import PLANS, recsys_plan
+
+if TYPE_CHECKING:
+    from lightning_pipe.recsys.rewrite import ModelRewrite
+    from lightning_pipe.recsys.sharding import ShardedModel, shard_model
+    from lightning_pipe.recsys.table_optimizer import SparseOptimizer
+    from lightning_pipe.recsys.tasks import RecsysActions, recsys_tasks
+    from lightning_pipe.recsys.train_pipeline import TrainPipeline
+
+__all__ = [
+    "PLANS",
+    "ModelRewrite",
+    "RecsysActions",
+    "ShardedModel",
+    "SparseOptimizer",
+    "TrainPipeline",
+    "recsys_plan",
+    "recsys_tasks",
+    "shard_model",
+]
+
+_MODULES = {
+    "ModelRewrite": "rewrite",
+    "RecsysActions": "tasks",
+    "ShardedModel": "sharding",
+    "SparseOptimizer": "table_optimizer",
+    "TrainPipeline": "train_pipeline",
+    "recsys_tasks": "tasks",
+    "shard_model": "sharding",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from lightning_pipe.environment import import_torchrec
+
+    import_torchrec()
+    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return found

@@ -87,6 +87,7 @@ class DataParallelTables:
         self._group = group
         self._kernels: list[BatchedDenseEmbeddingBag] = []
         self._tables: list[list[_ReplicatedTable]] = []
+        self._averaged: list[torch.Tensor] = []
         self.keyed_optimizers: list[KeyedOptimizer] = []
 
     def add(
@@ -123,24 +124,42 @@ class DataParallelTables:
             self._tables.append(tables)
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Averages the gradients over the ranks, steps every table, clears the gradients.
+    def average(self) -> list[torch.Tensor]:
+        """Averages the gradients over the ranks, unless those of this step are averaged already.
 
         Every rank of the group calls it, from one thread, after the backward of the lookups; a rank whose lookups
         got no gradient sends zeros.
+
+        Returns:
+            The averaged gradients, flat, one for each dense kernel.
         """
-        gradients = []
-        for kernel in self._kernels:
-            weights = kernel.emb_module.weights
-            gradients.append(torch.zeros_like(weights) if weights.grad is None else weights.grad)
+        weights = [kernel.emb_module.weights for kernel in self._kernels]
+        if len(self._averaged) == len(weights) and all(map(_is_gradient_of, self._averaged, weights)):
+            return self._averaged
+        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in weights]
         works = [dist.all_reduce(gradient, group=self._group, async_op=True) for gradient in gradients]
-        for kernel, tables, gradient, work in zip(self._kernels, self._tables, gradients, works, strict=True):
+        for one, gradient, work in zip(weights, gradients, works, strict=True):
             if work is not None:
                 work.wait()
-            gradient.div_(self._group.size())
+            one.grad = gradient.div_(self._group.size())
+        self._averaged = gradients
+        return gradients
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Averages the gradients over the ranks, steps every table, clears the gradients.
+
+        To be called as ``average`` is.
+        """
+        for kernel, tables, gradient in zip(self._kernels, self._tables, self.average(), strict=True):
             sizes = [table.parameter.numel() for table in tables]
             for table, part in zip(tables, gradient.split(sizes), strict=True):
                 table.parameter.grad = part.view_as(table.parameter)
                 table.optimizer.step()
                 table.parameter.grad = None
             kernel.emb_module.weights.grad = None
+        self._averaged = []
+
+
+def _is_gradient_of(gradient: torch.Tensor, weights: torch.Tensor) -> bool:
+    return weights.grad is gradient

@@ -13,6 +13,8 @@ from torchrec.distributed.types import Awaitable
 from lightning_pipe.recsys.boundary import Cut, cut_output
 from lightning_pipe.recsys.call_arguments import Arguments, PostprocessResults
 from lightning_pipe.recsys.input_dist import SplitsRequest
+from lightning_pipe.recsys.kernel_calls import LookupCalls
+from lightning_pipe.recsys.table_backward import KernelGradients, ModuleCall
 
 __all__ = ["Embeddings", "Features", "Inputs", "Requests", "Splits", "record_stream"]
 
@@ -73,22 +75,26 @@ class Embeddings:
 
     Args:
         inputs: of the same batch.
+
+    Attributes:
+        kernel_gradients: after the first half of the tables' backward, where it is run in two.
     """
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
         self._ready: dict[str, Any] = {}
-        self._calls: list[tuple[str, list[Cut]]] = []
+        self._calls: list[ModuleCall] = []
+        self.kernel_gradients: KernelGradients | None = None
 
-    def add(self, name: str, output: Any) -> Any:
+    def add(self, name: str, output: Any, lookups: LookupCalls | None = None) -> Any:
         """Cuts the awaited ``output`` of one call of the module ``name`` and returns what the step may use."""
         cuts: list[Cut] = []
         handed_on = cut_output(output, cuts)
-        self._calls.append((name, cuts))
+        self._calls.append(ModuleCall(name, cuts, lookups))
         return handed_on
 
-    def keep_ready(self, name: str, output: Any) -> None:
-        self._ready[name] = self.add(name, output)
+    def keep_ready(self, name: str, output: Any, lookups: LookupCalls | None = None) -> None:
+        self._ready[name] = self.add(name, output, lookups)
 
     def is_ready(self, name: str) -> bool:
         return name in self._ready
@@ -98,13 +104,13 @@ class Embeddings:
         return self._ready.pop(name)
 
     @property
-    def calls(self) -> list[tuple[str, list[Cut]]]:
-        """Each module call with its cuts, in the order of the lookups: the same on every rank."""
+    def calls(self) -> list[ModuleCall]:
+        """Each module call, in the order of the lookups: the same on every rank."""
         return self._calls
 
     def cuts(self) -> Iterator[Cut]:
-        for _, cuts in self._calls:
-            yield from cuts
+        for call in self._calls:
+            yield from call.cuts
 
     def gradient_tensors(self) -> list[torch.Tensor]:
         """The gradients that the dense backward has sent to this rank's outputs so far, unscaled."""
@@ -114,6 +120,7 @@ class Embeddings:
         """Lets go of outputs, graphs and gradients."""
         self._ready.clear()
         self._calls.clear()
+        self.kernel_gradients = None
 
 
 def record_stream(value: Any, stream: torch.Stream | None) -> None:

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
-__all__ = ["evaluating", "fused_kernels"]
+__all__ = ["evaluating", "fused_kernels", "moves_rows_at_zero_gradient", "take_back_step"]
 
 
 def fused_kernels(module: torch.nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
@@ -24,6 +25,32 @@ def fused_kernels(module: torch.nn.Module) -> list[SplitTableBatchedEmbeddingBag
                 if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen):
                     found[id(kernel)] = kernel
     return list(found.values())
+
+
+def moves_rows_at_zero_gradient(module: torch.nn.Module) -> bool:
+    """Whether the optimiser of any fused kernel inside a sharded module changes a row whose gradient is zero.
+
+    By its momentum, by weight decay, or by a division of zero by zero.
+    """
+    return any(_moves_at_zero(kernel) for kernel in fused_kernels(module))
+
+
+def _moves_at_zero(kernel: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
+    if kernel.optimizer in (EmbOptimType.SGD, EmbOptimType.EXACT_SGD):
+        divides_by_zero = False
+    elif kernel.optimizer in (EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD):
+        divides_by_zero = kernel.optimizer_args.eps == 0
+    else:
+        return True
+    return divides_by_zero or kernel.optimizer_args.weight_decay != 0
+
+
+def take_back_step(module: torch.nn.Module) -> None:
+    """Takes one lookup back from the counters of a sharded module's kernels: its backward is not going to run."""
+    for kernel in fused_kernels(module):
+        if kernel.iter_cpu.item() > 0:  # an optimiser that counts has counted the lookup
+            kernel.iter_cpu.sub_(1)
+            kernel.iter.sub_(1)
 
 
 @contextmanager

@@ -49,8 +49,8 @@ def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) 
     """The plan called *plan*, over *tasks*.
 
     Args:
-        plan: a name (``serial``, ``base``, ``prefetch``), the path of a plan in YAML, or a plan, of which the schedule is
-            taken.
+        plan: a name (``serial``, ``base``, ``prefetch``), the path of a plan in YAML, or a plan, of which the schedule
+            is taken.
         tasks: the recsys tasks, in serial order (:func:`~lightning_pipe.recsys.tasks.recsys_tasks`).
 
     Raises:
@@ -58,22 +58,29 @@ def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) 
     """
     if isinstance(plan, PipelinePlan):
         return PipelinePlan.from_yaml(plan.to_yaml(), tasks)
-    if plan in PLANS:
-        name = str(plan)
+    if isinstance(plan, str) and plan in PLANS:
+        name = plan
         _, schedule, order = PLANS[name]
         default = TaskSchedule()
-        # Where EmbBackward comes last among the tasks, it does so in the period too: see recsys_tasks(scaled_late=True).
+        # Where EmbBackward is the last task (recsys_tasks(scaled_late=True)), it follows OptimStep in the period too.
         if tasks[-1].name == "EmbBackward" and order:
             rest = [task for task in order if task != "EmbBackward"]
             order = (*_insert_after(rest, "OptimStep", "EmbBackward"),)
         return PipelinePlan([(task, schedule.get(task.name, default)) for task in tasks], name=name, order=order)
-    path = Path(plan)
-    if not path.is_file():
+    if not (isinstance(plan, (str, Path)) and _is_file(plan)):
         raise PlanError(
-            f"there is no plan {str(plan)!r}: it is neither one of {', '.join(PLANS)} nor a file; name one, or write"
-            " one with 'lightning-pipe plan show prefetch --format yaml'"
+            f"there is no plan {plan if isinstance(plan, Path) else repr(plan)}: it is neither one of"
+            f" {', '.join(PLANS)} nor a file; name one, or write one with 'lightning-pipe plan show prefetch --format"
+            " yaml'"
         )
-    return PipelinePlan.from_yaml(path.read_text(encoding="utf-8"), tasks)
+    return PipelinePlan.from_yaml(Path(plan).read_text(encoding="utf-8"), tasks)
+
+
+def _is_file(path: str | Path) -> bool:
+    try:
+        return Path(path).is_file()
+    except OSError:  # too long for a path: the text of a plan, say
+        return False
 
 
 def _insert_after(order: list[str], anchor: str, task: str) -> list[str]:

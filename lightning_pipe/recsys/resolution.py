@@ -82,7 +82,7 @@ class Resolution:
             if other != all_jagged[0]:
                 raise InputError(
                     f"ranks got batches whose features do not go together: rank 0 {all_jagged[0] or 'none'}; rank"
-                    f" {rank} {other or 'none'}. Give every rank batches of one form."
+                    f" {rank} {other or 'none'}. Give every rank batches with KeyedJaggedTensors of one form."
                 )
         if jagged and self.records:
             return
@@ -91,7 +91,9 @@ class Resolution:
         try:
             self.without_step(batch)  # a batch without jagged tensors may have post-processing that makes them
         except InputError as error:
-            raise error if jagged else self._no_features(batch) from error
+            if jagged:
+                raise
+            raise self._no_features(batch) from error
         if not jagged and all(entry.arguments is None for entry in self._sharded.values()):
             self.done = False
             raise self._no_features(batch)

@@ -26,11 +26,13 @@ from lightning_pipe.recsys.agreement import Agreement
 from lightning_pipe.recsys.call_arguments import Arguments, CallArguments, PostprocessResults, same_arguments
 from lightning_pipe.recsys.embeddings import Embeddings, Features, Inputs, Requests, Splits, record_stream
 from lightning_pipe.recsys.input_dist import answer_without_splits, fusing, send_splits
-from lightning_pipe.recsys.kernels import evaluating
+from lightning_pipe.recsys.kernel_calls import LookupCalls, capture_calls, check_capturable
+from lightning_pipe.recsys.kernels import evaluating, take_back_step
 from lightning_pipe.recsys.outputs import wait_output
 from lightning_pipe.recsys.record import Recorder
 from lightning_pipe.recsys.resolution import Method, Resolution
 from lightning_pipe.recsys.sharded import Sharded, find_sharded
+from lightning_pipe.recsys.table_backward import ModuleCall, backward_at_once, backward_to_kernels
 
 __all__ = ["ModelRewrite"]
 
@@ -47,9 +49,11 @@ class ModelRewrite:
         agree_group: over all ranks, for comparing what ranks found and for the texts of errors; used by the calling
             thread. None: the input group.
         validate_ids: check every id against its table before it is sent.
+        split_backward: keep what the lookups were called with, so that ``begin_backward`` can stop in front of them.
 
     Raises:
-        SetupError: no sharded module, one that cannot be trained here, or a model rewritten already.
+        SetupError: no sharded module, one that cannot be trained here, whose backward cannot be split if it is to be,
+            or a model rewritten already.
     """
 
     def __init__(
@@ -61,9 +65,13 @@ class ModelRewrite:
         input_group: dist.ProcessGroup | None = None,
         agree_group: dist.ProcessGroup | None = None,
         validate_ids: bool = False,
+        split_backward: bool = False,
     ) -> None:
         model = get_unwrapped_module(model)
         self._sharded = find_sharded(model, validate_ids)
+        self.splits_backward = split_backward
+        if split_backward:
+            check_capturable(self.modules)
         first = next(iter(self._sharded.values()))
         self._device = first.device
         group = input_group if input_group is not None else first.own_group
@@ -86,6 +94,11 @@ class ModelRewrite:
     def records(self) -> bool:
         """Whether the method watches the first step; if so, that step must be trained serially."""
         return self._resolution.records
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether other ranks take part: what one rank does not do, they would wait for."""
+        return self._group is not None
 
     @property
     def attached(self) -> bool:
@@ -173,37 +186,44 @@ class ModelRewrite:
 
     # The tasks of one batch, in their order
 
-    def start_input_dist(self, batch: Any) -> Splits:
+    def start_input_dist(self, batch: Any, error: Exception | None = None) -> Splits:
         """Takes the pipelined modules' arguments out of the transferred batch and submits all splits together.
 
-        Until the model is resolved nothing is submitted; ``direct`` and ``fx`` resolve it here, at the first batch.
+        Until the model is resolved no splits are submitted; ``direct`` and ``fx`` resolve it here, at the first batch.
+
+        Args:
+            batch: the transferred batch.
+            error: what went wrong with this rank's batch before, if anything did: it is raised as one found here is.
 
         Raises:
             InputError: what is wrong with this rank's batch, if it is alone. Among several ranks ``wait_splits``
                 raises it, on all of them.
         """
         if not self.resolved:
+            self._agreement.raise_together(error)
             self._resolution.before_first_step(batch)
             self._attach_postprocesses()
         splits = Splits(self._inputs(batch))
         pipelined = [entry for entry in self._sharded.values() if entry.arguments is not None]
-        if not pipelined:
-            return splits
         requests: dict[str, Any] = {}
         try:
+            if error is not None:
+                raise error
             prepared = [self._arguments(entry, splits.inputs) for entry in pipelined]
             with fusing():
                 for entry, (positional, named) in zip(pipelined, prepared, strict=True):
                     context = splits.inputs.contexts[entry.name] = entry.module.create_context()
                     requests[entry.name] = entry.module.input_dist(context, *positional, **named)
-        except Exception as error:
+        except Exception as problem:
             if self._group is None:
                 raise
-            splits.error = error
+            splits.error = problem
         if self._group is not None:
             failed = torch.tensor([splits.error is not None], dtype=torch.int32, device=self._device)
             work = dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
             splits.status = work, failed
+        if not pipelined:
+            return splits
         if splits.error is None:
             splits.request = send_splits(requests, splits.inputs.contexts)
         elif self._group is not None:
@@ -253,16 +273,15 @@ class ModelRewrite:
         record_stream([features.distributed, inputs.contexts], self._current_stream())
         embeddings = Embeddings(inputs)
         modules = {name: self._sharded[name].module for name in features.distributed}
+        awaitables: dict[str, Any] = {}
+        captured: dict[str, LookupCalls | None] = {}
         with _lookup_mode(*modules.values()):
-            awaitables = {
-                name: module.compute_and_output_dist(inputs.contexts[name], features.distributed[name])
-                for name, module in modules.items()
-            }
-            outputs = {
-                name: wait_output(awaitable, self._sharded[name].output_names) for name, awaitable in awaitables.items()
-            }
+            for name, module in modules.items():
+                with self._capturing(module) as captured[name]:
+                    awaitables[name] = module.compute_and_output_dist(inputs.contexts[name], features.distributed[name])
+            outputs = {name: wait_output(awaitable) for name, awaitable in awaitables.items()}
         for name, output in outputs.items():
-            embeddings.keep_ready(name, output)
+            embeddings.keep_ready(name, output, captured[name])
         return embeddings
 
     @contextmanager
@@ -297,7 +316,7 @@ class ModelRewrite:
         """Sends the gradients that the dense backward left at the cuts through output dists and lookups, at once.
 
         Optimisers fused into the lookups step here. An output that this rank did not use sends zeros, so that no
-        rank waits alone.
+        rank waits alone. After ``begin_backward``, only what that left to do.
 
         Args:
             embeddings: of the step; it lets go of its outputs and gradients.
@@ -305,16 +324,41 @@ class ModelRewrite:
             agree_unused: leave out a module whose output no rank used (one small collective); for optimisers that
                 change a row at a zero gradient (momentum, weight decay). All ranks must pass the same.
         """
+        if embeddings.kernel_gradients is None:
+            backward_at_once(self._calls_for_backward(embeddings, agree_unused), scale)
+        else:
+            record_stream(embeddings.kernel_gradients.gradients, self._current_stream())
+            embeddings.kernel_gradients.finish(scale)
+        embeddings.clear()
+
+    def begin_backward(self, embeddings: Embeddings, *, agree_unused: bool = False) -> None:
+        """The first half of ``backward``: through the output dists, up to the lookups; no table changes.
+
+        Leaves ``embeddings.kernel_gradients``. Arguments are those of ``backward``; the rewrite splits backward.
+        """
+        embeddings.kernel_gradients = backward_to_kernels(self._calls_for_backward(embeddings, agree_unused))
+
+    def discard(self, embeddings: Embeddings) -> None:
+        """In place of ``backward``: the tables stay as they are, and so do the counts of their optimisers' steps."""
+        for call in embeddings.calls:
+            if call.cuts:  # without grad mode the lookup has not counted
+                take_back_step(self._sharded[call.name].module)
+        if embeddings.kernel_gradients is not None:
+            embeddings.kernel_gradients.discard()
+        embeddings.clear()
+
+    def overflowed(self, embeddings: Embeddings) -> bool:
+        """Whether the dense backward left an infinity or NaN at the cuts of any rank. A collective."""
+        finite = [gradient.isfinite().all() for gradient in embeddings.gradient_tensors()]
+        return self._agreement.any_of([bool(finite) and not torch.stack(finite).all().item()])[0]
+
+    def _calls_for_backward(self, embeddings: Embeddings, agree_unused: bool) -> list[ModuleCall]:
         calls = embeddings.calls
         if agree_unused:
-            used = self._agreement.any_of([any(cut.gradient is not None for cut in cuts) for _, cuts in calls])
+            used = self._agreement.any_of([any(cut.gradient is not None for cut in call.cuts) for call in calls])
             calls = [call for call, is_used in zip(calls, used, strict=True) if is_used]
-        cuts = [cut for _, of_call in calls for cut in of_call]
-        if cuts:
-            gradients = [cut.scaled_gradient(scale) for cut in cuts]
-            record_stream([gradients, [cut.source for cut in cuts]], self._current_stream())
-            torch.autograd.backward([cut.source for cut in cuts], gradients)
-        embeddings.clear()
+        record_stream([[cut.gradient, cut.source] for call in calls for cut in call.cuts], self._current_stream())
+        return calls
 
     # What a sharded module's replaced forward does
 
@@ -332,20 +376,23 @@ class ModelRewrite:
             return output
         if self._recorder is not None:
             self._recorder.called(entry.name, *call)
-        output = self._call_now(entry, call)
-        return output if embeddings is None else embeddings.add(entry.name, output)
+        if embeddings is None:
+            return self._call_now(entry, call)
+        with self._capturing(entry.module) as lookups:
+            output = self._call_now(entry, call)
+        return embeddings.add(entry.name, output, lookups)
 
     def _call_now(self, entry: Sharded, call: Arguments) -> Any:
         """The whole call at once, on the module's own process group; ranks agree first that all can."""
         error: Exception | None = None
         with _lookup_mode(entry.module):
             try:
-                call = entry.prepare(call)
+                call = self._prepare(entry, call)
             except InputError as wrong_input:
                 error = wrong_input
             self._agreement.raise_together(error)
             positional, named = call
-            return wait_output(entry.forward(*positional, **named), entry.output_names)
+            return wait_output(entry.forward(*positional, **named))
 
     def _postprocess(self, name: str, forward: Callable[..., Any], call: Arguments) -> Any:
         if self._serving is not None and self._serving.inputs.postprocessed.matches(name, *call):
@@ -360,7 +407,19 @@ class ModelRewrite:
         assert entry.arguments is not None
         call = inputs.arguments[entry.name] = entry.take_arguments(inputs.batch, inputs.postprocessed)
         record_stream(list(call), self._current_stream())
-        return entry.prepare(call)
+        return self._prepare(entry, call)
+
+    def _prepare(self, entry: Sharded, call: Arguments) -> Arguments:
+        call = entry.prepare(call)
+        if self.splits_backward and entry.form is not None and entry.form.inverse_keys is not None:
+            raise InputError(
+                f"sharded module {entry.name!r} got features with a batch size per feature, which the norm of its"
+                " tables' gradients is not known for. Give one batch size, or train without gradient clipping."
+            )
+        return call
+
+    def _capturing(self, module: torch.nn.Module) -> AbstractContextManager[LookupCalls | None]:
+        return capture_calls(module) if self.splits_backward and torch.is_grad_enabled() else nullcontext()
 
     def _current_stream(self) -> torch.Stream | None:
         return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None

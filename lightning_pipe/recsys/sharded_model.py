@@ -15,7 +15,9 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from lightning_pipe.engine.errors import SetupError
 from lightning_pipe.recsys.agreement import Agreement
 from lightning_pipe.recsys.data_parallel_tables import DataParallelTables, unwrap_lookups
+from lightning_pipe.recsys.gradient_norm import table_norm
 from lightning_pipe.recsys.optimizers import TableParameters
+from lightning_pipe.recsys.table_backward import KernelGradients
 from lightning_pipe.recsys.table_values import full_tensor
 from lightning_pipe.recsys.tables import Table
 
@@ -79,6 +81,14 @@ class ShardedModel:
         To be called by every rank after that backward, from any one thread; it reduces over the sharding group.
         """
         self._data_parallel.step()
+
+    def table_gradient_norm(self, gradients: KernelGradients) -> torch.Tensor:
+        """The 2-norm of the gradients of all tables, as if none were sharded: a scalar, the same on every rank.
+
+        Args:
+            gradients: what the first half of the tables' backward has left. Every rank of the sharding group calls it.
+        """
+        return table_norm(gradients, self._data_parallel.average(), self._group, self._device)
 
     def set_learning_rate_factor(self, factor: float) -> None:
         """Sets every table's rate to its base rate times ``factor``, from the next lookup on."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_pipe.engine import SetupError
 
@@ -20,15 +20,15 @@ class TableSchedule:
         base_rates: table name to learning rate.
 
     Raises:
-        SetupError: keys other than those two, no such class, or arguments it does not take.
+        SetupError: keys other than those two, no such class, arguments it does not take, or a scheduler that steps on
+            a metric.
     """
 
     def __init__(self, config: Mapping[str, Any], base_rates: Mapping[str, float]) -> None:
-        unknown = set(config) - {"class_path", "init_args"}
-        path = config.get("class_path")
-        if unknown or not isinstance(path, str):
+        path = config.get("class_path") if isinstance(config, Mapping) else None
+        if not isinstance(path, str) or set(config) - {"class_path", "init_args"}:
             raise SetupError(
-                f"sparse_lr_scheduler is {dict(config)}; needed are class_path (of a scheduler, such as"
+                f"sparse_lr_scheduler is {config!r}; needed are class_path (of a scheduler, such as"
                 " torch.optim.lr_scheduler.StepLR) and, where the class takes any, init_args"
             )
         module, _, name = path.rpartition(".")
@@ -43,12 +43,17 @@ class TableSchedule:
             raise SetupError(
                 f"sparse_lr_scheduler names {path!r}, which is no LRScheduler; give one of torch.optim.lr_scheduler"
             )
+        if issubclass(scheduler_class, ReduceLROnPlateau):
+            raise SetupError(
+                f"sparse_lr_scheduler names {path!r}, which steps on a metric, but the tables' schedule steps after"
+                " every optimiser step; give a scheduler that counts steps"
+            )
         # PyTorch's schedulers change the groups of an optimiser: one that trains nothing holds the rates.
         self._tables = list(base_rates)
         self._holder = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": rate} for rate in base_rates.values()])
         try:
             self._scheduler = scheduler_class(self._holder, **dict(config.get("init_args") or {}))
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise SetupError(
                 f"sparse_lr_scheduler: {path} does not take init_args {config.get('init_args')} ({error}); compare them"
                 " with its signature"

@@ -1,7 +1,7 @@
 """The eleven tasks of a sharded recommender's training iteration: what to compute, and what each reads and writes.
 
-The names, and the cut of an iteration into them, follow NVIDIA's recsys-examples (``SWSerialTrainPipeline``); there some
-are no-ops, here every one works: the embedding part and the dense part have a forward and a backward each.
+The names, and the cut of an iteration into them, follow NVIDIA's recsys-examples (``SWSerialTrainPipeline``); there
+some are no-ops, here every one works: the embedding part and the dense part have a forward and a backward each.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 from lightning_pipe.engine import IterContext, PipelineTask, State
 from lightning_pipe.engine.record_use import record_use
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
+from lightning_pipe.recsys.embeddings import Embeddings
+from lightning_pipe.recsys.kernels import moves_rows_at_zero_gradient
 from lightning_pipe.recsys.rewrite import ModelRewrite
 
 TABLES = State("tables")
@@ -27,16 +29,23 @@ _NOTHING = nullcontext()
 
 # name: (reads, writes), in the order in which a serial iteration runs them.
 _DECLARATIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "H2DAndShuffle": (("batch",), ("batch",)),
-    "EmbInputDistStart": (("batch",), ("splits",)),
+    "H2DAndShuffle": (("batch",), ("batch", "transfer_error")),
+    "EmbInputDistStart": (("batch", "transfer_error"), ("splits",)),
     "EmbInputDistWait": (("splits",), ("input_requests",)),
     "EmbPrefetch": (("input_requests",), ("features",)),
-    "EmbForward": (("features", TABLES, TABLE_LEARNING_RATES), ("embeddings",)),
-    "DenseForward": (("batch", "embeddings", DENSE_PARAMETERS), ("embeddings", "output", DENSE_BUFFERS)),
-    "LossPostprocess": (("output",), ("loss",)),
-    "DenseBackward": (("loss", DENSE_PARAMETERS), ("embeddings", "has_gradients", DENSE_GRADIENTS)),
-    # Feature processors are dense parameters whose gradients come from here.
-    "EmbBackward": (("embeddings", "has_gradients"), ("embeddings", TABLES, DENSE_GRADIENTS)),
+    # Feature processors are dense parameters, read here, whose gradients come from EmbBackward.
+    "EmbForward": (("features", TABLES, TABLE_LEARNING_RATES, DENSE_PARAMETERS), ("embeddings",)),
+    # A step may begin with zero_grad().
+    "DenseForward": (
+        ("batch", "embeddings", DENSE_PARAMETERS),
+        ("embeddings", "output", "trained", DENSE_BUFFERS, DENSE_GRADIENTS),
+    ),
+    "LossPostprocess": (("output", "trained"), ("loss",)),
+    "DenseBackward": (
+        ("loss", "trained", DENSE_PARAMETERS),
+        ("loss", "embeddings", "has_gradients", "tables_skipped", DENSE_GRADIENTS),
+    ),
+    "EmbBackward": (("embeddings", "has_gradients", "tables_skipped"), ("embeddings", TABLES, DENSE_GRADIENTS)),
     "FinalizeGrads": (("has_gradients", DENSE_GRADIENTS), (DENSE_GRADIENTS,)),
     "OptimStep": (("has_gradients", DENSE_GRADIENTS), (DENSE_GRADIENTS, DENSE_PARAMETERS, TABLE_LEARNING_RATES)),
 }
@@ -49,16 +58,20 @@ class RecsysActions:
         rewrite: the rewritten model.
         transfer: moves a batch to the device.
         training_step: called with the batch unless the context has a ``training_step`` of its own (a caller with hooks
-            sets one); returns the step's output. With neither, the batch is not trained.
-        loss_of: the scalar loss in a step's output, to call ``backward`` on.
+            sets one); returns the step's output. With neither, or without grad mode, the batch is not trained; all
+            ranks must do alike.
+        loss_of: the scalar loss in a step's output, to call ``backward`` on; None where there is none. With a reducer,
+            a rank without a loss sends zeros, since others may have one; without, all ranks must do alike.
         optimizer_step: the dense optimiser's step, unless a caller does it between ``begin_task`` and ``end_task``.
         reducer: averages dense gradients over ranks; none where something else does.
         before_lookup: called before the lookups: brings learning rates to the tables.
         after_embedding_backward: called after them: steps tables that no fused kernel trains.
-        check_loss: called with the loss; raises where it cannot be trained.
+        check_loss: called with the loss, or None, by every rank; raises where it cannot be trained.
         lookup_context: context of the lookups, such as a precision plugin's.
-        agree_unused: whether ranks must agree on unused embedding outputs, since a zero gradient is no no-op for the
-            table optimiser.
+        clip: called before the optimiser step with the batch's embeddings; scales the dense gradients and returns what
+            those of the tables are to be scaled by. The tasks must be scaled late, and the rewrite split backward.
+        agree_overflow: whether ranks agree, after each dense backward, if any of the embeddings' gradients is infinite
+            or not a number; if so the tables are not trained. With loss scaling.
     """
 
     def __init__(
@@ -72,9 +85,10 @@ class RecsysActions:
         reducer: DenseGradientReducer | None = None,
         before_lookup: Callable[[], None] | None = None,
         after_embedding_backward: Callable[[], None] | None = None,
-        check_loss: Callable[[torch.Tensor], None] | None = None,
+        check_loss: Callable[[torch.Tensor | None], None] | None = None,
         lookup_context: Callable[[], AbstractContextManager[Any]] | None = None,
-        agree_unused: bool = False,
+        clip: Callable[[Embeddings], torch.Tensor] | None = None,
+        agree_overflow: bool = False,
     ) -> None:
         self._rewrite = rewrite
         self._transfer = transfer
@@ -86,16 +100,26 @@ class RecsysActions:
         self._after_embedding_backward = after_embedding_backward
         self._check_loss = check_loss
         self._lookup_context = lookup_context
-        self._agree_unused = agree_unused
+        self._clip = clip
+        self._agree_overflow = agree_overflow
+        # An output that no rank used has zeros for its gradient, which is nothing to some table optimisers only.
+        self._agree_unused = any(moves_rows_at_zero_gradient(module) for module in rewrite.modules.values())
 
     def h2d_and_shuffle(self, ctx: IterContext) -> None:
         """Move the batch to the device. (Balancing samples between ranks will find its place here.)"""
-        ctx.batch = self._transfer(ctx.batch)
+        ctx.transfer_error = None
+        try:
+            ctx.batch = self._transfer(ctx.batch)
+        except Exception as error:
+            if not self._rewrite.has_peers:
+                raise
+            # The others would wait for this rank: it says so in the input dist, where all of them raise.
+            ctx.transfer_error = error
 
     def emb_input_dist_start(self, ctx: IterContext) -> None:
         """Permute the features and submit the all-to-all of splits, all modules in one."""
         record_use(ctx.batch)
-        ctx.splits = self._rewrite.start_input_dist(ctx.batch)
+        ctx.splits = self._rewrite.start_input_dist(ctx.batch, ctx.transfer_error)
 
     def emb_input_dist_wait(self, ctx: IterContext) -> None:
         """Wait for the splits and submit the all-to-all of lengths and values."""
@@ -122,6 +146,7 @@ class RecsysActions:
         if step is None and self._training_step is not None:
             step = _Bound(self._training_step, ctx.batch)
         ctx.output = None
+        ctx.trained = step is not None and torch.is_grad_enabled()
         if step is not None:
             with self._rewrite.serving(ctx.embeddings, ctx.batch):
                 ctx.output = step()
@@ -129,27 +154,33 @@ class RecsysActions:
 
     def loss_postprocess(self, ctx: IterContext) -> None:
         """Take the loss out of the step's output and, on request, let all ranks check it together."""
-        ctx.loss = None if ctx.output is None else self._loss_of(ctx.output)
-        if ctx.loss is not None and self._check_loss is not None:
+        ctx.loss = self._loss_of(ctx.output) if ctx.trained and ctx.output is not None else None
+        if ctx.trained and self._check_loss is not None:
             self._check_loss(ctx.loss)
 
     def dense_backward(self, ctx: IterContext) -> None:
         """Backward of the dense part, which ends at the embeddings; full gradient buckets are reduced meanwhile."""
         loss, backward = ctx.loss, ctx.__dict__.pop("run_backward", None)
         ctx.loss = None
-        ctx.has_gradients = loss is not None
-        if loss is None:
-            return
-        if self._reducer is not None:
+        takes_part = ctx.trained and self._reducer is not None and self._rewrite.has_peers
+        ctx.has_gradients = loss is not None or takes_part
+        if ctx.has_gradients and self._reducer is not None:
             self._reducer.prepare()
-        if backward is not None:
-            backward()
-        else:
-            loss.backward()
+        if loss is not None:
+            if backward is not None:
+                backward()
+            else:
+                loss.backward()
+        ctx.tables_skipped = self._agree_overflow and ctx.has_gradients and self._rewrite.overflowed(ctx.embeddings)
+        if ctx.has_gradients and self._rewrite.splits_backward:
+            # The output dists' part of EmbBackward, here: it goes on beside the reduction of the dense gradients.
+            self._rewrite.begin_backward(ctx.embeddings, agree_unused=self._agree_unused)
 
     def emb_backward(self, ctx: IterContext) -> None:
         """Backward of the lookups with the gradients of their outputs; fused optimisers step inside."""
-        if ctx.has_gradients:
+        if ctx.tables_skipped or not ctx.has_gradients:
+            self._rewrite.discard(ctx.embeddings)
+        else:
             self._rewrite.backward(
                 ctx.embeddings, scale=ctx.__dict__.get("gradient_scale"), agree_unused=self._agree_unused
             )
@@ -163,8 +194,12 @@ class RecsysActions:
             self._reducer.finalize()
 
     def optim_step(self, ctx: IterContext) -> None:
-        """Step the dense optimiser, unless the caller does, or the batch has no loss."""
-        if self._optimizer_step is not None and ctx.has_gradients:
+        """Step the dense optimiser, unless the caller does, or the batch has no gradients."""
+        if not ctx.has_gradients:
+            return
+        if self._clip is not None:
+            ctx.gradient_scale = self._clip(ctx.embeddings)
+        if self._optimizer_step is not None:
             self._optimizer_step()
 
 
@@ -183,8 +218,8 @@ def recsys_tasks(actions: RecsysActions | None = None, *, scaled_late: bool = Fa
 
     Args:
         actions: what they do; without it they are declarations, enough to build, check and show a plan.
-        scaled_late: the gradients of the embeddings are scaled by something known only in the optimiser step (clipping
-            by a global norm): ``EmbBackward`` then comes after ``OptimStep``, which writes ``gradient_scale``.
+        scaled_late: what becomes of the gradients of the embeddings is known only in the optimiser step, which scales
+            them (clipping by a global norm) or skips them (loss scaling): ``EmbBackward`` then comes after it.
     """
     names = list(_DECLARATIONS)
     if scaled_late:
@@ -194,7 +229,7 @@ def recsys_tasks(actions: RecsysActions | None = None, *, scaled_late: bool = Fa
     for name in names:
         reads, writes = _DECLARATIONS[name]
         if scaled_late and name == "OptimStep":
-            reads, writes = (*reads, "embeddings"), (*writes, "gradient_scale")
+            reads, writes = (*reads, "embeddings"), (*writes, "gradient_scale", "tables_skipped")
         elif scaled_late and name == "EmbBackward":
             reads, writes = (*reads, "gradient_scale"), ("embeddings", TABLES)
         tasks.append(PipelineTask(name, _function(actions, name), reads=reads, writes=writes))
@@ -225,4 +260,4 @@ def _function(actions: RecsysActions | None, name: str) -> Callable[[IterContext
         return undefined
     method = _METHODS[name].__get__(actions)
     assert callable(method)
-    return method  # type: ignore[no-any-return]
+    return method

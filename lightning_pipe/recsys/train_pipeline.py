@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.optim.keyed import KeyedOptimizer
 
-from lightning_pipe.engine import IterContext, PipelinePlan, SWPipeline
+from lightning_pipe.engine import IterContext, PipelineError, PipelinePlan, SetupError, SWPipeline, TaskError
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
+from lightning_pipe.recsys.loss_check import check_finite_loss
 from lightning_pipe.recsys.plans import recsys_plan
 from lightning_pipe.recsys.rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding import ShardedModel
@@ -22,16 +27,31 @@ from lightning_pipe.recsys.transfer import move_batch
 class TrainPipeline:
     """Trains a sharded model one batch a :meth:`progress` call, under any recsys plan.
 
+    Where the model is in evaluation mode (``model.eval()``), ``progress`` computes its output under ``no_grad`` and
+    trains nothing, as TorchRec's pipelines do; all ranks must be in one mode.
+
     Args:
         model: TorchRec's ``DistributedModelParallel`` (its data-parallel wrapper averages the dense gradients), or what
             :func:`~lightning_pipe.recsys.sharding.shard_model` returns (this project's reducer does). Called with a
-            batch it returns ``(losses, output)``, as TorchRec's pipelines expect; losses are summed.
-        optimizer: steps the dense parameters, and through TorchRec's ``CombinedOptimizer`` the tables' learning rates.
+            batch it returns ``(losses, output)``, as TorchRec's pipelines expect; losses are summed. With the latter,
+            losses may be None, on any ranks: such a rank counts as having gradients of zero. With the former, on all
+            ranks or none.
+        optimizer: steps the dense parameters. Learning rates set between two calls of :meth:`progress` count from the
+            next batch on; the tables' are those of the model's ``fused_optimizer``, which TorchRec's
+            ``CombinedOptimizer`` joins with the dense one for a scheduler, or ``ShardedModel.set_learning_rates``.
         device: where batches are moved.
         plan: a name, a plan, or the path of a plan in YAML.
+        execute_all_batches: train what is in flight when the data ends; otherwise it is given up.
+        custom_model_fwd: called with the batch in place of the model.
         rewrite: how the inputs of the sharded modules are found in a batch.
         validate_ids: check that ids are inside their tables before the lookup.
+        detect_nan: check the loss on all ranks together; costs a small all-reduce a batch.
         input_group: process group of the input dist; by default a new one over the world, which every rank must make.
+
+    Raises:
+        PlanError: there is no such plan, or it cannot be run.
+        SetupError: the model holds no sharded module, one that cannot be trained here, or one with trained feature
+            processors inside ``DistributedDataParallel``; or it is in another pipeline.
 
     Example::
 
@@ -42,6 +62,7 @@ class TrainPipeline:
                 output = pipeline.progress(batches)
             except StopIteration:
                 break
+        pipeline.close()
     """
 
     def __init__(
@@ -51,38 +72,56 @@ class TrainPipeline:
         device: torch.device | str,
         plan: str | Path | PipelinePlan = "prefetch",
         *,
+        execute_all_batches: bool = True,
+        custom_model_fwd: Callable[[Any], Any] | None = None,
         rewrite: Literal["auto", "record", "direct", "fx"] = "auto",
         validate_ids: bool = False,
+        detect_nan: bool = False,
         input_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._sharded = model if isinstance(model, ShardedModel) else None
-        self._model: nn.Module = model.dmp if isinstance(model, ShardedModel) else model
+        recsys_plan(plan, recsys_tasks())  # refused before anything is made
+        sharded = model if isinstance(model, ShardedModel) else None
+        self._model: nn.Module = model.module if isinstance(model, ShardedModel) else model
+        self._forward = self._model if custom_model_fwd is None else custom_model_fwd
         self._optimizer = optimizer
-        self._device = torch.device(device)
-        self._method = rewrite
-        self._validate_ids = validate_ids
-        self._distributed = dist.is_available() and dist.is_initialized()
-        self._own_group = self._distributed and input_group is None
-        self._input_group = dist.new_group() if self._own_group else input_group
-        self._reducer: DenseGradientReducer | None = None
-        if self._sharded is not None:
-            assert self._input_group is not None
-            # The input group is idle while gradients are reduced only in some plans: a group of its own.
-            self._reducer_group = dist.new_group()
-            self._reducer = DenseGradientReducer(self._sharded.dense_parameters(), self._reducer_group)
-        self._rewrite = self._new_rewrite()
-        self._actions = RecsysActions(
-            self._rewrite,
-            transfer=lambda batch: move_batch(batch, self._device),
-            training_step=self._training_step,
-            loss_of=lambda output: torch.sum(output[0], dim=0),
-            optimizer_step=optimizer.step,
-            reducer=self._reducer,
-            after_embedding_backward=self._sharded.step_data_parallel_tables if self._sharded else None,
-        )
-        tasks = recsys_tasks(self._actions)
-        world = dist.group.WORLD if self._distributed else None
-        self.pipeline = SWPipeline(recsys_plan(plan, tasks), self._device, world)
+        self._execute_all_batches = execute_all_batches
+        self._closed = False
+        device = torch.device(device)
+        # Its step trains nothing, that is done in backward: it hands learning rates to the kernels.
+        tables: KeyedOptimizer | None = getattr(model, "fused_optimizer", None)
+        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        with ExitStack() as undo:
+            if input_group is None and world is not None:
+                input_group = _new_group(undo)
+            reducer = None
+            if sharded is not None:
+                # Not the input group: the input dists of later batches run while gradients are reduced.
+                reducer = DenseGradientReducer(sharded.dense_parameters(), _new_group(undo))
+                undo.callback(reducer.close)
+            self.rewrite = ModelRewrite(
+                self._model,
+                method=rewrite,
+                step="forward",
+                input_group=input_group,
+                agree_group=world,
+                validate_ids=validate_ids,
+            )
+            undo.callback(self.rewrite.restore)
+            _refuse_late_gradients(self._model, self.rewrite)
+            actions = RecsysActions(
+                self.rewrite,
+                transfer=lambda batch: move_batch(batch, device),
+                training_step=self._training_step,
+                loss_of=_loss_of,
+                optimizer_step=optimizer.step,
+                reducer=reducer,
+                before_lookup=None if tables is None else tables.step,
+                after_embedding_backward=sharded.step_data_parallel_tables if sharded else None,
+                check_loss=(lambda loss: check_finite_loss(loss, world)) if detect_nan else None,
+            )
+            self.pipeline = SWPipeline(recsys_plan(plan, recsys_tasks(actions)), device, world)
+            undo.callback(self.pipeline.close)
+            self._undo = undo.pop_all()
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
         """Train the next batch.
@@ -94,58 +133,119 @@ class TrainPipeline:
             The second element of what the model returned.
 
         Raises:
-            StopIteration: every batch has been trained.
-            TaskError: a task raised.
+            StopIteration: every batch has been trained; an iterator with more batches may follow.
+            InputError: a batch cannot be trained; on every rank, whichever has the batch. Closes the pipeline.
+            TaskError: the model, the optimiser or the iterator raised. Closes the pipeline.
         """
-        if not self._rewrite.attached:
+        if not self.rewrite.attached:
             self.attach()
-        alone = not self._rewrite.resolved and self._rewrite.records and not self.pipeline.in_flight
-        if alone:
+        try:
+            with nullcontext() if self._model.training else torch.no_grad():
+                ctx = self._train_next(dataloader_iter)
+        except StopIteration:
+            raise
+        except TaskError as error:
+            self.close()
+            cause = error.__cause__
+            if not isinstance(cause, PipelineError):
+                raise
+            cause.add_note(str(error))  # it says what was wrong, the note where
+            raise cause from cause.__cause__
+        except BaseException:
+            self.close()
+            raise
+        return None if ctx.output is None else ctx.output[1]
+
+    def _train_next(self, dataloader_iter: Iterator[Any]) -> IterContext:
+        if self.rewrite.records and not self.rewrite.resolved and not self.pipeline.in_flight:
             self.pipeline.begin_serial(dataloader_iter)
         else:
             self.pipeline.begin(dataloader_iter)
-        ctx: IterContext = self.pipeline.finish()
-        return ctx.output[1]
+            ended = len(self.pipeline.in_flight) <= self.pipeline.plan.max_stage
+            if ended and not self._execute_all_batches:
+                self.pipeline.abandon()
+                raise StopIteration
+        return self.pipeline.finish()
 
     def detach(self) -> nn.Module:
         """Give the model back as it was, its forwards restored; batches in flight are kept for :meth:`attach`."""
-        self._rewrite.detach()
+        self.rewrite.detach()
         return self._model
 
     def attach(self, model: nn.Module | None = None) -> None:
-        """Take the model back after :meth:`detach`.
+        """Take the model back after :meth:`detach`; :meth:`progress` does so by itself.
 
         Args:
-            model: the same model, for TorchRec's signature.
+            model: the model that ``detach`` gave, for TorchRec's signature.
+
+        Raises:
+            SetupError: another model, or the pipeline is closed.
         """
-        self._rewrite.attach()
+        if self._closed:
+            raise SetupError("this TrainPipeline is closed; build a new one over the model")
+        if model is not None and get_unwrapped_module(model) is not get_unwrapped_module(self._model):
+            raise SetupError(
+                f"attach() was given another {type(model).__name__} than the pipeline was built over; give the one that"
+                " detach() returned, or build a new TrainPipeline over the other"
+            )
+        self.rewrite.attach()
 
     def reset(self) -> None:
-        """Give up the batches in flight; the next :meth:`progress` starts afresh."""
+        """Give up the batches in flight; the next :meth:`progress` starts afresh. All ranks must do so at one point."""
         self.pipeline.abandon()
 
     def close(self) -> None:
         """End the worker threads, restore the model and leave the process groups. May be called again."""
-        self.pipeline.close()
-        self._rewrite.restore()
-        if self._reducer is not None:
-            self._reducer.close()
-            self._reducer = None
-            dist.destroy_process_group(self._reducer_group)
-        if self._own_group and self._input_group is not None:
-            dist.destroy_process_group(self._input_group)
-        self._input_group = None
-
-    def _new_rewrite(self) -> ModelRewrite:
-        return ModelRewrite(
-            self._model,
-            method=self._method,
-            step="forward",
-            input_group=self._input_group,
-            agree_group=dist.group.WORLD if self._distributed else None,
-            validate_ids=self._validate_ids,
-        )
+        self._closed = True
+        self._undo.close()
 
     def _training_step(self, batch: Any) -> Any:
-        self._optimizer.zero_grad()
-        return self._model(batch)
+        if torch.is_grad_enabled():
+            self._optimizer.zero_grad()
+        output = self._forward(batch)
+        if output is not None and not (isinstance(output, (tuple, list)) and len(output) == 2):
+            raise SetupError(
+                f"the model returned a {type(output).__name__}; needed is a pair (losses, output), as TorchRec's train"
+                " pipelines expect. Return (loss, None) where there is nothing else"
+            )
+        return output
+
+
+def _new_group(undo: ExitStack) -> dist.ProcessGroup:
+    group = dist.new_group()
+
+    def leave() -> None:
+        # The user may have left the world, and with it all groups, before the pipeline was closed.
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    undo.callback(leave)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _refuse_late_gradients(model: nn.Module, rewrite: ModelRewrite) -> None:
+    """Feature processors get their gradients with the tables, when DistributedDataParallel is done with its own."""
+    for wrapper in model.modules():
+        if not isinstance(wrapper, DistributedDataParallel) or wrapper.process_group.size() == 1:
+            continue
+        reduced = {
+            id(parameter)
+            for name, parameter in wrapper.module.named_parameters()
+            if parameter.requires_grad and name not in wrapper.parameters_to_ignore
+        }
+        late = [
+            name
+            for name, module in rewrite.modules.items()
+            if any(id(parameter) in reduced for parameter in module.parameters())
+        ]
+        if late:
+            raise SetupError(
+                f"sharded module(s) {', '.join(late)} hold feature processors that are trained, inside"
+                " DistributedDataParallel, which averages gradients before these have theirs: ranks would drift apart."
+                " Shard the model with lightning_pipe.recsys.shard_model, or freeze the processors before it is wrapped"
+            )
+
+
+def _loss_of(output: Any) -> torch.Tensor | None:
+    return None if output[0] is None else torch.sum(output[0], dim=0)

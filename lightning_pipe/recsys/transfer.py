@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -41,8 +42,8 @@ def _check(value: Any, where: str) -> None:
     else:
         raise InputError(
             f"{where} is of type {type(value).__qualname__}, which cannot be moved to a device; needed is a tensor, an"
-            " object with a to(device, non_blocking) method, or a list, tuple, dict or dataclass of such. Give the class"
-            " a to method, or override transfer_batch_to_device"
+            " object with a to(device, non_blocking) method, or a list, tuple, dict or dataclass of such. Give the"
+            " class a to method, or override transfer_batch_to_device"
         )
 
 
@@ -61,12 +62,18 @@ def _move(value: Any, device: torch.device) -> Any:
         return value
     if callable(getattr(value, "to", None)):
         return value.to(device=device, non_blocking=True)
+    if isinstance(value, MutableMapping):
+        moved_mapping = copy.copy(value)  # what else it holds, such as the factory of a defaultdict, stays
+        for key, entry in value.items():
+            moved_mapping[key] = _move(entry, device)
+        return moved_mapping
     if isinstance(value, Mapping):
         return type(value)({key: _move(entry, device) for key, entry in value.items()})  # type: ignore[call-arg]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_move(entry, device) for entry in value))
     if isinstance(value, (list, tuple)):
         return type(value)(_move(entry, device) for entry in value)
-    return dataclasses.replace(
-        value, **{field.name: _move(getattr(value, field.name), device) for field in dataclasses.fields(value)}
-    )
+    moved = copy.copy(value)  # not made anew: its __post_init__ has run, and some fields may not be arguments
+    for field in dataclasses.fields(value):
+        object.__setattr__(moved, field.name, _move(getattr(value, field.name), device))
+    return moved

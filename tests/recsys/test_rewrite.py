@@ -179,10 +179,12 @@ def behaviours(rank: int, world: int) -> dict[str, Any]:
 
 
 def structure(used: dict[str, Any]) -> list[Any]:
-    """Types, keys and values of what the step saw, beside what the unsharded modules return."""
+    """Types, keys and values of what the step saw, beside what the sharded and the unsharded modules return."""
     seen = []
     for batch in batches(3):
         model = shard(Structure(), "table_wise")
+        with torch.no_grad():
+            model(batch)  # not rewritten yet
         rewrite = ModelRewrite(model, **used, method="direct")
         pipelined_losses(rewrite, model, [batch])
         with torch.no_grad():
@@ -195,10 +197,12 @@ def structure(used: dict[str, Any]) -> list[Any]:
                 table.copy_(torch.sin(row * 1.3 + column * 0.7 + len(name)))
         plain(batch)
         served: Any = model.module
-        (pooled, items), (evaluated, _), (expected, expected_items) = [*list(served.seen), *plain.seen]
+        (itself, _), (pooled, items), (evaluated, _), (expected, expected_items) = [*list(served.seen), *plain.seen]
         seen.append(type(pooled) is KeyedTensor and all(type(item) is JaggedTensor for item in items.values()))
-        seen.append(pooled.keys() == evaluated.keys() == expected.keys() and list(items) == list(expected_items))
-        seen.append(torch.equal(pooled.values(), expected.values()))
+        # Evaluated with and without the rewrite it must be the same: in TorchRec's order, whatever that is.
+        seen.append(pooled.keys() == evaluated.keys() == itself.keys())
+        seen.append(torch.equal(pooled.values(), itself.values()))
+        seen.append(all(torch.equal(pooled[name], expected[name]) for name in FEATURES))
         seen.append(all(torch.equal(items[name].values(), expected_items[name].values()) for name in FEATURES))
     return seen
 
@@ -407,7 +411,7 @@ def test_post_processing_runs_ahead_once_for_a_batch(behaviour: list[dict[str, A
     assert list(behaviour[0]["shifted, record"]["pipelined"]) == ["b"]
 
 
-def test_outputs_are_what_the_unsharded_modules_return(behaviour: list[dict[str, Any]]) -> None:
+def test_outputs_are_what_the_modules_return_without_the_rewrite(behaviour: list[dict[str, Any]]) -> None:
     for of_rank in behaviour:
         assert all(of_rank["structure"])
 

@@ -1,0 +1,300 @@
+"""The train pipeline as a user of TorchRec's meets it: the same calls, the same numbers, and what goes wrong."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_pipe.engine import InputError, PipelineTask, PlanError, SetupError, TaskError
+from lightning_pipe.recsys import TrainPipeline
+from tests.distributed import run_ranks
+from tests.recsys.pipeline_cases import (
+    DEPTHS,
+    STEPS,
+    Case,
+    adam,
+    difference,
+    mixed_batches,
+    outcome,
+    same_outputs,
+    sharded,
+    train,
+    values_of,
+)
+from tests.recsys.rewrite_cases import Bags, Batch
+from tests.recsys.sharding_cases import CPU
+from tests.recsys.train_pipeline_cases import (
+    EVERYTHING,
+    PLACES,
+    POOLED,
+    WRONG,
+    around_tasks,
+    everything,
+    hooks,
+    immovable,
+    pipeline_of,
+    replaced,
+)
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, Any]]:
+    return run_ranks(everything, 2, timeout=240.0)
+
+
+def holds(two_ranks: list[dict[str, Any]], name: str, part: str) -> None:
+    assert [[what for what, is_true in found[name][part].items() if not is_true] for found in two_ranks] == [[], []]
+
+
+@pytest.mark.parametrize("case", ["Bags, table_wise", "Bags, column_wise", "Sequences, row_wise"])
+def test_every_plan_trains_torchrecs_model_to_the_bit_as_torchrecs_pipeline_does(
+    two_ranks: list[dict[str, Any]], case: str
+) -> None:
+    holds(two_ranks, "like torchrec", case)
+
+
+def test_trained_feature_processors_inside_ddp_are_refused(two_ranks: list[dict[str, Any]]) -> None:
+    assert all("model.a hold feature processors" in found["processors"] for found in two_ranks)
+
+
+@pytest.mark.parametrize("plan", DEPTHS)
+def test_a_detached_model_can_be_evaluated_and_training_goes_on_with_the_batches_in_flight(
+    two_ranks: list[dict[str, Any]], plan: str
+) -> None:
+    holds(two_ranks, "detached", plan)
+
+
+@pytest.mark.parametrize("plan", DEPTHS)
+def test_reset_gives_up_what_is_in_flight_and_training_goes_on(two_ranks: list[dict[str, Any]], plan: str) -> None:
+    holds(two_ranks, "reset", plan)
+
+
+@pytest.mark.parametrize("plan", DEPTHS)
+def test_close_leaves_no_thread_no_forward_and_no_hook_behind(two_ranks: list[dict[str, Any]], plan: str) -> None:
+    holds(two_ranks, "closed", plan)
+
+
+@pytest.mark.parametrize("plan", DEPTHS)
+def test_the_end_of_the_data_stops_each_time_and_another_iterator_goes_on(
+    two_ranks: list[dict[str, Any]], plan: str
+) -> None:
+    holds(two_ranks, "end of data", plan)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("name", WRONG)
+def test_a_batch_that_is_wrong_on_one_rank_is_an_input_error_on_every_rank(
+    two_ranks: list[dict[str, Any]], name: str, place: tuple[str, int, str]
+) -> None:
+    for found in two_ranks:
+        kinds, text, clean = found["wrong"][f"{name}, {place}"]
+        assert kinds[0] == "InputError"
+        assert WRONG[name][2] in text
+        assert clean
+
+
+def test_plans_that_differ_between_ranks_are_an_error_on_every_rank(two_ranks: list[dict[str, Any]]) -> None:
+    for found in two_ranks:
+        kinds, text = found["differing plans"]
+        assert kinds[0] == "PlanError"
+        assert "rank 0 has 'name' = 'base', but rank 1 has 'name' = 'prefetch'" in text
+
+
+@pytest.mark.parametrize("plan", DEPTHS)
+def test_a_step_that_raises_closes_the_pipeline_and_another_can_follow(
+    two_ranks: list[dict[str, Any]], plan: str
+) -> None:
+    holds(two_ranks, "failed step", plan)
+
+
+@pytest.mark.parametrize("plan", DEPTHS)
+def test_a_rank_without_a_loss_keeps_nobody_waiting_and_counts_as_zero(
+    two_ranks: list[dict[str, Any]], plan: str
+) -> None:
+    holds(two_ranks, "missing losses", plan)
+
+
+@pytest.mark.parametrize("plan", DEPTHS)
+def test_in_evaluation_mode_progress_trains_nothing(two_ranks: list[dict[str, Any]], plan: str) -> None:
+    holds(two_ranks, "evaluated", plan)
+
+
+def test_learning_rates_set_between_batches_reach_tables_and_layers_under_every_plan_alike(
+    two_ranks: list[dict[str, Any]],
+) -> None:
+    for found in two_ranks:
+        assert [what for what, is_true in found["schedules"].items() if not is_true] == []
+
+
+def test_lookups_begin_after_the_input_dist_and_the_prefetch_of_their_batch(two_ranks: list[dict[str, Any]]) -> None:
+    for found in two_ranks:
+        assert found["waits"]["in order"]
+        assert found["waits"]["threads of the prefetch"] == {"prefetch"}
+
+
+def test_the_one_wait_of_the_lookups_is_the_output_dist(two_ranks: list[dict[str, Any]]) -> None:
+    for found in two_ranks:
+        assert found["waits"]["waited for"] == {
+            "EmbInputDistWait": ["FusedKJTListSplitsAwaitable"],
+            "EmbPrefetch": ["KJTListAwaitable"],
+            "EmbForward": ["EmbeddingBagCollectionAwaitable", "EmbeddingCollectionAwaitable"],
+            "DenseForward": [],
+            "EmbBackward": [],
+        }
+        assert not [kind for kind in found["waits"]["inside the waits of EmbForward"] if "KJT" in kind]
+        assert found["waits"]["waits of EmbForward a batch"] == 3  # one for each module
+
+
+# What one rank shows.
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("plan", DEPTHS)
+def test_the_memory_of_a_batch_is_freed_when_it_is_trained(plan: str) -> None:
+    alive: dict[int, list[tuple[str, weakref.ref[Any]]]] = {}
+    seen: set[str] = set()
+
+    def run(task: PipelineTask, ctx: Any) -> None:
+        task.fn(ctx)
+        seen.update(vars(ctx))
+        refs = alive.setdefault(ctx.iter_idx, [])
+        tensors = [ctx.batch.dense, ctx.batch.sparse.values()]
+        if task.name == "EmbForward":
+            tensors += [cut.source for cut in ctx.embeddings.cuts()]
+        refs += [("tensor", weakref.ref(tensor)) for tensor in tensors]
+        refs += [
+            (name, weakref.ref(value))
+            for name, value in [("context", ctx), *vars(ctx).items()]
+            if name in ("context", "batch", "splits", "input_requests", "features", "embeddings", "loss")
+            and value is not None
+        ]
+
+    def data() -> Iterator[Any]:
+        made = mixed_batches(STEPS)
+        while made:
+            yield made.pop(0)
+
+    model = sharded(EVERYTHING)
+    with around_tasks(run), pipeline_of(model, plan) as pipeline:
+        feed = data()
+        for step in range(STEPS):
+            pipeline.progress(feed)
+            left = {name for index, refs in alive.items() if index <= step for name, ref in refs if ref() is not None}
+            assert left == set()
+            in_flight = [index for index, refs in alive.items() if any(ref() is not None for _, ref in refs)]
+            assert in_flight == list(range(step + 1, min(step + DEPTHS[plan], STEPS)))[: len(in_flight)]
+            assert len(in_flight) <= DEPTHS[plan] - 1
+    assert {"splits", "input_requests", "features", "embeddings", "loss"} <= seen
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_model_of_its_own_forward_is_trained_as_by_calling_it() -> None:
+    expected = outcome(POOLED, "prefetch")
+    model = sharded(Case(Bags))
+    optimizer = adam(model)
+
+    def forward(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = model.module(batch)
+        return loss, loss.detach().clone()
+
+    with pipeline_of(model, "prefetch", optimizer, custom_model_fwd=forward) as pipeline:
+        outputs, _ = train(pipeline, POOLED.data(STEPS))
+    assert same_outputs(outputs, expected.outputs)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("plan", "trained"), [("serial", STEPS), ("base", STEPS - 2), ("prefetch", STEPS - 2)])
+def test_batches_in_flight_at_the_end_of_the_data_can_be_given_up(plan: str, trained: int) -> None:
+    model = sharded(POOLED)
+    with pipeline_of(model, plan, execute_all_batches=False) as pipeline:
+        outputs, _ = train(pipeline, POOLED.data(STEPS))
+        assert len(outputs) == trained
+        assert pipeline.pipeline.in_flight == ()
+        more, _ = train(pipeline, POOLED.data(STEPS))
+        assert len(more) == trained
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("plan", DEPTHS)
+def test_losses_of_several_samples_are_summed_as_in_torchrec(plan: str) -> None:
+    class Split(Bags):
+        def forward(self, batch: Batch) -> Any:
+            return torch.stack([super().forward(batch) / 2] * 2), torch.tensor(0.0)
+
+    one, two = sharded(Case(Split)), sharded(POOLED)
+    for model in (one, two):
+        with pipeline_of(model, plan) as pipeline:
+            train(pipeline, POOLED.data(STEPS))
+    wholes = {name.replace("model.", ""): value for name, value in values_of(two).items()}
+    assert difference(values_of(one), wholes) == []
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("returned", [torch.tensor(1.0), torch.ones(2), (torch.tensor(1.0),), {"loss": 1}])
+def test_a_model_that_returns_no_pair_is_refused(returned: Any, training: bool) -> None:
+    class Other(Bags):
+        def forward(self, batch: Batch) -> Any:
+            super().forward(batch)
+            return returned
+
+    model = sharded(Case(Other))
+    model.module.train(training)
+    with pipeline_of(model) as pipeline, pytest.raises(SetupError, match=r"\(losses, output\)"):
+        pipeline.progress(iter(POOLED.data(1)))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_attach_refuses_another_model_and_takes_its_own_wrapped_or_not() -> None:
+    model, other = sharded(POOLED), sharded(POOLED)
+    with pipeline_of(model) as pipeline:
+        pipeline.detach()
+        with pytest.raises(SetupError, match="another"):
+            pipeline.attach(other.module)
+        assert not replaced(model.module)
+        pipeline.attach(model.dmp)
+        assert replaced(model.module)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("plan", ["prefetched", True, None])
+def test_what_cannot_be_built_leaves_nothing_behind(plan: Any) -> None:
+    model = sharded(POOLED)
+    with pytest.raises(PlanError, match="neither one of"):
+        TrainPipeline(model, adam(model), CPU, plan)
+    assert not replaced(model.module)
+    with pipeline_of(model) as pipeline:
+        with pytest.raises(SetupError, match="replaced already"):
+            TrainPipeline(model, adam(model), CPU)
+        assert hooks(model) == 0
+        train(pipeline, POOLED.data(STEPS))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_error_of_a_batch_says_where_it_happened_in_a_note() -> None:
+    data = POOLED.data(STEPS)
+    data[3] = immovable(data[3])
+    with pipeline_of(sharded(POOLED)) as pipeline, pytest.raises(InputError) as caught:
+        train(pipeline, data)
+    assert [note.partition(" failed")[0] for note in caught.value.__notes__] == [
+        "task 'H2DAndShuffle' of iteration 3 (stage 2)"
+    ]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_iterator_that_raises_is_named_and_closes_the_pipeline() -> None:
+    def failing() -> Iterator[Any]:
+        yield from POOLED.data(3)
+        raise OSError("no such shard")
+
+    model = sharded(POOLED)
+    with pipeline_of(model) as pipeline:
+        with pytest.raises(TaskError, match=r"'data iterator' of iteration 3 .* OSError: no such shard"):
+            train(pipeline, failing())
+        assert not replaced(model.module)
+        with pytest.raises(SetupError, match="closed"):
+            pipeline.progress(iter(POOLED.data(1)))

@@ -1,0 +1,564 @@
+"""What the tests of the train pipeline try on each of two ranks, and the helpers for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.types import Awaitable
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.streamable import Pipelineable
+
+from lightning_pipe.engine import PipelineTask
+from lightning_pipe.recsys import ShardedModel, TrainPipeline, recsys_tasks
+from lightning_pipe.recsys.kernels import fused_kernels
+from tests.recsys.pipeline_cases import (
+    CASES,
+    DEPTHS,
+    STEPS,
+    Case,
+    Feed,
+    Paired,
+    adam,
+    difference,
+    outcome,
+    same_outputs,
+    sharded,
+    train,
+    values_of,
+)
+from tests.recsys.rewrite_cases import Bags, Batch, Processed, Sequences, batches, jagged, shard, table_values
+from tests.recsys.sharding_cases import CPU
+
+POOLED = CASES["pooled, table_wise"]
+EVERYTHING = CASES["everything"]
+
+
+def plans(check: Callable[[str], Any]) -> dict[str, Any]:
+    return {plan: check(plan) for plan in DEPTHS}
+
+
+@contextmanager
+def pipeline_of(
+    model: ShardedModel, plan: str = "prefetch", optimizer: torch.optim.Optimizer | None = None, **arguments: Any
+) -> Iterator[TrainPipeline]:
+    pipeline = TrainPipeline(model, optimizer or adam(model), CPU, plan, **arguments)
+    try:
+        yield pipeline
+    finally:
+        pipeline.close()
+
+
+def replaced(model: nn.Module) -> list[str]:
+    """The modules, and input dists inside sharded ones, whose forward is not their class's."""
+    found = [name for name, module in model.named_modules() if "forward" in module.__dict__]
+    for name, module in model.named_modules():
+        for part in getattr(module, "_input_dists", ()):
+            if "forward" in getattr(part, "_dist", part).__dict__:
+                found.append(f"{name}: input dist")
+    return found
+
+
+def hooks(model: ShardedModel) -> int:
+    return sum(len(parameter._post_accumulate_grad_hooks or ()) for _, parameter in model.dense_parameters())
+
+
+def workers() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_pipe")]
+
+
+# The same as TorchRec's pipeline over TorchRec's own model.
+
+
+@dataclass
+class DeviceBatch(Batch, Pipelineable):
+    """What TorchRec asks of a batch."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> DeviceBatch:
+        return DeviceBatch(
+            self.dense.to(device), self.sparse.to(device, non_blocking=non_blocking), self.label.to(device)
+        )
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        raise AssertionError("there are no streams here")
+
+
+def device_batches(count: int) -> list[Any]:
+    return [DeviceBatch(batch.dense, batch.sparse, batch.label) for batch in batches(count)]
+
+
+def torchrec_model(build: Callable[[], nn.Module], kinds: str) -> tuple[DistributedModelParallel, Any]:
+    model = shard(Paired(build()), kinds, torch.optim.Adagrad, eps=1e-8)
+    model.init_data_parallel()
+    dense = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(model.named_parameters())),
+        lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+    )
+    return model, CombinedOptimizer([("tables", model.fused_optimizer), ("dense", dense)])
+
+
+def run_with_changing_rates(pipeline: Any, optimizer: Any) -> list[torch.Tensor]:
+    """Every batch, the learning rate of all groups halved after the third."""
+    feed = iter(device_batches(STEPS))
+    outputs = []
+    while True:
+        try:
+            outputs.append(pipeline.progress(feed))
+        except StopIteration:
+            return outputs
+        if len(outputs) == 3:
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+
+
+def like_torchrec(build: Callable[[], nn.Module], kinds: str) -> dict[str, bool]:
+    model, optimizer = torchrec_model(build, kinds)
+    expected = run_with_changing_rates(TrainPipelineSparseDist(model, optimizer, CPU), optimizer)
+    values = table_values(model)
+    found = {"ran": len(expected) == STEPS}
+    for plan in DEPTHS:
+        model, optimizer = torchrec_model(build, kinds)
+        pipeline = TrainPipeline(model, optimizer, CPU, plan)
+        outputs = run_with_changing_rates(pipeline, optimizer)
+        pipeline.close()
+        found[f"{plan} losses"] = same_outputs(outputs, expected)
+        found[f"{plan} values"] = not difference(table_values(model), values)
+    return found
+
+
+# detach, attach, reset, close, and the end of the data.
+
+
+def detached(plan: str) -> dict[str, bool]:
+    whole = outcome(EVERYTHING, plan)
+    model = sharded(EVERYTHING)
+    optimizer = adam(model)
+    torch.manual_seed(13 + dist.get_rank())
+    feed = Feed(EVERYTHING.data(STEPS))
+    pipeline = TrainPipeline(model, optimizer, CPU, plan)
+    outputs = []
+    for _ in range(3):
+        outputs.append(pipeline.progress(feed))
+        feed.trained += 1
+    in_flight = len(pipeline.pipeline.in_flight)
+    given_back = pipeline.detach()
+    clean = replaced(model.module)
+    before = values_of(model)
+    extra = EVERYTHING.data(STEPS + 1)[-1]
+    model.module.eval()
+    with torch.no_grad():
+        one, again = model.module(extra)[1], given_back(extra)[1]
+    model.module.train()
+    untouched = difference(before, values_of(model))
+    pipeline.attach(given_back)
+    rest, _ = train(pipeline, feed)
+    pipeline.close()
+    return {
+        "the model itself": given_back is model.module,
+        "nothing is replaced": clean == [],
+        "batches are in flight": in_flight == DEPTHS[plan] - 1,
+        "it can be called": torch.equal(one, again),
+        "evaluation changes nothing": untouched == [],
+        "goes on": same_outputs([*outputs, *rest], whole.outputs),
+        "ends the same": not difference(values_of(model, optimizer), whole.values),
+        "depth": feed.most_in_flight <= DEPTHS[plan],
+    }
+
+
+def reset(plan: str) -> dict[str, bool]:
+    """Three batches, a reset, then other data: what was in flight was never trained."""
+    model = sharded(EVERYTHING)
+    optimizer = adam(model)
+    data = EVERYTHING.data(2 * STEPS)
+    torch.manual_seed(13)
+    with pipeline_of(model, plan, optimizer) as pipeline:
+        feed = iter(data[:STEPS])
+        outputs = [pipeline.progress(feed) for _ in range(3)]
+        lost = len(pipeline.pipeline.in_flight)
+        pipeline.reset()
+        nothing = len(pipeline.pipeline.in_flight)
+        rest, _ = train(pipeline, data[STEPS:])
+    other = sharded(EVERYTHING)
+    expected_optimizer = adam(other)
+    torch.manual_seed(13)
+    with pipeline_of(other, plan, expected_optimizer) as pipeline:
+        expected, _ = train(pipeline, [*data[:3], *data[STEPS:]])
+    return {
+        "gives up": (lost, nothing) == (DEPTHS[plan] - 1, 0),
+        "goes on": same_outputs([*outputs, *rest], expected),
+        "ends the same": not difference(values_of(model, optimizer), values_of(other, expected_optimizer)),
+    }
+
+
+def closed(plan: str) -> dict[str, bool]:
+    model = sharded(POOLED)
+    with pipeline_of(model, plan) as pipeline:
+        feed = iter(POOLED.data(STEPS))
+        pipeline.progress(feed)
+        pipeline.progress(feed)
+        at_work = bool(replaced(model.module)) and bool(hooks(model)) and bool(workers()) == (plan == "prefetch")
+        pipeline.close()
+        pipeline.close()
+    clean = not replaced(model.module) and not hooks(model) and not workers()
+    refused = [error_of(lambda: pipeline.progress(feed)), error_of(pipeline.attach)]
+    unpatched = not replaced(model.module)
+    with pipeline_of(model, plan) as successor:
+        rest, _ = train(successor, feed)
+    return {
+        "at work": at_work,
+        "clean": clean,
+        "refused": all("SetupError" in kinds and "is closed" in text for kinds, text in refused),
+        "still clean": unpatched,
+        "a successor": len(rest) == STEPS - 1 - DEPTHS[plan],
+    }
+
+
+def end_of_data(plan: str) -> dict[str, bool]:
+    data = POOLED.data(STEPS)
+    one, two = sharded(POOLED), sharded(POOLED)
+    with pipeline_of(one, plan) as pipeline:
+        epochs, stops = [], []
+        for part in (data[:3], [], data[3:]):
+            feed = Feed(part)
+            outputs, _ = train(pipeline, feed)
+            epochs += outputs
+            stops.append("StopIteration" in error_of(lambda: pipeline.progress(feed))[0])  # noqa: B023
+    with pipeline_of(two, plan) as pipeline:
+        expected, _ = train(pipeline, data)
+    return {
+        "stops each time": stops == [True] * 3,
+        "epochs": same_outputs(epochs, expected) and not difference(values_of(one), values_of(two)),
+    }
+
+
+# What goes wrong on one rank.
+
+
+def error_of(call: Callable[[], Any]) -> tuple[list[str], str]:
+    """Names of the classes of what it raised and of the causes; and all messages."""
+    try:
+        call()
+    except Exception as raised:
+        error: BaseException | None = raised
+        names, texts = [], []
+        while error is not None:
+            names += [kind.__name__ for kind in type(error).__mro__]
+            texts.append(str(error))
+            error = error.__cause__
+        return names, "\n".join(texts)
+    return [], "no error"
+
+
+class Opaque:
+    """Nobody knows how to move this."""
+
+
+def without_features(batch: Batch) -> Any:
+    return Batch(batch.dense, batch.dense, batch.label)
+
+
+def other_keys(batch: Batch) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    return Batch(batch.dense, jagged(["f0", "f1", "f9"], generator), batch.label)
+
+
+def beyond_the_table(batch: Batch) -> Any:
+    batch.sparse.values()[0] = 24
+    return batch
+
+
+def immovable(batch: Batch) -> Any:
+    return Batch(batch.dense, batch.sparse, Opaque())  # type: ignore[arg-type]
+
+
+def not_a_number(batch: Batch) -> Any:
+    return Batch(batch.dense * float("nan"), batch.sparse, batch.label)
+
+
+# name: what is made of one batch of one rank, an argument of the pipeline, what the error says on every rank
+WRONG: dict[str, tuple[Callable[[Batch], Any], dict[str, Any], str]] = {
+    "no features": (without_features, {}, "KeyedJaggedTensor"),
+    "other keys": (other_keys, {}, "f9"),
+    "an id beyond the table": (beyond_the_table, {"validate_ids": True}, "has the id 24"),
+    "a part that cannot be moved": (immovable, {}, "batch.label is of type Opaque"),
+    "a loss that is no number": (not_a_number, {"detect_nan": True}, "not finite on rank(s) [1]"),
+}
+
+
+def wrong(name: str, plan: str, at: int, rewrite: str) -> tuple[list[str], str, bool]:
+    spoil, arguments, _ = WRONG[name]
+    model = sharded(POOLED)
+    data = POOLED.data(STEPS)
+    if dist.get_rank() == 1:
+        data[at] = spoil(data[at])
+    with pipeline_of(model, plan, rewrite=rewrite, **arguments) as pipeline:
+        names, text = error_of(lambda: train(pipeline, data))
+        clean = not replaced(model.module) and not hooks(model) and not workers()
+    return names, text, clean
+
+
+PLACES = [("prefetch", 0, "auto"), ("prefetch", 3, "auto"), ("prefetch", 0, "direct"), ("base", 3, "auto")]
+
+
+def differing_plans() -> tuple[list[str], str]:
+    model = sharded(POOLED)
+    with pipeline_of(model, "base" if dist.get_rank() == 0 else "prefetch") as pipeline:
+        return error_of(lambda: train(pipeline, POOLED.data(2)))
+
+
+class Failing(Bags):
+    def forward(self, batch: Batch) -> torch.Tensor:
+        if batch.dense.shape[1] == 0:
+            raise KeyError("boom")
+        return super().forward(batch)
+
+
+def failed_step(plan: str) -> dict[str, bool]:
+    model = sharded(Case(lambda: Paired(Failing())))
+    data = POOLED.data(STEPS)
+    data[3] = Batch(data[3].dense[:, :0], data[3].sparse, data[3].label)
+    with pipeline_of(model, plan) as pipeline:
+        names, text = error_of(lambda: train(pipeline, data))
+        clean = not replaced(model.module) and not hooks(model) and not workers()
+        later = error_of(lambda: pipeline.progress(iter(data)))
+        pipeline.close()
+    with pipeline_of(model, plan) as pipeline:
+        outputs, _ = train(pipeline, data[4:])
+    return {
+        "names the task": "TaskError" in names and "KeyError" in names and "'DenseForward' of iteration 3" in text,
+        "clean": clean,
+        "stays closed": "PipelineError" in later[0],
+        "a successor": len(outputs) == STEPS - 4,
+    }
+
+
+# A loss on some ranks only; evaluation; learning rates.
+
+
+class SometimesNone(nn.Module):
+    """No loss for a batch whose labels are all negative; nor, but for the first batch, any call of its modules."""
+
+    steps = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Bags()
+
+    def forward(self, batch: Batch) -> Any:
+        self.steps += 1
+        without = bool((batch.label < 0).all())
+        loss = self.model(batch) if self.steps == 1 or not without else None
+        return None if without else (loss, torch.tensor(1.0))
+
+
+class ZeroInstead(SometimesNone):
+    def forward(self, batch: Batch) -> Any:
+        weight = 0.0 if bool((batch.label < 0).all()) else 1.0
+        return self.model(batch) * weight, torch.tensor(1.0)
+
+
+def without_losses(batches_without: dict[int, tuple[int, ...]], skip: bool = False) -> list[Any]:
+    """Batches that have no loss on the given ranks; or all but those that have none anywhere."""
+    data = POOLED.data(STEPS)
+    for index, ranks in batches_without.items():
+        if dist.get_rank() in ranks:
+            data[index].label.fill_(-1.0)
+    return [batch for index, batch in enumerate(data) if not (skip and len(batches_without.get(index, ())) == 2)]
+
+
+def missing_losses(plan: str) -> dict[str, bool]:
+    """Losses missing on one rank, on the other and on both, against losses of zero and one batch fewer."""
+    where = {0: (1,), 2: (0,), 3: (0, 1), 5: (1,)}
+    found = {}
+    for kind in ("table_wise", "data_parallel"):
+        model, expected = (sharded(Case(build, kinds=kind)) for build in (SometimesNone, ZeroInstead))
+        with pipeline_of(model, plan, detect_nan=True) as pipeline:
+            outputs, _ = train(pipeline, without_losses(where))
+        with pipeline_of(expected, plan) as pipeline:
+            train(pipeline, without_losses(where, skip=True))
+        missing = [output is None for output in outputs]
+        found[f"{kind} outputs"] = missing == [dist.get_rank() in where.get(index, ()) for index in range(STEPS)]
+        found[f"{kind} values"] = not difference(values_of(model), values_of(expected))
+    return found
+
+
+def evaluated_in_between(plan: str) -> dict[str, bool]:
+    whole = outcome(EVERYTHING, plan)
+    model = sharded(EVERYTHING)
+    optimizer = adam(model)
+    torch.manual_seed(13 + dist.get_rank())
+    pipeline = TrainPipeline(model, optimizer, CPU, plan)
+    data = EVERYTHING.data(STEPS)
+    outputs, _ = train(pipeline, data[:4])
+    before, counts = values_of(model, optimizer), steps_of(model)
+    model.module.eval()
+    evaluated, _ = train(pipeline, data[4:])
+    pipeline.detach()
+    direct = []
+    with torch.no_grad():
+        direct = [model.module(batch)[1] for batch in data[4:]]
+    unchanged = not difference(before, values_of(model, optimizer)) and counts == steps_of(model)
+    model.module.train()
+    rest, _ = train(pipeline, data[4:])
+    pipeline.close()
+    return {
+        "outputs": same_outputs(evaluated, direct),
+        "nothing is trained": unchanged,
+        "training goes on": same_outputs([*outputs, *rest], whole.outputs),
+        "to the same end": not difference(values_of(model, optimizer), whole.values),
+    }
+
+
+def steps_of(model: ShardedModel) -> list[int]:
+    return [int(kernel.iter.item()) for module in model.sharded_modules.values() for kernel in fused_kernels(module)]
+
+
+def learning_rates(plan: str, combined: bool) -> dict[str, torch.Tensor]:
+    """Halved after the third batch, in one of the two ways."""
+    model = sharded(EVERYTHING)
+    optimizer: Any = adam(model)
+    if combined:
+        dense = KeyedOptimizerWrapper(dict(model.dense_parameters()), lambda parameters: torch.optim.Adam(parameters))
+        optimizer = CombinedOptimizer([("dense", dense), ("tables", model.fused_optimizer)])
+        for group in dense.param_groups:
+            group["lr"] = 0.05
+    torch.manual_seed(13)
+    pipeline = TrainPipeline(model, optimizer, CPU, plan)
+    feed = iter(EVERYTHING.data(STEPS))
+    for step in range(STEPS):
+        pipeline.progress(feed)
+        if step == 2:
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+            if not combined:
+                model.set_learning_rate_factor(0.5)
+    pipeline.close()
+    return values_of(model)
+
+
+def schedules() -> dict[str, bool]:
+    serial = learning_rates("serial", combined=False)
+    unchanged = outcome(EVERYTHING, "serial").values
+    return {
+        "base": not difference(learning_rates("base", combined=False), serial),
+        "prefetch": not difference(learning_rates("prefetch", combined=False), serial),
+        "combined, prefetch": not difference(
+            learning_rates("prefetch", combined=True), learning_rates("serial", combined=True)
+        ),
+        "the tables saw it": bool([n for n in difference(serial, unchanged) if "embedding" in n]),
+    }
+
+
+# What EmbForward waits for.
+
+
+@contextmanager
+def around_tasks(run: Callable[[PipelineTask, Any], None]) -> Iterator[None]:
+    """Pipelines built in the body call ``run(task, ctx)`` where they would call ``task.fn(ctx)``."""
+
+    def tasks(*args: Any, **kwargs: Any) -> list[PipelineTask]:
+        return [
+            PipelineTask(task.name, partial(run, task), reads=task.reads, writes=task.writes)
+            for task in recsys_tasks(*args, **kwargs)
+        ]
+
+    with mock.patch("lightning_pipe.recsys.train_pipeline.recsys_tasks", tasks):
+        yield
+
+
+def waits() -> dict[str, Any]:
+    """Where each kind of awaitable is waited for, with the prefetch held back until the lookups wait for it."""
+    current = threading.local()
+    seen: list[tuple[str, int, str]] = []
+    about_to_look_up = {index: threading.Event() for index in range(STEPS)}
+
+    def run(task: PipelineTask, ctx: Any) -> None:
+        if task.name == "EmbPrefetch" and threading.current_thread() is not threading.main_thread():
+            assert about_to_look_up[ctx.iter_idx].wait(60)
+        current.task, current.depth = task.name, 0
+        task.fn(ctx)
+
+    wait = Awaitable.wait
+
+    def noted(awaitable: Any) -> Any:
+        seen.append((current.task, current.depth, type(awaitable).__name__))
+        current.depth += 1
+        try:
+            return wait(awaitable)
+        finally:
+            current.depth -= 1
+
+    model = sharded(EVERYTHING)
+    with around_tasks(run), pipeline_of(model) as pipeline:
+        feed = iter(EVERYTHING.data(STEPS))
+        executor = pipeline.pipeline._executor
+        executor_wait = executor._wait
+
+        def arriving(op: Any, slot: Any) -> None:
+            if op.name == "EmbForward":
+                about_to_look_up[slot.iteration].set()
+            executor_wait(op, slot)
+
+        pipeline.progress(feed)  # the recorded one, all of it in one thread
+        pipeline.pipeline.start_trace()
+        with mock.patch.object(executor, "_wait", arriving), mock.patch.object(Awaitable, "wait", noted):
+            for _ in range(STEPS - 1):
+                pipeline.progress(feed)
+        spans = pipeline.pipeline.stop_trace()
+    place = {(span.task, span.iteration): (span.start_order, span.end_order) for span in spans}
+    order = ["H2DAndShuffle", "EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch", "EmbForward", "DenseForward"]
+    return {
+        "in order": all(
+            place[one, index][1] < place[other, index][0] for index in range(1, STEPS) for one, other in pairwise(order)
+        ),
+        "threads of the prefetch": {span.thread for span in spans if span.task == "EmbPrefetch"},
+        "waited for": {
+            task: sorted({kind for where, depth, kind in seen if where == task and depth == 0})
+            for task in ("EmbInputDistWait", "EmbPrefetch", "EmbForward", "DenseForward", "EmbBackward")
+        },
+        "inside the waits of EmbForward": {kind for where, _, kind in seen if where == "EmbForward"},
+        "waits of EmbForward a batch": sum(where == "EmbForward" and depth == 0 for where, depth, _ in seen)
+        / (STEPS - 1),
+    }
+
+
+# Everything on two ranks, in one go: it takes longer to start them than to try most cases.
+
+
+def processors_under_ddp() -> str:
+    model, optimizer = torchrec_model(Processed, "table_wise")
+    _, text = error_of(lambda: TrainPipeline(model, optimizer, CPU))
+    return text if not replaced(model) else "still replaced"
+
+
+def everything(rank: int, world_size: int) -> dict[str, Any]:
+    return {
+        "like torchrec": {
+            f"{build.__name__}, {kinds}": like_torchrec(build, kinds)
+            for build, kinds in ((Bags, "table_wise"), (Bags, "column_wise"), (Sequences, "row_wise"))
+        },
+        "processors": processors_under_ddp(),
+        "detached": plans(detached),
+        "reset": plans(reset),
+        "closed": plans(closed),
+        "end of data": plans(end_of_data),
+        "wrong": {f"{name}, {place}": wrong(name, *place) for name in WRONG for place in PLACES},
+        "differing plans": differing_plans(),
+        "failed step": plans(failed_step),
+        "missing losses": plans(missing_losses),
+        "evaluated": plans(evaluated_in_between),
+        "schedules": schedules(),
+        "waits": waits(),
+    }
