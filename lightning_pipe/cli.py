@@ -133,9 +133,7 @@ def _train(arguments: list[str] | None) -> None:
 def _message(error: PipelineError) -> str:
     # Every rank writes its own, as PyTorch marks it: whether the others have the same to say is not known any more.
     rank = getattr(rank_zero_only, "rank", 0)
-    # A note of where in the pipeline it happened repeats what happened.
-    notes = [note.partition(f" with {type(error).__name__}: ")[0] for note in getattr(error, "__notes__", ())]
-    lines = "\n".join([f"lightning-pipe: {error}", *notes])
+    lines = "\n".join([f"lightning-pipe: {error}", *getattr(error, "__notes__", ())])
     return "".join(f"{f'[rank{rank}]: ' if rank else ''}{line}\n" for line in lines.splitlines())
 
 

@@ -32,13 +32,14 @@ class TaskError(PipelineError, RuntimeError):
         stage: the stage the plan gives the task (iterations ahead of the one being trained).
         rank: rank of the process in the world group, 0 where there is none.
         error: the original exception.
+
+    Attributes:
+        where: the message without what went wrong: a note for the original exception, where that is what is raised.
     """
 
     def __init__(self, task: str, iteration: int, stage: int, rank: int, error: BaseException) -> None:
-        super().__init__(
-            f"task {task!r} of iteration {iteration} (stage {stage}) failed on rank {rank} with"
-            f" {type(error).__name__}: {error}"
-        )
+        self.where = f"task {task!r} of iteration {iteration} (stage {stage}) failed on rank {rank}"
+        super().__init__(f"{self.where} with {type(error).__name__}: {error}")
         self.task = task
         self.iteration = iteration
         self.stage = stage

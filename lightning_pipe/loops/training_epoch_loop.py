@@ -221,5 +221,5 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         on_worker = where is not None and where.thread_group != MAIN
         if cause is None or (on_worker and not isinstance(cause, PipelineError)):
             return error
-        cause.add_note(str(error))
+        cause.add_note(error.where)
         return cause

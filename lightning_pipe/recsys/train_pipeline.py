@@ -149,7 +149,7 @@ class TrainPipeline:
             cause = error.__cause__
             if not isinstance(cause, PipelineError):
                 raise
-            cause.add_note(str(error))  # it says what was wrong, the note where
+            cause.add_note(error.where)  # it says what was wrong, the note where
             raise cause from cause.__cause__
         except BaseException:
             self.close()

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import pytest
+
+from lightning_pipe.engine import InputError, PipelineError, PlanError, SetupError, TaskError
+
+
+def test_a_failed_task_says_where_and_what() -> None:
+    error = TaskError("EmbForward", 3, 1, 2, ValueError("no row 7"))
+    assert error.where == "task 'EmbForward' of iteration 3 (stage 1) failed on rank 2"
+    assert str(error) == f"{error.where} with ValueError: no row 7"
+    assert (error.task, error.iteration, error.stage, error.rank) == ("EmbForward", 3, 1, 2)
+
+
+@pytest.mark.parametrize("kind", [PlanError, SetupError, InputError, TaskError])
+def test_every_error_can_be_caught_as_the_projects_own(kind: type[Exception]) -> None:
+    assert issubclass(kind, PipelineError)
+
+
+@pytest.mark.parametrize(
+    ("kind", "builtin"), [(PlanError, ValueError), (InputError, ValueError), (SetupError, RuntimeError)]
+)
+def test_an_error_is_also_what_python_would_raise(kind: type[Exception], builtin: type[Exception]) -> None:
+    assert issubclass(kind, builtin)
