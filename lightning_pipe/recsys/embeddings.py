@@ -13,10 +13,9 @@ from torchrec.distributed.types import Awaitable
 from lightning_pipe.recsys.boundary import Cut, cut_output
 from lightning_pipe.recsys.call_arguments import Arguments, PostprocessResults
 from lightning_pipe.recsys.input_dist import SplitsRequest
-from lightning_pipe.recsys.kernel_calls import LookupCalls
-from lightning_pipe.recsys.table_backward import KernelGradients, ModuleCall
+from lightning_pipe.recsys.kernel_calls import KernelGradients, LookupCalls
 
-__all__ = ["Embeddings", "Features", "Inputs", "Requests", "Splits", "record_stream"]
+__all__ = ["Embeddings", "Features", "Inputs", "ModuleCall", "Requests", "Splits", "record_stream"]
 
 
 @dataclass
@@ -68,6 +67,21 @@ class Features:
 
     inputs: Inputs
     distributed: dict[str, Any]
+
+
+@dataclass
+class ModuleCall:
+    """One call of a sharded module in a step.
+
+    Attributes:
+        name: of the module.
+        cuts: of its output.
+        lookups: what its lookups were called with, where that is captured.
+    """
+
+    name: str
+    cuts: list[Cut]
+    lookups: LookupCalls | None = None
 
 
 class Embeddings:

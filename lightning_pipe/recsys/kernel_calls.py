@@ -25,7 +25,14 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
 from lightning_pipe.engine.errors import SetupError
 
-__all__ = ["KernelCall", "LookupCalls", "capture_calls", "check_capturable", "check_tables_wait"]
+__all__ = [
+    "KernelCall",
+    "KernelGradients",
+    "LookupCalls",
+    "capture_calls",
+    "check_capturable",
+    "check_tables_wait",
+]
 
 _MODULES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 
@@ -62,6 +69,21 @@ class LookupCalls:
     outputs: list[torch.Tensor] = field(default_factory=list)
     kernels: list[KernelCall] = field(default_factory=list)
     replicated: list[nn.Parameter] = field(default_factory=list)
+
+
+@dataclass
+class KernelGradients:
+    """Gradients in front of the kernels.
+
+    Attributes:
+        calls: of fused kernels.
+        gradients: of each call's output, shaped like it.
+        replicated: the weights of dense kernels; each has its gradient, of this rank's batch alone, in ``.grad``.
+    """
+
+    calls: list[KernelCall]
+    gradients: list[torch.Tensor]
+    replicated: list[nn.Parameter]
 
 
 def check_tables_wait(modules: Mapping[str, nn.Module]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
+
 from lightning_pipe.engine import PipelinePlan, PipelineTask, PlanError, TaskSchedule
 
 _STEP = ("DenseForward", "LossPostprocess", "DenseBackward", "EmbBackward", "FinalizeGrads", "OptimStep")
@@ -57,7 +59,7 @@ def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) 
         PlanError: neither a known name nor a file, or a plan that these tasks cannot run under.
     """
     if isinstance(plan, PipelinePlan):
-        return PipelinePlan.from_yaml(plan.to_yaml(), tasks)
+        return _from_yaml(plan.to_yaml(), tasks)
     if isinstance(plan, str) and plan in PLANS:
         name = plan
         _, schedule, order = PLANS[name]
@@ -73,7 +75,31 @@ def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) 
             f" {', '.join(PLANS)} nor a file; name one, or write one with 'lightning-pipe plan show prefetch --format"
             " yaml'"
         )
-    return PipelinePlan.from_yaml(Path(plan).read_text(encoding="utf-8"), tasks)
+    return _from_yaml(Path(plan).read_text(encoding="utf-8"), tasks)
+
+
+def _from_yaml(text: str, tasks: Sequence[PipelineTask]) -> PipelinePlan:
+    if tasks[-1].name == "EmbBackward":
+        text = _with_late_backward(text)
+    return PipelinePlan.from_yaml(text, tasks)
+
+
+def _with_late_backward(text: str) -> str:
+    """The plan with ``EmbBackward`` after ``OptimStep`` in its order. Anything wrong with it stays for its reader."""
+    try:
+        plan = yaml.compose(text, yaml.SafeLoader)
+    except yaml.YAMLError:
+        return text
+    if not isinstance(plan, yaml.MappingNode):
+        return text
+    for key, value in plan.value:
+        if key.value == "order" and isinstance(value, yaml.SequenceNode):
+            backward = [task for task in value.value if task.value == "EmbBackward"]
+            steps = [task for task in value.value if task.value == "OptimStep"]
+            if len(backward) == len(steps) == 1 and value.value.index(backward[0]) < value.value.index(steps[0]):
+                value.value.remove(backward[0])
+                value.value.insert(value.value.index(steps[0]) + 1, backward[0])
+    return str(yaml.serialize(plan))
 
 
 def _is_file(path: str | Path) -> bool:

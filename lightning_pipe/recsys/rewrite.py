@@ -27,12 +27,12 @@ from lightning_pipe.recsys.call_arguments import Arguments, CallArguments, Postp
 from lightning_pipe.recsys.embeddings import Embeddings, Features, Inputs, Requests, Splits, record_stream
 from lightning_pipe.recsys.input_dist import answer_without_splits, fusing, send_splits
 from lightning_pipe.recsys.kernel_calls import LookupCalls, capture_calls, check_capturable
-from lightning_pipe.recsys.kernels import evaluating, take_back_step
+from lightning_pipe.recsys.kernels import evaluating
 from lightning_pipe.recsys.outputs import wait_output
 from lightning_pipe.recsys.record import Recorder
 from lightning_pipe.recsys.resolution import Method, Resolution
 from lightning_pipe.recsys.sharded import Sharded, find_sharded
-from lightning_pipe.recsys.table_backward import ModuleCall, backward_at_once, backward_to_kernels
+from lightning_pipe.recsys.table_backward import TableBackward
 
 __all__ = ["ModelRewrite"]
 
@@ -49,7 +49,11 @@ class ModelRewrite:
         agree_group: over all ranks, for comparing what ranks found and for the texts of errors; used by the calling
             thread. None: the input group.
         validate_ids: check every id against its table before it is sent.
-        split_backward: keep what the lookups were called with, so that ``begin_backward`` can stop in front of them.
+        split_backward: keep what the lookups were called with, so that ``tables_backward`` can stop in front of them.
+
+    Attributes:
+        splits_backward: as ``split_backward``.
+        tables_backward: what ``backward`` calls, and its two halves.
 
     Raises:
         SetupError: no sharded module, one that cannot be trained here, whose backward cannot be split if it is to be,
@@ -77,6 +81,7 @@ class ModelRewrite:
         group = input_group if input_group is not None else first.own_group
         self._group = group if group is not None and group.size() > 1 else None
         self._agreement = Agreement(agree_group if agree_group is not None else group, self._device)
+        self.tables_backward = TableBackward(self.modules, self._agreement)
         self._resolution = Resolution(model, method, step, self._sharded, self._agreement, group)
         self._model = model
         self._postprocess_forwards: dict[str, Callable[..., Any]] = {}
@@ -316,7 +321,7 @@ class ModelRewrite:
         """Sends the gradients that the dense backward left at the cuts through output dists and lookups, at once.
 
         Optimisers fused into the lookups step here. An output that this rank did not use sends zeros, so that no
-        rank waits alone. After ``begin_backward``, only what that left to do.
+        rank waits alone. After ``tables_backward.begin``, only what that left to do.
 
         Args:
             embeddings: of the step; it lets go of its outputs and gradients.
@@ -324,41 +329,7 @@ class ModelRewrite:
             agree_unused: leave out a module whose output no rank used (one small collective); for optimisers that
                 change a row at a zero gradient (momentum, weight decay). All ranks must pass the same.
         """
-        if embeddings.kernel_gradients is None:
-            backward_at_once(self._calls_for_backward(embeddings, agree_unused), scale)
-        else:
-            record_stream(embeddings.kernel_gradients.gradients, self._current_stream())
-            embeddings.kernel_gradients.finish(scale)
-        embeddings.clear()
-
-    def begin_backward(self, embeddings: Embeddings, *, agree_unused: bool = False) -> None:
-        """The first half of ``backward``: through the output dists, up to the lookups; no table changes.
-
-        Leaves ``embeddings.kernel_gradients``. Arguments are those of ``backward``; the rewrite splits backward.
-        """
-        embeddings.kernel_gradients = backward_to_kernels(self._calls_for_backward(embeddings, agree_unused))
-
-    def discard(self, embeddings: Embeddings) -> None:
-        """In place of ``backward``: the tables stay as they are, and so do the counts of their optimisers' steps."""
-        for call in embeddings.calls:
-            if call.cuts:  # without grad mode the lookup has not counted
-                take_back_step(self._sharded[call.name].module)
-        if embeddings.kernel_gradients is not None:
-            embeddings.kernel_gradients.discard()
-        embeddings.clear()
-
-    def overflowed(self, embeddings: Embeddings) -> bool:
-        """Whether the dense backward left an infinity or NaN at the cuts of any rank. A collective."""
-        finite = [gradient.isfinite().all() for gradient in embeddings.gradient_tensors()]
-        return self._agreement.any_of([bool(finite) and not torch.stack(finite).all().item()])[0]
-
-    def _calls_for_backward(self, embeddings: Embeddings, agree_unused: bool) -> list[ModuleCall]:
-        calls = embeddings.calls
-        if agree_unused:
-            used = self._agreement.any_of([any(cut.gradient is not None for cut in call.cuts) for call in calls])
-            calls = [call for call, is_used in zip(calls, used, strict=True) if is_used]
-        record_stream([[cut.gradient, cut.source] for call in calls for cut in call.cuts], self._current_stream())
-        return calls
+        self.tables_backward.run(embeddings, scale, agree_unused)
 
     # What a sharded module's replaced forward does
 

@@ -16,8 +16,8 @@ from lightning_pipe.engine.errors import SetupError
 from lightning_pipe.recsys.agreement import Agreement
 from lightning_pipe.recsys.data_parallel_tables import DataParallelTables, unwrap_lookups
 from lightning_pipe.recsys.gradient_norm import table_norm
+from lightning_pipe.recsys.kernel_calls import KernelGradients
 from lightning_pipe.recsys.optimizers import TableParameters
-from lightning_pipe.recsys.table_backward import KernelGradients
 from lightning_pipe.recsys.table_values import full_tensor
 from lightning_pipe.recsys.tables import Table
 

@@ -9,80 +9,95 @@ a norm over all gradients. The collectives are all in the first half.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
-from lightning_pipe.recsys.boundary import Cut
-from lightning_pipe.recsys.kernel_calls import KernelCall, LookupCalls
+from lightning_pipe.recsys.agreement import Agreement
+from lightning_pipe.recsys.embeddings import Embeddings, ModuleCall, record_stream
+from lightning_pipe.recsys.kernel_calls import KernelGradients
+from lightning_pipe.recsys.kernels import take_back_step
 
-__all__ = ["KernelGradients", "ModuleCall", "backward_at_once", "backward_to_kernels"]
+__all__ = ["TableBackward"]
 
 
-@dataclass
-class ModuleCall:
-    """One call of a sharded module in a step.
+class TableBackward:
+    """Sends the gradients that the dense backward left at the cuts of a batch's embeddings into the tables.
 
-    Attributes:
-        name: of the module.
-        cuts: of its output.
-        lookups: what its lookups were called with; None where backward runs at once.
+    An output that this rank did not use sends zeros, so that no rank waits alone. All ranks call the same methods with
+    the same arguments.
+
+    Args:
+        modules: the sharded modules by name.
+        agreement: among all ranks, used by the calling thread.
     """
 
-    name: str
-    cuts: list[Cut]
-    lookups: LookupCalls | None = None
+    def __init__(self, modules: Mapping[str, nn.Module], agreement: Agreement) -> None:
+        self._modules = modules
+        self._agreement = agreement
+
+    def run(self, embeddings: Embeddings, scale: torch.Tensor | float | None, agree_unused: bool) -> None:
+        """All of it, or after ``begin`` the second half. Optimisers fused into the lookups step here.
+
+        Args:
+            embeddings: of the step; it lets go of its outputs and gradients.
+            scale: multiplies every gradient.
+            agree_unused: leave out a module whose output no rank used; without effect after ``begin``.
+        """
+        if embeddings.kernel_gradients is not None:
+            _through_kernels(embeddings.kernel_gradients, scale)
+        elif calls := self._calls(embeddings, agree_unused):
+            cuts = [cut for call in calls for cut in call.cuts]
+            torch.autograd.backward([cut.source for cut in cuts], [cut.scaled_gradient(scale) for cut in cuts])
+        embeddings.clear()
+
+    def begin(self, embeddings: Embeddings, agree_unused: bool = False) -> KernelGradients:
+        """The first half: through the output dists, up to the lookups, whose calls were captured. No table changes.
+
+        Returns:
+            What is left for ``run``, and stays in ``embeddings.kernel_gradients``.
+        """
+        embeddings.kernel_gradients = _to_kernels(self._calls(embeddings, agree_unused))
+        return embeddings.kernel_gradients
+
+    def discard(self, embeddings: Embeddings) -> None:
+        """In place of ``run``: the tables stay as they are, and so do the counts of their optimisers' steps."""
+        for call in embeddings.calls:
+            if call.cuts:  # without grad mode nothing was counted
+                take_back_step(self._modules[call.name])
+        if embeddings.kernel_gradients is not None:
+            for weights in embeddings.kernel_gradients.replicated:
+                weights.grad = None
+        embeddings.clear()
+
+    def overflowed(self, embeddings: Embeddings) -> bool:
+        """Whether the dense backward left an infinity or NaN at the cuts of any rank."""
+        finite = [gradient.isfinite().all() for gradient in embeddings.gradient_tensors()]
+        return self._agreement.any_of([bool(finite) and not torch.stack(finite).all().item()])[0]
+
+    def _calls(self, embeddings: Embeddings, agree_unused: bool) -> list[ModuleCall]:
+        """Those that backward goes through: with a cut, since there is none where nothing can be trained."""
+        calls = embeddings.calls
+        if agree_unused:
+            used = self._agreement.any_of([any(cut.gradient is not None for cut in call.cuts) for call in calls])
+            calls = [call for call, is_used in zip(calls, used, strict=True) if is_used]
+        calls = [call for call in calls if call.cuts]
+        for call in calls:
+            for cut in call.cuts:
+                _will_be_used([cut.source, cut.gradient])
+        return calls
 
 
-def backward_at_once(calls: Sequence[ModuleCall], scale: torch.Tensor | float | None) -> None:
-    """Sends the gradients at the cuts, times ``scale``, all the way."""
-    cuts = [cut for call in calls for cut in call.cuts]
-    if cuts:
-        torch.autograd.backward([cut.source for cut in cuts], [cut.scaled_gradient(scale) for cut in cuts])
-
-
-@dataclass
-class KernelGradients:
-    """What the first half leaves for the second.
-
-    Attributes:
-        calls: of fused kernels.
-        gradients: of each call's output, shaped like it.
-        replicated: the weights of dense kernels; each has its gradient, of this rank's batch alone, in ``.grad``.
-    """
-
-    calls: list[KernelCall]
-    gradients: list[torch.Tensor]
-    replicated: list[nn.Parameter]
-
-    def finish(self, scale: torch.Tensor | float | None) -> None:
-        """The second half: sends the gradients, times ``scale``, through the kernels."""
-        if self.calls:
-            gradients = self.gradients if scale is None else [gradient * scale for gradient in self.gradients]
-            torch.autograd.backward([call.output for call in self.calls], gradients)
-        if scale is not None:
-            for weights in self.replicated:
-                assert weights.grad is not None
-                weights.grad.mul_(scale)
-
-    def discard(self) -> None:
-        """In place of the second half: the tables stay as they are."""
-        for weights in self.replicated:
-            weights.grad = None
-
-
-def backward_to_kernels(calls: Sequence[ModuleCall]) -> KernelGradients:
-    """The first half, for calls that were captured."""
+def _to_kernels(calls: Sequence[ModuleCall]) -> KernelGradients:
     captured = [call.lookups for call in calls if call.lookups is not None]
     kernels = [kernel for lookups in captured for kernel in lookups.kernels]
     replicated = list(dict.fromkeys(weights for lookups in captured for weights in lookups.replicated))
-    cuts = [cut for call in calls for cut in call.cuts]
-    if not cuts:
+    if not calls:
         return KernelGradients([], [], [])
     # A rank without a kernel must go through the output dist's backward too: the others wait for it there.
     ends = [output for lookups in captured for output in lookups.outputs]
+    cuts = [cut for call in calls for cut in call.cuts]
     gradients = torch.autograd.grad(
         [cut.source for cut in cuts],
         [*(call.output for call in kernels), *replicated, *ends],
@@ -92,3 +107,21 @@ def backward_to_kernels(calls: Sequence[ModuleCall]) -> KernelGradients:
     for weights, gradient in zip(replicated, gradients[len(kernels) :], strict=False):
         weights.grad = gradient
     return KernelGradients(kernels, list(gradients[: len(kernels)]), replicated)
+
+
+def _through_kernels(left: KernelGradients, scale: torch.Tensor | float | None) -> None:
+    if left.calls:
+        _will_be_used(left.gradients)
+        gradients = left.gradients if scale is None else [gradient * scale for gradient in left.gradients]
+        torch.autograd.backward([call.output for call in left.calls], gradients)
+    if scale is not None:
+        for weights in left.replicated:
+            assert weights.grad is not None
+            weights.grad.mul_(scale)
+
+
+def _will_be_used(tensors: Sequence[torch.Tensor | None]) -> None:
+    """Tells the allocator that the current stream uses them."""
+    device = next((tensor.device for tensor in tensors if tensor is not None), None)
+    if device is not None and device.type == "cuda":
+        record_stream(tensors, torch.cuda.current_stream(device))

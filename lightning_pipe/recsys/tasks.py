@@ -91,6 +91,7 @@ class RecsysActions:
         agree_overflow: bool = False,
     ) -> None:
         self._rewrite = rewrite
+        self._tables_backward = rewrite.tables_backward
         self._transfer = transfer
         self._training_step = training_step
         self._loss_of = loss_of
@@ -171,15 +172,17 @@ class RecsysActions:
                 backward()
             else:
                 loss.backward()
-        ctx.tables_skipped = self._agree_overflow and ctx.has_gradients and self._rewrite.overflowed(ctx.embeddings)
+        ctx.tables_skipped = (
+            self._agree_overflow and ctx.has_gradients and self._tables_backward.overflowed(ctx.embeddings)
+        )
         if ctx.has_gradients and self._rewrite.splits_backward:
             # The output dists' part of EmbBackward, here: it goes on beside the reduction of the dense gradients.
-            self._rewrite.begin_backward(ctx.embeddings, agree_unused=self._agree_unused)
+            self._tables_backward.begin(ctx.embeddings, self._agree_unused)
 
     def emb_backward(self, ctx: IterContext) -> None:
         """Backward of the lookups with the gradients of their outputs; fused optimisers step inside."""
         if ctx.tables_skipped or not ctx.has_gradients:
-            self._rewrite.discard(ctx.embeddings)
+            self._tables_backward.discard(ctx.embeddings)
         else:
             self._rewrite.backward(
                 ctx.embeddings, scale=ctx.__dict__.get("gradient_scale"), agree_unused=self._agree_unused

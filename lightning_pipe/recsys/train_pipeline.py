@@ -16,6 +16,8 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from lightning_pipe.engine import IterContext, PipelineError, PipelinePlan, SetupError, SWPipeline, TaskError
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
+from lightning_pipe.recsys.embeddings import Embeddings
+from lightning_pipe.recsys.gradient_norm import clip_by_global_norm
 from lightning_pipe.recsys.loss_check import check_finite_loss
 from lightning_pipe.recsys.plans import recsys_plan
 from lightning_pipe.recsys.rewrite import ModelRewrite
@@ -46,6 +48,8 @@ class TrainPipeline:
         rewrite: how the inputs of the sharded modules are found in a batch.
         validate_ids: check that ids are inside their tables before the lookup.
         detect_nan: check the loss on all ranks together; costs a small all-reduce a batch.
+        max_norm: scale all gradients of a batch, the tables' included, so that their norm is at most this; None for no
+            limit. It takes a model of ``shard_model``.
         input_group: process group of the input dist; by default a new one over the world, which every rank must make.
 
     Raises:
@@ -77,10 +81,12 @@ class TrainPipeline:
         rewrite: Literal["auto", "record", "direct", "fx"] = "auto",
         validate_ids: bool = False,
         detect_nan: bool = False,
+        max_norm: float | None = None,
         input_group: dist.ProcessGroup | None = None,
     ) -> None:
         recsys_plan(plan, recsys_tasks())  # refused before anything is made
         sharded = model if isinstance(model, ShardedModel) else None
+        clip = None if max_norm is None else _clipping(model, max_norm)
         self._model: nn.Module = model.module if isinstance(model, ShardedModel) else model
         self._forward = self._model if custom_model_fwd is None else custom_model_fwd
         self._optimizer = optimizer
@@ -105,6 +111,7 @@ class TrainPipeline:
                 input_group=input_group,
                 agree_group=world,
                 validate_ids=validate_ids,
+                split_backward=clip is not None,
             )
             undo.callback(self.rewrite.restore)
             _refuse_late_gradients(self._model, self.rewrite)
@@ -118,8 +125,10 @@ class TrainPipeline:
                 before_lookup=None if tables is None else tables.step,
                 after_embedding_backward=sharded.step_data_parallel_tables if sharded else None,
                 check_loss=(lambda loss: check_finite_loss(loss, world)) if detect_nan else None,
+                clip=clip,
             )
-            self.pipeline = SWPipeline(recsys_plan(plan, recsys_tasks(actions)), device, world)
+            tasks = recsys_tasks(actions, scaled_late=clip is not None)
+            self.pipeline = SWPipeline(recsys_plan(plan, tasks), device, world)
             undo.callback(self.pipeline.close)
             self._undo = undo.pop_all()
 
@@ -209,6 +218,23 @@ class TrainPipeline:
                 " pipelines expect. Return (loss, None) where there is nothing else"
             )
         return output
+
+
+def _clipping(model: nn.Module | ShardedModel, max_norm: float) -> Callable[[Embeddings], torch.Tensor]:
+    if not isinstance(model, ShardedModel):
+        raise SetupError(
+            f"max_norm is {max_norm}, but the model is a {type(model).__name__}, which averages gradients in backward,"
+            " before any norm is known; give the model that shard_model() returns"
+        )
+    if not max_norm > 0:
+        raise SetupError(f"max_norm is {max_norm}; needed is a number above 0, or None for no clipping")
+    dense = [parameter for _, parameter in model.dense_parameters()]
+
+    def clip(embeddings: Embeddings) -> torch.Tensor:
+        assert embeddings.kernel_gradients is not None
+        return clip_by_global_norm(dense, model.table_gradient_norm(embeddings.kernel_gradients), max_norm)
+
+    return clip
 
 
 def _new_group(undo: ExitStack) -> dist.ProcessGroup:
