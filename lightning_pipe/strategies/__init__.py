@@ -13,6 +13,9 @@ __all__ = ["PipelineStrategy", "RecsysPipelineStrategy"]
 def __getattr__(name: str) -> Any:
     # TorchRec is imported when its strategy is asked for, so that the others work without it.
     if name == "RecsysPipelineStrategy":
+        from lightning_pipe.environment import import_torchrec
+
+        import_torchrec()
         from lightning_pipe.strategies.recsys import RecsysPipelineStrategy
 
         return RecsysPipelineStrategy

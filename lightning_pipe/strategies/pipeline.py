@@ -20,6 +20,7 @@ class PipelineStrategy(DDPStrategy):
     is_distributed = True
 
     def setup(self, trainer: pl.Trainer) -> None:
+        leave_loaders_of_one_process(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             PipelineTrainingEpochLoop.install(trainer)
         super().setup(trainer)
@@ -27,3 +28,13 @@ class PipelineStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         if self.world_size > 1:
             super().configure_ddp()
+
+
+def leave_loaders_of_one_process(trainer: pl.Trainer) -> None:
+    """Let one process read its data in its loaders' order, as it does under Lightning's strategy for one device.
+
+    Lightning takes every strategy like these two for one of several processes, and gives it a sampler that shuffles
+    training data even where the user's loader does not.
+    """
+    if trainer.world_size == 1:
+        trainer._accelerator_connector.use_distributed_sampler = False

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -20,18 +20,23 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
 
-from lightning_pipe.engine import PipelinePlan, SetupError, SWPipeline, TaskSpan
+from lightning_pipe.engine import IterContext, PipelinePlan, SetupError, SWPipeline, TaskSpan
 from lightning_pipe.loops import PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
+from lightning_pipe.recsys.kernel_calls import check_tables_wait
+from lightning_pipe.recsys.kernels import evaluating
 from lightning_pipe.recsys.loss_check import check_finite_loss
 from lightning_pipe.recsys.optimizers import learning_rate_factor, take_tables_out
 from lightning_pipe.recsys.plans import recsys_plan
 from lightning_pipe.recsys.rewrite import ModelRewrite
-from lightning_pipe.recsys.sharding import ShardedModel, shard_model
+from lightning_pipe.recsys.sharding import ShardedModel
 from lightning_pipe.recsys.table_schedule import TableSchedule
 from lightning_pipe.recsys.tasks import RecsysActions, recsys_tasks
 from lightning_pipe.recsys.transfer import check_movable
+from lightning_pipe.strategies.pipeline import leave_loaders_of_one_process
+from lightning_pipe.strategies.shard_once import shard_once
 from lightning_pipe.strategies.sharded_checkpoint import load_sharded_checkpoint, save_sharded_checkpoint
+from lightning_pipe.strategies.table_gradients import CLIPS_BY_VALUE, TableGradients, loss_scaler, most_accumulated
 
 _log = pl.utilities.rank_zero.rank_zero_info
 
@@ -39,18 +44,29 @@ _log = pl.utilities.rank_zero.rank_zero_info
 class RecsysPipelineStrategy(DDPStrategy):
     """Shards a LightningModule's TorchRec tables and trains it under a recsys plan.
 
-    The module is an ordinary one: unsharded TorchRec modules, a ``training_step(batch, batch_idx)`` that calls them, and
-    ``configure_optimizers``. Tables are sharded by TorchRec's planner and trained by their own optimiser, fused into
-    backward; dense parameters are replicated, their gradients averaged over ranks.
+    The module is an ordinary one: unsharded TorchRec modules, a ``training_step(batch, batch_idx)`` that calls them,
+    and ``configure_optimizers``. Tables are sharded by TorchRec's planner and trained by their own optimiser, fused
+    into backward; dense parameters are replicated, their gradients averaged over ranks. Under
+    ``accumulate_grad_batches=N`` the tables step in every micro-batch, with the gradients of its loss over N. A rank
+    whose ``training_step`` returns None counts as having gradients of zero, and hooks see a loss of zero there.
+
+    Gradients are clipped by one norm, of dense parameters and tables together. Under ``16-mixed`` the tables are
+    unscaled, and skip a step together with the dense parameters. Both refuse modules with feature processors, and
+    accumulation; clipping also a batch size per feature, and clipping by value.
+
+    The module stays sharded after training, and may then go to another trainer; one whose strategy asks for another
+    sparse optimiser, plan of sharding, constraints or topology is refused.
 
     Args:
         plan: ``"serial"``, ``"base"``, ``"prefetch"``, the path of a plan in YAML, or a plan.
         sparse_optimizer: ``class_path`` and ``init_args`` of the tables' optimiser, for tables that name none in
             TorchRec's way (``apply_optimizer_in_backward``).
         sparse_lr_scheduler: ``class_path`` and ``init_args`` of a learning-rate scheduler for the tables, stepped after
-            every optimiser step. Without it the tables' rates follow the dense scheduler: base rate times its factor.
-        rewrite: how the inputs of sharded modules are found in a batch: ``"record"`` (the first batch trains alone, with
-            recorders on), ``"direct"`` (by keys), ``"fx"`` (by tracing ``training_step``), or ``"auto"`` (each in turn).
+            every optimiser step. Without it the tables' rates follow the dense optimiser's (its first group's): base
+            rate times its factor.
+        rewrite: how the inputs of sharded modules are found in a batch: ``"record"`` (the first batch trains alone,
+            with recorders on), ``"direct"`` (by keys), ``"fx"`` (by tracing ``training_step``), or ``"auto"`` (each in
+            turn).
         sharding_plan: a TorchRec ``ShardingPlan`` to use as it is, instead of the planner's.
         constraints: the planner's constraints, table name to ``sharding_types``, ``compute_kernels`` and the like.
         topology: the planner's topology: ``hbm_cap``, ``ddr_cap``, ``local_world_size`` and the like.
@@ -59,7 +75,6 @@ class RecsysPipelineStrategy(DDPStrategy):
         accelerator: as Lightning's ``DDPStrategy``, and so are the others.
         parallel_devices: see there.
         cluster_environment: see there.
-        checkpoint_io: see there.
         precision_plugin: see there.
         process_group_backend: see there.
         timeout: see there.
@@ -84,7 +99,6 @@ class RecsysPipelineStrategy(DDPStrategy):
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -94,7 +108,6 @@ class RecsysPipelineStrategy(DDPStrategy):
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -103,19 +116,22 @@ class RecsysPipelineStrategy(DDPStrategy):
         # A name that does not exist is said when the strategy is made, not when training begins.
         recsys_plan(plan, recsys_tasks())
         self._plan = plan
-        self._sparse_optimizer = sparse_optimizer
         self._sparse_lr_scheduler_config = sparse_lr_scheduler
         self._method: Literal["auto", "record", "direct", "fx"] = rewrite
-        self._sharding_plan = sharding_plan
-        self._constraints = constraints
-        self._topology = topology
         self._validate_ids = validate_ids
         self._detect_nan = detect_nan
+        self._asked = {
+            "sparse_optimizer": sparse_optimizer,
+            "sharding_plan": sharding_plan,
+            "constraints": constraints,
+            "topology": topology,
+        }
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._sharded: ShardedModel | None = None
         self._reducer: DenseGradientReducer | None = None
         self._program: TrainingProgram | None = None
         self._sparse_lr_scheduler: TableSchedule | None = None
+        self._table_gradients: TableGradients | None = None
 
     # ------------------------------------------------------------------ set-up
 
@@ -142,13 +158,20 @@ class RecsysPipelineStrategy(DDPStrategy):
         return self.pipeline.stop_trace()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        assert self.accelerator is not None and self.lightning_module is not None
+        module = self.lightning_module
+        assert self.accelerator is not None and module is not None
         self.accelerator.setup(trainer)
+        leave_loaders_of_one_process(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        self._refuse_half_precision()
         if fitting:
             self._refuse_what_cannot_work(trainer)
-        self.precision_plugin.convert_module(self.lightning_module)
-        self._shard()
+            if self._layer_sync is not None:
+                self._layer_sync.apply(module)
+        self.precision_plugin.convert_module(module)
+        self._sharded = shard_once(
+            module, self._asked, device=self.root_device, timeout=self._timeout, ranks_per_node=self.num_processes
+        )
         self.model_to_device()
         self._evaluate_without_inference_mode(trainer)
         if fitting:
@@ -165,28 +188,16 @@ class RecsysPipelineStrategy(DDPStrategy):
             names = take_tables_out(optimizer, self.sharded_model.table_parameters())
             if names:
                 _log(
-                    f"Took {len(names)} table parameter(s) out of {type(optimizer).__name__}'s groups, since the tables'"
-                    f" own optimiser trains them: {', '.join(names)}"
+                    f"Took {len(names)} table parameter(s) out of {type(optimizer).__name__}'s groups, since the"
+                    f" tables' own optimiser trains them: {', '.join(names)}"
                 )
+            for group in optimizer.param_groups:
+                # Where PyTorch's schedulers count from, but for those that step on a metric: the tables follow all.
+                group.setdefault("initial_lr", group["lr"])
         config = self._sparse_lr_scheduler_config
         if config is not None:
             rates = {name: table.learning_rate for name, table in self.sharded_model.tables.items()}
             self._sparse_lr_scheduler = TableSchedule(config, rates)
-
-    def _shard(self) -> None:
-        module = self.lightning_module
-        assert module is not None
-        if self._sharded is not None and self._sharded.module is module:
-            return
-        self._sharded = shard_model(
-            module,
-            device=self.root_device,
-            group=self._group("output"),
-            sparse_optimizer=self._sparse_optimizer,
-            sharding_plan=self._sharding_plan,
-            constraints=self._constraints,
-            topology=self._topology,
-        )
 
     def _group(self, name: str) -> dist.ProcessGroup:
         """A process group of all ranks, made at first use: every rank asks in the same order."""
@@ -194,34 +205,47 @@ class RecsysPipelineStrategy(DDPStrategy):
             self._groups[name] = dist.new_group(timeout=self._timeout)
         return self._groups[name]
 
+    def _leave_groups(self) -> None:
+        # The user may have left the world, and with it all groups.
+        if dist.is_initialized():
+            for group in self._groups.values():
+                dist.destroy_process_group(group)
+        self._groups.clear()
+
+    def _refuse_half_precision(self) -> None:
+        precision = self.precision_plugin.precision
+        if precision in ("bf16-true", "16-true"):
+            raise SetupError(
+                f"precision is {precision!r}, which would cast the dense parameters, but FBGEMM keeps tables and their"
+                " outputs in float32; use 'bf16-mixed' or '32-true'"
+            )
+
     def _refuse_what_cannot_work(self, trainer: pl.Trainer) -> None:
         module = self.lightning_module
         assert module is not None
         if not module.automatic_optimization:
             raise SetupError(
-                "the module optimises by hand (automatic_optimization is False), but a recsys plan runs the steps of one"
-                " iteration as separate tasks. Use automatic optimisation, or strategy='pipeline'"
+                "the module optimises by hand (automatic_optimization is False), but a recsys plan runs the steps of"
+                " one iteration as separate tasks. Use automatic optimisation, or strategy='pipeline'"
             )
         if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
             raise SetupError(
                 "training_step takes the dataloader_iter, but a recsys plan fetches batches itself. Write"
                 " training_step(self, batch, batch_idx), or use strategy='pipeline', which then runs Lightning's loop"
             )
-        if self.precision_plugin.precision == "16-mixed":
-            raise SetupError(
-                "precision is '16-mixed', whose loss scaling does not reach the fused table optimisers yet; use"
-                " 'bf16-mixed' or '32-true'"
-            )
         if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
+            raise SetupError(CLIPS_BY_VALUE)
+        accumulated = most_accumulated(trainer)
+        if self._clips(trainer) and accumulated > 1:
             raise SetupError(
-                "gradient_clip_algorithm is 'value', but the gradients of table rows exist only inside the fused"
-                " optimiser; clip by 'norm', which is one global norm over dense and sharded parameters"
+                f"gradients are clipped and accumulate_grad_batches is {accumulated}, but tables are updated in every"
+                " micro-batch's backward, before the norm of all is known. Use accumulate_grad_batches=1 or no clipping"
             )
-        if self._scaled_late(trainer) and trainer.accumulate_grad_batches > 1:
+        if loss_scaler(self.precision_plugin) is not None and accumulated > 1:
             raise SetupError(
-                f"gradients are clipped and accumulate_grad_batches is {trainer.accumulate_grad_batches}, but tables are"
-                " updated in every micro-batch's backward, before the norm of all is known. Use"
-                " accumulate_grad_batches=1 or no clipping"
+                f"precision is '16-mixed' and accumulate_grad_batches is {accumulated}, but tables are updated in every"
+                " micro-batch's backward, before it is known whether a later one overflows and the step is skipped. Use"
+                " accumulate_grad_batches=1, 'bf16-mixed' or '32-true'"
             )
 
     def _evaluate_without_inference_mode(self, trainer: pl.Trainer) -> None:
@@ -236,10 +260,13 @@ class RecsysPipelineStrategy(DDPStrategy):
         module = self.lightning_module
         assert module is not None
         sharded = self.sharded_model
+        datamodule = getattr(trainer, "datamodule", None)
         own_transfer = is_overridden("transfer_batch_to_device", module) or (
-            trainer.datamodule is not None and is_overridden("transfer_batch_to_device", trainer.datamodule)
+            datamodule is not None and is_overridden("transfer_batch_to_device", datamodule)
         )
         scaled_late = self._scaled_late(trainer)
+        if scaled_late:
+            check_tables_wait(sharded.sharded_modules)
 
         def move(batch: Any) -> Any:
             if not own_transfer:
@@ -253,7 +280,19 @@ class RecsysPipelineStrategy(DDPStrategy):
             input_group=self._group("input"),
             agree_group=dist.group.WORLD,
             validate_ids=self._validate_ids,
+            split_backward=self._clips(trainer),
         )
+        tables = self._table_gradients = (
+            TableGradients(self.precision_plugin, sharded, self.root_device, self._batch_in_training)
+            if scaled_late
+            else None
+        )
+
+        def close() -> None:
+            rewrite.restore()
+            if tables is not None:
+                tables.close()
+
         actions = RecsysActions(
             rewrite,
             transfer=move,
@@ -263,6 +302,7 @@ class RecsysPipelineStrategy(DDPStrategy):
             after_embedding_backward=sharded.step_data_parallel_tables,
             check_loss=(lambda loss: check_finite_loss(loss, self._group("dense"))) if self._detect_nan else None,
             lookup_context=self.precision_plugin.forward_context,
+            agree_overflow=loss_scaler(self.precision_plugin) is not None,
         )
         plan = recsys_plan(self._plan, recsys_tasks(actions, scaled_late=scaled_late))
         pipeline = SWPipeline(plan, self.root_device, dist.group.WORLD)
@@ -273,18 +313,26 @@ class RecsysPipelineStrategy(DDPStrategy):
             backward="FinalizeGrads",
             step="OptimStep",
             alone=lambda: rewrite.records and not rewrite.resolved,
-            on_close=rewrite.restore,
+            on_close=close,
         )
         return self._program
 
-    def _scaled_late(self, trainer: pl.Trainer) -> bool:
+    def _batch_in_training(self) -> IterContext | None:
+        return None if self._program is None else self._program.current
+
+    def _clips(self, trainer: pl.Trainer) -> bool:
         module = self.lightning_module
+        assert module is not None
         return bool(trainer.gradient_clip_val) or is_overridden("configure_gradient_clipping", module)
+
+    def _scaled_late(self, trainer: pl.Trainer) -> bool:
+        """Whether what becomes of the tables' gradients is known only in the optimiser step."""
+        return self._clips(trainer) or loss_scaler(self.precision_plugin) is not None
 
     def _update_table_learning_rates(self) -> None:
         if self._sparse_lr_scheduler is not None:
             self.sharded_model.set_learning_rates(self._sparse_lr_scheduler.learning_rates())
-        elif self.optimizers:
+        elif self.optimizers[0].param_groups:  # there are none where configure_optimizers returned nothing
             self.sharded_model.set_learning_rate_factor(learning_rate_factor(self.optimizers[0]))
 
     # ------------------------------------------------------------------ Lightning's calls during a batch
@@ -292,7 +340,14 @@ class RecsysPipelineStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._program is not None
         step = super().training_step
-        return self._program.run_forward(lambda: step(*args, **kwargs))
+        if self._table_gradients is not None:
+            self._table_gradients.begin()
+        output = self._program.run_forward(lambda: step(*args, **kwargs))
+        if output is None and self.world_size > 1:
+            # Lightning refuses this among several ranks, where DDP would wait for ever for the rank's gradients. Here
+            # the rank sends zeros; the loss is for Lightning, nothing runs backward from it.
+            return torch.zeros((), device=self.root_device, requires_grad=True)
+        return output
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
         assert self._program is not None and self.lightning_module is not None
@@ -306,31 +361,59 @@ class RecsysPipelineStrategy(DDPStrategy):
         return detached
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        program = self._program
+        program, tables = self._program, self._table_gradients
         assert program is not None
 
         def closure_and_open_step() -> Any:
             result = closure()
             program.begin_step()
+            if tables is not None:
+                tables.after_backward(optimizer)
             return result
 
-        output = super().optimizer_step(optimizer, closure_and_open_step, model, **kwargs)
+        with nullcontext() if tables is None else tables.stepping(optimizer):
+            output = super().optimizer_step(optimizer, closure_and_open_step, model, **kwargs)
         program.end_step()
         if self._sparse_lr_scheduler is not None:
             self._sparse_lr_scheduler.step()
         return output
 
     @contextmanager
-    def _accumulating(self) -> Iterator[None]:
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Gradients accumulate on this rank, without being averaged, in the body."""
         assert self._reducer is not None
         with self._reducer.no_sync():
             yield
 
-    def block_backward_sync(self) -> AbstractContextManager[None]:
-        """Gradients accumulate on this rank, without being averaged, in the body."""
-        return self._accumulating()
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluating():
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluating():
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluating():
+            return super().predict_step(*args, **kwargs)
+
+    def _evaluating(self) -> AbstractContextManager[None]:
+        # Lookups of the sharded modules' own forwards: those of training leave the counters to the rewrite.
+        return nullcontext() if torch.is_grad_enabled() else evaluating(self.sharded_model.sharded_modules.values())
 
     # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Removes checkpoints; they are written and read by all ranks together, and by none of Lightning's plugins."""
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        raise SetupError(
+            f"the trainer was given the plugin {type(io).__name__}, but sharded checkpoints are written by all ranks,"
+            " each its own shards; leave the plugin out"
+        )
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -349,13 +432,23 @@ class RecsysPipelineStrategy(DDPStrategy):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a folder that :meth:`save_checkpoint` wrote, on any number of ranks."""
-        checkpoint = load_sharded_checkpoint(checkpoint_path, self.sharded_model, with_optimizers=bool(self.optimizers))
-        if self._sparse_lr_scheduler is not None and "sparse_lr_scheduler" in checkpoint:
+        module = self.lightning_module
+        assert module is not None
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        checkpoint = load_sharded_checkpoint(
+            checkpoint_path,
+            self.sharded_model,
+            with_optimizers=fitting,
+            strict=module.strict_loading,
+            weights_only=weights_only,
+        )
+        if fitting and self._sparse_lr_scheduler is not None and "sparse_lr_scheduler" in checkpoint:
             self._sparse_lr_scheduler.load_state_dict(checkpoint["sparse_lr_scheduler"])
         return checkpoint
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.sharded_model.dmp.state_dict()
+        state: dict[str, Any] = self.sharded_model.dmp.state_dict()
+        return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Nothing is left to do: :meth:`load_checkpoint` has filled the module's own tensors."""
@@ -366,11 +459,19 @@ class RecsysPipelineStrategy(DDPStrategy):
         if self._program is not None:
             self._program.close()
             self._program = None
+        self._table_gradients = None
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None
-        self._sparse_lr_scheduler = None
-        super().teardown()
+        self._leave_groups()
+        module = self.lightning_module
+        if module is not None and self._layer_sync is not None:
+            self._layer_sync.revert(module)
+        # What Lightning's own does, but for the move to the CPU, where the tables' kernels could not follow.
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
 
 
 def _lightning_loss(output: Any) -> torch.Tensor | None:

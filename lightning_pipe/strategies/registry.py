@@ -60,6 +60,6 @@ class _Lazy:
     def __call__(self, **init_args: Any) -> Any:
         if not self._entry.plan:
             return PipelineStrategy(**init_args)
-        from lightning_pipe.strategies.recsys import RecsysPipelineStrategy
+        from lightning_pipe.strategies import RecsysPipelineStrategy
 
         return RecsysPipelineStrategy(**init_args)

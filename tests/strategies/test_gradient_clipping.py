@@ -1,0 +1,275 @@
+"""Clipping by the norm of all gradients: against Lightning's on the unsharded module, and plan against plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import Tensor, nn
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.recsys.plans import recsys_plan
+from lightning_pipe.recsys.table_optimizer import SparseOptimizer
+from lightning_pipe.recsys.tasks import recsys_tasks
+from tests.distributed import run_ranks
+from tests.strategies.cases import (
+    ADAGRAD,
+    PLANS,
+    ROW_WISE_ADAGRAD,
+    SGD,
+    Clicks,
+    Mixed,
+    Pooled,
+    Processed,
+    Sequenced,
+    adam,
+    difference,
+    fit,
+    loader,
+    recsys,
+    state_of,
+)
+
+# Below the norms of every step but a few.
+CLIP = 0.05
+
+
+class Joint(torch.optim.Optimizer):
+    """Two optimisers as one, which is all that automatic optimisation takes."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts = parts
+        super().__init__(
+            [parameter for part in parts for group in part.param_groups for parameter in group["params"]], {}
+        )
+
+    def step(self, closure: Any = None) -> Any:
+        result = None if closure is None else closure()
+        for part in self.parts:
+            part.step()
+        return result
+
+
+def joint(tables: dict[str, Any]) -> Callable[[Clicks], Joint]:
+    """Adam for the dense parameters, and for tables what their kernels do."""
+
+    def configure(module: Clicks) -> Joint:
+        chosen = SparseOptimizer.from_config(tables)
+        return Joint(adam(module), chosen.optimizer_class(module.table_parameters(), **chosen.arguments))
+
+    return configure
+
+
+class Norms(pl.Callback):
+    """Norms before clipping, of the unsharded module."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
+        gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+        self.norms.append(float(nn.utils.get_total_norm(gradients)))
+
+
+def unsharded(
+    network: Callable[[], nn.Module], optimizer: dict[str, Any], batch_size: int
+) -> tuple[dict[str, Tensor], list[float]]:
+    """What Lightning's own loop trains, and the norms on the way."""
+    norms = Norms()
+    module = Clicks(network, optimizers=joint(optimizer))
+    used = fit(module, "auto", loader(batch_size=batch_size), gradient_clip_val=CLIP, callbacks=[norms])
+    return {name: value for name, value in state_of(used).items() if " " not in name}, norms.norms
+
+
+def own(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Values without the states of optimisers, whose names differ."""
+    return {name: value for name, value in state.items() if " " not in name}
+
+
+# Without dropout and statistics of the batch, which differ between one process and several.
+TRAININGS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, str]]] = {
+    "SGD": (Pooled, SGD, {"people": "table_wise", "things": "table_wise"}),
+    "Adagrad": (Pooled, ADAGRAD, {"people": "column_wise", "things": "data_parallel"}),
+    "row-wise Adagrad": (Pooled, ROW_WISE_ADAGRAD, {"people": "row_wise", "things": "row_wise"}),
+    "sequences": (Sequenced, ROW_WISE_ADAGRAD, {"past": "row_wise", "people": "table_wise"}),
+}
+ALL_KINDS = {"people": "column_wise", "things": "row_wise", "tags": "data_parallel"}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_one_process_trains_as_lightning_trains_the_unsharded_module(name: str) -> None:
+    network, optimizer, kinds = TRAININGS[name]
+    wanted, norms = unsharded(network, optimizer, 4)
+    assert sum(norm > CLIP for norm in norms) > len(norms) / 2
+    used = fit(Clicks(network), recsys("prefetch", kinds, optimizer), gradient_clip_val=CLIP)
+    assert not difference(own(state_of(used)), wanted, within=1e-6)
+    unclipped = fit(Clicks(network), recsys("prefetch", kinds, optimizer))
+    assert difference(own(state_of(unclipped)), wanted, within=1e-3)
+
+
+def two_ranks(rank: int, world_size: int) -> dict[str, Any]:
+    """States after training, by training and plan, with the losses on the way."""
+    found: dict[str, Any] = {}
+    for name, (network, optimizer, kinds) in TRAININGS.items():
+        module = Clicks(network)
+        strategy = recsys("prefetch", kinds, optimizer)
+        found[name] = state_of(fit(module, strategy, loader(in_order=True), gradient_clip_val=CLIP))
+    for plan in PLANS:
+        module = Clicks(Mixed)
+        used = fit(module, recsys(plan, ALL_KINDS, ROW_WISE_ADAGRAD), gradient_clip_val=CLIP)
+        found[plan] = {**state_of(used), "losses": torch.tensor(module.losses)}
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained_by_two() -> list[dict[str, Any]]:
+    return run_ranks(two_ranks, 2)
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_two_ranks_train_as_lightning_trains_the_unsharded_module(name: str, trained_by_two: Any) -> None:
+    network, optimizer, _ = TRAININGS[name]
+    wanted, norms = unsharded(network, optimizer, 8)
+    assert sum(norm > CLIP for norm in norms) > len(norms) / 2
+    for rank in trained_by_two:
+        assert not difference(own(rank[name]), wanted, within=1e-6)
+
+
+@pytest.mark.parametrize("plan", PLANS[1:])
+def test_every_plan_clips_as_the_serial_one_does_to_the_bit(plan: str, trained_by_two: Any) -> None:
+    for rank in trained_by_two:
+        assert not difference(rank[plan], rank["serial"])
+    assert not torch.equal(trained_by_two[0][plan]["losses"], trained_by_two[1][plan]["losses"])
+
+
+# ---------------------------------------------------------------------- users' own clipping
+
+
+class OwnClipping(Clicks):
+    """Calls Lightning's clip_gradients with a norm of its own."""
+
+    algorithm = "norm"
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=CLIP, gradient_clip_algorithm=self.algorithm)
+
+
+class Tighter(OwnClipping):
+    """A second clipping sees what the first one left."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=2 * CLIP, gradient_clip_algorithm="norm")
+        self.clip_gradients(optimizer, gradient_clip_val=CLIP, gradient_clip_algorithm="norm")
+
+
+class Unclipped(Clicks):
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        """Nothing."""
+
+
+def trained(module: Clicks, **options: Any) -> dict[str, Tensor]:
+    return state_of(fit(module, recsys("prefetch", optimizer=ADAGRAD), **options))
+
+
+def test_a_module_that_clips_in_its_own_hook_clips_the_tables_too() -> None:
+    assert not difference(trained(OwnClipping(Pooled)), trained(Clicks(Pooled), gradient_clip_val=CLIP))
+
+
+def test_gradients_clipped_twice_are_clipped_as_once_by_the_lower_norm() -> None:
+    assert not difference(
+        trained(Tighter(Pooled)), trained(OwnClipping(Pooled)), within=1e-4
+    )  # 1e-6 is added to each norm
+
+
+def test_a_module_that_overrides_clipping_and_does_not_clip_trains_as_without() -> None:
+    assert not difference(trained(Unclipped(Pooled)), trained(Clicks(Pooled)))
+
+
+def test_a_norm_that_is_not_reached_changes_nothing() -> None:
+    assert not difference(trained(Clicks(Pooled), gradient_clip_val=1e3), trained(Clicks(Pooled)))
+
+
+class NoLoss(Clicks):
+    """Every second batch is not trained."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss if batch_idx % 2 else None
+
+
+def test_a_batch_without_a_loss_is_not_clipped_and_changes_no_table() -> None:
+    module = NoLoss(Pooled)
+    tables: list[Tensor] = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            tables.append(trainer.strategy.sharded_model.full_table("people"))  # type: ignore[attr-defined]
+
+    fit(module, recsys("prefetch"), gradient_clip_val=CLIP, callbacks=[Watch()], max_epochs=1)
+    assert [torch.equal(*pair) for pair in pairwise(tables)] == [False, True, False, True, False]
+
+
+# ---------------------------------------------------------------------- the plugin, and what is refused
+
+
+def test_the_precision_plugin_is_as_before_after_training_and_after_a_failure() -> None:
+    used = fit(Clicks(Pooled), recsys("prefetch"), gradient_clip_val=CLIP)
+    assert not {"clip_grad_by_norm", "clip_grad_by_value"} & set(vars(used.precision_plugin))
+
+    class Fails(Clicks):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 2:
+                raise RuntimeError("no more")
+            return super().training_step(batch, batch_idx)
+
+    strategy = recsys("prefetch")
+    with pytest.raises(RuntimeError, match="no more"):
+        fit(Fails(Pooled), strategy, gradient_clip_val=CLIP)
+    assert not {"clip_grad_by_norm", "clip_grad_by_value"} & set(vars(strategy.precision_plugin))
+
+
+def test_without_clipping_nothing_is_replaced_and_the_tables_backward_keeps_its_place() -> None:
+    class Watch(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            assert "clip_grad_by_norm" not in vars(trainer.precision_plugin)
+            assert list(trainer.strategy.pipeline.plan.tasks)[-1] == "OptimStep"  # type: ignore[attr-defined]
+
+    fit(Clicks(Pooled), recsys("prefetch"), callbacks=[Watch()], max_epochs=1)
+
+
+def test_clipping_by_value_is_refused() -> None:
+    with pytest.raises(SetupError, match="clip by 'norm'"):
+        fit(Clicks(Pooled), recsys(), gradient_clip_val=CLIP, gradient_clip_algorithm="value")
+
+
+def test_clipping_by_value_in_the_modules_own_hook_is_refused() -> None:
+    module = OwnClipping(Pooled)
+    module.algorithm = "value"
+    with pytest.raises(SetupError, match="clip by 'norm'"):
+        fit(module, recsys())
+
+
+def test_clipping_accumulated_gradients_is_refused() -> None:
+    with pytest.raises(SetupError, match="accumulate_grad_batches is 2"):
+        fit(Clicks(Pooled), recsys(), gradient_clip_val=CLIP, accumulate_grad_batches=2)
+    schedule = GradientAccumulationScheduler({1: 4})
+    with pytest.raises(SetupError, match="accumulate_grad_batches is 4"):
+        fit(Clicks(Pooled), recsys(), gradient_clip_val=CLIP, callbacks=[schedule])
+
+
+def test_clipping_with_feature_processors_is_refused_by_name() -> None:
+    with pytest.raises(SetupError, match=r"'network\.bags' is a ShardedFeatureProcessed"):
+        fit(Clicks(Processed), recsys(), gradient_clip_val=CLIP)
+
+
+def test_a_plan_in_yaml_is_put_right_for_clipping(tmp_path: Any) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(recsys_plan("prefetch", recsys_tasks()).to_yaml(), encoding="utf-8")
+    module, by_name = Clicks(Pooled), Clicks(Pooled)
+    state = state_of(fit(module, recsys(path), gradient_clip_val=CLIP))
+    assert not difference(state, state_of(fit(by_name, recsys("prefetch"), gradient_clip_val=CLIP)))

@@ -1,0 +1,360 @@
+"""What the strategy sets up, refuses, and leaves behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from lightning_pipe.engine import PlanError, SetupError, TaskSpan
+from lightning_pipe.recsys.plans import recsys_plan
+from lightning_pipe.recsys.tasks import recsys_tasks
+from lightning_pipe.strategies import RecsysPipelineStrategy
+from tests.strategies.cases import (
+    ADAGRAD,
+    PLANS,
+    SGD,
+    Clicks,
+    Mixed,
+    Pooled,
+    difference,
+    fit,
+    loader,
+    recsys,
+    state_of,
+    trainer,
+)
+
+PEOPLE, THINGS = (f"network.bags.embedding_bags.{name}.weight" for name in ("people", "things"))
+
+
+def strategy_of(used: pl.Trainer) -> RecsysPipelineStrategy:
+    assert isinstance(used.strategy, RecsysPipelineStrategy)
+    return used.strategy
+
+
+# ---------------------------------------------------------------------- plans
+
+
+def test_a_plan_may_be_a_name_an_object_or_a_file(tmp_path: Path) -> None:
+    plan = recsys_plan("prefetch", recsys_tasks())
+    file = tmp_path / "plan.yaml"
+    file.write_text(plan.to_yaml(), encoding="utf-8")
+    states = [state_of(fit(Clicks(), recsys(given))) for given in ("prefetch", plan, file, str(file))]
+    assert states[0]
+    assert [difference(state, states[0]) for state in states] == [[], [], [], []]
+
+
+def test_an_unknown_plan_is_refused_when_the_strategy_is_made() -> None:
+    with pytest.raises(PlanError, match=r"there is no plan 'prefech'.*serial, base, prefetch"):
+        recsys("prefech")
+
+
+def test_a_trace_shows_the_prefetch_on_a_thread_of_its_own() -> None:
+    class Tracing(Callback):
+        spans: list[TaskSpan]
+
+        def on_train_batch_start(self, used: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                strategy_of(used).start_trace()
+            elif batch_idx == 5:
+                self.spans = strategy_of(used).stop_trace()
+
+    tracing = Tracing()
+    fit(Clicks(), recsys("prefetch"), callbacks=[tracing], max_epochs=1)
+    groups = {span.task: span.thread for span in tracing.spans}
+    assert len(groups) == 11
+    assert {task for task, group in groups.items() if group != "main"} == {"EmbPrefetch"}
+
+
+def test_there_is_a_pipeline_only_while_training_runs() -> None:
+    used = trainer(recsys())
+    with pytest.raises(SetupError, match="not sharded yet"):
+        _ = strategy_of(used).sharded_model
+    used.fit(Clicks(), loader())
+    assert strategy_of(used).sharded_model.tables
+    with pytest.raises(SetupError, match="no pipeline"):
+        _ = strategy_of(used).pipeline
+
+
+# ---------------------------------------------------------------------- tables
+
+
+def test_tables_without_an_optimiser_are_named() -> None:
+    with pytest.raises(SetupError, match=f"no optimiser is said for tables {PEOPLE}, {THINGS}.*sparse_optimizer"):
+        fit(Clicks(), recsys(optimizer=None))
+
+
+def test_a_table_keeps_the_optimiser_it_names_in_torchrecs_way() -> None:
+    sharded = strategy_of(fit(Clicks(in_backward=SGD), recsys(optimizer=ADAGRAD))).sharded_model
+    assert {table.known_optimizer.name for table in sharded.tables.values()} == {"torch.optim.SGD"}
+    assert set(sharded.learning_rates().values()) == {0.5}
+
+
+def test_tables_that_the_dense_optimiser_lists_are_taken_out_with_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def everything(module: Clicks) -> Any:
+        return torch.optim.Adam(module.parameters(), lr=0.05)
+
+    with caplog.at_level("INFO"):
+        module = Clicks(optimizers=everything)
+        used = fit(module, recsys())
+    lines = [record.getMessage() for record in caplog.records if "table parameter" in record.getMessage()]
+    assert lines == [
+        "Took 2 table parameter(s) out of Adam's groups, since the tables' own optimiser trains them:"
+        f" {PEOPLE}, {THINGS}"
+    ]
+    separate = Clicks()
+    assert difference(state_of(used), state_of(fit(separate, recsys()))) == []
+    assert module.losses == separate.losses
+
+
+def test_tables_are_taken_out_that_were_listed_before_they_were_sharded() -> None:
+    """A user's optimiser may be made with the module."""
+
+    class Early(Clicks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
+
+        def configure_optimizers(self) -> Any:
+            return self.optimizer
+
+    assert difference(state_of(fit(Early(), recsys())), state_of(fit(Clicks(), recsys()))) == []
+
+
+def test_a_group_of_tables_only_is_refused() -> None:
+    def groups(module: Clicks) -> Any:
+        groups: list[dict[str, Any]] = [{"params": module.dense_parameters()}, {"params": module.table_parameters()}]
+        return torch.optim.SGD(groups, lr=0.1)
+
+    with pytest.raises(SetupError, match=f"parameter group 1 .*SGD holds embedding tables only.*{PEOPLE}"):
+        fit(Clicks(optimizers=groups), recsys())
+
+
+def test_a_model_may_have_nothing_but_tables() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bags = EmbeddingBagCollection(
+                tables=[EmbeddingBagConfig(name="people", embedding_dim=8, num_embeddings=24, feature_names=["user"])]
+            )
+
+        def forward(self, batch: Any) -> torch.Tensor:
+            return self.bags(batch.sparse)["user"].sum(1)
+
+    reference = Clicks(Bare, in_backward=ADAGRAD, optimizers=lambda module: None)
+    plain = state_of(fit(reference, "auto"))
+    for plan in PLANS:
+        module = Clicks(Bare, optimizers=lambda module: None)
+        state = state_of(fit(module, recsys(plan)))
+        assert module.losses == pytest.approx(reference.losses, abs=1e-6)
+        assert difference({name: state[name] for name in plain}, plain, within=1e-6) == []
+
+
+def test_values_set_before_training_survive_sharding() -> None:
+    module = Clicks()
+    with torch.no_grad():
+        for index, parameter in enumerate(module.table_parameters()):
+            parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) / 1000 + index)
+    expected = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    used = trainer(recsys(kinds={"people": "row_wise", "things": "data_parallel"}))
+    used.validate(module, loader(8), verbose=False)
+    sharded = strategy_of(used).sharded_model
+    assert torch.equal(sharded.full_table(PEOPLE), expected[PEOPLE])
+    assert torch.equal(sharded.full_table(THINGS), expected[THINGS])
+
+
+def test_a_table_kept_whole_on_every_rank_is_trained_like_the_others() -> None:
+    states = [
+        state_of(fit(Clicks(), recsys(kinds={"people": kind, "things": "table_wise"})))
+        for kind in ("table_wise", "data_parallel")
+    ]
+    assert set(states[0]) == set(states[1])
+    assert difference(states[0], states[1], within=1e-6) == []
+
+
+def test_a_module_on_the_meta_device_is_filled_and_trained() -> None:
+    def meta() -> nn.Module:
+        with torch.device("meta"):
+            return Pooled("meta")
+
+    states = []
+    for plan in PLANS:
+        torch.manual_seed(3)
+        module = Clicks(meta)
+        assert all(parameter.is_meta for parameter in module.parameters())
+        states.append((module.losses, state_of(fit(module, recsys(plan)))))
+    (losses, state), *others = states
+    assert all(torch.isfinite(value).all() for value in state.values())
+    assert len(set(losses)) == len(losses) == 12
+    for other_losses, other in others:
+        assert other_losses == losses
+        assert difference(other, state) == []
+
+
+# ---------------------------------------------------------------------- what cannot work
+
+
+class Manual(Clicks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Iterating(Clicks):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return None
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "message"),
+    [
+        (Manual, {}, "optimises by hand.*strategy='pipeline'"),
+        (Iterating, {}, "takes the dataloader_iter.*strategy='pipeline'"),
+        (Clicks, {"precision": "bf16-true"}, "precision is 'bf16-true'.*'bf16-mixed'"),
+        (Clicks, {"precision": "16-true"}, "precision is '16-true'.*'bf16-mixed'"),
+        (Clicks, {"plugins": [AsyncCheckpointIO()]}, "plugin AsyncCheckpointIO.*leave the plugin out"),
+    ],
+    ids=["manual optimisation", "dataloader_iter", "bf16-true", "16-true", "a plugin for checkpoints"],
+)
+def test_what_a_plan_cannot_do_is_refused(module: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SetupError, match=message):
+        fit(module(), recsys(), **options)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_an_optimiser_that_calls_its_closure_twice_is_refused(plan: str) -> None:
+    def lbfgs(module: Clicks) -> Any:
+        return torch.optim.LBFGS(module.dense_parameters())
+
+    with pytest.raises(SetupError, match=r"called its closure a second time.*LBFGS"):
+        fit(Clicks(optimizers=lbfgs), recsys(plan))
+
+
+# ---------------------------------------------------------------------- before and after
+
+
+def replaced_forwards(module: nn.Module) -> list[str]:
+    return [name for name, child in module.named_modules() if "forward" in child.__dict__]
+
+
+def groups() -> int:
+    """Process groups of this process."""
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def test_training_leaves_nothing_behind_but_the_sharded_module() -> None:
+    threads, environment = threading.enumerate(), dict(os.environ)
+    used, module = trainer(recsys()), Clicks()
+    used.fit(module, loader())
+    assert replaced_forwards(module) == []
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_pipe")] == []
+    assert len(threading.enumerate()) <= len(threads) + 1  # Lightning's observer of its child processes
+    assert "LOCAL_WORLD_SIZE" not in set(os.environ) - set(environment)
+    assert groups() == 2  # the world, and the one that the sharded module exchanges rows over
+
+
+def test_a_trainer_can_train_and_evaluate_again() -> None:
+    used, module = trainer(recsys("prefetch"), max_epochs=1), Clicks()
+    used.fit(module, loader())
+    (first,) = used.validate(module, loader(8), verbose=False)
+    used.fit_loop.max_epochs = 3
+    used.fit(module, loader())
+    assert len(module.losses) == 18
+    assert groups() == 2
+    (second,) = used.validate(module, loader(8), verbose=False)
+    assert second["val_loss"] < first["val_loss"]
+    (third,) = used.test(module, loader(8), verbose=False)
+    assert third["test_loss"] == pytest.approx(second["val_loss"])
+    assert replaced_forwards(module) == []
+
+
+def test_a_sharded_module_can_go_to_another_trainer() -> None:
+    module, other = Clicks(), Clicks()
+    for one in (module, other):
+        fit(one, recsys("prefetch"), max_epochs=1)
+    # Two trainers, of which the second takes the tables as the first left them: Adagrad's sums too.
+    used = fit(module, recsys("base", optimizer=None), max_epochs=1)
+    again = fit(other, recsys("serial"), max_epochs=1)
+    assert module.losses == other.losses
+    assert difference(state_of(used), state_of(again)) == []
+    (loss,) = trainer("recsys_serial_pipeline").validate(module, loader(8), verbose=False)
+    (expected,) = used.validate(module, loader(8), verbose=False)
+    assert loss == expected
+
+
+def test_another_trainer_cannot_ask_for_another_sharding() -> None:
+    module = Clicks()
+    fit(module, recsys(optimizer=ADAGRAD), max_epochs=1)
+    with pytest.raises(SetupError, match=r"sharded by an earlier strategy with sparse_optimizer=.*Adagrad.*SGD"):
+        fit(module, recsys(optimizer=SGD), max_epochs=1)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_user_error_ends_training_cleanly_and_training_can_begin_again(plan: str) -> None:
+    class Failing(Clicks):
+        fails = True
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.fails and batch_idx == 3:
+                raise KeyError("no such column")
+            return super().training_step(batch, batch_idx)
+
+    module = Failing()
+    used = trainer(recsys(plan))
+    with pytest.raises(KeyError, match="no such column") as caught:
+        used.fit(module, loader())
+    assert any("task 'DenseForward' of iteration 3" in note for note in caught.value.__notes__)
+    assert replaced_forwards(module) == []
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_pipe")] == []
+    assert groups() == 2
+    module.fails = False
+    fit(module, recsys(plan))
+    assert len(module.losses) == 3 + 12
+
+
+def test_one_process_reads_its_data_in_the_loaders_order() -> None:
+    """As under Lightning's strategy for one device, and unlike under its DDP, which shuffles."""
+
+    class Reading(Clicks):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            rows.append(batch.dense[:, 0].tolist())
+            return super().training_step(batch, batch_idx)
+
+    rows: list[Any] = []
+    fit(Reading(), recsys(), max_epochs=1)
+    assert rows == [batch.dense[:, 0].tolist() for batch in loader()]
+
+
+def test_batch_normalisation_over_ranks_is_asked_for_as_with_lightnings_ddp() -> None:
+    module = Clicks(Mixed)
+    # PyTorch has it for accelerators only, and says so when it is called.
+    with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on GPU"):
+        fit(module, recsys(), sync_batchnorm=True)
+    assert not any(isinstance(child, nn.SyncBatchNorm) for child in module.modules())
+
+
+def test_a_strategy_can_train_one_module_after_another() -> None:
+    used, first, second = trainer(recsys(), max_epochs=1), Clicks(), Clicks(Mixed)
+    used.fit(first, loader())
+    (expected,) = used.validate(first, loader(8), verbose=False)
+    with pytest.raises(SetupError, match="holds embedding tables only"):
+        used.fit(Clicks(optimizers=lambda module: torch.optim.SGD(module.table_parameters(), lr=0.1)), loader())
+    used.fit_loop.max_epochs = 2
+    used.fit(second, loader())
+    assert len(second.losses) == 6
+    # What the first one exchanges its rows over is still there.
+    assert used.validate(first, loader(8), verbose=False) == [expected]

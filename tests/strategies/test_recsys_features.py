@@ -1,0 +1,262 @@
+"""What Lightning's Trainer offers works under every plan as it does in Lightning's own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+from lightning_pipe.recsys.kernels import fused_kernels
+from lightning_pipe.strategies import RecsysPipelineStrategy
+from tests.strategies.cases import (
+    ADAGRAD,
+    PLANS,
+    ROW_WISE_ADAGRAD,
+    SGD,
+    Clicks,
+    Memory,
+    Sequenced,
+    adam,
+    difference,
+    fit,
+    loader,
+    predictions,
+    recsys,
+    state_of,
+    trainer,
+)
+
+
+class Stop(Callback):
+    """Stops in the middle of an epoch."""
+
+    def on_train_batch_end(self, used: pl.Trainer, *args: Any) -> None:
+        used.should_stop = used.global_step == 4
+
+
+class Skipping(Clicks):
+    """Skips the rest of an epoch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 2 else None
+
+
+class Sometimes(Clicks):
+    """Some batches have nothing to train."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx % 3 == 1 else loss
+
+
+class Mapped(Clicks):
+    """Returns more than the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "count": len(batch.label)}
+
+
+def by_step(module: Clicks) -> Any:
+    optimizer = adam(module)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 2, 0.5), "interval": "step"}}
+
+
+FEATURES: dict[str, tuple[Callable[..., Clicks], dict[str, Any]]] = {
+    "several epochs": (Clicks, {"max_epochs": 3}),
+    "accumulation": (Clicks, {"accumulate_grad_batches": 2}),
+    "accumulation that an epoch does not divide into": (Clicks, {"accumulate_grad_batches": 4}),
+    "max_steps": (Clicks, {"max_steps": 8, "max_epochs": -1}),
+    "max_steps with accumulation": (Clicks, {"max_steps": 4, "max_epochs": -1, "accumulate_grad_batches": 4}),
+    "limit_train_batches": (Clicks, {"limit_train_batches": 4}),
+    "fast_dev_run": (Clicks, {"fast_dev_run": True}),
+    "validation in mid-epoch": (Clicks, {"val_check_interval": 2}),
+    "validation by fraction": (Clicks, {"val_check_interval": 0.5, "accumulate_grad_batches": 2}),
+    "early stop in mid-epoch": (Clicks, {"callbacks": Stop, "min_epochs": 0}),
+    "the rest of an epoch skipped": (Skipping, {}),
+    "a step without a loss": (Sometimes, {}),
+    "a step without a loss under accumulation": (Sometimes, {"accumulate_grad_batches": 2}),
+    "a mapping from the step": (Mapped, {}),
+    "one batch over and over": (Clicks, {"overfit_batches": 1}),
+}
+
+
+def trained(make: Callable[..., Clicks], strategy: Any, options: dict[str, Any], **arguments: Any) -> Any:
+    """The module, its trainer, and what it left."""
+    module, logger = make(**arguments), Memory()
+    callbacks = [options["callbacks"]()] if "callbacks" in options else None
+    used = fit(module, strategy, val=loader(8), **{**options, "logger": logger, "callbacks": callbacks})
+    return module, used, logger
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_of_the_trainer_works_as_in_lightnings_own_loop(feature: str) -> None:
+    make, options = FEATURES[feature]
+    reference, plain, lines = trained(make, "auto", options, in_backward=ADAGRAD)
+    theirs = state_of(plain)
+    for plan in PLANS:
+        module, used, logger = trained(make, recsys(plan, optimizer=None), options, in_backward=ADAGRAD)
+        assert module.losses == pytest.approx(reference.losses, abs=1e-6), plan
+        ours = state_of(used)
+        assert difference({name: ours[name] for name in theirs}, theirs, within=1e-6) == [], plan
+        assert (used.global_step, used.current_epoch) == (plain.global_step, plain.current_epoch)
+        assert [step for step, _ in logger.lines] == [step for step, _ in lines.lines], plan
+        for (_, ours_logged), (_, theirs_logged) in zip(logger.lines, lines.lines, strict=True):
+            assert ours_logged == pytest.approx(theirs_logged, abs=1e-6), plan
+
+
+def test_bf16_trains_alike_under_every_plan_and_close_to_lightnings_loop() -> None:
+    reference, _, _ = trained(Clicks, "auto", {"precision": "bf16-mixed"}, in_backward=ADAGRAD)
+    states = []
+    for plan in PLANS:
+        module, used, _ = trained(Clicks, recsys(plan), {"precision": "bf16-mixed"})
+        assert module.losses == pytest.approx(reference.losses, abs=0.02)
+        states.append(state_of(used))
+    assert states[0]
+    assert [difference(state, states[0]) for state in states] == [[], [], []]
+
+
+# ---------------------------------------------------------------------- learning rates
+
+
+def one_optimizer(schedule: Callable[[Any], Any]) -> Callable[[Clicks], Any]:
+    """SGD for all parameters, as an unsharded module has it, and a schedule for it."""
+
+    def configure(module: Clicks) -> Any:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": schedule(optimizer)}
+
+    return configure
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "each step": lambda optimizer: {"scheduler": StepLR(optimizer, 2, 0.5), "interval": "step"},
+    "every second step": lambda optimizer: {"scheduler": StepLR(optimizer, 1, 0.5), "interval": "step", "frequency": 2},
+    "each epoch": lambda optimizer: {"scheduler": StepLR(optimizer, 1, 0.1), "interval": "epoch"},
+    "warm-up from zero": lambda optimizer: {
+        "scheduler": LambdaLR(optimizer, lambda step: min(1.0, step / 5)),
+        "interval": "step",
+    },
+    "on a metric": lambda optimizer: {
+        "scheduler": ReduceLROnPlateau(optimizer, patience=0, factor=0.1, threshold=10.0),
+        "monitor": "loss_epoch",
+    },
+}
+
+
+class Rates(Callback):
+    """The rate of every step: of the dense optimiser at its start, and of the tables as it ends."""
+
+    def __init__(self) -> None:
+        self.dense: list[float] = []
+        self.tables: list[set[float]] = []
+
+    def on_train_batch_start(self, used: pl.Trainer, *args: Any) -> None:
+        self.dense.append(used.optimizers[0].param_groups[0]["lr"])
+
+    def on_train_batch_end(self, used: pl.Trainer, *args: Any) -> None:
+        if isinstance(used.strategy, RecsysPipelineStrategy):
+            self.tables.append(set(used.strategy.sharded_model.learning_rates().values()))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_of_the_dense_optimiser_reaches_the_tables(schedule: str) -> None:
+    configure = one_optimizer(SCHEDULES[schedule])
+    reference, expected = Clicks(optimizers=configure), Rates()
+    plain = state_of(fit(reference, "auto", max_epochs=3, callbacks=[expected]))
+    assert len(set(expected.dense)) > 1
+    for plan in PLANS:
+        module, found = Clicks(optimizers=configure), Rates()
+        state = state_of(fit(module, recsys(plan, optimizer=SGD), max_epochs=3, callbacks=[found]))
+        assert found.dense == expected.dense
+        assert found.tables == [{rate} for rate in expected.dense], plan
+        assert module.losses == pytest.approx(reference.losses, abs=1e-6), plan
+        assert difference({name: state[name] for name in plain}, plain, within=1e-6) == [], plan
+
+
+def test_a_schedule_counts_optimiser_steps_and_not_micro_batches() -> None:
+    for plan in PLANS:
+        found = Rates()
+        fit(Clicks(optimizers=by_step), recsys(plan), accumulate_grad_batches=2, callbacks=[found])
+        assert found.dense == [0.05] * 4 + [0.025] * 4 + [0.0125] * 4
+        assert found.tables == [{0.1}] * 4 + [{0.05}] * 4 + [{0.025}] * 4
+
+
+def test_the_tables_can_have_a_schedule_of_their_own() -> None:
+    """The reference says the same with a group, and a schedule, for the tables."""
+
+    def configure(module: Clicks) -> Any:
+        groups = [{"params": module.dense_parameters(), "lr": 0.05}, {"params": module.table_parameters(), "lr": 0.5}]
+        optimizer = torch.optim.SGD(groups)
+        schedules = [lambda step: 1.0, lambda step: 0.5 ** (step // 4)]
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": LambdaLR(optimizer, schedules), "interval": "step"},
+        }
+
+    def dense_only(module: Clicks) -> Any:
+        return torch.optim.SGD(module.dense_parameters(), lr=0.05)
+
+    schedule = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 4, "gamma": 0.5}}
+    reference = Clicks(Sequenced, optimizers=configure)
+    plain = state_of(fit(reference, "auto"))
+    for plan in PLANS:
+        module, found = Clicks(Sequenced, optimizers=dense_only), Rates()
+        strategy = recsys(plan, optimizer=SGD, sparse_lr_scheduler=schedule)
+        state = state_of(fit(module, strategy, callbacks=[found]))
+        assert found.tables == [{0.5}] * 4 + [{0.25}] * 4 + [{0.125}] * 4
+        assert set(found.dense) == {0.05}
+        assert module.losses == pytest.approx(reference.losses, abs=1e-6), plan
+        assert difference({name: state[name] for name in plain}, plain, within=1e-6) == [], plan
+
+
+def test_one_schedule_serves_tables_of_several_base_rates() -> None:
+    class Two(Clicks):
+        def __init__(self) -> None:
+            super().__init__()
+            for parameter, rate in zip(self.table_parameters(), (0.1, 0.4), strict=True):
+                apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": rate})
+
+    schedule = {"class_path": "torch.optim.lr_scheduler.ExponentialLR", "init_args": {"gamma": 0.5}}
+    used = fit(Two(), recsys(optimizer=None, sparse_lr_scheduler=schedule), max_steps=3, max_epochs=-1)
+    strategy = used.strategy
+    assert isinstance(strategy, RecsysPipelineStrategy)
+    # The third step's, which the second's end has set.
+    assert list(strategy.sharded_model.learning_rates().values()) == pytest.approx([0.025, 0.1])
+
+
+# ---------------------------------------------------------------------- evaluation
+
+
+def test_validate_test_and_predict_compute_what_the_unsharded_module_does() -> None:
+    """Inference mode, Lightning's default, has no CPU kernel in FBGEMM; and evaluation must not count as training."""
+
+    def outcome(strategy: Any) -> tuple[Any, ...]:
+        module = Clicks(in_backward=ROW_WISE_ADAGRAD)
+        used = trainer(strategy, inference_mode=True)
+        validated = used.validate(module, loader(8), verbose=False)
+        tested = used.test(module, loader(8), verbose=False)
+        return used, validated, tested, predictions(used, module, loader(8))
+
+    _, *expected, expected_predictions = outcome("auto")
+    used, *found, found_predictions = outcome(recsys(optimizer=None))
+    assert [dict(lines[0]) for lines in found] == [pytest.approx(lines[0], abs=1e-6) for lines in expected]
+    assert torch.allclose(found_predictions, expected_predictions, atol=1e-6)
+    strategy = used.strategy
+    assert isinstance(strategy, RecsysPipelineStrategy)
+    kernels = [kernel for module in strategy.sharded_model.sharded_modules.values() for kernel in fused_kernels(module)]
+    assert kernels
+    assert [int(kernel.iter_cpu) for kernel in kernels] == [0] * len(kernels)
+
+
+def test_validation_between_batches_does_not_count_as_training() -> None:
+    used = fit(Clicks(), recsys(optimizer=ROW_WISE_ADAGRAD), val=loader(8), val_check_interval=2)
+    strategy = used.strategy
+    assert isinstance(strategy, RecsysPipelineStrategy)
+    kernels = [kernel for module in strategy.sharded_model.sharded_modules.values() for kernel in fused_kernels(module)]
+    assert [int(kernel.iter_cpu) for kernel in kernels] == [12] * len(kernels)

@@ -1,0 +1,300 @@
+"""Several ranks: what only one of them does or gets wrong, all of them know, and none waits for ever.
+
+One spawn of two ranks runs every case; each test looks at one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed import run_ranks
+from tests.strategies.cases import (
+    KEYS,
+    PLANS,
+    Batch,
+    Clicks,
+    Memory,
+    Mixed,
+    collate,
+    difference,
+    fit,
+    loader,
+    predictions,
+    recsys,
+    state_of,
+    trainer,
+)
+
+KINDS = {"people": "row_wise", "things": "table_wise"}
+BAD_RANK = 1
+BAD_BATCHES = (0, 3)  # the first one trains alone, with recorders on
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+def _without_jagged(batch: Batch) -> Batch:
+    return Batch(batch.dense, batch.dense, batch.tags, batch.label)
+
+
+def _other_keys(batch: Batch) -> Batch:
+    batch.sparse._keys = [f"other {key}" for key in KEYS]
+    return batch
+
+
+def _unmovable(batch: Batch) -> Batch:
+    return Batch(batch.dense, batch.sparse, batch.tags, threading.Lock())  # type: ignore[arg-type]
+
+
+def _out_of_range(batch: Batch) -> Batch:
+    batch.sparse.values().add_(1000)
+    return batch
+
+
+def _not_a_number(batch: Batch) -> Batch:
+    return Batch(batch.dense * float("nan"), batch.sparse, batch.tags, batch.label)
+
+
+# What is wrong with a batch, the strategy's arguments, and what the message says on every rank.
+BAD: dict[str, tuple[Callable[[Batch], Batch], dict[str, Any], str]] = {
+    "no keyed jagged tensor": (_without_jagged, {}, "KeyedJaggedTensor"),
+    "other keys": (_other_keys, {}, "other user"),
+    "a type that cannot be moved": (_unmovable, {}, "cannot be moved to a device"),
+    "an id out of range": (_out_of_range, {"validate_ids": True}, r"the id 10\d\d, but table 'people'"),
+    "a loss that is not a number": (_not_a_number, {"detect_nan": True}, r"not finite on rank\(s\) \[1\]"),
+}
+
+
+class Spoiling:
+    """Collates; on one rank, one batch comes out bad."""
+
+    def __init__(self, spoil: Callable[[Batch], Batch], at: int) -> None:
+        self._spoil = spoil
+        self._left = at
+
+    def __call__(self, rows: list[dict[str, Any]]) -> Batch:
+        batch = collate(rows)
+        self._left -= 1
+        return self._spoil(batch) if dist.get_rank() == BAD_RANK and self._left == -1 else batch
+
+
+class BadHook(Clicks):
+    """A user's transfer hook that fails on one rank."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.left = at
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.left -= 1
+        if dist.get_rank() == BAD_RANK and self.left == -1:
+            raise KeyError("no such column")
+        return batch
+
+
+def failure(module: Clicks, strategy: Any, **options: Any) -> dict[str, Any]:
+    """What training raised on this rank, and what it left behind."""
+    groups = len(dist.distributed_c10d._world.pg_map)
+    try:
+        fit(module, strategy, max_epochs=1, **options)
+    except Exception as error:
+        raised = {
+            "kinds": [kind.__name__ for kind in type(error).__mro__],
+            "message": str(error),
+            "notes": "".join(getattr(error, "__notes__", ())),
+        }
+    else:
+        raised = {"kinds": [], "message": "", "notes": ""}
+    return {
+        **raised,
+        "trained": len(module.losses),
+        "forwards": [name for name, child in module.named_modules() if "forward" in child.__dict__],
+        "threads": [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_pipe")],
+        "groups": len(dist.distributed_c10d._world.pg_map) - groups,
+    }
+
+
+# ---------------------------------------------------------------------- steps without a loss
+
+
+class Without(Clicks):
+    """Some batches have no loss, on one rank or on all."""
+
+    def __init__(self, everywhere: bool) -> None:
+        super().__init__()
+        self.everywhere = everywhere
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        without = batch_idx % 3 == 1 and (self.everywhere or dist.get_rank() == 1)
+        return None if without else loss
+
+
+class Synchronised(Clicks):
+    """Logs with a collective of its own in the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("mean_loss", loss, sync_dist=True)
+        return loss
+
+
+def lbfgs(module: Clicks) -> Any:
+    return torch.optim.LBFGS(module.dense_parameters())
+
+
+# ---------------------------------------------------------------------- what the ranks run
+
+
+@contextmanager
+def errors_written_to(file: Any) -> Any:
+    """In the body, what the process writes to its standard error goes to a file."""
+    before = os.dup(2)
+    os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+
+def first_words(rank: int) -> tuple[str, bool]:
+    """What the first training of a process says, where nobody told it how many ranks a node has."""
+    del os.environ["LOCAL_WORLD_SIZE"]
+    with tempfile.TemporaryFile("w+") as file:
+        with errors_written_to(file):
+            kinds = {"people": "table_row_wise", "things": "row_wise", "tags": "data_parallel"}
+            fit(Clicks(Mixed), recsys(kinds=kinds))
+        file.seek(0)
+        return file.read(), "LOCAL_WORLD_SIZE" in os.environ
+
+
+def run_cases(rank: int, world_size: int) -> dict[str, Any]:
+    results: dict[str, Any] = {"first words": first_words(rank)}
+    for plan in PLANS:
+        for at in BAD_BATCHES:
+            for name, (spoil, arguments, _) in BAD.items():
+                train = loader(48, collate_fn=Spoiling(spoil, at))
+                results[f"{name}, {at}, {plan}"] = failure(Clicks(), recsys(plan, KINDS, **arguments), train=train)
+            results[f"a transfer hook, {at}, {plan}"] = failure(BadHook(at), recsys(plan, KINDS), train=loader(48))
+        results[f"closure, {plan}"] = failure(Clicks(optimizers=lbfgs), recsys(plan, KINDS))
+    results["plans differ"] = failure(Clicks(), recsys("base" if rank == 0 else "prefetch", KINDS))
+    results["no optimiser"] = failure(Clicks(), recsys(optimizer=None))
+    for accumulate in (1, 2):
+        for everywhere in (True, False):
+            for plan in PLANS:
+                module = Without(everywhere)
+                used = fit(module, recsys(plan, KINDS), loader(48), accumulate_grad_batches=accumulate)
+                results[f"without {accumulate} {everywhere} {plan}"] = module.losses, state_of(used)
+    for plan in PLANS:
+        logging, logger = Synchronised(), Memory()
+        fit(logging, recsys(plan, KINDS), logger=logger)
+        logged = [line["mean_loss"] for _, line in logger.lines if "mean_loss" in line]
+        results[f"synchronised, {plan}"] = logging.losses, logged
+    results["evaluation"] = evaluations()
+    return results
+
+
+def evaluations() -> list[Any]:
+    module = Clicks()
+    used = trainer(recsys(kinds=KINDS), inference_mode=True)
+    validated = used.validate(module, loader(16), verbose=False)
+    tested = used.test(module, loader(16), verbose=False)
+    return [validated[0]["val_loss"], tested[0]["test_loss"], predictions(used, module, loader(16))]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(run_cases, 2, timeout=200)
+
+
+def named(results: list[dict[str, Any]], name: str) -> list[Any]:
+    """One case's result on each rank."""
+    return [of_rank[name] for of_rank in results]
+
+
+def test_the_first_training_says_nothing_of_torchrecs_workings(ranks: list[dict[str, Any]]) -> None:
+    for text, is_set in named(ranks, "first words"):
+        ours = [line for line in text.splitlines() if "lightning/pytorch" not in line]
+        assert [line for line in ours if re.search("(?i)warning|deprecat|torchrec|fbgemm|autograd|fx", line)] == []
+        assert not is_set, "LOCAL_WORLD_SIZE was left in the environment"
+    assert "`Trainer.fit` stopped" in ranks[0]["first words"][0]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("at", BAD_BATCHES, ids="batch_{}".format)
+@pytest.mark.parametrize("name", [*BAD, "a transfer hook"])
+def test_every_rank_raises_what_is_wrong_with_the_batch_of_one(
+    ranks: list[dict[str, Any]], name: str, at: int, plan: str
+) -> None:
+    message = BAD[name][2] if name in BAD else "no such column"
+    for outcome in named(ranks, f"{name}, {at}, {plan}"):
+        assert "InputError" in outcome["kinds"], outcome
+        assert re.search(message, outcome["message"]), outcome
+        assert f"of iteration {at}" in outcome["notes"]
+        assert outcome["trained"] <= at + 1
+        assert (outcome["forwards"], outcome["threads"]) == ([], [])
+        assert outcome["groups"] == 1  # of the sharded module
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_rank_refuses_an_optimiser_that_calls_its_closure_twice(ranks: list[dict[str, Any]], plan: str) -> None:
+    for outcome in named(ranks, f"closure, {plan}"):
+        assert "SetupError" in outcome["kinds"], outcome
+        assert "called its closure a second time" in outcome["message"]
+
+
+def test_every_rank_knows_that_plans_differ(ranks: list[dict[str, Any]]) -> None:
+    for outcome in named(ranks, "plans differ"):
+        assert "PlanError" in outcome["kinds"], outcome
+        assert "rank 0 has 'name' = 'base', but rank 1 has 'name' = 'prefetch'" in outcome["message"]
+
+
+def test_every_rank_names_the_tables_without_an_optimiser(ranks: list[dict[str, Any]]) -> None:
+    for outcome in named(ranks, "no optimiser"):
+        assert "SetupError" in outcome["kinds"], outcome
+        assert "network.bags.embedding_bags.people.weight" in outcome["message"]
+        assert outcome["groups"] == 0
+
+
+@pytest.mark.parametrize("everywhere", [True, False], ids=["every rank", "one rank"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_may_have_no_loss(ranks: list[dict[str, Any]], accumulate: int, everywhere: bool) -> None:
+    serial = named(ranks, f"without {accumulate} {everywhere} serial")
+    (_, state), (_, other) = serial
+    assert difference(state, other) == []
+    for plan in PLANS:
+        for (losses, found), (expected_losses, expected) in zip(
+            named(ranks, f"without {accumulate} {everywhere} {plan}"), serial, strict=True
+        ):
+            assert len(losses) == 12
+            assert losses == expected_losses, plan
+            assert difference(found, expected) == [], plan
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_step_may_log_with_a_collective_of_its_own(ranks: list[dict[str, Any]], plan: str) -> None:
+    (losses, logged), (other_losses, other_logged) = named(ranks, f"synchronised, {plan}")
+    assert logged == other_logged
+    assert logged == pytest.approx([(one + other) / 2 for one, other in zip(losses, other_losses, strict=True)])
+
+
+def test_evaluation_over_ranks_computes_what_one_process_does(ranks: list[dict[str, Any]]) -> None:
+    used = trainer("auto")
+    module = Clicks()
+    (validated,) = used.validate(module, loader(16), verbose=False)
+    expected = predictions(used, module, loader(16))
+    for rank, (val_loss, test_loss, predicted) in enumerate(named(ranks, "evaluation")):
+        assert val_loss == pytest.approx(validated["val_loss"], abs=1e-6)
+        assert test_loss == pytest.approx(validated["val_loss"], abs=1e-6)
+        assert torch.allclose(predicted, expected[rank::2], atol=1e-6)
