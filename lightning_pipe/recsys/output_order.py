@@ -7,6 +7,7 @@ columns, and other ones for another number of ranks.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from torch.utils._pytree import register_pytree_node
 from torchrec.distributed.embedding import EmbeddingCollectionContext, ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
-from torchrec.distributed.types import LazyAwaitable
-from torchrec.modules.embedding_modules import get_embedding_names_by_table
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
+from torchrec.distributed.types import Awaitable, LazyAwaitable, ParameterSharding
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, get_embedding_names_by_table
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from lightning_pipe.recsys.row_means import RowMeans, divide
 
 __all__ = ["OrderedEmbeddingBagCollection", "OrderedEmbeddingCollection", "OrderedKeyedTensor"]
 
@@ -86,17 +89,42 @@ register_pytree_node(
 
 
 class OrderedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
-    """Pooled embeddings with their columns in the unsharded order."""
+    """Pooled embeddings with their columns in the unsharded order, and the means of row-sharded tables right."""
+
+    def __init__(
+        self,
+        module: EmbeddingBagCollectionInterface,
+        table_name_to_parameter_sharding: dict[str, ParameterSharding],
+        *arguments: Any,
+        **named: Any,
+    ) -> None:
+        super().__init__(module, table_name_to_parameter_sharding, *arguments, **named)
+        self._row_means = RowMeans(
+            self._embedding_bag_configs, table_name_to_parameter_sharding, self._embedding_names, self._embedding_dims
+        )
+        self._has_mean_pooling_callback = False  # TorchRec's own division
+
+    def input_dist(
+        self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KJTList]]:
+        """TorchRec's; lengths of bags are known here."""
+        if self._row_means.needed:
+            ctx.divisor = self._row_means.divisor(features)
+        return super().input_dist(ctx, features)
 
     def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[torch.Tensor]) -> LazyAwaitable[KeyedTensor]:
         """TorchRec's, in order."""
-        return self._ordered(super().output_dist(ctx, output))
+        return self._finished(ctx, super().output_dist(ctx, output))
 
     def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
         """TorchRec's, in order."""
-        return self._ordered(super().compute_and_output_dist(ctx, input))
+        return self._finished(ctx, super().compute_and_output_dist(ctx, input))
 
-    def _ordered(self, awaitable: LazyAwaitable[KeyedTensor]) -> LazyAwaitable[KeyedTensor]:
+    def _finished(
+        self, ctx: EmbeddingBagCollectionContext, awaitable: LazyAwaitable[KeyedTensor]
+    ) -> LazyAwaitable[KeyedTensor]:
+        if ctx.divisor is not None:
+            awaitable.callbacks.append(partial(divide, divisor=ctx.divisor))
         awaitable.callbacks.append(self._reorder)
         return awaitable
 

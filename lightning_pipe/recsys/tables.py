@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 from torchrec.distributed.types import ShardedModule
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
@@ -161,4 +161,10 @@ def _tables_of(name: str, module: nn.Module) -> Iterator[tuple[Table, nn.Paramet
     for config in configs:
         parameter = parts[config.name].weight
         assert isinstance(parameter, nn.Parameter)
-        yield Table(_join(prefix, kind, config.name, "weight"), name, type(module), config), parameter
+        table = Table(_join(prefix, kind, config.name, "weight"), name, type(module), config)
+        if getattr(config, "pooling", None) == PoolingType.MEAN and holder.is_weighted():
+            raise SetupError(
+                f"table {table.name} is pooled by mean, and its features are weighted; neither PyTorch's kernel nor"
+                " FBGEMM's backward has a weighted mean: pool by sum, with weights divided by the length of the bag"
+            )
+        yield table, parameter

@@ -254,6 +254,15 @@ def test_validate_test_and_predict_compute_what_the_unsharded_module_does() -> N
     assert [int(kernel.iter_cpu) for kernel in kernels] == [0] * len(kernels)
 
 
+def test_a_hook_of_evaluation_can_look_rows_up_too() -> None:
+    class Looking(Clicks):
+        def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("again", self.loss_of(batch), batch_size=len(batch.label))
+
+    (found,) = trainer(recsys(), inference_mode=True).validate(Looking(), loader(8), verbose=False)
+    assert found["again"] == found["val_loss"]
+
+
 def test_validation_between_batches_does_not_count_as_training() -> None:
     used = fit(Clicks(), recsys(optimizer=ROW_WISE_ADAGRAD), val=loader(8), val_check_interval=2)
     strategy = used.strategy

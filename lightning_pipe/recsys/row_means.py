@@ -1,0 +1,81 @@
+"""Mean pooling of tables that are sharded by rows: the parts are summed, and the sum divided by the length of the bag.
+
+TorchRec's own division (``_create_mean_pooling_divisor``) goes by feature: beside a row-sharded table pooled by mean it
+divides the outputs of tables sharded otherwise too, and where tables pooled by sum and by mean share a feature it gets
+one of them wrong. Here it goes by output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torchrec.distributed.types import ParameterSharding, ShardingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+__all__ = ["RowMeans", "divide"]
+
+_BY_ROWS = {ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value}
+
+
+class RowMeans:
+    """Divides the outputs of one sharded module that need it.
+
+    Args:
+        configs: the module's tables.
+        sharding: how each table is sharded, by its name.
+        names: the module's outputs in the order of their columns.
+        widths: columns of each output.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[EmbeddingBagConfig],
+        sharding: Mapping[str, ParameterSharding],
+        names: Sequence[str],
+        widths: Sequence[int],
+    ) -> None:
+        features: dict[str, str] = {}
+        for config, outputs in zip(configs, get_embedding_names_by_table(list(configs)), strict=True):
+            if config.pooling == PoolingType.MEAN and sharding[config.name].sharding_type in _BY_ROWS:
+                features |= dict(zip(outputs, config.feature_names, strict=True))
+        self._features = [features.get(name) for name in names]
+        self._widths = list(widths)
+
+    @property
+    def needed(self) -> bool:
+        """Whether there is any such output."""
+        return any(self._features)
+
+    def divisor(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        """What to divide by: batch size x columns of all outputs.
+
+        Args:
+            features: this rank's, before they are distributed.
+        """
+        lengths = features.to_dict()
+        inverse = features.inverse_indices_or_none()
+        batch = inverse[1].shape[1] if inverse is not None else features.stride()
+        device = features.device()
+        counts = torch.ones(batch, len(self._features), device=device)
+        for column, name in enumerate(self._features):
+            if name is not None:
+                of_feature = lengths[name].lengths()
+                if inverse is not None:  # a batch size of its own: each sample says which of the bags is its
+                    of_feature = of_feature[inverse[1][inverse[0].index(name)]]
+                # An empty bag's sum is zero, and so is its mean.
+                counts[:, column] = of_feature.clamp(min=1)
+        widths = torch.tensor(self._widths, device=device)
+        return counts.repeat_interleave(widths, dim=1, output_size=sum(self._widths))
+
+
+def divide(sums: KeyedTensor, divisor: torch.Tensor) -> KeyedTensor:
+    """The outputs of a module, divided column by column."""
+    return KeyedTensor(
+        keys=sums.keys(),
+        length_per_key=sums.length_per_key(),
+        values=sums.values() / divisor,
+        key_dim=sums.key_dim(),
+    )
