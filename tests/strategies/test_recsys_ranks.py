@@ -140,6 +140,19 @@ class Without(Clicks):
         return None if without else loss
 
 
+class Accumulating(Clicks):
+    """Writes down a dense gradient after each backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradients: list[torch.Tensor] = []
+
+    def on_after_backward(self) -> None:
+        gradient = self.dense_parameters()[0].grad
+        assert gradient is not None
+        self.gradients.append(gradient.clone())
+
+
 class Synchronised(Clicks):
     """Logs with a collective of its own in the step."""
 
@@ -196,6 +209,10 @@ def run_cases(rank: int, world_size: int) -> dict[str, Any]:
                 module = Without(everywhere)
                 used = fit(module, recsys(plan, KINDS), loader(48), accumulate_grad_batches=accumulate)
                 results[f"without {accumulate} {everywhere} {plan}"] = module.losses, state_of(used)
+    for plan in PLANS:
+        accumulating = Accumulating()
+        fit(accumulating, recsys(plan, KINDS), loader(48), accumulate_grad_batches=3, max_epochs=1)
+        results[f"accumulating, {plan}"] = accumulating.gradients
     for plan in PLANS:
         logging, logger = Synchronised(), Memory()
         fit(logging, recsys(plan, KINDS), logger=logger)
@@ -280,6 +297,13 @@ def test_a_step_may_have_no_loss(ranks: list[dict[str, Any]], accumulate: int, e
             assert len(losses) == 12
             assert losses == expected_losses, plan
             assert difference(found, expected) == [], plan
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_gradients_are_averaged_over_ranks_once_for_all_micro_batches(ranks: list[dict[str, Any]], plan: str) -> None:
+    one, other = named(ranks, f"accumulating, {plan}")
+    averaged = [torch.equal(gradient, others) for gradient, others in zip(one, other, strict=True)]
+    assert averaged == [False, False, True, False, False, True]
 
 
 @pytest.mark.parametrize("plan", PLANS)
