@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from lightning_pipe.recsys.output_order import OrderedKeyedTensor
 
-__all__ = ["Cut", "cut_output", "cut_tensor"]
+__all__ = ["Cut", "cut_output", "cut_tensor", "without_gradient"]
 
 
 class Cut:
@@ -68,7 +68,9 @@ def cut_tensor(source: torch.Tensor, cuts: list[Cut], name: str = "") -> torch.T
     cut = Cut(name, source)
     cuts.append(cut)
     anchor = torch.empty(0, device=source.device, requires_grad=True)
-    result: torch.Tensor = _Boundary.apply(anchor, source.detach(), cut)
+    # One of several views of a tensor (TorchRec splits sequences by feature) would not bear a change in place.
+    detached = source.detach().clone() if source._is_view() else source.detach()
+    result: torch.Tensor = _Boundary.apply(anchor, detached, cut)
     return result
 
 
@@ -84,6 +86,11 @@ def cut_output(output: Any, cuts: list[Cut]) -> Any:
         The same structure over the cut tensors; lengths, offsets and weights are shared with ``output``.
     """
     return _map_tensors(output, lambda tensor, name: cut_tensor(tensor, cuts, name), "")
+
+
+def without_gradient(output: Any) -> Any:
+    """What :func:`cut_output` returned, for a call under ``no_grad``: the same values, which train nothing."""
+    return _map_tensors(output, lambda tensor, _: tensor.detach(), "")
 
 
 def _map_tensors(output: Any, change: Callable[[torch.Tensor, str], torch.Tensor], name: str) -> Any:

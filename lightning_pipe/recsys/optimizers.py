@@ -84,8 +84,10 @@ def take_tables_out(optimizer: torch.optim.Optimizer, tables: TableParameters) -
 def learning_rate_factor(optimizer: torch.optim.Optimizer) -> float:
     """How far a scheduler has moved an optimiser's rate from where it began: ``lr / initial_lr`` of its first group.
 
-    1.0 where no scheduler has ever been attached (there is no ``initial_lr`` then), or where it began at zero.
+    A one-cycle schedule begins far below the rate that it is given, and says that as ``max_lr``: its factor is
+    ``lr / max_lr``, at most 1. 1.0 where no scheduler has ever been attached (there is no ``initial_lr`` then), or
+    where it began at zero.
     """
     group = optimizer.param_groups[0]
-    initial = float(group.get("initial_lr", 0.0))
-    return float(group["lr"]) / initial if initial else 1.0
+    base = float(group.get("max_lr", group.get("initial_lr", 0.0)))
+    return float(group["lr"]) / base if base else 1.0

@@ -8,6 +8,7 @@ from pathlib import Path
 import yaml
 
 from lightning_pipe.engine import PipelinePlan, PipelineTask, PlanError, TaskSchedule
+from lightning_pipe.engine.plan import MAIN
 
 _STEP = ("DenseForward", "LossPostprocess", "DenseBackward", "EmbBackward", "FinalizeGrads", "OptimStep")
 
@@ -47,6 +48,11 @@ PLANS: dict[str, tuple[str, dict[str, TaskSchedule], tuple[str, ...]]] = {
 }
 
 
+# What may have a thread of its own: it waits, and submits nothing. The others submit to process groups, which two
+# threads may not use in turn, or run what users wrote, which draws random numbers and expects the main thread.
+_ON_WORKERS = frozenset({"EmbPrefetch"})
+
+
 def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) -> PipelinePlan:
     """The plan called *plan*, over *tasks*.
 
@@ -58,6 +64,18 @@ def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) 
     Raises:
         PlanError: neither a known name nor a file, or a plan that these tasks cannot run under.
     """
+    found = _find(plan, tasks)
+    for task, where in found.schedule.items():
+        if where.thread_group != MAIN and task not in _ON_WORKERS:
+            raise PlanError(
+                f"plan {found.name!r} gives task {task!r} to the thread group {where.thread_group!r}; it submits to"
+                f" process groups or runs users' code, which is the main thread's: give it thread_group {MAIN!r}. Of"
+                f" the recsys tasks {', '.join(sorted(_ON_WORKERS))} can have a thread of its own"
+            )
+    return found
+
+
+def _find(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) -> PipelinePlan:
     if isinstance(plan, PipelinePlan):
         return _from_yaml(plan.to_yaml(), tasks)
     if isinstance(plan, str) and plan in PLANS:

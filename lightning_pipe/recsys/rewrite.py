@@ -23,6 +23,7 @@ from torchrec.distributed.types import ShardedModule
 
 from lightning_pipe.engine.errors import InputError, SetupError
 from lightning_pipe.recsys.agreement import Agreement
+from lightning_pipe.recsys.boundary import without_gradient
 from lightning_pipe.recsys.call_arguments import Arguments, CallArguments, PostprocessResults, same_arguments
 from lightning_pipe.recsys.embeddings import Embeddings, Features, Inputs, Requests, Splits, record_stream
 from lightning_pipe.recsys.input_dist import answer_without_splits, fusing, send_splits
@@ -344,7 +345,7 @@ class ModelRewrite:
                 )
             output = embeddings.take(entry.name)
             record_stream(output, self._current_stream())
-            return output
+            return output if torch.is_grad_enabled() else without_gradient(output)
         if self._recorder is not None:
             self._recorder.called(entry.name, *call)
         if embeddings is None:

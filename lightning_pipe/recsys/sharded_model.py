@@ -15,6 +15,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from lightning_pipe.engine.errors import SetupError
 from lightning_pipe.recsys.agreement import Agreement
 from lightning_pipe.recsys.data_parallel_tables import DataParallelTables, unwrap_lookups
+from lightning_pipe.recsys.dense_values import broadcast_from_first_rank
 from lightning_pipe.recsys.gradient_norm import table_norm
 from lightning_pipe.recsys.kernel_calls import KernelGradients
 from lightning_pipe.recsys.optimizers import TableParameters
@@ -70,6 +71,16 @@ class ShardedModel:
             for name, parameter in self.module.named_parameters()
             if self._table_parameters.name_of(parameter) is None
         ]
+
+    def share_buffers(self) -> None:
+        """Gives every rank the first one's dense buffers, such as BatchNorm's running statistics; every rank calls it.
+
+        Each rank computes its own from its own samples. ``DistributedDataParallel`` takes the first rank's before every
+        forward; they are used in evaluation and checkpoints only, so before those is soon enough.
+        """
+        inside = tuple(f"{name}." if name else "" for name in self.sharded_modules)
+        buffers = (buffer for name, buffer in self.module.named_buffers() if not name.startswith(inside))
+        broadcast_from_first_rank(buffers, self._group)
 
     def table_parameters(self) -> TableParameters:
         """Which parameters are tables: those of the sharded module, and those that it held before it was sharded."""

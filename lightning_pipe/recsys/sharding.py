@@ -160,6 +160,13 @@ def _look(
             " parameters, or give sparse_optimizer, for example"
             " {'class_path': 'torchrec.optim.RowWiseAdagrad', 'init_args': {'lr': 0.01}}"
         )
+    frozen = [table.name for table, parameter in pairs if not parameter.requires_grad]
+    if frozen:
+        raise SetupError(
+            f"{'table' if len(frozen) == 1 else 'tables'} {', '.join(frozen)} must not be trained (requires_grad is"
+            " False), but the optimiser fused into a lookup trains all that it looks up; set requires_grad to True, or"
+            " take what the module returns with .detach(), which leaves its tables as they are"
+        )
     tables = [table.planned(optimizer, "") for (table, _), optimizer in zip(pairs, optimizers, strict=True)]
     unfillable(module, _table_modules(module, tables))
     planned_topology, batch_size = read_topology(topology, device, group.size())

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
 
-from lightning_pipe.engine import IterContext, PipelinePlan, SetupError, SWPipeline, TaskSpan
+from lightning_pipe.engine import IterContext, PipelinePlan, PlanError, SetupError, SWPipeline, TaskSpan
 from lightning_pipe.loops import PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.kernel_calls import check_tables_wait
@@ -305,6 +305,12 @@ class RecsysPipelineStrategy(DDPStrategy):
             agree_overflow=loss_scaler(self.precision_plugin) is not None,
         )
         plan = recsys_plan(self._plan, recsys_tasks(actions, scaled_late=scaled_late))
+        if plan.schedule["EmbForward"].stage:
+            raise PlanError(
+                f"plan {plan.name!r} runs EmbForward {plan.schedule['EmbForward'].stage} batch(es) ahead, but under a"
+                " Trainer a learning-rate schedule steps after the period of its batch, and the lookup takes the rate:"
+                " give EmbForward stage 0, or use TrainPipeline, which runs without a Trainer"
+            )
         pipeline = SWPipeline(plan, self.root_device, dist.group.WORLD)
         self._program = TrainingProgram(
             pipeline,
@@ -397,6 +403,15 @@ class RecsysPipelineStrategy(DDPStrategy):
         with self._evaluating():
             return super().predict_step(*args, **kwargs)
 
+    def on_validation_start(self) -> None:
+        self.sharded_model.share_buffers()
+
+    def on_test_start(self) -> None:
+        self.sharded_model.share_buffers()
+
+    def on_predict_start(self) -> None:
+        self.sharded_model.share_buffers()
+
     def _evaluating(self) -> AbstractContextManager[None]:
         # Lookups of the sharded modules' own forwards: those of training leave the counters to the rewrite.
         return nullcontext() if torch.is_grad_enabled() else evaluating(self.sharded_model.sharded_modules.values())
@@ -428,6 +443,7 @@ class RecsysPipelineStrategy(DDPStrategy):
             )
         if self._sparse_lr_scheduler is not None:
             checkpoint["sparse_lr_scheduler"] = self._sparse_lr_scheduler.state_dict()
+        self.sharded_model.share_buffers()  # the state dict holds the buffers themselves
         save_sharded_checkpoint(checkpoint, self.broadcast(filepath), self.sharded_model)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
