@@ -91,6 +91,19 @@ def test_the_learning_rate_factor_is_how_far_a_scheduler_has_come() -> None:
     assert learning_rate_factor(optimizer) == pytest.approx(0.5)
 
 
+def test_a_one_cycle_schedule_counts_from_its_greatest_rate() -> None:
+    optimizer = torch.optim.SGD([parameter()], lr=0.4)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.4, total_steps=10)
+    factors = []
+    for _ in range(9):
+        factors.append(learning_rate_factor(optimizer))
+        optimizer.step()
+        scheduler.step()
+    assert factors[0] == pytest.approx(1 / 25)
+    assert max(factors) <= 1.0 + 1e-9
+    assert max(factors) > 0.9
+
+
 def test_a_rate_that_began_at_zero_gives_the_factor_one() -> None:
     optimizer = torch.optim.SGD([{"params": [parameter()], "lr": 0.1, "initial_lr": 0.0}])
     assert learning_rate_factor(optimizer) == 1.0

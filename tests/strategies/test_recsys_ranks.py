@@ -219,7 +219,30 @@ def run_cases(rank: int, world_size: int) -> dict[str, Any]:
         logged = [line["mean_loss"] for _, line in logger.lines if "mean_loss" in line]
         results[f"synchronised, {plan}"] = logging.losses, logged
     results["evaluation"] = evaluations()
+    results["statistics"] = statistics(rank)
     return results
+
+
+def statistics(rank: int) -> list[torch.Tensor]:
+    """BatchNorm's running mean and variance: after training, after a save, and of a model that loads what was saved."""
+
+    def of(module: Clicks) -> torch.Tensor:
+        normalize = module.network.normalize
+        assert isinstance(normalize, torch.nn.BatchNorm1d)
+        assert normalize.running_mean is not None
+        assert normalize.running_var is not None
+        return torch.stack([normalize.running_mean, normalize.running_var]).clone()
+
+    trained, loaded = Clicks(Mixed), Clicks(Mixed)
+    with tempfile.TemporaryDirectory() as folder:  # the first rank's is used
+        used = fit(trained, recsys())
+        found = [of(trained)]
+        path = used.strategy.broadcast(f"{folder}/saved.ckpt")
+        used.save_checkpoint(path)
+        found.append(of(trained))
+        trainer(recsys()).validate(loaded, loader(16), ckpt_path=path, verbose=False)
+        dist.barrier()
+    return [*found, of(loaded)]
 
 
 def evaluations() -> list[Any]:
@@ -322,3 +345,10 @@ def test_evaluation_over_ranks_computes_what_one_process_does(ranks: list[dict[s
         assert val_loss == pytest.approx(validated["val_loss"], abs=1e-6)
         assert test_loss == pytest.approx(validated["val_loss"], abs=1e-6)
         assert torch.allclose(predicted, expected[rank::2], atol=1e-6)
+
+
+def test_every_rank_saves_and_evaluates_with_the_first_ones_running_statistics(ranks: list[dict[str, Any]]) -> None:
+    (own, saved, loaded), (others, *after) = named(ranks, "statistics")
+    assert not torch.equal(own, others)  # of their own samples
+    for found in (saved, loaded, *after):
+        assert torch.equal(found, own)

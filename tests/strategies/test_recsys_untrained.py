@@ -1,0 +1,63 @@
+"""What the user takes out of training stays untrained, or is refused; sequences may be changed in place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_pipe.engine import PlanError, SetupError
+from tests.strategies.cases import PLANS, SGD, Batch, Clicks, Mixed, Sequenced, difference, fit, recsys, state_of
+
+
+class WithoutGrad(Mixed):
+    """Looks some tables up under no_grad, and trains the rest."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            fixed = self.bags(batch.sparse).values()
+        parts = [batch.dense, fixed, self.weighted(batch.tags)["tag"]]
+        return self.over(self.drop(self.normalize(torch.cat(parts, dim=1))))[:, 0]
+
+
+class ChangedInPlace(Sequenced):
+    """Scales the rows it has looked up in place."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        past = self.history(batch.sparse)["past"]
+        past.values().mul_(0.5)
+        recent = torch.stack([row.sum(0) for row in past.to_dense()])
+        return self.over(torch.cat([batch.dense, recent, self.bags(batch.sparse)["user"]], dim=1))[:, 0]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("network", [WithoutGrad, ChangedInPlace])
+def test_training_is_that_of_lightnings_own_loop(network: Any, plan: str) -> None:
+    ours, theirs = Clicks(network), Clicks(network, in_backward=SGD)
+    before = {name: parameter.detach().clone() for name, parameter in ours.named_parameters()}
+    found, expected = state_of(fit(ours, recsys(plan, optimizer=SGD))), state_of(fit(theirs, "auto"))
+    torch.testing.assert_close(ours.losses, theirs.losses, rtol=0, atol=1e-6)
+    tables = {name: expected[name] for name in before if "embedding" in name}
+    assert difference({name: found[name] for name in tables}, tables, within=1e-6) == []
+    moved = {name.split(".")[1] for name, table in tables.items() if not torch.equal(table, before[name])}
+    assert moved == ({"weighted"} if network is WithoutGrad else {"history", "bags"})
+
+
+def test_frozen_tables_are_refused_by_name_with_the_way_to_leave_them_untrained() -> None:
+    module = Clicks(Mixed)
+    module.network.bags.requires_grad_(False)
+    with pytest.raises(SetupError, match=r"tables network\.bags\.\S+people\.weight, \S+ must not be trained.*detach"):
+        fit(module, recsys())
+
+
+def test_a_plan_that_looks_up_ahead_of_the_schedule_is_refused_under_a_trainer(tmp_path: Path) -> None:
+    ahead = ["H2DAndShuffle", "EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch", "EmbForward"]
+    behind = ["DenseForward", "LossPostprocess", "DenseBackward", "EmbBackward", "FinalizeGrads", "OptimStep"]
+    tasks = "".join(f"  {task}: {{stage: {int(task in ahead)}}}\n" for task in [*ahead, *behind])
+    path = tmp_path / "ahead.yaml"
+    path.write_text(f"name: ahead\ntasks:\n{tasks}")
+    with pytest.raises(PlanError, match=r"'ahead' runs EmbForward 1 batch.*stage 0, or use TrainPipeline"):
+        fit(Clicks(), recsys(str(path)))
