@@ -1,12 +1,14 @@
-"""What holds for every test: one thread a process, and no thread left behind."""
+"""What holds for every test: one thread a process, no thread left behind, and the process left as it was found."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from tests.distributed import threads_left
 
@@ -21,3 +23,14 @@ def _no_thread_is_left_behind() -> Iterator[None]:
     yield
     left = threads_left(before)
     assert not left, f"the test left threads behind: {', '.join(left)}"
+
+
+@pytest.fixture(autouse=True)
+def _the_environment_and_the_world_are_as_they_were() -> Iterator[None]:
+    # Lightning leaves PL_GLOBAL_SEED, LOCAL_RANK, MASTER_PORT and the like behind, and a process group: a later test
+    # would start its random streams from another seed, or its processes would ask for a port in use.
+    in_a_world = dist.is_initialized()
+    with mock.patch.dict(os.environ):
+        yield
+        if dist.is_initialized() and not in_a_world:
+            dist.destroy_process_group()

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -33,7 +32,7 @@ from lightning_pipe.recsys.sharding import ShardedModel
 from lightning_pipe.recsys.table_schedule import TableSchedule
 from lightning_pipe.recsys.tasks import RecsysActions, recsys_tasks
 from lightning_pipe.recsys.transfer import check_movable
-from lightning_pipe.strategies.pipeline import leave_loaders_of_one_process
+from lightning_pipe.strategies.base import DistributedStrategy
 from lightning_pipe.strategies.shard_once import shard_once
 from lightning_pipe.strategies.sharded_checkpoint import load_sharded_checkpoint, save_sharded_checkpoint
 from lightning_pipe.strategies.table_gradients import CLIPS_BY_VALUE, TableGradients, loss_scaler, most_accumulated
@@ -41,7 +40,7 @@ from lightning_pipe.strategies.table_gradients import CLIPS_BY_VALUE, TableGradi
 _log = pl.utilities.rank_zero.rank_zero_info
 
 
-class RecsysPipelineStrategy(DDPStrategy):
+class RecsysPipelineStrategy(DistributedStrategy):
     """Shards a LightningModule's TorchRec tables and trains it under a recsys plan.
 
     The module is an ordinary one: unsharded TorchRec modules, a ``training_step(batch, batch_idx)`` that calls them,
@@ -80,9 +79,6 @@ class RecsysPipelineStrategy(DDPStrategy):
         timeout: see there.
         start_method: see there.
     """
-
-    # Lightning shards data for strategies it knows, and for those that say so.
-    is_distributed = True
 
     def __init__(
         self,
@@ -161,7 +157,7 @@ class RecsysPipelineStrategy(DDPStrategy):
         module = self.lightning_module
         assert self.accelerator is not None and module is not None
         self.accelerator.setup(trainer)
-        leave_loaders_of_one_process(trainer)
+        self._leave_loaders_of_one_process(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._refuse_half_precision()
         if fitting:

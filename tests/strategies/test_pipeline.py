@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -16,7 +17,7 @@ from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.strategies import PipelineStrategy
 from tests.distributed import run_ranks
 from tests.loops.models import Net, Rows
-from tests.strategies.cases import difference, fit, state_of, trainer
+from tests.strategies.cases import SGD, Clicks, Mixed, difference, fit, recsys, state_of, trainer
 
 
 class Manual(Net):
@@ -210,3 +211,16 @@ def test_a_checkpoint_goes_from_and_to_lightnings_own_strategy(tmp_path: Path) -
 
 def test_arguments_of_lightnings_ddp_are_taken() -> None:
     assert PipelineStrategy(find_unused_parameters=True)._ddp_kwargs == {"find_unused_parameters": True}
+
+
+def test_a_seed_for_everything_leads_one_process_to_what_it_leads_to_without_a_strategy() -> None:
+    def losses(strategy: Any, **options: Any) -> list[float]:
+        pl.seed_everything(11)
+        torch.rand(5)  # as the making of a model draws
+        module = Clicks(Mixed, **options)
+        fit(module, strategy)
+        return module.losses
+
+    expected = losses("auto", in_backward=SGD)
+    assert losses("pipeline", in_backward=SGD) == expected
+    torch.testing.assert_close(losses(recsys(optimizer=SGD)), expected, rtol=0, atol=1e-6)
