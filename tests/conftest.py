@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
 from tests.distributed import threads_left
 
@@ -29,6 +28,8 @@ def _no_thread_is_left_behind() -> Iterator[None]:
 def _the_environment_and_the_world_are_as_they_were() -> Iterator[None]:
     # Lightning leaves PL_GLOBAL_SEED, LOCAL_RANK, MASTER_PORT and the like behind, and a process group: a later test
     # would start its random streams from another seed, or its processes would ask for a port in use.
+    import torch.distributed as dist  # not above: the number of threads is not set there yet
+
     in_a_world = dist.is_initialized()
     with mock.patch.dict(os.environ):
         yield

@@ -79,20 +79,26 @@ def load_plan(text: str, tasks: Iterable[PipelineTask]) -> PipelinePlan:
         raise PlanError(f"the plan leaves out {', '.join(missing)}; schedule every task, {{}} gives it the defaults")
     pairs = []
     for name, task in known.items():
-        options = schedules[name] or {}
+        options = {} if schedules[name] is None else schedules[name]
         if not isinstance(options, dict):
             raise PlanError(f"task {name!r} of the plan has {options!r}; write a mapping of {', '.join(_TASK_KEYS)}")
         _check_keys(f"task {name!r} of the plan", options, _TASK_KEYS)
         pairs.append((task, TaskSchedule(**options)))
     return PipelinePlan(
         pairs,
-        deps=content.get("deps") or (),
-        cross_iter_deps=content.get("cross_iter_deps") or (),
+        deps=_entries(content, "deps"),
+        cross_iter_deps=_entries(content, "cross_iter_deps"),
         pipeline_depth=content.get("pipeline_depth"),
-        stale=content.get("stale") or (),
-        name=str(content.get("name", "plan")),
-        order=content.get("order") or (),
+        stale=_entries(content, "stale"),
+        name="plan" if content.get("name") is None else str(content["name"]),
+        order=_entries(content, "order"),
     )
+
+
+def _entries(content: dict[str, Any], key: str) -> Any:
+    """What *key* has, for the plan to check; a key without a value has nothing."""
+    found = content.get(key)
+    return () if found is None else found
 
 
 def _check_keys(what: str, found: dict[Any, Any], known: tuple[str, ...]) -> None:

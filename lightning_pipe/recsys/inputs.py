@@ -114,7 +114,9 @@ class TableRows:
 
 
 def check_ids(name: str, features: KeyedJaggedTensor, tables: dict[str, TableRows]) -> None:
-    """Raises InputError if an id is negative or beyond its table. Reads every id once (a wait, on a device).
+    """Raises InputError if an id is negative or beyond its table, or if lengths do not add up to the number of ids.
+
+    Reads every id once (a wait, on a device).
 
     Args:
         name: the sharded module's, for the message.
@@ -123,6 +125,11 @@ def check_ids(name: str, features: KeyedJaggedTensor, tables: dict[str, TableRow
     """
     values = features.values()
     keys = features.keys()
+    if sum(features.length_per_key()) != values.numel():
+        raise InputError(
+            f"the features {keys} of sharded module {name!r} have {values.numel()} ids, but their lengths add up to"
+            f" {sum(features.length_per_key())}. Mend what makes the batch: lengths say how many ids each row has"
+        )
     largest = torch.iinfo(values.dtype).max
     rows = torch.tensor([tables[key].rows if key in tables else largest for key in keys], device=values.device)
     counts = torch.tensor(features.length_per_key(), device=values.device)

@@ -113,6 +113,8 @@ def check_plan(plan: ShardingPlan, tables: Sequence[Table]) -> dict[str, str]:
     Raises:
         SetupError: a table that is not planned, or planned as it cannot be trained.
     """
+    if not isinstance(plan, ShardingPlan):
+        raise SetupError(f"the sharding plan is a {type(plan).__name__}; needed is TorchRec's ShardingPlan")
     types: dict[str, str] = {}
     for table in tables:
         module_plan = plan.get_plan_for_module(table.module_name)

@@ -93,7 +93,14 @@ def _find(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) -> Pip
             f" {', '.join(PLANS)} nor a file; name one, or write one with 'lightning-pipe plan show prefetch --format"
             " yaml'"
         )
-    return _from_yaml(Path(plan).read_text(encoding="utf-8"), tasks)
+    try:
+        text = Path(plan).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise PlanError(
+            f"the plan {plan} is not text in UTF-8 ({error}); name a file written as by 'lightning-pipe plan show"
+            " prefetch --format yaml'"
+        ) from error
+    return _from_yaml(text, tasks)
 
 
 def _from_yaml(text: str, tasks: Sequence[PipelineTask]) -> PipelinePlan:

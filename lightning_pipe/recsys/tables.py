@@ -133,6 +133,14 @@ def _refuse_shared_tables(module: nn.Module, found: Iterable[tuple[Table, nn.Par
         other = names.setdefault(id(parameter), table.name)
         if other != table.name:
             raise SetupError(f"tables {other} and {table.name} are one parameter; give each table its own")
+    for name, child in module.named_modules():
+        held: dict[int, str] = {}
+        for own, part in child._modules.items():
+            if isinstance(part, TABLE_MODULES) and held.setdefault(id(part), own) != own:
+                raise SetupError(
+                    f"{_join(name, held[id(part)])} and {_join(name, own)} are one {type(part).__name__}, and sharding"
+                    " would replace the first only; hold it under one name, and call it by that"
+                )
     holders = {table.holder_name for table, _ in found}
     for name, child in module.named_modules():
         if any(name == holder or name.startswith(f"{holder}.") or not holder for holder in holders):

@@ -16,7 +16,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
 
 from lightning_pipe.engine import IterContext, PipelinePlan, PlanError, SetupError, SWPipeline, TaskSpan
@@ -33,9 +32,10 @@ from lightning_pipe.recsys.table_schedule import TableSchedule
 from lightning_pipe.recsys.tasks import RecsysActions, recsys_tasks
 from lightning_pipe.recsys.transfer import check_movable
 from lightning_pipe.strategies.base import DistributedStrategy
+from lightning_pipe.strategies.refusals import clips_gradients, refuse_half_precision, refuse_training
 from lightning_pipe.strategies.shard_once import shard_once
 from lightning_pipe.strategies.sharded_checkpoint import load_sharded_checkpoint, save_sharded_checkpoint
-from lightning_pipe.strategies.table_gradients import CLIPS_BY_VALUE, TableGradients, loss_scaler, most_accumulated
+from lightning_pipe.strategies.table_gradients import TableGradients, loss_scaler
 
 _log = pl.utilities.rank_zero.rank_zero_info
 
@@ -159,9 +159,9 @@ class RecsysPipelineStrategy(DistributedStrategy):
         self.accelerator.setup(trainer)
         self._leave_loaders_of_one_process(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        self._refuse_half_precision()
+        refuse_half_precision(self.precision_plugin)
         if fitting:
-            self._refuse_what_cannot_work(trainer)
+            refuse_training(trainer, module, self.precision_plugin)
             if self._layer_sync is not None:
                 self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
@@ -208,42 +208,6 @@ class RecsysPipelineStrategy(DistributedStrategy):
                 dist.destroy_process_group(group)
         self._groups.clear()
 
-    def _refuse_half_precision(self) -> None:
-        precision = self.precision_plugin.precision
-        if precision in ("bf16-true", "16-true"):
-            raise SetupError(
-                f"precision is {precision!r}, which would cast the dense parameters, but FBGEMM keeps tables and their"
-                " outputs in float32; use 'bf16-mixed' or '32-true'"
-            )
-
-    def _refuse_what_cannot_work(self, trainer: pl.Trainer) -> None:
-        module = self.lightning_module
-        assert module is not None
-        if not module.automatic_optimization:
-            raise SetupError(
-                "the module optimises by hand (automatic_optimization is False), but a recsys plan runs the steps of"
-                " one iteration as separate tasks. Use automatic optimisation, or strategy='pipeline'"
-            )
-        if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-            raise SetupError(
-                "training_step takes the dataloader_iter, but a recsys plan fetches batches itself. Write"
-                " training_step(self, batch, batch_idx), or use strategy='pipeline', which then runs Lightning's loop"
-            )
-        if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
-            raise SetupError(CLIPS_BY_VALUE)
-        accumulated = most_accumulated(trainer)
-        if self._clips(trainer) and accumulated > 1:
-            raise SetupError(
-                f"gradients are clipped and accumulate_grad_batches is {accumulated}, but tables are updated in every"
-                " micro-batch's backward, before the norm of all is known. Use accumulate_grad_batches=1 or no clipping"
-            )
-        if loss_scaler(self.precision_plugin) is not None and accumulated > 1:
-            raise SetupError(
-                f"precision is '16-mixed' and accumulate_grad_batches is {accumulated}, but tables are updated in every"
-                " micro-batch's backward, before it is known whether a later one overflows and the step is skipped. Use"
-                " accumulate_grad_batches=1, 'bf16-mixed' or '32-true'"
-            )
-
     def _evaluate_without_inference_mode(self, trainer: pl.Trainer) -> None:
         # FBGEMM's fused lookups have no CPU kernel for inference tensors; no_grad computes the same.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -276,7 +240,7 @@ class RecsysPipelineStrategy(DistributedStrategy):
             input_group=self._group("input"),
             agree_group=dist.group.WORLD,
             validate_ids=self._validate_ids,
-            split_backward=self._clips(trainer),
+            split_backward=clips_gradients(trainer),
         )
         tables = self._table_gradients = (
             TableGradients(self.precision_plugin, sharded, self.root_device, self._batch_in_training)
@@ -322,14 +286,9 @@ class RecsysPipelineStrategy(DistributedStrategy):
     def _batch_in_training(self) -> IterContext | None:
         return None if self._program is None else self._program.current
 
-    def _clips(self, trainer: pl.Trainer) -> bool:
-        module = self.lightning_module
-        assert module is not None
-        return bool(trainer.gradient_clip_val) or is_overridden("configure_gradient_clipping", module)
-
     def _scaled_late(self, trainer: pl.Trainer) -> bool:
         """Whether what becomes of the tables' gradients is known only in the optimiser step."""
-        return self._clips(trainer) or loss_scaler(self.precision_plugin) is not None
+        return clips_gradients(trainer) or loss_scaler(self.precision_plugin) is not None
 
     def _update_table_learning_rates(self) -> None:
         if self._sparse_lr_scheduler is not None:
@@ -371,6 +330,8 @@ class RecsysPipelineStrategy(DistributedStrategy):
             program.begin_step()
             if tables is not None:
                 tables.after_backward(optimizer)
+                if tables.leave_scaler_alone(optimizer):
+                    return None  # which Lightning takes for a batch without a loss
             return result
 
         with nullcontext() if tables is None else tables.stepping(optimizer):

@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch.optim import Optimizer
 
@@ -33,15 +31,6 @@ CLIPS_BY_VALUE = (
 def loss_scaler(precision: Precision) -> torch.amp.GradScaler | None:
     """The plugin's loss scaler, if it has one."""
     return precision.scaler if isinstance(precision, MixedPrecision) else None
-
-
-def most_accumulated(trainer: pl.Trainer) -> int:
-    """The most batches that the trainer is going to accumulate gradients over."""
-    factors = [trainer.accumulate_grad_batches]
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, GradientAccumulationScheduler):
-            factors += callback.scheduling.values()
-    return max(factors)
 
 
 class TableGradients:
@@ -66,6 +55,7 @@ class TableGradients:
         self._device = device
         self._scaler = loss_scaler(precision)
         self._current = current
+        self._without_step = False
         self._clip_dense = precision.clip_grad_by_norm
         precision.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         precision.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
@@ -88,7 +78,7 @@ class TableGradients:
         if self._scaler is None:
             yield
             return
-        stepped = False
+        stepped = self._without_step = False
 
         def note_step(optimizer: Optimizer, *_: Any) -> None:
             nonlocal stepped
@@ -102,7 +92,7 @@ class TableGradients:
         finally:
             hook.remove()
         ctx = self._current()
-        if ctx is not None and not stepped:
+        if ctx is not None and not stepped and not self._without_step:
             ctx.tables_skipped = True
 
     def after_backward(self, optimizer: Optimizer) -> None:
@@ -118,6 +108,12 @@ class TableGradients:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.grad.fill_(torch.inf)
+
+    def leave_scaler_alone(self, optimizer: Optimizer) -> bool:
+        """Whether the loss scaler cannot step, for want of a single dense gradient on any rank: none had a loss."""
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        self._without_step = self._scaler is not None and all(one.grad is None for one in parameters)
+        return self._without_step
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """In place of the plugin's: the norm is that of all gradients, tables included."""

@@ -111,6 +111,12 @@ def test_an_id_beyond_its_table_is_named_with_feature_table_and_rows() -> None:
         check_ids("m", kjt(["a", "b"], [[2], [3]], dtype=torch.int32), tables)
 
 
+def test_lengths_that_do_not_add_up_to_the_number_of_ids_are_said() -> None:
+    features = KeyedJaggedTensor(["a"], torch.tensor([0, 1, 0]), lengths=torch.tensor([1, 1]))
+    with pytest.raises(InputError, match=r"\['a'\] of sharded module 'm' have 3 ids, but their lengths add up to 2"):
+        check_ids("m", features, {"a": TableRows("ta", 2)})
+
+
 def test_weights_put_on_a_copy_leave_the_batch_without() -> None:
     batch = kjt(["a"], [[1, 2]])
     batch["a"]  # jagged tensors are cached on the batch's object

@@ -219,6 +219,13 @@ def test_what_is_no_plan_is_refused_with_the_names_that_are(plan: Any) -> None:
         recsys_plan(plan, recsys_tasks())
 
 
+def test_a_file_that_is_not_text_is_no_plan(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_bytes(b"name: \xff")
+    with pytest.raises(PlanError, match=r"plan\.yaml is not text in UTF-8"):
+        recsys_plan(path, recsys_tasks())
+
+
 def edited(old: str, new: str) -> str:
     text = recsys_plan("prefetch", recsys_tasks()).to_yaml()
     assert old in text

@@ -332,6 +332,13 @@ def test_tables_without_an_optimiser_are_named() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_a_sharding_plan_of_another_kind_is_refused() -> None:
+    assert "the sharding plan is a int; needed is TorchRec's ShardingPlan" in error_of(
+        model=make_model(), sharding_plan=3
+    )
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_a_module_sharded_already_is_refused() -> None:
     model = make_model()
     shard(model)

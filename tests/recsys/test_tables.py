@@ -107,7 +107,14 @@ def test_two_tables_that_are_one_parameter_are_refused() -> None:
 
 def test_one_module_at_two_places_is_found_once() -> None:
     pooled = bags()
-    assert len(find_tables(nn.ModuleList([pooled, pooled]))) == 2
+    assert len(find_tables(nn.ModuleList([nn.ModuleList([pooled]), nn.ModuleList([pooled])]))) == 2
+
+
+def test_one_module_under_two_names_of_its_parent_is_refused() -> None:
+    model = Model()
+    model.other = model.pooled
+    with pytest.raises(SetupError, match=r"pooled and other are one EmbeddingBagCollection.*hold it under one name"):
+        find_tables(model)
 
 
 def test_a_table_without_features_of_its_own_is_found() -> None:

@@ -90,7 +90,7 @@ def every_plan(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module", params=[1, 2, 4], ids="world_{}".format)
 def trained(request: pytest.FixtureRequest) -> list[dict[str, dict[str, Any]]]:
     """What every rank saw."""
-    return [every_plan(0, 1)] if request.param == 1 else run_ranks(every_plan, request.param, timeout=200)
+    return run_ranks(every_plan, request.param, timeout=200)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,0 +1,71 @@
+"""What a Trainer may ask for and sharded tables cannot do: refused by name when training is set up."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.strategies.table_gradients import CLIPS_BY_VALUE, loss_scaler
+
+
+def refuse_half_precision(plugin: Precision) -> None:
+    """Refuse a precision that casts parameters.
+
+    Raises:
+        SetupError: it is "bf16-true" or "16-true".
+    """
+    if plugin.precision in ("bf16-true", "16-true"):
+        raise SetupError(
+            f"precision is {plugin.precision!r}, which would cast the dense parameters, but FBGEMM keeps tables and"
+            " their outputs in float32; use 'bf16-mixed' or '32-true'"
+        )
+
+
+def refuse_training(trainer: pl.Trainer, module: pl.LightningModule, plugin: Precision) -> None:
+    """Refuse what cannot work while tables are trained.
+
+    Raises:
+        SetupError: names what was found, why it cannot work, and what to use.
+    """
+    if not module.automatic_optimization:
+        raise SetupError(
+            "the module optimises by hand (automatic_optimization is False), but a recsys plan runs the steps of"
+            " one iteration as separate tasks. Use automatic optimisation, or strategy='pipeline'"
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise SetupError(
+            "training_step takes the dataloader_iter, but a recsys plan fetches batches itself. Write"
+            " training_step(self, batch, batch_idx), or use strategy='pipeline', which then runs Lightning's loop"
+        )
+    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
+        raise SetupError(CLIPS_BY_VALUE)
+    accumulated = _most_accumulated(trainer)
+    if clips_gradients(trainer) and accumulated > 1:
+        raise SetupError(
+            f"gradients are clipped and accumulate_grad_batches is {accumulated}, but tables are updated in every"
+            " micro-batch's backward, before the norm of all is known. Use accumulate_grad_batches=1 or no clipping"
+        )
+    if loss_scaler(plugin) is not None and accumulated > 1:
+        raise SetupError(
+            f"precision is '16-mixed' and accumulate_grad_batches is {accumulated}, but tables are updated in every"
+            " micro-batch's backward, before it is known whether a later one overflows and the step is skipped. Use"
+            " accumulate_grad_batches=1, 'bf16-mixed' or '32-true'"
+        )
+
+
+def clips_gradients(trainer: pl.Trainer) -> bool:
+    """Whether the trainer, or a hook of the module's own, clips gradients."""
+    return bool(trainer.gradient_clip_val) or is_overridden("configure_gradient_clipping", trainer.lightning_module)
+
+
+def _most_accumulated(trainer: pl.Trainer) -> int:
+    """The most batches that the trainer is going to accumulate gradients over."""
+    factors = [trainer.accumulate_grad_batches]
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, GradientAccumulationScheduler):
+            factors += callback.scheduling.values()
+    return max(factors)
