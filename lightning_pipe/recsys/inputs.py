@@ -8,6 +8,7 @@ the first batch's form is kept and each later batch is compared with it.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,15 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.engine.errors import InputError
 
-__all__ = ["FeatureForm", "TableRows", "check_ids", "conform", "refuse_trained_weights", "without_side_effects"]
+__all__ = [
+    "FeatureForm",
+    "TableRows",
+    "check_first",
+    "check_ids",
+    "conform",
+    "refuse_trained_weights",
+    "without_side_effects",
+]
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,30 @@ class FeatureForm:
         weights = "with weights" if self.weighted else "without weights"
         sizes = "one batch size" if self.inverse_keys is None else "a batch size per feature"
         return f"keys {sorted(self.keys)}, {weights}, {sizes}, dtypes {', '.join(map(str, self.dtypes))}"
+
+
+def check_first(name: str, features: KeyedJaggedTensor, wanted: Sequence[str]) -> None:
+    """Checks a module's first batch against its tables.
+
+    Args:
+        name: the sharded module's, for the message.
+        features: what the batch holds for it.
+        wanted: the features that its tables look up.
+
+    Raises:
+        InputError: a feature is missing, or ids are not integers.
+    """
+    missing = sorted(set(wanted) - set(features.keys()))
+    if missing:
+        raise InputError(
+            f"sharded module {name!r} got the features {features.keys()}, and its tables look up {list(wanted)}:"
+            f" missing {missing}. Give the batch those keys, or name the features of the tables as the batch has them."
+        )
+    if features.values().dtype not in (torch.int32, torch.int64):
+        raise InputError(
+            f"sharded module {name!r} got ids of dtype {features.values().dtype}; needed is torch.int64 or torch.int32:"
+            " convert them where the batch is made."
+        )
 
 
 def conform(name: str, features: KeyedJaggedTensor, form: FeatureForm) -> KeyedJaggedTensor:

@@ -7,6 +7,7 @@ columns, and other ones for another number of ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,9 +17,11 @@ from torchrec.distributed.embedding import EmbeddingCollectionContext, ShardedEm
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
 from torchrec.distributed.types import Awaitable, LazyAwaitable, ParameterSharding
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from lightning_pipe.recsys.inputs import FeatureForm, check_first, conform
 from lightning_pipe.recsys.row_means import RowMeans, divide
 
 __all__ = ["OrderedEmbeddingBagCollection", "OrderedEmbeddingCollection", "OrderedKeyedTensor"]
@@ -108,6 +111,7 @@ class OrderedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
         """TorchRec's; lengths of bags are known here."""
+        features = _in_first_form(self, self._embedding_bag_configs, features)
         if self._row_means.needed:
             ctx.divisor = self._row_means.divisor(features)
         return super().input_dist(ctx, features)
@@ -136,6 +140,10 @@ class OrderedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 class OrderedEmbeddingCollection(ShardedEmbeddingCollection):
     """Sequence embeddings as a dictionary in the unsharded order."""
 
+    def input_dist(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
+        """TorchRec's, of features in the first batch's form."""
+        return super().input_dist(ctx, _in_first_form(self, self._embedding_configs, features))
+
     def output_dist(
         self, ctx: EmbeddingCollectionContext, output: list[torch.Tensor]
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
@@ -151,3 +159,16 @@ class OrderedEmbeddingCollection(ShardedEmbeddingCollection):
     def _ordered(self, awaitable: LazyAwaitable[dict[str, JaggedTensor]]) -> LazyAwaitable[dict[str, JaggedTensor]]:
         awaitable.callbacks.append(lambda found: {name: found[name] for name in _names(self._embedding_configs)})
         return awaitable
+
+
+def _in_first_form(
+    module: torch.nn.Module, configs: Sequence[BaseEmbeddingConfig], features: KeyedJaggedTensor
+) -> KeyedJaggedTensor:
+    """As the module's first batch, in evaluation or training, had them: TorchRec's input dist knows no other."""
+    name = getattr(module, "_module_fqn", None) or type(module).__name__
+    form = module.__dict__.get("_first_form")
+    if form is not None:
+        return conform(str(name), features, form)
+    check_first(str(name), features, [feature for config in configs for feature in config.feature_names])
+    module.__dict__["_first_form"] = FeatureForm.of(features)
+    return features

@@ -21,6 +21,7 @@ from lightning_pipe.recsys.input_dist import FusableAllToAll, fusing, kjt_all_to
 from lightning_pipe.recsys.inputs import (
     FeatureForm,
     TableRows,
+    check_first,
     check_ids,
     conform,
     refuse_trained_weights,
@@ -103,7 +104,9 @@ class Sharded:
         if not self.pipelinable:
             return arguments
         refuse_trained_weights(self.name, features)
-        if self.form is not None:
+        if self.form is None:
+            check_first(self.name, features, self.features)
+        else:
             features = conform(self.name, features, self.form)
         if self._checked_tables:
             check_ids(self.name, features, self._checked_tables)

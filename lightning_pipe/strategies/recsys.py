@@ -32,7 +32,7 @@ from lightning_pipe.recsys.table_schedule import TableSchedule
 from lightning_pipe.recsys.tasks import RecsysActions, recsys_tasks
 from lightning_pipe.recsys.transfer import check_movable
 from lightning_pipe.strategies.base import DistributedStrategy
-from lightning_pipe.strategies.refusals import clips_gradients, refuse_half_precision, refuse_training
+from lightning_pipe.strategies.refusals import clips_gradients, refuse_other_precision, refuse_training
 from lightning_pipe.strategies.shard_once import shard_once
 from lightning_pipe.strategies.sharded_checkpoint import load_sharded_checkpoint, save_sharded_checkpoint
 from lightning_pipe.strategies.table_gradients import TableGradients, loss_scaler
@@ -159,7 +159,7 @@ class RecsysPipelineStrategy(DistributedStrategy):
         self.accelerator.setup(trainer)
         self._leave_loaders_of_one_process(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        refuse_half_precision(self.precision_plugin)
+        refuse_other_precision(self.precision_plugin)
         if fitting:
             refuse_training(trainer, module, self.precision_plugin)
             if self._layer_sync is not None:

@@ -12,16 +12,16 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.strategies.table_gradients import CLIPS_BY_VALUE, loss_scaler
 
 
-def refuse_half_precision(plugin: Precision) -> None:
+def refuse_other_precision(plugin: Precision) -> None:
     """Refuse a precision that casts parameters.
 
     Raises:
-        SetupError: it is "bf16-true" or "16-true".
+        SetupError: it is none of "32-true", "bf16-mixed" and "16-mixed".
     """
-    if plugin.precision in ("bf16-true", "16-true"):
+    if plugin.precision not in ("32-true", "bf16-mixed", "16-mixed"):
         raise SetupError(
             f"precision is {plugin.precision!r}, which would cast the dense parameters, but FBGEMM keeps tables and"
-            " their outputs in float32; use 'bf16-mixed' or '32-true'"
+            " their outputs in float32; use '32-true', 'bf16-mixed' or '16-mixed'"
         )
 
 
@@ -54,6 +54,21 @@ def refuse_training(trainer: pl.Trainer, module: pl.LightningModule, plugin: Pre
             f"precision is '16-mixed' and accumulate_grad_batches is {accumulated}, but tables are updated in every"
             " micro-batch's backward, before it is known whether a later one overflows and the step is skipped. Use"
             " accumulate_grad_batches=1, 'bf16-mixed' or '32-true'"
+        )
+
+
+def refuse_optimizers_in_backward(module: pl.LightningModule) -> None:
+    """Refuse parameters that an optimiser trains inside backward, where several ranks average gradients after it.
+
+    Raises:
+        SetupError: names them.
+    """
+    names = [name for name, one in module.named_parameters() if getattr(one, "_in_backward_optimizers", None)]
+    if names:
+        raise SetupError(
+            f"the optimisers of {', '.join(names)} run inside backward (apply_optimizer_in_backward), before gradients"
+            " are averaged over ranks, and DistributedDataParallel does not run them on a CPU. Shard such tables with"
+            " strategy='recsys_prefetch_pipeline', or train them by an optimiser of configure_optimizers"
         )
 
 

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 
+from lightning_pipe.engine import SetupError
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.strategies import PipelineStrategy
 from tests.distributed import run_ranks
@@ -92,6 +93,18 @@ def both(rank: int, world_size: int) -> dict[str, Any]:
         feature: [outcome(make, strategy, **options) for strategy in ("pipeline", "ddp")]
         for feature, (make, options) in FEATURES.items()
     }
+
+
+def with_an_optimizer_in_backward(rank: int, world_size: int) -> str:
+    with pytest.raises(SetupError) as caught:
+        fit(Clicks(in_backward=SGD), "pipeline")
+    return str(caught.value)
+
+
+def test_two_processes_refuse_an_optimiser_inside_backward() -> None:
+    for message in run_ranks(with_an_optimizer_in_backward, 2):
+        assert "people.weight" in message
+        assert "strategy='recsys_prefetch_pipeline'" in message
 
 
 def test_two_processes_train_to_the_same_bits_as_lightnings_ddp() -> None:

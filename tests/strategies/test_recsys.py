@@ -225,10 +225,11 @@ class Iterating(Clicks):
         (Manual, {}, "optimises by hand.*strategy='pipeline'"),
         (Iterating, {}, "takes the dataloader_iter.*strategy='pipeline'"),
         (Clicks, {"precision": "bf16-true"}, "precision is 'bf16-true'.*'bf16-mixed'"),
+        (Clicks, {"precision": "64-true"}, "precision is '64-true'.*'32-true'"),
         (Clicks, {"precision": "16-true"}, "precision is '16-true'.*'bf16-mixed'"),
         (Clicks, {"plugins": [AsyncCheckpointIO()]}, "plugin AsyncCheckpointIO.*leave the plugin out"),
     ],
-    ids=["manual optimisation", "dataloader_iter", "bf16-true", "16-true", "a plugin for checkpoints"],
+    ids=["manual optimisation", "dataloader_iter", "bf16-true", "64-true", "16-true", "a plugin for checkpoints"],
 )
 def test_what_a_plan_cannot_do_is_refused(module: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(SetupError, match=message):

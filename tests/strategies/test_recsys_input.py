@@ -1,0 +1,75 @@
+"""Whatever the first batch of training or of evaluation is like: ids reach their tables, or an error says why not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_pipe.engine import InputError
+from tests.strategies.cases import KEYS, SGD, Batch, Clicks, fit, loader, recsys
+
+Change = Callable[[KeyedJaggedTensor], KeyedJaggedTensor]
+
+TRAINING, SANITY_CHECK, VALIDATION = ("train",), ("sanity_check",), ("validate",)
+EVERYWHERE = (*TRAINING, *SANITY_CHECK, *VALIDATION)
+
+
+class Changed(Clicks):
+    """Changes the features of the batches of some stages."""
+
+    def __init__(self, change: Change, stages: tuple[str, ...]) -> None:
+        super().__init__()
+        self.change = change
+        self.stages = stages
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
+        assert self.trainer.state.stage is not None
+        if self.trainer.state.stage.value not in self.stages:
+            return batch
+        return dataclasses.replace(batch, sparse=self.change(batch.sparse))
+
+
+def reversed_keys(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return features.permute([3, 2, 1, 0])
+
+
+def another_name(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    keys = ["usr" if key == "user" else key for key in KEYS]
+    return KeyedJaggedTensor(keys, features.values(), lengths=features.lengths())
+
+
+def not_integers(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(features.keys(), features.values().float(), lengths=features.lengths())
+
+
+@pytest.mark.parametrize("stages", [TRAINING, SANITY_CHECK, VALIDATION, EVERYWHERE], ids="+".join)
+def test_keys_may_come_in_another_order_in_training_and_in_validation(stages: tuple[str, ...]) -> None:
+    changed, same = Changed(reversed_keys, stages), Clicks()
+    found, expected = (fit(module, recsys(optimizer=SGD), val=loader()) for module in (changed, same))
+    assert changed.losses == same.losses
+    assert found.callback_metrics["val_loss"] == expected.callback_metrics["val_loss"]
+
+
+@pytest.mark.parametrize("stages", [TRAINING, SANITY_CHECK, EVERYWHERE], ids="+".join)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (another_name, r"'network\.bags' got the features .*'usr'\], and its tables look up .*missing \['user'\]"),
+        (not_integers, r"'network\.bags' got ids of dtype torch\.float32; needed is torch\.int64"),
+    ],
+    ids=["another name", "not integers"],
+)
+def test_a_first_batch_that_the_tables_cannot_use_is_refused(
+    change: Change, message: str, stages: tuple[str, ...]
+) -> None:
+    with pytest.raises(InputError, match=message):
+        fit(Changed(change, stages), recsys(optimizer=SGD), val=loader())
+
+
+def test_other_keys_in_validation_than_in_training_are_refused() -> None:
+    with pytest.raises(InputError, match=r"missing \['user'\], extra \['usr'\]"):
+        fit(Changed(another_name, VALIDATION), recsys(optimizer=SGD), val=loader())
