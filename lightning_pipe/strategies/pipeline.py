@@ -5,9 +5,9 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_pipe.engine import SetupError
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.strategies.base import DistributedStrategy
-from lightning_pipe.strategies.refusals import refuse_optimizers_in_backward
 
 
 class PipelineStrategy(DistributedStrategy):
@@ -27,5 +27,20 @@ class PipelineStrategy(DistributedStrategy):
     def configure_ddp(self) -> None:
         if self.world_size > 1:
             assert self.lightning_module is not None
-            refuse_optimizers_in_backward(self.lightning_module)
+            _refuse_optimizers_in_backward(self.lightning_module)
             super().configure_ddp()
+
+
+def _refuse_optimizers_in_backward(module: pl.LightningModule) -> None:
+    """Refuse parameters that an optimiser trains inside backward, where several ranks average gradients after it.
+
+    Raises:
+        SetupError: names them.
+    """
+    names = [name for name, one in module.named_parameters() if getattr(one, "_in_backward_optimizers", None)]
+    if names:
+        raise SetupError(
+            f"the optimisers of {', '.join(names)} run inside backward (apply_optimizer_in_backward), before gradients"
+            " are averaged over ranks, and DistributedDataParallel does not run them on a CPU. Shard such tables with"
+            " strategy='recsys_prefetch_pipeline', or train them by an optimiser of configure_optimizers"
+        )

@@ -57,21 +57,6 @@ def refuse_training(trainer: pl.Trainer, module: pl.LightningModule, plugin: Pre
         )
 
 
-def refuse_optimizers_in_backward(module: pl.LightningModule) -> None:
-    """Refuse parameters that an optimiser trains inside backward, where several ranks average gradients after it.
-
-    Raises:
-        SetupError: names them.
-    """
-    names = [name for name, one in module.named_parameters() if getattr(one, "_in_backward_optimizers", None)]
-    if names:
-        raise SetupError(
-            f"the optimisers of {', '.join(names)} run inside backward (apply_optimizer_in_backward), before gradients"
-            " are averaged over ranks, and DistributedDataParallel does not run them on a CPU. Shard such tables with"
-            " strategy='recsys_prefetch_pipeline', or train them by an optimiser of configure_optimizers"
-        )
-
-
 def clips_gradients(trainer: pl.Trainer) -> bool:
     """Whether the trainer, or a hook of the module's own, clips gradients."""
     return bool(trainer.gradient_clip_val) or is_overridden("configure_gradient_clipping", trainer.lightning_module)
