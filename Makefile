@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Newer than all it is made from: a second call has nothing to do.
 STAMP := .venv/.setup-complete
 
-.PHONY: setup train test lint format clean
+.PHONY: setup train train-llm test lint format clean
 
 setup: $(STAMP)
 
@@ -15,6 +15,9 @@ $(STAMP): scripts/setup.sh pyproject.toml $(wildcard requirements/*.txt)
 
 train: setup
 	$(BIN)/lightning-pipe fit --config examples/recsys_movielens/prefetch.yaml
+
+train-llm: setup
+	$(BIN)/lightning-pipe fit --config examples/llm_text/1f1b.yaml
 
 # One thread a process: the tests start several processes, and their results must not depend on the number of cores.
 test: export OMP_NUM_THREADS = 1

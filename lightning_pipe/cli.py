@@ -25,6 +25,7 @@ from torch.distributed import is_torchelastic_launched
 import lightning_pipe
 from lightning_pipe.engine import PipelineError, PipelinePlan, PlanError, SetupError
 from lightning_pipe.environment import import_torchrec
+from lightning_pipe.llm.tasks import llm_plan
 from lightning_pipe.loops.default_program import default_plan
 from lightning_pipe.strategies.registry import STRATEGIES
 
@@ -180,18 +181,22 @@ def _look(arguments: list[str]) -> None:
             print(f"{entry.name:<{width}}  {entry.description}")
 
 
+def _same(batch: object) -> object:
+    return batch
+
+
 def _plan(name: str) -> PipelinePlan:
     of_strategy = {entry.name: entry.plan for entry in STRATEGIES}
     wanted = of_strategy.get(name, name)
-    default = default_plan(lambda batch: batch)
-    if wanted in ("", default.name):
-        return default
+    plain = {plan.name: plan for plan in (default_plan(_same), llm_plan(_same, _same))}
+    if wanted in plain:
+        return plain[wanted]
     import_torchrec()  # here, since other commands do without it
     from lightning_pipe.recsys.plans import PLANS, recsys_plan
     from lightning_pipe.recsys.tasks import recsys_tasks
 
     if wanted not in PLANS and not os.path.isfile(wanted):
-        plans = [default.name, *PLANS]
+        plans = [*plain, *PLANS]
         close = difflib.get_close_matches(name, [*of_strategy, *plans], n=1)
         raise PlanError(
             f"there is no plan {name!r}: it is neither a strategy ({', '.join(of_strategy)}), nor a plan"

@@ -163,6 +163,26 @@ def import_torchrec(
         raise SetupError(_explain_failed_import(error, installed, gpu)) from error
 
 
+def require_torch(minimum: str, purpose: str, found: str | None = None) -> None:
+    """Check that PyTorch is new enough for something.
+
+    Args:
+        minimum: ``major.minor``.
+        purpose: what needs it, as a message begins.
+        found: the version; the installed one where None.
+
+    Raises:
+        SetupError: it is older.
+    """
+    found = importlib.metadata.version("torch") if found is None else found
+    minor = _minor(found)
+    if minor is not None and _numbers(minor) < _numbers(minimum):
+        raise SetupError(
+            f"{purpose} need torch {minimum} or newer, whose torch.distributed.pipelining they are built on; torch"
+            f" {found} is installed: pip install 'torch>={minimum}'"
+        )
+
+
 def _explain_failed_import(error: BaseException, installed: Installed, gpu: bool | None) -> str:
     causes = []
     cause: BaseException | None = error

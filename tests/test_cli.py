@@ -127,14 +127,15 @@ def test_strategies_lists_every_name_that_the_trainer_takes_one_a_line(capsys: p
     assert main(["strategies"]) == 0
     lines = capsys.readouterr().out.splitlines()
     names = [line.split()[0] for line in lines]
-    assert names == ["pipeline", "recsys_serial_pipeline", "recsys_base_pipeline", "recsys_prefetch_pipeline"]
+    assert names[:4] == ["pipeline", "recsys_serial_pipeline", "recsys_base_pipeline", "recsys_prefetch_pipeline"]
+    assert names == [entry.name for entry in STRATEGIES]
     for name, line in zip(names, lines, strict=True):
         assert StrategyRegistry[name]["description"] in line
 
 
 @pytest.mark.parametrize(
     ("name", "plan", "tasks"),
-    [(entry.name, entry.plan or "copy_ahead", 11 if entry.plan else 2) for entry in STRATEGIES]
+    [(entry.name, entry.plan, {"copy_ahead": 2, "llm": 5}.get(entry.plan, 11)) for entry in STRATEGIES]
     + [("serial", "serial", 11), ("copy_ahead", "copy_ahead", 2)],
 )
 def test_plan_show_takes_a_strategy_or_a_plan(

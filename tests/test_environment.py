@@ -11,7 +11,14 @@ from types import ModuleType
 import pytest
 
 from lightning_pipe.engine.errors import SetupError
-from lightning_pipe.environment import Installed, check_environment, find_problem, import_torchrec, warn_of_clash
+from lightning_pipe.environment import (
+    Installed,
+    check_environment,
+    find_problem,
+    import_torchrec,
+    require_torch,
+    warn_of_clash,
+)
 
 ON_CPU = Installed(torch="2.13.0+cpu", torchrec="1.8.0", fbgemm_gpu=None, fbgemm_gpu_cpu="1.8.0")
 ON_GPU = Installed(torch="2.13.0", torchrec="1.8.0", fbgemm_gpu="1.8.0", fbgemm_gpu_cpu=None)
@@ -179,6 +186,13 @@ def test_importing_the_package_warns_of_a_clash_and_is_silent_where_nothing_clas
         warnings.simplefilter("error")
         warn_of_clash(ON_CPU)
         warn_of_clash(replace(ON_CPU, torchrec=None, fbgemm_gpu_cpu=None))
+
+
+def test_an_older_torch_than_is_needed_is_named_with_what_needs_it() -> None:
+    require_torch("2.13", "stages", "2.13.0+cpu")
+    require_torch("2.13", "stages")
+    with pytest.raises(SetupError, match=r"stages need torch 2\.13 or newer.*torch 2\.11\.0 is installed: pip install"):
+        require_torch("2.13", "stages", "2.11.0")
 
 
 def test_the_environment_that_runs_the_tests_has_a_torchrec_that_loads() -> None:

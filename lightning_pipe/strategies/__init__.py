@@ -1,17 +1,20 @@
-"""Thin Lightning strategies: set-up, sharding, checkpoints, teardown; and their names."""
+"""Thin Lightning strategies: set-up, sharding or splitting, checkpoints, teardown; and their names."""
 
 from typing import TYPE_CHECKING, Any
 
 from lightning_pipe.strategies.pipeline import PipelineStrategy
 
 if TYPE_CHECKING:
+    from lightning_pipe.strategies.hf_causal_lm import HFCausalLM
+    from lightning_pipe.strategies.llm import LLMPipelineStrategy
+    from lightning_pipe.strategies.pipeline_module import PipelineModule
     from lightning_pipe.strategies.recsys import RecsysPipelineStrategy
 
-__all__ = ["PipelineStrategy", "RecsysPipelineStrategy"]
+__all__ = ["HFCausalLM", "LLMPipelineStrategy", "PipelineModule", "PipelineStrategy", "RecsysPipelineStrategy"]
 
 
 def __getattr__(name: str) -> Any:
-    # TorchRec is imported when its strategy is asked for, so that the others work without it.
+    # What a strategy is built on is imported when it is asked for, so that the others work without it.
     if name == "RecsysPipelineStrategy":
         from lightning_pipe.environment import import_torchrec
 
@@ -19,4 +22,13 @@ def __getattr__(name: str) -> Any:
         from lightning_pipe.strategies.recsys import RecsysPipelineStrategy
 
         return RecsysPipelineStrategy
+    if name in ("HFCausalLM", "LLMPipelineStrategy", "PipelineModule"):
+        from lightning_pipe.environment import require_torch
+
+        require_torch("2.13", "language models in pipeline stages")
+        from lightning_pipe.strategies.hf_causal_lm import HFCausalLM
+        from lightning_pipe.strategies.llm import LLMPipelineStrategy
+        from lightning_pipe.strategies.pipeline_module import PipelineModule
+
+        return {one.__name__: one for one in (HFCausalLM, LLMPipelineStrategy, PipelineModule)}[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,8 +7,6 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_pipe.strategies.pipeline import PipelineStrategy
-
 
 @dataclass(frozen=True)
 class RegisteredStrategy:
@@ -17,30 +15,41 @@ class RegisteredStrategy:
     Args:
         name: as ``Trainer`` takes it.
         description: one line.
-        init_args: arguments of the class that the name stands for.
-        plan: name of the recsys plan, empty where the strategy has none.
+        strategy: the class of ``lightning_pipe.strategies`` that the name stands for.
+        init_args: its arguments.
+        plan: name of the plan that it runs its tasks under.
     """
 
     name: str
     description: str
+    strategy: str = "PipelineStrategy"
     init_args: dict[str, Any] = field(default_factory=dict)
-    plan: str = ""
+    plan: str = "copy_ahead"
+
+
+def _recsys(plan: str, ahead: str) -> RegisteredStrategy:
+    description = f"TorchRec tables sharded{ahead}"
+    return RegisteredStrategy(f"recsys_{plan}_pipeline", description, "RecsysPipelineStrategy", {"plan": plan}, plan)
+
+
+def _llm(schedule: str, description: str) -> RegisteredStrategy:
+    return RegisteredStrategy(
+        f"llm_{schedule}_pipeline", description, "LLMPipelineStrategy", {"schedule": schedule}, "llm"
+    )
 
 
 STRATEGIES = (
     RegisteredStrategy("pipeline", "data parallelism with the next batch copied ahead, for any LightningModule"),
-    RegisteredStrategy(
-        "recsys_serial_pipeline", "TorchRec tables sharded, one batch at a time", {"plan": "serial"}, "serial"
-    ),
-    RegisteredStrategy(
-        "recsys_base_pipeline", "TorchRec tables sharded, copy and input dist ahead", {"plan": "base"}, "base"
-    ),
-    RegisteredStrategy(
-        "recsys_prefetch_pipeline",
-        "TorchRec tables sharded; copy, input dist and cache prefetch ahead",
-        {"plan": "prefetch"},
-        "prefetch",
-    ),
+    _recsys("serial", ", one batch at a time"),
+    _recsys("base", ", copy and input dist ahead"),
+    _recsys("prefetch", "; copy, input dist and cache prefetch ahead"),
+    _llm("gpipe", "language model in stages: all forwards, then all backwards"),
+    _llm("1f1b", "language model in stages: one forward, one backward in turn, fewer activations held"),
+    _llm("interleaved_1f1b", "several stages a rank in loop order, a smaller bubble"),
+    _llm("looped_bfs", "several stages a rank in loop order, all micro-batches through one before the next"),
+    _llm("interleaved_zero_bubble", "several stages a rank, weights' backward put into the bubble"),
+    _llm("zbv_zero_bubble", "two stages a rank in V order, weights' backward put into the bubble"),
+    _llm("dualpipev", "two stages a rank in V order, forward and backward overlapped"),
 )
 
 
@@ -52,14 +61,12 @@ def register() -> None:
 
 
 class _Lazy:
-    """Imports the recsys strategy, and with it TorchRec, when a trainer asks for it."""
+    """Imports the strategy, and what it is built on, when a trainer asks for it."""
 
     def __init__(self, entry: RegisteredStrategy) -> None:
         self._entry = entry
 
     def __call__(self, **init_args: Any) -> Any:
-        if not self._entry.plan:
-            return PipelineStrategy(**init_args)
-        from lightning_pipe.strategies import RecsysPipelineStrategy
+        import lightning_pipe.strategies as strategies
 
-        return RecsysPipelineStrategy(**init_args)
+        return getattr(strategies, self._entry.strategy)(**init_args)

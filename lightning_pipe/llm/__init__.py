@@ -1,0 +1,1 @@
+"""Language models in pipeline stages: splitting, schedules, padding and loss, over PyTorch's pipelining."""

@@ -1,0 +1,218 @@
+"""Cross-entropy summed over a micro-batch's tokens: of whole logits, or with the head, without them ever being whole.
+
+Sums, not means: micro-batches, ranks and steps of an accumulation differ in how many tokens count, so the gradient is
+divided once, at the end, by the number of all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_pipe.engine.errors import InputError, SetupError
+
+__all__ = ["chunked_cross_entropy", "shift_labels", "summed_cross_entropy"]
+
+
+def summed_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
+    """Cross-entropy summed over the tokens that count, computed in float32 (float64 for such logits).
+
+    Args:
+        logits: (rows, length, vocabulary), of any floating type.
+        labels: (rows, length), what each position predicts: nothing is shifted here, see :func:`shift_labels`.
+        ignore_index: the label of tokens that do not count.
+
+    Returns:
+        A scalar; 0, with gradients of 0, where no token counts.
+
+    Raises:
+        InputError: labels of another shape than the logits without their last dimension.
+    """
+    _check_shapes("logits", logits, labels)
+    flat = _at_least_float32(logits.flatten(0, -2))
+    return F.cross_entropy(flat, labels.flatten(), ignore_index=ignore_index, reduction="sum")
+
+
+def shift_labels(labels: Tensor, ignore_index: int = -100, cu_seq_lens: Tensor | None = None) -> Tensor:
+    """Labels of next-token prediction: each position's is the token after it.
+
+    Args:
+        labels: (rows, length), the tokens themselves, or labels aligned with them.
+        ignore_index: the label that does not count, which the last position gets.
+        cu_seq_lens: (documents + 1), for one packed row: each document's last position gets it too, so that no
+            document predicts the next one's beginning.
+
+    Raises:
+        InputError: ``cu_seq_lens`` beside several rows, or that reach beyond the row.
+    """
+    shifted = torch.full_like(labels, ignore_index)
+    shifted[..., :-1] = labels[..., 1:]
+    if cu_seq_lens is not None:
+        if labels[..., 0].numel() != 1 or cu_seq_lens[-1] > labels.shape[-1]:
+            raise InputError(
+                f"labels of the shape {tuple(labels.shape)} come with cu_seq_lens that end at {int(cu_seq_lens[-1])};"
+                " needed is one packed row that holds all of its documents: shift each row by itself"
+            )
+        # An empty document's "last position" is that of the one before, or the row's own: ignored as it is.
+        shifted[..., cu_seq_lens[1:] - 1] = ignore_index
+    return shifted
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    chunk_tokens: int = 1024,
+    ignore_index: int = -100,
+) -> Tensor:
+    """``summed_cross_entropy(linear(hidden, weight, bias), labels)`` without the whole logits.
+
+    Head and loss are computed for ``chunk_tokens`` tokens at a time, and once more in the backward. That costs one
+    product with the weight more than keeping the logits. The gradients could be computed in the forward instead, as
+    other implementations do, but a schedule runs the forwards of several micro-batches before the backward of the
+    first, and each would hold a gradient as large as the weight; and a loss scale, known in the backward only, would
+    come too late to keep half-precision gradients from underflowing.
+
+    Under autocast the products are in its type, as those of a linear layer. Sums over chunks are in float32, also
+    where the weight's type is a lower one.
+
+    Args:
+        hidden: (rows, length, width).
+        weight: (vocabulary, width), a plain tensor: under FSDP2, call this inside the forward of the module that
+            holds it.
+        labels: (rows, length), what each position predicts.
+        bias: (vocabulary).
+        chunk_tokens: tokens whose logits exist at one time, at least 1.
+        ignore_index: the label of tokens that do not count.
+
+    Returns:
+        A scalar in float32 (float64 for such inputs). It can be differentiated once.
+
+    Raises:
+        InputError: shapes that do not fit, or a sharded weight.
+        SetupError: in the backward, where that is to be differentiated itself.
+    """
+    _check_shapes("hidden states", hidden, labels)
+    tensors = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
+    sharded = [name for name, tensor in tensors.items() if isinstance(tensor, DTensor)]
+    if sharded:
+        raise InputError(
+            f"chunked cross-entropy is given a DTensor as {', '.join(sharded)}; needed are plain tensors: call it"
+            " inside the forward of the module that FSDP2 shards, where its parameters are whole"
+        )
+    if chunk_tokens < 1:
+        raise InputError(f"chunk_tokens is {chunk_tokens}; needed is a whole number of at least 1, such as 1024")
+    device = hidden.device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    compute = torch.get_autocast_dtype(device) if autocast else hidden.dtype
+    # Views, since autograd says of what was computed, not of leaves, whether a backward needs its gradient.
+    states, head = hidden.reshape(-1, hidden.shape[-1]), weight.view_as(weight)
+    offset = None if bias is None else bias.view_as(bias)
+    loss: Tensor = _ChunkedCrossEntropy.apply(
+        states, head, offset, labels.flatten(), compute, chunk_tokens, ignore_index
+    )
+    return loss
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        compute: torch.dtype,
+        chunk_tokens: int,
+        ignore_index: int,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, bias, labels)
+        ctx.compute, ctx.chunk_tokens, ctx.ignore_index = compute, chunk_tokens, ignore_index
+        head, offset = _cast(weight, compute), _cast(bias, compute)
+        losses = [
+            F.cross_entropy(
+                _at_least_float32(F.linear(_cast(states, compute), head, offset)),
+                targets,
+                ignore_index=ignore_index,
+                reduction="sum",
+            )
+            for states, targets in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True)
+        ]
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # Grad mode is on exactly where the backward itself is to be differentiated.
+        if torch.is_grad_enabled():
+            raise SetupError(
+                "chunked cross-entropy is to be differentiated twice (create_graph=True), which it cannot be; take"
+                " summed_cross_entropy of whole logits for that"
+            )
+        hidden, weight, bias, labels = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = (_is_wanted(ctx, index) for index in range(3))
+        head, offset = _cast(weight, ctx.compute), _cast(bias, ctx.compute)
+        of_hidden = torch.empty_like(hidden) if needs_hidden else None
+        of_weight = _accumulator(weight) if needs_weight else None
+        of_bias = _accumulator(bias) if needs_bias else None
+        for start in range(0, len(labels), ctx.chunk_tokens):
+            part = slice(start, start + ctx.chunk_tokens)
+            states = _cast(hidden[part], ctx.compute)
+            of_logits = _gradient_of_logits(F.linear(states, head, offset), labels[part], gradient, ctx.ignore_index)
+            if of_bias is not None:
+                of_bias += of_logits.sum(0)
+            of_logits = of_logits.to(ctx.compute)
+            if of_hidden is not None:
+                of_hidden[part] = of_logits @ head
+            if of_weight is not None:
+                of_weight += of_logits.T @ states
+        return (
+            of_hidden,
+            None if of_weight is None else of_weight.to(weight.dtype),
+            None if of_bias is None else of_bias.to(bias.dtype),
+            *(None,) * 4,
+        )
+
+
+def _gradient_of_logits(logits: Tensor, labels: Tensor, gradient: Tensor, ignore_index: int) -> Tensor:
+    """Softmax minus the label's one, times the loss's gradient; 0 for tokens that do not count."""
+    result = _at_least_float32(logits).softmax(-1)
+    counts = labels != ignore_index
+    minus_one = result.new_full((len(labels), 1), -1.0)
+    result.scatter_add_(1, labels.where(counts, 0)[:, None], minus_one)
+    return result.mul_(gradient).masked_fill_(~counts[:, None], 0.0)
+
+
+def _is_wanted(ctx: Any, index: int) -> bool:
+    """Whether the backward under way computes the gradient of this argument.
+
+    Schedules that part the backward run it once for the inputs and once for the weights. A function of autograd is
+    told at its forward only what may be needed, so without this each of the two would compute both.
+    """
+    node = ctx.next_functions[index][0]
+    return node is not None and torch._C._will_engine_execute_node(node)
+
+
+def _accumulator(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+
+
+def _cast(tensor: Any, dtype: torch.dtype) -> Any:
+    return tensor if tensor is None else tensor.to(dtype)
+
+
+def _at_least_float32(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _check_shapes(name: str, values: Tensor, labels: Tensor) -> None:
+    if values.shape[:-1] != labels.shape:
+        raise InputError(
+            f"the {name} have the shape {tuple(values.shape)} and the labels {tuple(labels.shape)}; needed are labels"
+            f" of {tuple(values.shape[:-1])}, one a position: align them (shift_labels does for next-token prediction)"
+        )

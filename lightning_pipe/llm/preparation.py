@@ -1,0 +1,166 @@
+"""From a loader's batch to the micro-batches of one step, ahead of it.
+
+Ranks tell each other a few numbers of each batch, while an earlier one trains::
+
+    begin    cut into micro-batches, count its tokens, measure its length ──► gather (rows, length, tokens) of all ranks
+    finish   wait; compare; the longest of the pipeline's ranks is the length to pad to; the tokens of all are summed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipe.engine.errors import InputError
+from lightning_pipe.llm.microbatches import MicroBatches, split_batch
+from lightning_pipe.llm.padding import SequenceKeys, pad_microbatch, target_length
+from lightning_pipe.llm.runner import StageInputs
+
+__all__ = ["BatchPreparation", "Lengths", "PreparedBatch", "StepInputs"]
+
+MicroBatch = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """What sequences are padded to.
+
+    Args:
+        variable: to the longest of the step; else always to ``maximum``.
+        multiple_of: rounded up to a multiple of this.
+        maximum: the most that the model takes; None for no limit.
+        buckets: rounded up to the next of these.
+    """
+
+    variable: bool = True
+    multiple_of: int = 1
+    maximum: int | None = None
+    buckets: tuple[int, ...] | None = None
+
+    def of(self, longest: int) -> int:
+        """The length to pad to, where *longest* is the longest of all."""
+        target = target_length(longest, self.multiple_of, self.maximum, self.buckets)
+        return target if self.variable or self.maximum is None else self.maximum
+
+
+@dataclass
+class PreparedBatch:
+    """A batch on its way: its numbers are being gathered."""
+
+    batch: Any
+    cut: MicroBatches | None
+    error: Exception | None
+    gathered: Tensor
+    work: dist.Work
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What one schedule step takes.
+
+    Attributes:
+        micro_batches: of the stages.
+        tokens: loss tokens of all data-parallel ranks together.
+        cut: how the batch was cut, for joining outputs.
+    """
+
+    micro_batches: list[StageInputs]
+    tokens: int
+    cut: MicroBatches
+
+
+class BatchPreparation:
+    """Cuts batches and agrees on their lengths; every rank calls the same methods for its batches in the same order.
+
+    Args:
+        model_inputs: gives arguments and keywords of the model for a micro-batch.
+        loss_tokens: counts a micro-batch's loss tokens.
+        group: of all ranks, on the CPU; used by nothing else that runs beside it.
+        pipelines: the ranks of each pipeline in that group; all of one pipeline have the same batch.
+        num_microbatches: of a batch that is not a list of micro-batches already.
+        lengths: what sequences are padded to.
+        keys: which values are padded.
+        strict: whether rows that do not fill the micro-batches are an error.
+    """
+
+    def __init__(
+        self,
+        model_inputs: Callable[[MicroBatch], tuple[tuple[Any, ...], dict[str, Any]]],
+        loss_tokens: Callable[[MicroBatch], int],
+        group: dist.ProcessGroup,
+        pipelines: Sequence[Sequence[int]],
+        num_microbatches: int,
+        *,
+        lengths: Lengths,
+        keys: SequenceKeys,
+        strict: bool = False,
+        ignore_index: int = -100,
+    ) -> None:
+        self._model_inputs = model_inputs
+        self._loss_tokens = loss_tokens
+        self._group = group
+        self._pipelines = [list(ranks) for ranks in pipelines]
+        self._mine = next(ranks for ranks in self._pipelines if group.rank() in ranks)
+        self._num_microbatches = num_microbatches
+        self._lengths = lengths
+        self._keys = keys
+        self._strict = strict
+        self._ignore_index = ignore_index
+
+    def begin(self, batch: Any) -> PreparedBatch:
+        """Cut a batch and send its numbers on their way."""
+        cut, error = None, None
+        numbers = [0, 0, 0, 0]
+        try:
+            cut = split_batch(batch, self._num_microbatches, ignore_index=self._ignore_index, strict=self._strict)
+            tokens = sum(self._loss_tokens(item) for item in cut.items)
+            sizes = [self._size(item) for item in cut.items]
+            numbers = [1, max(rows for rows, _ in sizes), max(length for _, length in sizes), tokens]
+        except Exception as caught:  # of whatever kind: the other ranks wait for this one's numbers
+            error = caught
+        gathered = torch.zeros(self._group.size(), len(numbers), dtype=torch.int64)
+        work = dist.all_gather_single(gathered, torch.tensor([numbers]), group=self._group, async_op=True)
+        return PreparedBatch(batch, cut, error, gathered, work)
+
+    def _size(self, micro_batch: MicroBatch) -> tuple[int, int]:
+        """Rows and length."""
+        sequences = (micro_batch.get(key) for key in self._keys.values())
+        shape = next((tuple(value.shape) for value in sequences if isinstance(value, Tensor)), ())
+        return (shape[0], shape[1]) if len(shape) > 1 else (0, 0)
+
+    def finish(self, prepared: PreparedBatch) -> StepInputs:
+        """Wait for all ranks' numbers, and pad.
+
+        Raises:
+            InputError: on every rank: a batch that cannot be cut or is too long, or ranks of one pipeline with
+                different batches.
+        """
+        prepared.work.wait()
+        table: list[list[int]] = prepared.gathered.tolist()
+        if prepared.error is not None:
+            raise prepared.error
+        failed = [rank for rank, (is_cut, *_) in enumerate(table) if not is_cut]
+        if failed:
+            raise InputError(f"rank(s) {', '.join(map(str, failed))} could not use their batch; their errors say why")
+        for ranks in self._pipelines:
+            found = {rank: table[rank][1:] for rank in ranks}
+            if len({(rows, tokens) for rows, _, tokens in found.values()}) > 1:
+                raise InputError(
+                    "ranks of one pipeline have different batches: (rows, length, loss tokens) are"
+                    f" {', '.join(f'{tuple(numbers)} on rank {rank}' for rank, numbers in found.items())}. All stages"
+                    " need the same batches in the same order: let Lightning put in its distributed sampler, or shard"
+                    " data by the strategy's distributed_sampler_kwargs"
+                )
+        assert prepared.cut is not None
+        longest = [max(table[rank][2] for rank in ranks) for ranks in self._pipelines]
+        # Of all pipelines, so that too long a sequence is an error on every rank.
+        targets = [self._lengths.of(length) for length in longest]
+        length = targets[self._pipelines.index(self._mine)]
+        padded = [pad_microbatch(item, length, self._keys) for item in prepared.cut.items]
+        inputs = [StageInputs(*self._model_inputs(item), target=item) for item in padded]
+        return StepInputs(inputs, sum(table[ranks[0]][3] for ranks in self._pipelines), prepared.cut)

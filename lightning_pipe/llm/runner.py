@@ -1,0 +1,211 @@
+"""Runs a rank's stages over the micro-batches of a batch, under one of PyTorch's schedules.
+
+PyTorch's stages and schedules are made for one number of micro-batches and one shape, over the same modules each time::
+
+    micro-batches ──► number and shapes ──► schedule and stages, made or found ──► run ──► losses or outputs
+
+They hold the buffers that neighbours' tensors arrive in, so the least recently used are let go beyond some bytes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_pipe.engine.errors import InputError
+from lightning_pipe.llm.schedule_step import build_evaluation, build_schedule, run_schedule
+from lightning_pipe.llm.schedules import ScheduleSpec
+from lightning_pipe.llm.shapes import StageShape, StageShapes
+from lightning_pipe.llm.timed_stage import StageEvent, TimedStage
+
+__all__ = ["PipelineRunner", "StageInputs"]
+
+ResultOf = Callable[[Tensor, Any], Any]
+
+
+@dataclass(frozen=True)
+class StageInputs:
+    """What one micro-batch feeds to the stages.
+
+    Attributes:
+        args: of the first stage: tensors.
+        kwargs: of every stage.
+        target: of the loss, on the last stage.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    target: Any = None
+
+
+@dataclass
+class _Made:
+    schedule: Any
+    bytes: int
+
+
+class PipelineRunner:
+    """One rank's part in a pipeline; every rank of the group calls the same methods with micro-batches as large.
+
+    Args:
+        stages: this rank's :class:`~lightning_pipe.llm.stage_module.StageModule` s, by stage.
+        num_stages: of all ranks together.
+        spec: the schedule.
+        group: the ranks of the pipeline; neighbours send to each other in it.
+        device: where the stages are.
+        shapes: of all stages.
+        cache_bytes: the most that the buffers of schedules not in use may take, on the rank that needs most. At least
+            one schedule is kept in any case.
+        events: what the stages append what they did to, while ``record_events`` is on.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        num_stages: int,
+        spec: ScheduleSpec,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        shapes: StageShapes,
+        *,
+        cache_bytes: int = 2**30,
+    ) -> None:
+        self._stages = dict(stages)
+        self._num_stages = num_stages
+        self._spec = spec
+        self._group = group
+        self._device = device
+        self._shapes = shapes
+        self._cache_bytes = cache_bytes
+        self._made: OrderedDict[Any, _Made] = OrderedDict()
+        self.events: list[StageEvent] = []
+        self.record_events = False
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether losses and outputs come out on this rank."""
+        return self._num_stages - 1 in self._stages
+
+    def train(self, micro_batches: Sequence[StageInputs], loss_of: ResultOf) -> list[Tensor]:
+        """Forward and backward of every micro-batch; gradients are added to the parameters' ``.grad``.
+
+        Args:
+            micro_batches: as many as the schedule needs, all of one shape.
+            loss_of: from the last stage's output and the micro-batch's target: a scalar, summed over tokens.
+
+        Returns:
+            The losses of the micro-batches in their order, detached; none on a rank without the last stage.
+        """
+        return self._run(micro_batches, loss_of, train=True)
+
+    def evaluate(self, micro_batches: Sequence[StageInputs], result_of: Callable[[Tensor, Any], Any]) -> list[Any]:
+        """Forward of every micro-batch, without gradients.
+
+        Args:
+            micro_batches: any number, all of one shape.
+            result_of: from the last stage's output and the micro-batch's target: what is wanted. Called at once, so
+                that no two micro-batches' outputs need exist.
+
+        Returns:
+            The results in the order of micro-batches; none on a rank without the last stage.
+        """
+        return self._run(micro_batches, result_of, train=False)
+
+    def _run(self, micro_batches: Sequence[StageInputs], result_of: ResultOf, *, train: bool) -> list[Any]:
+        made = self._find(micro_batches, train=train)
+        results: list[Any] = []
+        check = _check_loss if train else _check_result
+        run_schedule(
+            made.schedule,
+            [one.args for one in micro_batches],
+            [
+                {**one.kwargs, "result_of": lambda output, target=one.target: check(result_of(output, target))}
+                for one in micro_batches
+            ],
+            [None] * len(micro_batches),
+            losses=results,
+        )
+        return results
+
+    def _find(self, micro_batches: Sequence[StageInputs], *, train: bool) -> _Made:
+        """The schedule for this number and shape, made if need be: on every rank alike, or neighbours would wait."""
+        first = micro_batches[0]
+        signatures = [_shapes(one.args) for one in micro_batches]
+        if any(signature != signatures[0] for signature in signatures):
+            raise InputError(
+                f"the micro-batches of one step have the shapes {', '.join(map(str, dict.fromkeys(signatures)))};"
+                " neighbours exchange tensors of one shape: pad them to one length"
+            )
+        shapes = self._shapes.of(first.args, first.kwargs)
+        key = (train, len(micro_batches), *((_shapes(shape.inputs), _shapes((shape.output,))) for shape in shapes))
+        if key in self._made:
+            self._made.move_to_end(key)
+            return self._made[key]
+        made = self._made[key] = self._make(shapes, len(micro_batches), train)
+        while len(self._made) > 1 and sum(one.bytes for one in self._made.values()) > self._cache_bytes:
+            self._made.popitem(last=False)
+        return made
+
+    def _make(self, shapes: Sequence[StageShape], count: int, train: bool) -> _Made:
+        stages = [self._stage(index, module, shapes[index], train) for index, module in sorted(self._stages.items())]
+        if train:
+            schedule = build_schedule(self._spec, stages, count, _output)
+        else:
+            schedule = build_evaluation(self._spec, stages, count, _output)
+        # Each rank counts all stages, so that all let go of the same: the largest pair of buffers, for every stage.
+        largest = max(sum(map(_bytes, shape.inputs)) + train * _bytes(shape.output) for shape in shapes)
+        return _Made(schedule, count * largest * len(stages))
+
+    def _stage(self, index: int, module: nn.Module, shape: StageShape, train: bool) -> TimedStage:
+        inputs = shape.inputs if index == 0 else tuple(map(_differentiable, shape.inputs)) if train else shape.inputs
+        return TimedStage(
+            module,
+            index,
+            self._num_stages,
+            self._device,
+            input_args=inputs,
+            output_args=_differentiable(shape.output) if train else shape.output,
+            group=self._group,
+            events=self.events,
+            recording=lambda: self.record_events,
+        )
+
+
+def _output(output: Any, target: Any) -> Any:
+    """The last stage has made of its output what is wanted."""
+    return output
+
+
+def _check_loss(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
+        found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) and loss.dim() else repr(loss)
+        raise InputError(
+            f"the loss of a micro-batch is {found}; needed is a scalar tensor with a gradient: the sum over its"
+            " tokens, which is divided later, once, by the number of all tokens"
+        )
+    return loss
+
+
+def _check_result(result: Any) -> Tensor:
+    if not isinstance(result, Tensor):
+        raise InputError(f"a micro-batch came to a {type(result).__name__}; needed is a tensor")
+    return result
+
+
+def _shapes(values: Any) -> tuple[Any, ...]:
+    return tuple((tuple(one.shape), one.dtype) for one in tree_leaves(values) if isinstance(one, Tensor))
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _differentiable(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point())

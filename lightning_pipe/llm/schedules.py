@@ -1,0 +1,264 @@
+"""PyTorch's pipeline schedules by name, and which stages a rank then holds.
+
+No schedule is written here: a name, a class or a file of actions becomes a :class:`ScheduleSpec`, from which the
+neighbouring modules check what is asked for (``schedule_checks``), run it (``schedule_step``) and simulate it
+(``simulation``).
+
+Sources: ``torch.distributed.pipelining.schedules`` of torch 2.13; GPipe (arXiv 1811.06965), 1F1B and interleaved 1F1B
+(arXiv 2104.04473), breadth-first (arXiv 2211.05953), zero bubble and ZBV (arXiv 2401.10241), DualPipe (arXiv
+2412.19437) cut in half.
+"""
+
+from __future__ import annotations
+
+import csv
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+    _Action,
+    _PipelineSchedule,
+    _PipelineScheduleRuntime,
+)
+
+from lightning_pipe.engine.errors import SetupError
+
+__all__ = [
+    "SCHEDULES",
+    "ScheduleSpec",
+    "construct_schedule",
+    "count_stages",
+    "find_schedule",
+    "place_stages",
+    "read_actions",
+    "stages_of_rank",
+]
+
+Placement = Literal["single", "loop", "v"]
+
+
+@dataclass(frozen=True)
+class ScheduleSpec:
+    """A schedule that PyTorch can run.
+
+    Attributes:
+        name: ours for PyTorch's own schedules, the class's for a user's, the path for a file.
+        schedule_class: what is constructed.
+        placement: which stages a rank r of P holds: "single" r; "loop" r, r + P, r + 2 P, ...; "v" r and 2 P - 1 - r.
+        path: of the CSV file with the actions, where that is what was given.
+    """
+
+    name: str
+    schedule_class: type[_PipelineSchedule]
+    placement: Placement
+    path: Path | None = None
+
+
+SCHEDULES: dict[str, ScheduleSpec] = {
+    spec.name: spec
+    for spec in (
+        ScheduleSpec("gpipe", ScheduleGPipe, "single"),
+        ScheduleSpec("1f1b", Schedule1F1B, "single"),
+        ScheduleSpec("looped_bfs", ScheduleLoopedBFS, "loop"),
+        ScheduleSpec("interleaved_1f1b", ScheduleInterleaved1F1B, "loop"),
+        ScheduleSpec("interleaved_zero_bubble", ScheduleInterleavedZeroBubble, "loop"),
+        ScheduleSpec("zbv_zero_bubble", ScheduleZBVZeroBubble, "v"),
+        ScheduleSpec("dualpipev", ScheduleDualPipeV, "v"),
+    )
+}
+
+
+def find_schedule(given: str | type | Path) -> ScheduleSpec:
+    """The schedule that is meant.
+
+    Args:
+        given: a name of :data:`SCHEDULES`; PyTorch's name of a schedule's class, with or without "Schedule", in any
+            case; a class derived from PyTorch's ``PipelineScheduleSingle`` (placed as "single"),
+            ``ScheduleZBVZeroBubble`` or ``ScheduleDualPipeV`` ("v"), or ``PipelineScheduleMulti`` ("loop"); the path
+            of a CSV file with a row of actions a rank, as PyTorch writes it, with communication or without. Where
+            a file places stages is read out of it.
+
+    Raises:
+        SetupError: there is no such schedule, or the file does not say one.
+    """
+    if isinstance(given, type):
+        return _of_class(given)
+    if isinstance(given, Path) or given.lower().endswith(".csv"):
+        return _of_file(Path(given))
+    by_name = {_plain(name): spec for name, spec in SCHEDULES.items()}
+    spec = by_name.get(_plain(given).removeprefix("schedule"))
+    if spec is None:
+        raise SetupError(
+            f"schedule is {given!r}; needed is one of {', '.join(SCHEDULES)}, a class derived from PyTorch's"
+            " PipelineScheduleSingle or PipelineScheduleMulti, or the path of a .csv file of actions"
+        )
+    return spec
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "")
+
+
+def _of_class(given: type) -> ScheduleSpec:
+    for spec in SCHEDULES.values():
+        if spec.schedule_class is given:
+            return spec
+    if not issubclass(given, PipelineScheduleSingle | PipelineScheduleMulti) or inspect.isabstract(given):
+        raise SetupError(
+            f"schedule is the class {given.__qualname__}; needed is one that derives from PyTorch's"
+            " PipelineScheduleSingle or PipelineScheduleMulti, with _step_microbatches, or one of the names"
+            f" {', '.join(SCHEDULES)}"
+        )
+    placement: Placement = "loop"
+    if issubclass(given, PipelineScheduleSingle):
+        placement = "single"
+    elif issubclass(given, ScheduleZBVZeroBubble | ScheduleDualPipeV):
+        placement = "v"
+    return ScheduleSpec(given.__qualname__, given, placement)
+
+
+def _of_file(path: Path) -> ScheduleSpec:
+    ranks = _ranks_in(path)
+    pp_size, num_stages = max(ranks.values()) + 1, len(ranks)
+    placements: list[Placement] = ["single"] if num_stages == pp_size else ["loop", "v"]
+    for placement in placements:
+        if num_stages % pp_size == 0 and ranks == place_stages(placement, pp_size, num_stages):
+            return ScheduleSpec(str(path), _PipelineScheduleRuntime, placement, path)
+    raise SetupError(
+        f"the schedule in {path} has its stages {', '.join(f'{s} on rank {r}' for s, r in sorted(ranks.items()))};"
+        f" needed is, for rank r of {pp_size}, stage r; or r, r + {pp_size}, ...; or r and {2 * pp_size - 1} - r"
+    )
+
+
+def read_actions(path: Path) -> dict[int, list[_Action]]:
+    """The actions of each rank in a CSV file of PyTorch's; empty fields, which stand for idling, are left out.
+
+    Raises:
+        SetupError: the file cannot be read, or has what is not an action.
+    """
+    try:
+        with path.open(newline="") as file:
+            rows = list(csv.reader(file))
+        actions = {rank: [a for text in row if (a := _Action.from_str(text))] for rank, row in enumerate(rows)}
+    except (OSError, RuntimeError, ValueError) as error:
+        raise SetupError(
+            f"the schedule in {path} cannot be read: {error}. Needed is a row for each rank, of actions like 0F0, 1B2"
+            " or 3SEND_F1: stage, what it does, micro-batch"
+        ) from error
+    idle = [rank for rank, row in actions.items() if not row]
+    if idle or not actions:
+        raise SetupError(
+            f"the schedule in {path} has no actions for rank(s) {idle or 0}; needed is a row for each rank"
+        )
+    return actions
+
+
+def _ranks_in(path: Path) -> dict[int, int]:
+    """For every stage of a file the rank whose row has it."""
+    ranks: dict[int, int] = {}
+    for rank, row in read_actions(path).items():
+        for action in row:
+            for one in action.sub_actions or (action,):
+                if ranks.setdefault(one.stage_index, rank) != rank:
+                    raise SetupError(
+                        f"the schedule in {path} has stage {one.stage_index} on ranks {ranks[one.stage_index]} and"
+                        f" {rank}; needed is each stage on one rank"
+                    )
+    missing = sorted(set(range(max(ranks) + 1)) - set(ranks))
+    if missing:
+        raise SetupError(f"the schedule in {path} lacks stage(s) {missing}; needed are all from 0 to {max(ranks)}")
+    return ranks
+
+
+def place_stages(placement: Placement, pp_size: int, num_stages: int) -> dict[int, int]:
+    """For every stage the rank that holds it."""
+    return generate_stage_to_rank_mapping(pp_size, num_stages, style="v" if placement == "v" else "loop")
+
+
+def count_stages(spec: ScheduleSpec, pp_size: int, stages_per_rank: int | None = None) -> int:
+    """How many stages each rank holds.
+
+    Args:
+        spec: the schedule.
+        pp_size: ranks of the pipeline.
+        stages_per_rank: what is asked for; None for one stage with placement "single", else two, or what a file says.
+
+    Raises:
+        SetupError: the schedule cannot have as many.
+    """
+    wanted, why = {"single": (1, "one stage"), "v": (2, "two stages"), "loop": (None, "")}[spec.placement]
+    if spec.path is not None:
+        ranks = _ranks_in(spec.path)
+        rows = max(ranks.values()) + 1
+        if rows != pp_size:
+            raise SetupError(f"the schedule in {spec.path} is for {rows} ranks, and the pipeline has {pp_size}")
+        wanted, why = len(ranks) // rows, f"{len(ranks) // rows} stage(s), as the file says"
+    count = stages_per_rank if stages_per_rank is not None else wanted or 2
+    if count < 1 or count != (wanted or count):
+        raise SetupError(
+            f"stages_per_rank is {count}; schedule {spec.name} needs {why or 'at least one stage'} on each rank"
+        )
+    return count
+
+
+def stages_of_rank(spec: ScheduleSpec, rank: int, pp_size: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
+    """The stages that a rank holds, first to last.
+
+    Args:
+        spec: the schedule.
+        rank: in the pipeline, from 0.
+        pp_size: ranks of the pipeline.
+        stages_per_rank: as in :func:`count_stages`.
+
+    Raises:
+        SetupError: the schedule cannot have as many stages a rank. With other stages than these, zero-bubble V and
+            DualPipeV would wait for each other forever.
+    """
+    num_stages = pp_size * count_stages(spec, pp_size, stages_per_rank)
+    return tuple(stage for stage, holder in place_stages(spec.placement, pp_size, num_stages).items() if holder == rank)
+
+
+def construct_schedule(
+    spec: ScheduleSpec, stages: Sequence[Any], num_microbatches: int, loss_fn: Callable[..., Any] | None = None
+) -> _PipelineSchedule:
+    """PyTorch's schedule object, which leaves gradients unscaled.
+
+    Args:
+        spec: the schedule.
+        stages: this rank's ``PipelineStage``, first to last.
+        num_microbatches: of a step.
+        loss_fn: from the last stage's output and a target to the loss of a micro-batch.
+
+    Raises:
+        SetupError: whatever the constructor refuses.
+    """
+    make: Callable[..., Any] = spec.schedule_class
+    held = stages[0] if issubclass(spec.schedule_class, PipelineScheduleSingle) else list(stages)
+    try:
+        schedule = make(held, num_microbatches, loss_fn=loss_fn, scale_grads=False)
+        if spec.path is not None:
+            schedule._load_csv(str(spec.path), "compute_comms" if _has_communication(spec.path) else "compute_only")
+    except Exception as error:
+        raise SetupError(
+            f"schedule {spec.name} cannot be had with {num_microbatches} micro-batches and {stages[0].num_stages}"
+            f" stages: {type(error).__name__}: {error}"
+        ) from error
+    assert isinstance(schedule, _PipelineSchedule)
+    return schedule
+
+
+def _has_communication(path: Path) -> bool:
+    return any(not action.is_compute_op for row in read_actions(path).values() for action in row)

@@ -1,0 +1,116 @@
+"""What each stage takes and gives, found without running anything: the whole model, without memory, is asked once."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_pipe.engine.errors import SetupError
+
+__all__ = ["StageShape", "StageShapes"]
+
+_REMEMBERED = 256  # signatures; an entry is a few tensors without data for each stage
+
+
+@dataclass(frozen=True)
+class StageShape:
+    """Tensors on the meta device.
+
+    Attributes:
+        inputs: of the stage's module: the micro-batch's on the first stage, hidden states on a later one.
+        output: of the stage's module.
+    """
+
+    inputs: tuple[Tensor, ...]
+    output: Tensor
+
+
+class StageShapes:
+    """Shapes and dtypes of every stage's inputs and output, on every rank.
+
+    PyTorch's own inference runs a real forward and backward of the first micro-batch of every new shape, which draws
+    random numbers, and clears gradients that FSDP accumulates.
+
+    Args:
+        stages: modules of all stages, with fake parameters.
+        mode: the mode that those are of.
+        check: called once, when shapes are first known, with hidden states on CPU as the first stage sends them, and
+            the keywords of every stage; raises if a model that gets such cannot be cut. Not called for a single stage.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        mode: FakeTensorMode,
+        check: Callable[[Tensor, Mapping[str, Any]], object] | None = None,
+    ) -> None:
+        self._stages = list(stages)
+        self._mode = mode
+        self._check = check if len(self._stages) > 1 else None
+        self._known: OrderedDict[Any, list[StageShape]] = OrderedDict()
+
+    def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[StageShape]:
+        """What the stages take and give for one micro-batch.
+
+        Args:
+            args: of the first stage.
+            kwargs: of every stage.
+
+        Raises:
+            SetupError: a stage's forward cannot run without data, or does not give one tensor; what ``check`` raises.
+        """
+        key = (*(_signature(leaf) for leaf in tree_leaves((args, dict(kwargs)))), torch.is_autocast_enabled())
+        if key not in self._known:
+            found = self._ask(args, dict(kwargs))
+            if self._check is not None:
+                self._check(_some_values(found[0].output), tree_map_only(Tensor, Tensor.cpu, dict(kwargs)))
+                self._check = None
+            self._known[key] = found
+            if len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+        return self._known[key]
+
+    def _ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[StageShape]:
+        found: list[StageShape] = []
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), self._mode:
+            inputs, kwargs = tree_map_only(Tensor, self._mode.from_tensor, (args, kwargs))
+            for index, stage in enumerate(self._stages):
+                try:
+                    output = stage(*inputs, **kwargs)
+                except Exception as error:
+                    raise SetupError(
+                        f"the forward pass of stage {index} cannot be run without data, to find the shapes that stages"
+                        f" exchange: {error}. Compute what depends on values of the batch where the batch is made"
+                    ) from error
+                if not isinstance(output, Tensor):
+                    raise SetupError(
+                        f"stage {index} gave a {type(output).__name__}; needed is one tensor, which the next stage"
+                        " takes as its first argument"
+                    )
+                found.append(StageShape(tuple(map(_meta, filter(_is_tensor, inputs))), _meta(output)))
+                inputs = (output,)
+        return found
+
+
+def _some_values(like: Tensor) -> Tensor:
+    """On CPU, no two alike: what a forward does to them shows."""
+    return torch.linspace(-1.0, 1.0, like.numel(), device="cpu").view(like.shape).to(like.dtype)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _signature(value: Any) -> Any:
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else repr(value)

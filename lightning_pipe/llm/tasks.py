@@ -1,0 +1,56 @@
+"""The tasks of a language model's training iteration, and their plan.
+
+Unlike a recommender's, most of an iteration is one task: a schedule's step, in which neighbours wait for each other. It
+is not cut further here, since the order inside it is the schedule's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, State, TaskSchedule
+
+__all__ = ["llm_plan"]
+
+PARAMETERS = State("parameters")
+GRADIENTS = State("gradients")
+
+
+def llm_plan(transfer: Callable[[Any], Any], prepare: Callable[[Any], Any]) -> PipelinePlan:
+    """Copy and preparation of the next batch run ahead of this one's step.
+
+    ``ScheduleStep`` calls the context's ``training_step``, ``ScaleGradients`` its ``run_backward``, both set by the
+    caller; ``OptimStep`` is the caller's work between ``begin_task`` and ``end_task``.
+
+    Args:
+        transfer: moves a batch to the device.
+        prepare: cuts a batch and begins what ranks agree on for it; its result is the context's ``prepared``.
+    """
+
+    def copy(ctx: IterContext) -> None:
+        ctx.batch = transfer(ctx.batch)
+
+    def cut(ctx: IterContext) -> None:
+        ctx.prepared = None if ctx.batch is None else prepare(ctx.batch)
+
+    def step(ctx: IterContext) -> None:
+        # A batch that a hook skips comes here without one.
+        ctx.output = ctx.training_step() if "training_step" in ctx.__dict__ else None
+
+    def scale(ctx: IterContext) -> None:
+        if "run_backward" in ctx.__dict__:
+            ctx.run_backward()
+
+    def optimize(ctx: IterContext) -> None:
+        """The caller's part."""
+
+    ahead, now = TaskSchedule(stage=1, stream="memcpy"), TaskSchedule()
+    tasks = {
+        PipelineTask("H2D", copy, reads=("batch",), writes=("batch",)): ahead,
+        PipelineTask("Prepare", cut, reads=("batch",), writes=("prepared",)): TaskSchedule(stage=1),
+        PipelineTask("ScheduleStep", step, reads=("batch", "prepared", PARAMETERS), writes=("output", GRADIENTS)): now,
+        PipelineTask("ScaleGradients", scale, reads=("output", GRADIENTS), writes=(GRADIENTS,)): now,
+        PipelineTask("OptimStep", optimize, reads=(GRADIENTS,), writes=(PARAMETERS,)): now,
+    }
+    return PipelinePlan(tasks, name="llm")

@@ -1,0 +1,144 @@
+"""A pipeline stage that notes when it did what, the same for every schedule, and that every schedule can run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import P2POp
+from torch.distributed.pipelining import PipelineStage
+
+__all__ = ["StageEvent", "TimedStage", "median_durations"]
+
+
+class StageEvent(NamedTuple):
+    """What a stage did, or its rank waited for to do it.
+
+    Attributes:
+        stage: index of the stage.
+        kind: "forward" (on the last stage with the loss), "backward", "input_backward", "weight_backward"; before
+            those that need a neighbour's tensors, "wait_forward" or "wait_backward".
+        microbatch: index of the micro-batch.
+        start_ns: nanoseconds of ``time.perf_counter_ns``; comparable between ranks of one machine.
+        end_ns: likewise.
+    """
+
+    stage: int
+    kind: str
+    microbatch: int
+    start_ns: int
+    end_ns: int
+
+
+class TimedStage(PipelineStage):
+    """PyTorch's stage, which notes its forwards and backwards, and the waits before them.
+
+    Schedules wait in places of their own, for what the stage only made operations for. So a wait is measured between
+    two calls of stages: it begins when the rank's last forward or backward ended, or, if that was later, when this
+    stage was asked what to receive; it ends when the forward or backward begins that needs what was received. In it are
+    microseconds of the schedule's own, and an FSDP stage's wait for its gathered parameters. Waits until neighbours
+    have taken what was sent are counted only where a schedule waits for both together, as 1F1B does.
+
+    On an accelerator each time is taken after the work in the current stream is done, so that what is noted is true;
+    this costs the overlap of launching with running, while events are recorded.
+
+    Args:
+        args: PyTorch's.
+        events: what is noted goes here, appended; one list for all stages of a rank.
+        recording: whether to note anything, asked before each forward or backward.
+        kwargs: PyTorch's.
+    """
+
+    def __init__(self, *args: Any, events: list[StageEvent], recording: Callable[[], bool], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._events = events
+        self._recording = recording
+        self._asked_ns = 0
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
+        self._asked_ns = time.perf_counter_ns()
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2POp]:
+        self._asked_ns = time.perf_counter_ns()
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        def forward() -> Any:
+            return super(TimedStage, self).forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+
+        received = not self.is_first and not self._is_same_rank(self.stage_index - 1)
+        return self._note("forward", fwd_chunk_id, "wait_forward" if received else None, forward)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        def backward() -> None:
+            super(TimedStage, self).backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+        if not full_backward and self.has_backward and not self.is_first:
+            # PyTorch detaches in place what a backward for inputs began with, which a view refuses: the output of a
+            # linear layer over sequences is one.
+            output, inputs = self.fwd_cache[bwd_chunk_id]
+            self.fwd_cache[bwd_chunk_id] = tuple(map(_not_a_view, output)), inputs
+            loss = _not_a_view(loss)
+
+        received = not self.is_last and not self._is_same_rank(self.stage_index + 1)
+        kind = "backward" if full_backward else "input_backward"
+        self._note(kind, bwd_chunk_id, "wait_backward" if received else None, backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        def backward() -> None:
+            super(TimedStage, self).backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+        self._note("weight_backward", bwd_chunk_id, None, backward)
+
+    def extend_forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, counted as part of the forward that it is called after: on the last stage, the loss."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            value = function(*args, **kwargs)
+            if self._recording() and self._events:
+                self._events[-1] = self._events[-1]._replace(end_ns=self._now())
+            return value
+
+        return timed
+
+    def _note(self, kind: str, microbatch: int, wait: str | None, work: Callable[[], Any]) -> Any:
+        if not self._recording():
+            return work()
+        start = self._now()
+        if wait is not None:
+            idle = max(self._asked_ns, self._events[-1].end_ns if self._events else 0)
+            self._events.append(StageEvent(self.stage_index, wait, microbatch, idle, start))
+        value = work()
+        self._events.append(StageEvent(self.stage_index, kind, microbatch, start, self._now()))
+        return value
+
+    def _now(self) -> int:
+        device = torch.device(self.device)
+        if device.type != "cpu":
+            # Only this stream: others may hold receives that are posted ahead, for which neighbours wait for this rank.
+            torch.accelerator.current_stream(device).synchronize()
+        return time.perf_counter_ns()
+
+
+def _not_a_view(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) and value._is_view() else value
+
+
+def median_durations(events: Iterable[StageEvent]) -> dict[tuple[int, str], float]:
+    """Seconds that each stage's forward, backward, ... took, the median over micro-batches: what ``simulate`` takes."""
+    taken: dict[tuple[int, str], list[int]] = {}
+    for event in events:
+        taken.setdefault((event.stage, event.kind), []).append(event.end_ns - event.start_ns)
+    return {key: statistics.median(nanoseconds) / 1e9 for key, nanoseconds in taken.items()}

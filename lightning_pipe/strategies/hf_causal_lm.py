@@ -1,0 +1,126 @@
+"""Hugging Face's causal language models, ready to be trained in stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.llm.losses import chunked_cross_entropy
+from lightning_pipe.strategies.pipeline_module import PipelineModule
+
+__all__ = ["HFCausalLM"]
+
+# Of configs whose models do something to logits before the loss, which a head in chunks would leave out.
+_CHANGE_LOGITS = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+
+
+class HFCausalLM(PipelineModule):
+    """A causal language model made from a Hugging Face config, with random weights, trained with AdamW.
+
+    Batches hold ``input_ids`` and ``labels`` (rows x length; a label is the token that follows, see
+    :func:`~lightning_pipe.llm.losses.shift_labels`) and whatever else the model's forward takes. Logits of a whole
+    micro-batch are never made in training: head and cross-entropy work on some tokens at a time.
+
+    Args:
+        config: of the model: a mapping with ``model_type``, or a ``PretrainedConfig``.
+        learning_rate: AdamW's.
+        weight_decay: AdamW's.
+        attention: the implementation; ``sdpa`` trains everywhere.
+        chunk_tokens: how many tokens' logits are made at a time.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        learning_rate: float = 3e-4,
+        weight_decay: float = 0.1,
+        attention: str = "sdpa",
+        chunk_tokens: int = 1024,
+    ) -> None:
+        super().__init__()
+        self.config = _config(config)
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.attention = attention
+        self.chunk_tokens = chunk_tokens
+
+    def build_model(self) -> nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            self.config, attn_implementation=self.attention
+        )
+        head = model.get_output_embeddings()
+        plain = not any(getattr(self.config, name, None) for name in _CHANGE_LOGITS)
+        if plain and not self.config.tie_word_embeddings:
+            name = next(name for name, part in model.named_children() if part is head)
+            setattr(model, name, _ChunkedHead(head))
+        return cast(nn.Module, model)
+
+    def summed_loss(self, output: Tensor, micro_batch: Mapping[str, Any]) -> Tensor:
+        head = self._head()
+        if head is None:
+            return super().summed_loss(output, micro_batch)
+        return chunked_cross_entropy(
+            output,
+            head.weight,
+            micro_batch["labels"],
+            bias=head.bias,
+            chunk_tokens=self.chunk_tokens,
+            ignore_index=self.ignore_index,
+        )
+
+    def prediction(self, output: Tensor, micro_batch: Mapping[str, Any]) -> Tensor:
+        """Logits: rows x length x vocabulary."""
+        head = self._head()
+        return output if head is None else nn.functional.linear(output, head.weight, head.bias)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay)
+
+    def _output(self, micro_batch: Mapping[str, Any]) -> Tensor:
+        assert self.model is not None
+        (tokens,), keywords = self.model_inputs(micro_batch)
+        output: Tensor = self.model(input_ids=tokens, use_cache=False, **keywords).logits
+        return output
+
+    def _head(self) -> _ChunkedHead | None:
+        assert self.model is not None
+        return next((part for part in self.model.children() if isinstance(part, _ChunkedHead)), None)
+
+
+class _ChunkedHead(nn.Module):
+    """A head that hands on hidden states: who wants logits, or their loss, takes its weight.
+
+    Args:
+        head: whose parameters it takes over, under their names.
+    """
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.weight = head.weight
+        self.bias = head.bias
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+def _config(given: Any) -> Any:
+    try:
+        from transformers import AutoConfig, PretrainedConfig
+    except ImportError as error:
+        raise SetupError(
+            "HFCausalLM needs Hugging Face's transformers, which is not installed: pip install 'lightning-pipe[hf]'"
+        ) from error
+    if isinstance(given, PretrainedConfig):
+        return given
+    if not isinstance(given, Mapping) or "model_type" not in given:
+        raise SetupError(
+            f"the config is {given!r}; needed is a mapping with model_type, such as"
+            " {'model_type': 'llama', 'hidden_size': 256}"
+        )
+    return AutoConfig.for_model(**given)

@@ -1,0 +1,442 @@
+"""Language models in pipeline stages, under a Trainer."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import ClusterEnvironment, Precision
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+from torch.utils.data import RandomSampler
+
+from lightning_pipe.engine import SetupError, SWPipeline
+from lightning_pipe.llm.deferred import DeferredInit, deferred_init, is_deferred
+from lightning_pipe.llm.gradients import GradientNorm, clip_by_norm, scale_gradients
+from lightning_pipe.llm.padding import SequenceKeys
+from lightning_pipe.llm.preparation import BatchPreparation, Lengths, PreparedBatch, StepInputs
+from lightning_pipe.llm.runner import PipelineRunner
+from lightning_pipe.llm.schedule_checks import check_combination, check_microbatches
+from lightning_pipe.llm.schedules import count_stages, find_schedule, place_stages, stages_of_rank
+from lightning_pipe.llm.tasks import llm_plan
+from lightning_pipe.loops import PipelineTrainingEpochLoop, TrainingProgram
+from lightning_pipe.loops.zero_grad_first import ZeroGradFirst
+from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
+from lightning_pipe.strategies.pipeline_module import BatchResult, PipelineModule
+from lightning_pipe.strategies.stage_checkpoint import load_stage_checkpoint, save_stage_checkpoint
+from lightning_pipe.strategies.stage_split import SplitModel, split_model
+
+
+class LLMPipelineStrategy(FolderCheckpointStrategy):
+    """Cuts a :class:`PipelineModule`'s model into stages and trains it under a pipeline schedule.
+
+    Each rank makes and keeps its stages only. Gradients of the loss, summed over tokens, are divided once by the number
+    of tokens of the whole batch: of all micro-batches, of all data-parallel ranks, of all batches accumulated.
+
+    Ranks are laid out stages first: with two stages and two data-parallel ranks, ranks 0 and 1 hold stage 0.
+
+    Args:
+        schedule: a name (``gpipe``, ``1f1b``, ``looped_bfs``, ``interleaved_1f1b``, ``interleaved_zero_bubble``,
+            ``zbv_zero_bubble``, ``dualpipev``), the name of one of PyTorch's schedule classes, such a class, or the
+            path of a CSV file of actions.
+        pipeline_parallel_size: number of ranks in a pipeline; by default all that the other dimensions leave.
+        num_microbatches: parts that a batch is cut into; by default the fewest that the schedule needs, twice.
+        stages_per_rank: by default one, or two for schedules that take several.
+        layers_per_stage: the number of layers of each stage; by default an even split.
+        input_weight: how many layers the modules before the first layer count for, in an even split.
+        output_weight: the same for the modules after the last.
+        data_parallel_shard_size: number of ranks over which each stage's parameters, gradients and optimiser state are
+            sharded (FSDP2).
+        data_parallel_replicate_size: number of replicas of each stage, sharded or not.
+        reshard_after_forward: let gathered parameters go after each micro-batch's forward: less memory for more
+            communication; by default they stay until the step's end. Zero-bubble schedules refuse it.
+        variable_lengths: pad to the longest sequence of the step, instead of to ``max_length``.
+        max_length: the most tokens a sequence may have; none by default.
+        pad_to_multiple_of: lengths are rounded up to a multiple of this.
+        length_buckets: lengths are rounded up to the next of these.
+        pad_values: more keys of the batch to pad in dimension 1, with what.
+        strict_batches: refuse a batch whose rows do not fill the micro-batches, instead of filling it with copies.
+        schedule_cache_bytes: the most that the buffers of schedules for other lengths may take, on any rank.
+        accelerator: as Lightning's ``DDPStrategy``, and so are the others.
+        parallel_devices: see there.
+        cluster_environment: see there.
+        precision_plugin: see there.
+        process_group_backend: see there.
+        timeout: see there.
+        start_method: see there.
+    """
+
+    def __init__(
+        self,
+        schedule: Any = "1f1b",
+        *,
+        pipeline_parallel_size: int | None = None,
+        num_microbatches: int | None = None,
+        stages_per_rank: int | None = None,
+        layers_per_stage: Sequence[int] | None = None,
+        input_weight: int = 1,
+        output_weight: int = 1,
+        data_parallel_shard_size: int = 1,
+        data_parallel_replicate_size: int = 1,
+        reshard_after_forward: bool | None = None,
+        variable_lengths: bool = True,
+        max_length: int | None = None,
+        pad_to_multiple_of: int = 1,
+        length_buckets: Sequence[int] | None = None,
+        pad_values: Mapping[str, float] | None = None,
+        strict_batches: bool = False,
+        schedule_cache_bytes: int = 2**30,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self._spec = find_schedule(schedule)
+        self._asked_size = pipeline_parallel_size
+        self._asked_microbatches = num_microbatches
+        self._stages_per_rank = stages_per_rank
+        self._layers_per_stage = layers_per_stage
+        self._weights = (input_weight, output_weight)
+        self._data_sizes = {"replicate": data_parallel_replicate_size, "shard": data_parallel_shard_size}
+        self._reshard_after_forward = reshard_after_forward
+        if not variable_lengths and max_length is None:
+            raise SetupError("variable_lengths is False, and every sequence is padded to max_length: give max_length")
+        self._lengths = Lengths(
+            variable_lengths, pad_to_multiple_of, max_length, tuple(length_buckets) if length_buckets else None
+        )
+        self._pad_values = dict(pad_values or {})
+        self._strict = strict_batches
+        self._cache_bytes = schedule_cache_bytes
+        self._mesh: DeviceMesh | None = None
+        self._numbers_group: dist.ProcessGroup | None = None
+        self._loss_group: dist.ProcessGroup | None = None
+        self._split: SplitModel | None = None
+        self._runner: PipelineRunner | None = None
+        self._preparation: BatchPreparation | None = None
+        self._program: TrainingProgram | None = None
+        self._record: DeferredInit | None = None
+        self._tokens = 0
+
+    # ------------------------------------------------------------------ set-up
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        sizes = self._data_sizes
+        others = math.prod(sizes.values())
+        size = self._asked_size if self._asked_size is not None else self.world_size // others
+        if min(size, others) < 1 or size * others != self.world_size:
+            raise SetupError(
+                f"pipeline_parallel_size={self._asked_size}, data_parallel_replicate_size={sizes['replicate']} and"
+                f" data_parallel_shard_size={sizes['shard']} do not make the {self.world_size} ranks that the trainer"
+                " has: devices times nodes must be their product"
+            )
+        self._pipeline_size = size
+        per_rank = count_stages(self._spec, size, self._stages_per_rank)
+        self._num_stages = size * per_rank
+        self._num_microbatches = self._asked_microbatches or 2 * max(size, 1)
+        check_microbatches(self._spec, self._num_microbatches, size, per_rank)
+        check_combination(
+            self._spec,
+            sharding="fsdp" if sizes["shard"] > 1 else "replicate" if sizes["replicate"] > 1 else None,
+            reshard_after_forward=self._reshard_after_forward,
+            compiled=False,
+        )
+        self._mesh = init_device_mesh(
+            self.root_device.type, (size, *sizes.values()), mesh_dim_names=("pipeline", *sizes)
+        )
+        # On the CPU, since they carry a few numbers beside the schedule; two, since both may be under way at once.
+        self._numbers_group = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._loss_group = dist.new_group(backend="gloo", timeout=self._timeout)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Ranks by their stages (``pipeline``) and by their part of the data (``replicate``, ``shard``)."""
+        if self._mesh is None:
+            raise SetupError("there is no device mesh yet; the trainer makes it when it sets the strategy up")
+        return self._mesh
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """All ranks of a pipeline read the same data."""
+        others = math.prod(self._data_sizes.values())
+        return {"num_replicas": others, "rank": self.global_rank % others}
+
+    def _data_mesh(self) -> DeviceMesh | None:
+        """The ranks that hold this one's stages, if there are others."""
+        names = tuple(name for name, size in self._data_sizes.items() if size > 1)
+        return self.device_mesh[names] if names else None
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let the ranks of a pipeline shuffle alike, whatever each has drawn from its own random stream."""
+        sampler = getattr(dataloader, "sampler", None)
+        if isinstance(sampler, RandomSampler) and sampler.generator is None:
+            sampler.generator = torch.Generator().manual_seed(int(os.environ.get("PL_GLOBAL_SEED", 0)))
+        return dataloader
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """What is made in the body takes no memory until it is split."""
+        # Every rank draws what the first one would: one model, whoever makes which part of it.
+        state = torch.get_rng_state()
+        dist.broadcast(state, src=0, group=self._numbers_group)
+        torch.set_rng_state(state)
+        with deferred_init() as self._record:
+            yield
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        module = self.lightning_module
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._data_mesh() is None:
+            # One pipeline reads all data, in its loaders' order. Lightning's sampler would shuffle it.
+            trainer._accelerator_connector.use_distributed_sampler = False
+        if not isinstance(module, PipelineModule):
+            raise SetupError(
+                f"the module is a {type(module).__name__}; needed is a lightning_pipe.strategies.PipelineModule, which"
+                " says what its stages are made of and what its summed loss is"
+            )
+        if not module.automatic_optimization:
+            raise SetupError(
+                "the module optimises by hand (automatic_optimization is False), but a schedule runs forward and"
+                " backward in one. Use automatic optimisation"
+            )
+        if self._split is None:
+            self._split = self._split_module(module)
+        self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False  # buffers made there could not be trained with
+        # The base class's losses are the same on every rank already.
+        warnings.filterwarnings(
+            "ignore", r"It is recommended to use `self\.log\('(val|test)_loss', \.\.\., sync_dist=True"
+        )
+        module._run_in_stages, module._predict_in_stages = self._run_batch, self._predict
+        if fitting:
+            PipelineTrainingEpochLoop.install(trainer)
+            ZeroGradFirst.install(trainer)
+            self.setup_optimizers(trainer)
+            self._clip_by_whole_norm(module)
+        self.setup_precision_plugin()
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _clip_by_whole_norm(self, module: PipelineModule) -> None:
+        """Let the precision plugin clip by the norm over all stages; its own would be each stage's."""
+        assert self._split is not None
+        held = dict(module.model.named_parameters())  # type: ignore[union-attr]
+        norm = GradientNorm(self._split.names, held, self.device_mesh["pipeline"].get_group())
+
+        def clip(optimizer: Optimizer, clip_val: int | float) -> None:
+            clip_by_norm(held.values(), clip_val, norm())
+
+        self.precision_plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]
+
+    def _split_module(self, module: PipelineModule) -> SplitModel:
+        if module.model is None:
+            raise SetupError("the module's model is None after configure_model; build_model must return the model")
+        rank = self.device_mesh["pipeline"].get_local_rank()
+        record, self._record = self._record, None
+        split = split_model(
+            module.model,
+            record if record is not None and is_deferred(module.model) else None,
+            config=module.pipeline_config(),
+            num_stages=self._num_stages,
+            mine=stages_of_rank(self._spec, rank, self._pipeline_size, self._stages_per_rank),
+            layers_per_stage=self._layers_per_stage,
+            weights=self._weights,
+            device=self.root_device,
+            data_mesh=self._data_mesh(),
+            reshard_after_forward=bool(self._reshard_after_forward),
+        )
+        module.model = split.kept
+        self._runner = PipelineRunner(
+            split.stages,
+            self._num_stages,
+            self._spec,
+            self.device_mesh["pipeline"].get_group(),
+            self.root_device,
+            split.shapes,
+            cache_bytes=self._cache_bytes,
+        )
+        assert self._numbers_group is not None
+        self._preparation = BatchPreparation(
+            module.model_inputs,
+            module.loss_tokens,
+            self._numbers_group,
+            self.device_mesh.mesh.flatten(1).T.tolist(),
+            self._num_microbatches,
+            lengths=self._lengths,
+            keys=SequenceKeys(labels=module.ignore_index, others=self._pad_values),
+            strict=self._strict,
+            ignore_index=module.ignore_index,
+        )
+        return split
+
+    # ------------------------------------------------------------------ the program
+
+    def training_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> TrainingProgram:
+        """Build tasks and plan; the training loop asks for it when training begins."""
+        assert self._preparation is not None
+        plan = llm_plan(transfer, self._preparation.begin)
+        self._program = TrainingProgram(
+            SWPipeline(plan, self.root_device),
+            transfer="H2D",
+            forward="ScheduleStep",
+            backward="ScaleGradients",
+            step="OptimStep",
+        )
+        return self._program
+
+    @property
+    def pipeline(self) -> SWPipeline:
+        """The tasks at work, while ``Trainer.fit`` runs."""
+        if self._program is None:
+            raise SetupError("there is no pipeline; Trainer.fit makes one when training begins")
+        return self._program.pipeline
+
+    def _prepared(self, batch: Any) -> StepInputs:
+        """What was prepared ahead for this batch; a batch that the user has made anew is prepared now."""
+        assert self._preparation is not None
+        ctx = None if self._program is None else self._program.current
+        prepared: PreparedBatch | None = None if ctx is None else ctx.__dict__.pop("prepared", None)
+        if prepared is not None and prepared.batch is not batch:
+            prepared.work.wait()
+            prepared = None
+        return self._preparation.finish(prepared or self._preparation.begin(batch))
+
+    def _run_batch(self, batch: Any) -> BatchResult:
+        """The batch's loss on every rank; in training, its gradients too."""
+        runner, module = self._runner, self.lightning_module
+        assert runner is not None and isinstance(module, PipelineModule)
+        step = self._prepared(batch)
+        if torch.is_grad_enabled():
+            losses = runner.train(step.micro_batches, module.summed_loss)
+            self._tokens += step.tokens
+        else:
+            losses = runner.evaluate(step.micro_batches, module.summed_loss)
+        return BatchResult(self._total(losses) / max(step.tokens, 1), step.tokens)
+
+    def _total(self, losses: Sequence[Tensor]) -> Tensor:
+        """The sum of the losses on all ranks' last stages, on every rank."""
+        total = torch.stack(list(losses)).sum().float() if losses else torch.zeros(())
+        total = total.cpu()
+        dist.all_reduce(total, group=self._loss_group)
+        return total.to(self.root_device)
+
+    def _predict(self, batch: Any) -> Any:
+        """The module's predictions, on every rank of the pipeline."""
+        runner, module = self._runner, self.lightning_module
+        assert runner is not None and isinstance(module, PipelineModule)
+        step = self._prepared(batch)
+        results = runner.evaluate(step.micro_batches, module.prediction)
+        found = [step.cut.trim(results)] if runner.has_last_stage else [None]
+        group = self.device_mesh["pipeline"].get_group()
+        dist.broadcast_object_list(found, group=group, group_src=self._last_stage_rank())
+        return found[0]
+
+    def _last_stage_rank(self) -> int:
+        """The rank, in its pipeline, of the last stage."""
+        return place_stages(self._spec.placement, self._pipeline_size, self._num_stages)[self._num_stages - 1]
+
+    # ------------------------------------------------------------------ Lightning's calls during a batch
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._program is not None
+        step = super().training_step
+        return self._program.run_forward(lambda: step(*args, **kwargs))
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
+        """Gradients are there already; divide them by the tokens, once all batches of the step are in."""
+        module = self.lightning_module
+        assert self._program is not None and module is not None
+        self.pre_backward(closure_loss)
+        loss = closure_loss.detach()
+        call._call_callback_hooks(module.trainer, "on_before_backward", loss)
+        call._call_lightning_module_hook(module.trainer, "on_before_backward", loss)
+        self._program.run_backward(self._divide_by_tokens)
+        call._call_callback_hooks(module.trainer, "on_after_backward")
+        call._call_lightning_module_hook(module.trainer, "on_after_backward")
+        self.post_backward(loss)
+        return loss
+
+    def _divide_by_tokens(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if not module.trainer.fit_loop._should_accumulate():
+            scale_gradients(module.parameters(), 1 / max(self._tokens, 1))
+            self._tokens = 0
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        program = self._program
+        assert program is not None
+
+        def closure_and_open_step() -> Any:
+            result = closure()
+            program.begin_step()
+            return result
+
+        output = super().optimizer_step(optimizer, closure_and_open_step, model, **kwargs)
+        program.end_step()
+        return output
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Write a folder that every rank writes its stages' part into (``torch.distributed.checkpoint``)."""
+        module = self.lightning_module
+        assert module is not None and self._split is not None
+        order = [f"model.{name}" for name in self._split.names]
+        path = self._agreed_path(filepath, storage_options)
+        save_stage_checkpoint(checkpoint, path, module, self.optimizers, order)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a folder that :meth:`save_checkpoint` wrote, on whatever stages."""
+        module = self.lightning_module
+        assert module is not None
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = self.optimizers if fitting else None
+        strict = module.strict_loading
+        return load_stage_checkpoint(checkpoint_path, module, optimizers, strict=strict, weights_only=weights_only)
+
+    # ------------------------------------------------------------------ end
+
+    def teardown(self) -> None:
+        if self._program is not None:
+            self._program.close()
+            self._program = None
+        module = self.lightning_module
+        if isinstance(module, PipelineModule):
+            module._run_in_stages = module._predict_in_stages = None
+        self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        # What Lightning's own does, but for the move of the module to the CPU.
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()

@@ -1,0 +1,128 @@
+"""A LightningModule that says what a pipeline needs to know, and trains without one too."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.llm.losses import summed_cross_entropy
+from lightning_pipe.llm.microbatches import MicroBatches, count_tokens, split_batch
+from lightning_pipe.llm.split import ModuleConfig
+
+__all__ = ["BatchResult", "PipelineModule"]
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """What a batch came to, the same on every rank.
+
+    Attributes:
+        loss: mean over the loss tokens of the batch, of all data-parallel ranks together; a scalar.
+        tokens: their number.
+    """
+
+    loss: Tensor
+    tokens: int
+
+
+class PipelineModule(pl.LightningModule):
+    """Base class of modules whose ``model`` can be cut into pipeline stages.
+
+    A subclass says how the model is built and what its optimiser is. What a batch of ``input_ids`` and ``labels`` (and
+    metadata of attention) means is said here, and may be overridden: all hooks take one micro-batch.
+
+    Under Lightning's own strategies the whole batch is one micro-batch, unless the loader gives a list of them.
+    """
+
+    ignore_index = -100
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: nn.Module | None = None
+        # Set by a strategy that runs the model in stages.
+        self._run_in_stages: Callable[[Any], BatchResult] | None = None
+        self._predict_in_stages: Callable[[Any], Any] | None = None
+
+    # ------------------------------------------------------------------ what a subclass says
+
+    @abstractmethod
+    def build_model(self) -> nn.Module:
+        """Make the unsplit model, its parameters initialised."""
+
+    def pipeline_config(self) -> ModuleConfig | None:
+        """What the model is made of; None to find it out (Hugging Face's causal LMs, ``nn.Sequential``).
+
+        Here: from the module's ``get_pp_module_config()``, if it has one; a model may have one too.
+        """
+        said = getattr(self, "get_pp_module_config", None)
+        return None if said is None else ModuleConfig.from_mapping(said())
+
+    def model_inputs(self, micro_batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the model takes: arguments, for the first stage; keywords, for every stage.
+
+        Here: ``input_ids``, and everything else but ``labels``.
+        """
+        keywords = {key: value for key, value in micro_batch.items() if key not in ("input_ids", "labels")}
+        return (micro_batch["input_ids"],), keywords
+
+    def summed_loss(self, output: Tensor, micro_batch: Mapping[str, Any]) -> Tensor:
+        """The loss summed over the micro-batch's tokens: a scalar. Here: cross-entropy of logits and ``labels``."""
+        return summed_cross_entropy(output, micro_batch["labels"], self.ignore_index)
+
+    def loss_tokens(self, micro_batch: Mapping[str, Any]) -> int:
+        """How many tokens the loss sums over."""
+        return count_tokens(micro_batch["labels"], self.ignore_index)
+
+    def prediction(self, output: Tensor, micro_batch: Mapping[str, Any]) -> Tensor:
+        """What ``predict_step`` gives for a micro-batch, with its rows in dimension 0. Here: the model's output."""
+        return output
+
+    # ------------------------------------------------------------------ what comes of it
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = self.build_model()
+
+    def run_batch(self, batch: Any) -> BatchResult:
+        """Loss of a batch; in stages, where the strategy does that, with backward if gradients are enabled."""
+        if self._run_in_stages is not None:
+            return self._run_in_stages(batch)
+        parts = self._as_one(batch)
+        losses = [self.summed_loss(self._output(part), part) for part in parts.items]
+        tokens = sum(self.loss_tokens(part) for part in parts.items)
+        return BatchResult(torch.stack(losses).sum() / max(tokens, 1), tokens)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        result = self.run_batch(batch)
+        self.log("train_loss", result.loss, batch_size=max(result.tokens, 1), prog_bar=True)
+        return result.loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        result = self.run_batch(batch)
+        self.log("val_loss", result.loss, batch_size=max(result.tokens, 1), prog_bar=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        result = self.run_batch(batch)
+        self.log("test_loss", result.loss, batch_size=max(result.tokens, 1))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        if self._predict_in_stages is not None:
+            return self._predict_in_stages(batch)
+        parts = self._as_one(batch)
+        return parts.trim([self.prediction(self._output(part), part) for part in parts.items])
+
+    def _as_one(self, batch: Any) -> MicroBatches:
+        count = len(batch) if isinstance(batch, (list, tuple)) else 1
+        return split_batch(batch, count, ignore_index=self.ignore_index)
+
+    def _output(self, micro_batch: Mapping[str, Any]) -> Tensor:
+        assert self.model is not None
+        arguments, keywords = self.model_inputs(micro_batch)
+        output: Tensor = self.model(*arguments, **keywords)
+        return output

@@ -1,0 +1,116 @@
+"""Stages whose parameters are sharded (FSDP2) or replicated train as one device does with all of the data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from lightning_pipe.engine import SetupError
+from tests.distributed import run_ranks
+from tests.strategies.llm_cases import Tiny, Trained, as_one, far, fit, llm, loader, row_batches, unequal
+
+STEPS = 4
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sharded": ("1f1b", {"data_parallel_shard_size": 2}),
+    "sharded, gathered anew for backward": (
+        "interleaved_1f1b",
+        {"data_parallel_shard_size": 2, "reshard_after_forward": True},
+    ),
+    "sharded, zero bubble": ("zbv_zero_bubble", {"data_parallel_shard_size": 2}),
+    "replicated": ("gpipe", {"data_parallel_replicate_size": 2}),
+    "replicated, zero bubble": ("zbv_zero_bubble", {"data_parallel_replicate_size": 2}),
+    "sharded and replicated, one stage": (
+        "gpipe",
+        {"data_parallel_replicate_size": 2, "data_parallel_shard_size": 2},
+    ),
+}
+
+
+def whole(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in values.items()}
+
+
+def four_ranks(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for case, (schedule, options) in CASES.items():
+        parts = 4 if case == "sharded and replicated, one stage" else 2
+        mine = [{key: value[rank % parts :: parts] for key, value in batch.items()} for batch in row_batches(STEPS)]
+        module = Tiny(optimizer="adamw")
+        used = fit(
+            module, llm(schedule, **options), mine, loader(mine), gradient_clip_val=0.5, use_distributed_sampler=False
+        )
+        assert module.model is not None
+        parameters = dict(module.model.named_parameters())
+        found[case] = {
+            "trained": Trained(module.losses, [whole(one) for one in module.gradients], whole(dict(parameters))),
+            "sharded": sorted({type(one).__name__ for one in parameters.values()}),
+            "val_loss": used.callback_metrics["val_loss"].item(),
+        }
+        found[case]["trained"].parameters = {k: v.detach() for k, v in found[case]["trained"].parameters.items()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained() -> list[dict[str, Any]]:
+    return run_ranks(four_ranks, 4, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[Tiny, float]:
+    module = Tiny(optimizer="adamw")
+    batches = [as_one(batch) for batch in row_batches(STEPS)]
+    used = fit(module, "auto", batches, None, gradient_clip_val=0.5)
+    metrics = used.validate(module, loader(batches), verbose=False)
+    return module, metrics[0]["val_loss"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_gradients_and_parameters_are_those_of_one_device(case: str, trained: Any, expected: Any) -> None:
+    reference, _ = expected
+    for results in trained:
+        found = results[case]["trained"]
+        assert found.losses == pytest.approx(reference.losses, abs=1e-5)
+        # Before they are clipped by the norm of all stages and shards together, which the parameters show.
+        for step, gradients in enumerate(reference.gradients):
+            assert not far(found.gradients[step], {k: gradients[k] for k in found.gradients[step]}), step
+        values = {name: value.detach() for name, value in reference.model.named_parameters()}
+        assert not far(found.parameters, {k: values[k] for k in found.parameters})
+    held = {name for results in trained for name in results[case]["trained"].parameters}
+    assert held == {name for name, _ in reference.model.named_parameters()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_rank_says_one_loss_of_validation(case: str, trained: Any, expected: Any) -> None:
+    losses = {results[case]["val_loss"] for results in trained}
+    assert len(losses) == 1
+    # Means of four batches, each of its own number of tokens, weighted by them on one device and here.
+    assert losses.pop() == pytest.approx(expected[1], abs=1e-4)
+
+
+def test_parameters_are_sharded_where_that_is_asked_for(trained: Any) -> None:
+    for case, (_, options) in CASES.items():
+        assert trained[0][case]["sharded"] == ["DTensor"], (case, options)
+
+
+def test_ranks_of_one_stage_agree_to_the_bit(trained: Any) -> None:
+    for case in CASES:
+        ranks = [results[case]["trained"] for results in trained]
+        groups = [(0, 1), (2, 3)] if case != "sharded and replicated, one stage" else [(0, 1), (0, 2), (0, 3)]
+        for one, other in groups:
+            assert unequal(ranks[one], ranks[other]) == [], case
+
+
+def test_a_zero_bubble_schedule_with_gathering_anew_is_refused() -> None:
+    message = run_ranks(refused, 2)
+    for one in message:
+        assert "reshard_after_forward is true" in one
+
+
+def refused(rank: int, world_size: int) -> str:
+    strategy = llm("zbv_zero_bubble", data_parallel_shard_size=2, reshard_after_forward=True)
+    with pytest.raises(SetupError) as caught:
+        fit(Tiny(), strategy, row_batches(1))
+    return str(caught.value)

@@ -1,0 +1,264 @@
+"""In stages or on one device: the same losses, gradients and parameters, to the bit.
+
+The whole matrix runs straight over the parts that the strategy is made of; a share of it, and the models of Hugging
+Face, run under a trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_pipe.llm.gradients import scale_gradients
+from lightning_pipe.llm.padding import SequenceKeys
+from lightning_pipe.llm.preparation import BatchPreparation, Lengths
+from lightning_pipe.llm.runner import PipelineRunner
+from lightning_pipe.llm.schedules import SCHEDULES, count_stages, stages_of_rank
+from lightning_pipe.llm.split import derive_config
+from lightning_pipe.strategies.stage_split import split_model
+from tests.distributed import run_ranks
+from tests.strategies.llm_cases import (
+    MAX_LENGTH,
+    OPTIMIZERS,
+    SEED,
+    Tiny,
+    TinyHF,
+    TinyLM,
+    Trained,
+    as_one,
+    backward_orders,
+    far,
+    fit,
+    gradients_of,
+    hf_config,
+    join,
+    llm,
+    packed_batches,
+    row_batches,
+    train_alone,
+    unequal,
+    values_of,
+)
+
+
+class Case(NamedTuple):
+    """One way to train."""
+
+    schedule: str
+    ranks: int
+    microbatches: int
+    packed: bool
+    static: bool
+    optimizer: str
+
+    def __str__(self) -> str:
+        kind, lengths = "packed" if self.packed else "rows", "static" if self.static else "variable"
+        return f"{self.schedule} P={self.ranks} m={self.microbatches} {kind} {lengths} {self.optimizer}"
+
+
+# Both optimisers with both kinds of batches and both of lengths, for every schedule, size and number of micro-batches.
+# The smallest number of micro-batches of DualPipeV is that of its stages.
+CASES = [
+    Case(schedule, ranks, count, packed, static, "sgd" if packed == static else "adamw")
+    for schedule, ranks, count, packed, static in product(SCHEDULES, (2, 4), (4, 8), (False, True), (False, True))
+    if schedule != "dualpipev" or count >= 2 * ranks
+]
+TRAINER_CASES = [
+    Case("gpipe", 2, 4, False, False, "sgd"),
+    Case("1f1b", 2, 8, True, False, "adamw"),
+    Case("looped_bfs", 2, 4, False, True, "adamw"),
+    Case("interleaved_1f1b", 2, 8, True, True, "sgd"),
+    Case("interleaved_zero_bubble", 2, 4, True, False, "sgd"),
+    Case("zbv_zero_bubble", 2, 8, False, False, "adamw"),
+    Case("dualpipev", 2, 4, False, True, "sgd"),
+    Case("1f1b", 4, 4, True, True, "adamw"),
+    Case("looped_bfs", 4, 8, True, False, "sgd"),
+    Case("zbv_zero_bubble", 4, 8, False, False, "adamw"),
+]
+
+
+class HFCase(NamedTuple):
+    model_type: str
+    schedule: str
+    ranks: int
+    layers: int
+
+
+HF_CASES = [
+    HFCase("llama", "1f1b", 2, 3),
+    HFCase("llama", "zbv_zero_bubble", 2, 4),
+    HFCase("qwen3", "interleaved_zero_bubble", 2, 4),
+    HFCase("qwen3", "gpipe", 2, 3),
+    HFCase("gpt_neox", "dualpipev", 2, 4),
+    HFCase("gpt_neox", "looped_bfs", 2, 4),
+    HFCase("llama", "interleaved_1f1b", 4, 8),
+    HFCase("qwen3", "1f1b", 4, 4),
+]
+
+
+def layers_of(ranks: int) -> int:
+    """As many as the most stages are."""
+    return 2 * ranks
+
+
+@cache
+def batches(packed: bool, count: int) -> list[Any]:
+    return packed_batches(count) if packed else row_batches()
+
+
+def run_directly(rank: int, schedule: str, ranks: int) -> Iterator[tuple[Case, Trained]]:
+    """All cases of a schedule over the same stages, which begin anew with the same values."""
+    spec, group = SCHEDULES[schedule], dist.group.WORLD
+    assert group is not None
+    torch.manual_seed(SEED)
+    module = Tiny(layers_of(ranks))
+    module.configure_model()
+    assert module.model is not None
+    stages, cpu = ranks * count_stages(spec, ranks), torch.device("cpu")
+    split = split_model(
+        module.model,
+        None,
+        config=None,
+        num_stages=stages,
+        mine=stages_of_rank(spec, rank, ranks),
+        layers_per_stage=None,
+        weights=(1, 1),
+        device=cpu,
+    )
+    runner = PipelineRunner(split.stages, stages, spec, group, cpu, split.shapes)
+    parameters, initial = list(split.kept.parameters()), values_of(split.kept)
+    for case in [case for case in CASES if (case.schedule, case.ranks) == (schedule, ranks)]:
+        lengths = Lengths(variable=not case.static, maximum=MAX_LENGTH)
+        preparation = BatchPreparation(
+            module.model_inputs,
+            module.loss_tokens,
+            group,
+            [list(range(ranks))],
+            case.microbatches,
+            lengths=lengths,
+            keys=SequenceKeys(),
+        )
+        with torch.no_grad():
+            for name, parameter in split.kept.named_parameters():
+                parameter.copy_(initial[name])
+        optimizer, trained = OPTIMIZERS[case.optimizer](parameters), Trained()
+        for batch in batches(case.packed, case.microbatches):
+            step = preparation.finish(preparation.begin(batch))
+            optimizer.zero_grad()
+            losses = runner.train(step.micro_batches, module.summed_loss)
+            scale_gradients(parameters, 1 / step.tokens)
+            trained.losses += [float(torch.stack(losses).sum() / step.tokens)] if losses else []
+            trained.gradients.append(gradients_of(split.kept))
+            optimizer.step()
+        trained.parameters = values_of(split.kept)
+        yield case, trained
+
+
+def run_with_trainer(case: Case) -> Trained:
+    module = Tiny(layers_of(case.ranks), optimizer=case.optimizer)
+    options = {"variable_lengths": False, "max_length": MAX_LENGTH} if case.static else {}
+    fit(module, llm(case.schedule, case.microbatches, **options), batches(case.packed, case.microbatches))
+    return Trained(module.losses, module.gradients, values_of(module.model))
+
+
+def run_hf(case: HFCase) -> tuple[Trained, dict[str, torch.Tensor]]:
+    module = TinyHF(hf_config(case.model_type, case.layers), chunk_tokens=8, optimizer="adamw")
+    fit(module, llm(case.schedule, 8 if case.schedule == "dualpipev" else 4), row_batches(4))
+    return Trained(module.losses, module.gradients, values_of(module.model)), module.initial
+
+
+def run_all(rank: int, world: int) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for schedule in SCHEDULES:
+        found |= run_directly(rank, schedule, world)
+    found |= {("trainer", case): run_with_trainer(case) for case in TRAINER_CASES if case.ranks == world}
+    found |= {case: run_hf(case) for case in HF_CASES if case.ranks == world}
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[Any, list[Any]]:
+    """What each rank has come to, for every case."""
+    results: dict[Any, list[Any]] = {}
+    for world in (2, 4):
+        by_rank = run_ranks(run_all, world, timeout=280.0)
+        results |= {case: [one[case] for one in by_rank] for case in by_rank[0]}
+    return results
+
+
+@cache
+def alone(layers: int, orders: tuple[tuple[str, tuple[int, ...]], ...], case: Case) -> Trained:
+    data = batches(case.packed, case.microbatches)
+    length = MAX_LENGTH if case.static else None
+    return train_alone(Tiny(layers), case.optimizer, data, case.microbatches, dict(orders), length)
+
+
+def expected(case: Case) -> Trained:
+    layers = layers_of(case.ranks)
+    orders = backward_orders(case.schedule, case.ranks, case.microbatches, derive_config(TinyLM(layers)))
+    # Most schedules have the same order, so the same result.
+    fixed = tuple((name, tuple(order)) for name, order in orders.items())
+    return alone(layers, fixed, case._replace(schedule="", ranks=0))
+
+
+@cache
+def whole(layers: int, packed: bool, optimizer: str, count: int) -> Trained:
+    """Each batch at once, without padding and micro-batches."""
+    return train_alone(Tiny(layers), optimizer, [as_one(batch) for batch in batches(packed, count)], 1)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_pipeline_trains_as_one_device_that_accumulates_the_same_micro_batches_to_the_bit(
+    case: Case, found: dict[Any, list[Any]]
+) -> None:
+    ranks: list[Trained] = found[case]
+    losses = next(one.losses for one in ranks if one.losses)
+    for one in ranks:
+        one.losses = losses
+    assert not unequal(join(ranks), expected(case))
+
+
+@pytest.mark.parametrize("case", TRAINER_CASES, ids=str)
+def test_a_trainer_trains_as_one_device_that_accumulates_the_same_micro_batches_to_the_bit(
+    case: Case, found: dict[Any, list[Any]]
+) -> None:
+    assert not unequal(join(found["trainer", case]), expected(case))
+
+
+def test_each_way_to_train_occurs_under_a_trainer() -> None:
+    for values in zip(*TRAINER_CASES, strict=True):
+        assert set(values) in ({*SCHEDULES}, {2, 4}, {4, 8}, {False, True}, {*OPTIMIZERS})
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_pipeline_trains_as_one_device_with_the_whole_batch_within_rounding(
+    case: Case, found: dict[Any, list[Any]]
+) -> None:
+    ranks, reference = found[case], whole(
+        layers_of(case.ranks), case.packed, case.optimizer, case.microbatches
+    )
+    losses = next(one.losses for one in ranks if one.losses)
+    assert losses == pytest.approx(reference.losses, rel=1e-5)
+    assert not far({k: v for one in ranks for k, v in one.gradients[0].items()}, reference.gradients[0])
+    assert not far({k: v for one in ranks for k, v in one.parameters.items()}, reference.parameters)
+
+
+@pytest.mark.parametrize("case", HF_CASES, ids=str)
+def test_models_of_hugging_face_train_split_and_untouched(case: HFCase, found: dict[Any, list[Any]]) -> None:
+    module = TinyHF(hf_config(case.model_type, case.layers), chunk_tokens=8, optimizer="adamw")
+    torch.manual_seed(SEED)
+    module.configure_model()
+    assert module.model is not None and type(module.model).__module__.startswith("transformers.")
+    initial = values_of(module.model)
+    count = 8 if case.schedule == "dualpipev" else 4
+    orders = backward_orders(case.schedule, case.ranks, count, derive_config(module.model))
+    reference = train_alone(module, "adamw", row_batches(4), count, orders)
+    trained, begun = zip(*found[case], strict=True)
+    assert not far({name: value for one in begun for name, value in one.items()}, initial, within=0.0)
+    assert not unequal(join(trained), reference)
