@@ -33,7 +33,6 @@ from lightning_pipe.llm.op_record import OpRecord, View
 
 __all__ = ["DeferredInit", "deferred_init", "fake_copy", "is_deferred"]
 
-_aten = torch.ops.aten
 _CPU = torch.device("cpu")
 
 
@@ -74,9 +73,9 @@ class DeferredInit:
         kept = [place for place in kept if isinstance(place.tensor, FakeTensor)]
         views = [self._record.view(place.tensor) for place in kept]
         storages = self._record.replay({view.storage for view in views}, device)
-        made = {id(place.tensor): _like(place.tensor, view.of(storages[view.storage])) for place, view in
-                zip(kept, views, strict=True)}  # fmt: skip
-        for tensor in made.values():
+        made: dict[int, Tensor] = {}
+        for place, view in zip(kept, views, strict=True):
+            tensor = made[id(place.tensor)] = _like(place.tensor, view.of(storages[view.storage]))
             self._made[tensor] = None
         _replace(model, made)
 
@@ -205,9 +204,9 @@ class _Recorder(TorchDispatchMode):
         views = [self._record.view(value) if isinstance(value, Tensor) else value for value in flat]
         if torch.Tag.data_dependent_output in func.tags:
             return self._read(func, tree_unflatten(views, structure))
-        fresh = func is _aten.lift_fresh.default and flat[0] is not given[0]
-        if fresh:  # torch.tensor(...): new memory each time the record is replayed, since it may be written to
-            func = _aten.clone.default
+        if func is torch.ops.aten.lift_fresh.default and flat[0] is not given[0]:
+            # torch.tensor(...): new memory each time the record is replayed, since it may be written to.
+            func = torch.ops.aten.clone.default
         track = self._record.before_random(func, flat)
         fake_args, fake_kwargs = tree_unflatten(flat, structure)
         try:

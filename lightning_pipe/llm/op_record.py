@@ -106,7 +106,7 @@ class RandomTrack:
     def drawn(self) -> int:
         """Return a number for the state after a random operation, and leave the one that stands for it."""
         with _disable_current_modes():
-            state = torch.Generator().manual_seed(next(_POSITION_SEEDS)).get_state()
+            state = torch.Generator("cpu").manual_seed(next(_POSITION_SEEDS)).get_state()
             # The first eight bytes of a CPU generator's state are its seed: with them, initial_seed() stays true.
             state[:8] = self.generator.get_state()[:8]
             self.generator.set_state(state)

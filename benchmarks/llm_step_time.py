@@ -1,0 +1,194 @@
+"""A step under the Trainer against a bare loop over the same PyTorch schedule, in turns within one run.
+
+``torchrun --nproc-per-node 2 benchmarks/llm_step_time.py`` cuts a small transformer into stages and prints, for each
+schedule, the fastest and the median time of a step in both, and their ratios. The bare loop is what one writes by hand
+with ``torch.distributed.pipelining``: stages with known shapes, ``schedule.step``, the optimiser. Both train the same
+model from the same seed on the same batches; their losses must agree, or the comparison means nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.utils.data import DataLoader
+
+from lightning_pipe.llm.losses import summed_cross_entropy
+from lightning_pipe.llm.schedules import count_stages, find_schedule, stages_of_rank
+from lightning_pipe.llm.split import derive_config, split_evenly
+from lightning_pipe.llm.stage_module import make_stage
+from lightning_pipe.strategies import LLMPipelineStrategy, PipelineModule
+
+VOCABULARY = 256
+
+
+class Decoder(nn.Module):
+    """A causal transformer."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, width // 64, 4 * width, 0.0, batch_first=True) for _ in range(layers)
+        )
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def get_pp_module_config(self) -> dict[str, Any]:
+        """What it is made of."""
+        names = {"layer_prefix": "layers", "input_fqns": ["embed"], "output_fqns": ["head"]}
+        return {"num_layers": len(self.layers), **names}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits."""
+        hidden = self.embed(tokens)
+        mask = nn.Transformer.generate_square_subsequent_mask(hidden.shape[1], device=hidden.device)
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=mask, is_causal=True)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+class Language(PipelineModule):
+    """The model under a Trainer; notes when its batches begin and what they lose."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.size = (width, layers)
+        self.began: list[float] = []
+        self.losses: list[float] = []
+
+    def build_model(self) -> nn.Module:
+        return Decoder(*self.size)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.began.append(time.perf_counter())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        result = self.run_batch(batch)
+        self.losses.append(result.loss.item())
+        return result.loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def batches_of(options: argparse.Namespace) -> list[dict[str, Tensor]]:
+    """The same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (options.rows, options.length + 1)
+    tokens = [torch.randint(VOCABULARY, shape, generator=generator) for _ in range(options.steps + 1)]
+    return [{"input_ids": one[:, :-1].contiguous(), "labels": one[:, 1:].contiguous()} for one in tokens]
+
+
+def bare(name: str, options: argparse.Namespace) -> tuple[list[float], list[float]]:
+    """Times of steps, in seconds, and losses, by hand."""
+    spec, ranks = find_schedule(name), dist.get_world_size()
+    count = ranks * count_stages(spec, ranks)
+    torch.manual_seed(1)
+    model = Decoder(options.width, options.layers)
+    config = derive_config(model)
+    names = split_evenly(config, count)
+    rows = options.rows // options.micro_batches
+    tokens = torch.empty(rows, options.length, dtype=torch.long, device="meta")
+    hidden = torch.empty(rows, options.length, options.width, device="meta", requires_grad=True)
+    logits = torch.empty(rows, options.length, VOCABULARY, device="meta", requires_grad=True)
+    stages = []
+    for index in stages_of_rank(spec, dist.get_rank(), ranks):
+        torch.manual_seed(1)
+        part = make_stage(Decoder(options.width, options.layers), config, names[index], index, count)
+        stages.append(
+            PipelineStage(
+                part,
+                index,
+                count,
+                torch.device("cpu"),
+                input_args=tokens if index == 0 else hidden,
+                output_args=logits if index == count - 1 else hidden,
+            )
+        )
+    given: Any = stages[0] if spec.placement == "single" else stages
+    schedule = spec.schedule_class(given, options.micro_batches, loss_fn=summed_cross_entropy, scale_grads=False)
+    parameters = [one for stage in stages for one in stage.submod.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.01)
+    times, found = [], []
+    for batch in batches_of(options):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        losses: list[Tensor] = []
+        schedule.step(*([batch["input_ids"]] if stages[0].is_first else []), target=batch["labels"], losses=losses,
+                      return_outputs=False)  # fmt: skip
+        total = torch.stack(losses).sum().detach() if losses else torch.zeros(())
+        dist.all_reduce(total)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 / batch["labels"].numel())
+        optimizer.step()
+        found.append(total.item() / batch["labels"].numel())
+        times.append(time.perf_counter() - start)
+    return times[1:], found
+
+
+def trained(name: str, options: argparse.Namespace) -> tuple[list[float], list[float]]:
+    """Times from one batch's beginning to the next one's, in seconds, and losses, under the Trainer."""
+    module = Language(options.width, options.layers)
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "max_epochs": 1,
+    }
+    strategy = LLMPipelineStrategy(name, num_microbatches=options.micro_batches, timeout=timedelta(minutes=5))
+    trainer = pl.Trainer(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **quiet)
+    torch.manual_seed(1)
+    trainer.fit(module, DataLoader(batches_of(options), batch_size=None))  # type: ignore[arg-type]
+    return [later - earlier for earlier, later in pairwise(module.began[1:])], module.losses
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedules", nargs="+", default=["gpipe", "1f1b", "interleaved_1f1b", "zbv_zero_bubble"])
+    for option, default in (
+        ("width", 256), ("layers", 4), ("rows", 16), ("length", 128), ("micro-batches", 8), ("steps", 8), ("rounds", 4)
+    ):  # fmt: skip
+        parser.add_argument(f"--{option}", type=int, default=default)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    dist.init_process_group("gloo")
+    for name in options.schedules:
+        times: dict[str, list[float]] = {"bare": [], "trainer": []}
+        first: list[float] = []
+        for _ in range(options.rounds):
+            for kind, run in (("bare", bare), ("trainer", trained)):
+                spent, losses = run(name, options)
+                times[kind] += spent
+                first = first or losses
+                torch.testing.assert_close(losses, first, rtol=0, atol=1e-5)
+        if dist.get_rank() == 0:
+            fastest, median = (
+                {kind: function(spent) for kind, spent in times.items()} for function in (min, statistics.median)
+            )
+            print(
+                f"{name}: bare {1e3 * fastest['bare']:.1f} / {1e3 * median['bare']:.1f} ms, Trainer"
+                f" {1e3 * fastest['trainer']:.1f} / {1e3 * median['trainer']:.1f} ms (fastest / median); ratio"
+                f" {fastest['trainer'] / fastest['bare']:.3f} / {median['trainer'] / median['bare']:.3f}",
+                flush=True,
+            )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
