@@ -120,6 +120,8 @@ class BatchPreparation:
             cut = split_batch(batch, self._num_microbatches, ignore_index=self._ignore_index, strict=self._strict)
             tokens = sum(self._loss_tokens(item) for item in cut.items)
             sizes = [self._size(item) for item in cut.items]
+            for item, (_, length) in zip(cut.items, sizes, strict=True):
+                pad_microbatch(item, length, self._keys)  # changes nothing yet, but refuses what cannot be padded
             numbers = [1, max(rows for rows, _ in sizes), max(length for _, length in sizes), tokens]
         except Exception as caught:  # of whatever kind: the other ranks wait for this one's numbers
             error = caught

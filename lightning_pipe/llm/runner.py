@@ -63,7 +63,11 @@ class PipelineRunner:
         shapes: of all stages.
         cache_bytes: the most that the buffers of schedules not in use may take, on the rank that needs most. At least
             one schedule is kept in any case.
+
+    Attributes:
         events: what the stages append what they did to, while ``record_events`` is on.
+        failure: why a result of the last run could not be computed, or was refused; only on the rank with the last
+            stage. The run goes to its end all the same, since the other ranks are in it: raise it when all know.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class PipelineRunner:
         self._shapes = shapes
         self._cache_bytes = cache_bytes
         self._made: OrderedDict[Any, _Made] = OrderedDict()
+        self.failure: Exception | None = None
         self.events: list[StageEvent] = []
         self.record_events = False
 
@@ -121,18 +126,29 @@ class PipelineRunner:
     def _run(self, micro_batches: Sequence[StageInputs], result_of: ResultOf, *, train: bool) -> list[Any]:
         made = self._find(micro_batches, train=train)
         results: list[Any] = []
-        check = _check_loss if train else _check_result
+        self.failure = None
+        guarded = self._guarded(result_of, _check_loss if train else _check_result)
         run_schedule(
             made.schedule,
             [one.args for one in micro_batches],
             [
-                {**one.kwargs, "result_of": lambda output, target=one.target: check(result_of(output, target))}
+                {**one.kwargs, "result_of": lambda output, target=one.target: guarded(output, target)}
                 for one in micro_batches
             ],
             [None] * len(micro_batches),
             losses=results,
         )
         return results
+
+    def _guarded(self, result_of: ResultOf, check: Callable[[Any], Tensor]) -> ResultOf:
+        def result(output: Tensor, target: Any) -> Tensor:
+            try:
+                return check(result_of(output, target))
+            except Exception as error:  # of whatever kind: the other ranks are in the middle of the schedule
+                self.failure = self.failure or error
+                return output.sum() * 0
+
+        return result
 
     def _find(self, micro_batches: Sequence[StageInputs], *, train: bool) -> _Made:
         """The schedule for this number and shape, made if need be: on every rank alike, or neighbours would wait."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,37 +66,43 @@ class StageShapes:
         Raises:
             SetupError: a stage's forward cannot run without data, or does not give one tensor; what ``check`` raises.
         """
-        key = (*(_signature(leaf) for leaf in tree_leaves((args, dict(kwargs)))), torch.is_autocast_enabled())
+        leaves = tree_leaves((args, dict(kwargs)))
+        key = (*map(_signature, leaves), *sorted(_autocast({leaf.device.type for leaf in filter(_is_tensor, leaves)})))
         if key not in self._known:
-            found = self._ask(args, dict(kwargs))
-            if self._check is not None:
-                self._check(_some_values(found[0].output), tree_map_only(Tensor, Tensor.cpu, dict(kwargs)))
-                self._check = None
-            self._known[key] = found
+            self._known[key] = self._ask(args, dict(kwargs))
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
         return self._known[key]
 
     def _ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[StageShape]:
         found: list[StageShape] = []
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), self._mode:
-            inputs, kwargs = tree_map_only(Tensor, self._mode.from_tensor, (args, kwargs))
-            for index, stage in enumerate(self._stages):
-                try:
-                    output = stage(*inputs, **kwargs)
-                except Exception as error:
-                    raise SetupError(
-                        f"the forward pass of stage {index} cannot be run without data, to find the shapes that stages"
-                        f" exchange: {error}. Compute what depends on values of the batch where the batch is made"
-                    ) from error
-                if not isinstance(output, Tensor):
-                    raise SetupError(
-                        f"stage {index} gave a {type(output).__name__}; needed is one tensor, which the next stage"
-                        " takes as its first argument"
-                    )
-                found.append(StageShape(tuple(map(_meta, filter(_is_tensor, inputs))), _meta(output)))
-                inputs = (output,)
+        with self._mode:
+            inputs, fakes = tree_map_only(Tensor, self._mode.from_tensor, (args, kwargs))
+        for index, stage in enumerate(self._stages):
+            output = self._run(index, stage, inputs, fakes)
+            found.append(StageShape(tuple(map(_meta, filter(_is_tensor, inputs))), _meta(output)))
+            if self._check is not None:
+                # Before a later stage fails, for a reason that says less.
+                self._check(_some_values(output), tree_map_only(Tensor, Tensor.cpu, kwargs))
+                self._check = None
+            inputs = (output,)
         return found
+
+    def _run(self, index: int, stage: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), self._mode:
+                output = stage(*inputs, **kwargs)
+        except Exception as error:
+            raise SetupError(
+                f"the forward pass of stage {index} cannot be run without data, to find the shapes that stages"
+                f" exchange: {error}. Compute what depends on values of the batch where the batch is made"
+            ) from error
+        if not isinstance(output, Tensor):
+            raise SetupError(
+                f"stage {index} gave a {type(output).__name__}; needed is one tensor, which the next stage takes as"
+                " its first argument"
+            )
+        return output
 
 
 def _some_values(like: Tensor) -> Tensor:
@@ -106,6 +112,12 @@ def _some_values(like: Tensor) -> Tensor:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
+
+
+def _autocast(device_types: set[str]) -> Iterator[str]:
+    for kind in device_types:
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            yield f"{kind} {torch.get_autocast_dtype(kind)}"
 
 
 def _meta(tensor: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from lightning_pipe.strategies.base import DistributedStrategy
 __all__ = [
     "FolderCheckpointStrategy",
     "fill_from_folder",
+    "gather",
     "on_all_ranks",
     "read_metadata",
     "read_rest",
@@ -168,12 +169,17 @@ def on_all_ranks(work: Callable[[], T], failed: str) -> T:
         result = work()
     except Exception as error:  # of the file system, or of what cannot be pickled
         problem, cause = str(error) if isinstance(error, SetupError) else f"{failed}: {error}", error
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    found = [text for text in problems if text is not None]
+    found = [text for text in gather(problem) if text is not None]
     if found:
         raise SetupError(problem or found[0]) from cause
     return result
+
+
+def gather(value: T) -> list[T]:
+    """Every rank's value, on every rank; whatever can be pickled."""
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _on_first_rank(work: Callable[[], None], failed: str) -> None:

@@ -24,7 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from torch.utils.data import RandomSampler
 
-from lightning_pipe.engine import SetupError, SWPipeline
+from lightning_pipe.engine import InputError, SetupError, SWPipeline
+from lightning_pipe.engine.agreement import check_agreement
 from lightning_pipe.llm.deferred import DeferredInit, deferred_init, is_deferred
 from lightning_pipe.llm.gradients import GradientNorm, clip_by_norm, scale_gradients
 from lightning_pipe.llm.padding import SequenceKeys
@@ -147,6 +148,8 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
+        # First of all: what follows would hang where ranks differ.
+        check_agreement(self._description(), "pipeline's configuration", dist.group.WORLD, error=SetupError)
         sizes = self._data_sizes
         others = math.prod(sizes.values())
         size = self._asked_size if self._asked_size is not None else self.world_size // others
@@ -173,6 +176,22 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         # On the CPU, since they carry a few numbers beside the schedule; two, since both may be under way at once.
         self._numbers_group = dist.new_group(backend="gloo", timeout=self._timeout)
         self._loss_group = dist.new_group(backend="gloo", timeout=self._timeout)
+
+    def _description(self) -> list[tuple[str, str]]:
+        given = {
+            "schedule": self._spec.name,
+            "pipeline_parallel_size": self._asked_size,
+            "num_microbatches": self._asked_microbatches,
+            "stages_per_rank": self._stages_per_rank,
+            "layers_per_stage": self._layers_per_stage and list(self._layers_per_stage),
+            "input_weight and output_weight": self._weights,
+            "data-parallel sizes": self._data_sizes,
+            "lengths": self._lengths,
+            "pad_values": self._pad_values,
+            "strict_batches": self._strict,
+            "schedule_cache_bytes": self._cache_bytes,
+        }
+        return [(name, repr(value)) for name, value in given.items()]
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -344,11 +363,21 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         return BatchResult(self._total(losses) / max(step.tokens, 1), step.tokens)
 
     def _total(self, losses: Sequence[Tensor]) -> Tensor:
-        """The sum of the losses on all ranks' last stages, on every rank."""
-        total = torch.stack(list(losses)).sum().float() if losses else torch.zeros(())
-        total = total.cpu()
+        """The sum of the losses on all ranks' last stages, on every rank.
+
+        Raises:
+            InputError: on every rank, where one could not compute its losses; there, what it raised.
+        """
+        assert self._runner is not None
+        failure = self._runner.failure
+        total = torch.stack(list(losses)).sum().float() if losses and failure is None else torch.zeros(())
+        total = torch.stack([total.cpu(), torch.tensor(float(failure is not None))])
         dist.all_reduce(total, group=self._loss_group)
-        return total.to(self.root_device)
+        if failure is not None:
+            raise failure
+        if total[1]:
+            raise InputError("the rank of a last stage could not compute the loss; its own error says why")
+        return total[0].to(self.root_device)
 
     def _predict(self, batch: Any) -> Any:
         """The module's predictions, on every rank of the pipeline."""
@@ -356,9 +385,19 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         assert runner is not None and isinstance(module, PipelineModule)
         step = self._prepared(batch)
         results = runner.evaluate(step.micro_batches, module.prediction)
-        found = [step.cut.trim(results)] if runner.has_last_stage else [None]
+        found: list[Any] = [None, None]
+        failure = runner.failure
+        if runner.has_last_stage and failure is None:
+            try:
+                found[0] = step.cut.trim(results)
+            except InputError as error:
+                failure = error
+        if failure is not None:
+            found[1] = f"{type(failure).__name__}: {failure}"
         group = self.device_mesh["pipeline"].get_group()
         dist.broadcast_object_list(found, group=group, group_src=self._last_stage_rank())
+        if found[1] is not None:
+            raise InputError(f"a micro-batch's prediction failed: {found[1]}") from failure
         return found[0]
 
     def _last_stage_rank(self) -> int:

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint._traverse import set_element
@@ -25,10 +23,20 @@ from torch.optim import Optimizer
 from lightning_pipe.engine import SetupError
 from lightning_pipe.strategies.checkpoint_folder import (
     fill_from_folder,
+    gather,
     on_all_ranks,
     read_metadata,
     read_rest,
     write_folder,
+)
+from lightning_pipe.strategies.named_optimizer import (
+    Group,
+    by_name,
+    held_names,
+    listed,
+    merge_groups,
+    optimizer_problems,
+    pack_state,
 )
 
 __all__ = ["export_checkpoint", "export_pretrained", "load_stage_checkpoint", "save_stage_checkpoint"]
@@ -36,8 +44,6 @@ __all__ = ["export_checkpoint", "export_pretrained", "load_stage_checkpoint", "s
 _KIND = "under LLMPipelineStrategy. Give the path of one, or load the model's state before it is split"
 _FIX = "Build the module, and its optimiser, as when it was written"
 _MODEL, _OPTIMIZERS = "state_dict", "optimizer_states"
-
-Group = dict[str, Any]
 
 
 def save_stage_checkpoint(
@@ -63,12 +69,14 @@ def save_stage_checkpoint(
     rest = {key: value for key, value in checkpoint.items() if key not in (_MODEL, _OPTIMIZERS)}
     state: dict[str, Any] = {_MODEL: checkpoint[_MODEL]}
     if _OPTIMIZERS in checkpoint:
-        held = _held(optimizers, module, f"the checkpoint {str(path)!r} cannot be written")
+        held = held_names(optimizers, module, f"the checkpoint {str(path)!r} cannot be written")
         groups = []
         for number, (names, packed) in enumerate(zip(held, checkpoint[_OPTIMIZERS], strict=True)):
             state[_part(number)] = {"state": {names[index]: value for index, value in packed["state"].items()}}
-            groups.append([_by_name(group, names) for group in packed["param_groups"]])
-        rest[_OPTIMIZERS] = [{"param_groups": _merge(ranks, order)} for ranks in zip(*_gather(groups), strict=True)]
+            groups.append([by_name(group, names) for group in packed["param_groups"]])
+        rest[_OPTIMIZERS] = [
+            {"param_groups": merge_groups(ranks, order)} for ranks in zip(*gather(groups), strict=True)
+        ]
     write_folder(path, state, rest)
 
 
@@ -101,10 +109,10 @@ def load_stage_checkpoint(
     stored = rest.pop(_OPTIMIZERS, None)
     with_states = stored is not None and optimizers is not None
     trained = list(optimizers or ()) if with_states else []
-    held = _held(trained, module, failed)
+    held = held_names(trained, module, failed)
     groups: list[list[Group]] = [entry["param_groups"] for entry in stored] if with_states else []
     state: dict[str, Any] = {_MODEL: module.state_dict()}
-    problems = _model_problems(saved, state[_MODEL], strict) + _optimizer_problems(groups, held, trained)
+    problems = _model_problems(saved, state[_MODEL], strict) + optimizer_problems(groups, held, trained)
     if problems:
         raise SetupError(f"the checkpoint {str(folder)!r} does not fit the module: {'; '.join(problems)}. {_FIX}")
     parameters = dict(module.named_parameters())
@@ -114,7 +122,7 @@ def load_stage_checkpoint(
     fill_from_folder(folder, state, strict=strict, fix=_FIX)
     if with_states:
         rest[_OPTIMIZERS] = [
-            _pack(optimizer, names, of_optimizer, state[_part(number)]["state"])
+            pack_state(optimizer, names, of_optimizer, state[_part(number)]["state"])
             for number, (optimizer, names, of_optimizer) in enumerate(zip(trained, held, groups, strict=True))
         ]
     return {**rest, _MODEL: state[_MODEL]}
@@ -183,70 +191,11 @@ def export_pretrained(folder: str | Path, config: Any, target: str | Path) -> No
     model.save_pretrained(target, state_dict=weights)
 
 
-# ---------------------------------------------------------------------- by name
+# ---------------------------------------------------------------------- what is read
 
 
 def _part(number: int) -> str:
     return f"optimizer_{number}"
-
-
-def _held(optimizers: Iterable[Optimizer], module: nn.Module, failed: str) -> list[list[str]]:
-    """The names of each optimiser's parameters, in the order in which it numbers them."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-
-    def held() -> list[list[str]]:
-        return [
-            [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-            for optimizer in optimizers
-        ]
-
-    return on_all_ranks(held, f"{failed}, since an optimiser has parameters that the module has not")
-
-
-def _by_name(group: Group, names: Sequence[str]) -> Group:
-    """A group as an optimiser's ``state_dict`` has it, with names in the numbers' place."""
-    rest = {key: value for key, value in group.items() if key != "param_names"}  # those of this rank
-    return {**rest, "params": [names[index] for index in group["params"]]}
-
-
-def _merge(ranks: Iterable[Sequence[Group]], order: Sequence[str]) -> list[Group]:
-    """The groups of the unsplit model: those at one place on several ranks are one, unless ranks made others there."""
-    rank_in_model = {name: place for place, name in enumerate(order)}
-    merged: list[Group] = []
-    for at_one_place in zip_longest(*ranks):
-        here: list[Group] = []
-        for group in at_one_place:
-            if group is None:
-                continue
-            same = next((other for other in here if _hyperparameters_equal(group, other)), None)
-            if same is None:
-                here.append({**group})
-            else:
-                same["params"] = [*same["params"], *group["params"]]
-        merged += here
-    for group in merged:
-        group["params"] = sorted(dict.fromkeys(group["params"]), key=lambda name: rank_in_model.get(name, len(order)))
-    return merged
-
-
-def _hyperparameters_equal(one: Group, other: Group) -> bool:
-    def equal(a: Any, b: Any) -> bool:
-        return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
-
-    return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one if key != "params")
-
-
-def _pack(optimizer: Optimizer, names: Sequence[str], groups: Sequence[Group], states: Mapping[str, Any]) -> Any:
-    """What the optimiser's ``load_state_dict`` takes, made of what was kept by name."""
-    index = {name: place for place, name in enumerate(names)}
-    group_of = {name: group for group in groups for name in group["params"]}
-    present = optimizer.state_dict()["param_groups"]
-    packed = []
-    for own, at_same_place in zip_longest(present, groups if len(groups) == len(present) else ()):
-        # Of a group in which this rank has nothing, its place tells which it is.
-        found = group_of[names[own["params"][0]]] if own["params"] else at_same_place or own
-        packed.append({**found, "params": own["params"]})
-    return {"state": {index[name]: state for name, state in states.items()}, "param_groups": packed}
 
 
 def _room_for_states(saved: dcp.Metadata, part: str, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -282,12 +231,6 @@ def _read_whole(folder: Path, only: str | None = None) -> dict[str, Any]:
 # ---------------------------------------------------------------------- what does not fit
 
 
-def _gather(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def _model_problems(saved: dcp.Metadata, state: Mapping[str, Any], strict: bool) -> list[str]:
     """The same on every rank."""
     stored = {
@@ -297,48 +240,18 @@ def _model_problems(saved: dcp.Metadata, state: Mapping[str, Any], strict: bool)
     }
     own = {name: value.size() if isinstance(value, Tensor) else None for name, value in state.items()}
     union: dict[str, Any] = {}
-    for sizes in _gather(own):
+    for sizes in gather(own):
         union.update(sizes)
     return _differences(stored, union, strict)
 
 
 def _differences(stored: Mapping[str, Any], needed: Mapping[str, Any], strict: bool) -> list[str]:
     """What is missing, unexpected, or of another size; the latter also where it is not strict."""
-    problems = _listed("missing in it", needed.keys() - stored.keys()) if strict else []
-    problems += _listed("unexpected in it", stored.keys() - needed.keys()) if strict else []
+    problems = listed("missing in it", needed.keys() - stored.keys()) if strict else []
+    problems += listed("unexpected in it", stored.keys() - needed.keys()) if strict else []
     sizes = [
         f"{name} ({list(stored[name])}, needed is {list(needed[name])})"
         for name in stored.keys() & needed.keys()
         if None not in (stored[name], needed[name]) and stored[name] != needed[name]
     ]
-    return problems + _listed("of another size", sizes)
-
-
-def _optimizer_problems(
-    groups: Sequence[Sequence[Group]], held: Sequence[Sequence[str]], optimizers: Sequence[Optimizer]
-) -> list[str]:
-    """The same on every rank."""
-    if len(groups) != len(held):
-        return [f"it has states of {len(groups)} optimisers, configure_optimizers returns {len(held)}"]
-    problems = []
-    for of_optimizer, names, optimizer in zip(groups, held, optimizers, strict=True):
-        place_of = {name: place for place, group in enumerate(of_optimizer) for name in group["params"]}
-        mixed = {
-            " and ".join({place_of[name]: name for name in own if name in place_of}.values())
-            for own in ([names[i] for i in group["params"]] for group in optimizer.state_dict()["param_groups"])
-            if len({place_of[name] for name in own if name in place_of}) > 1
-        }
-        ranks = _gather((names, mixed))
-        needed = {name for names, _ in ranks for name in names}
-        problems += _listed("not in the checkpoint's optimiser", needed - place_of.keys())
-        problems += _listed("in the checkpoint's optimiser, but not in the module's", place_of.keys() - needed)
-        problems += _listed(
-            "in one group of the optimiser, but not of the checkpoint's", set().union(*(m for _, m in ranks))
-        )
-    return problems
-
-
-def _listed(what: str, names: Collection[str]) -> list[str]:
-    shown = sorted(names)[:10]
-    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
-    return [f"{what}: {', '.join(shown)}{more}"] if names else []
+    return problems + listed("of another size", sizes)
