@@ -1,0 +1,134 @@
+"""Models of Hugging Face's configs: their own code and names, and no whole logits in training."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.strategies.hf_causal_lm import HFCausalLM
+from tests.strategies.llm_cases import (
+    SEED,
+    VOCABULARY,
+    TinyHF,
+    far,
+    fit,
+    gradients_of,
+    hf_config,
+    loader,
+    row_batches,
+    trainer,
+    values_of,
+)
+
+TYPES = ("llama", "qwen3", "gpt_neox")
+
+
+def built(model_type: str = "llama", **changes: Any) -> HFCausalLM:
+    torch.manual_seed(SEED)
+    module = HFCausalLM(hf_config(model_type) | changes, chunk_tokens=8)
+    module.configure_model()
+    return module
+
+
+def original(module: HFCausalLM) -> Any:
+    torch.manual_seed(SEED)
+    return AutoModelForCausalLM.from_config(module.config, attn_implementation="sdpa")
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_class_names_and_initial_values_are_hugging_faces_own(model_type: str) -> None:
+    module = built(model_type)
+    theirs = original(module)
+    assert module.model is not None
+    assert type(module.model) is type(theirs)
+    assert list(module.model.state_dict()) == list(theirs.state_dict())
+    assert not far(values_of(module.model), values_of(theirs), within=0.0)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_loss_and_gradients_are_those_of_hugging_faces_whole_logits(model_type: str) -> None:
+    module, batch = built(model_type), row_batches(1)[0]
+    result = module.run_batch(batch)
+    result.loss.backward()
+    theirs = original(module)
+    logits = theirs(input_ids=batch["input_ids"]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    loss.backward()
+    torch.testing.assert_close(result.loss, loss, rtol=1e-5, atol=0.0)
+    assert not far(gradients_of(module.model), gradients_of(theirs))
+
+
+def test_whole_logits_are_never_made_in_training() -> None:
+    class Largest(TorchDispatchMode):
+        rows = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            for one in tree_leaves(result):
+                if isinstance(one, Tensor) and one.shape[-1:] == (VOCABULARY,):
+                    self.rows = max(self.rows, one.numel() // VOCABULARY)
+            return result
+
+    module = built()
+    batch = row_batches(1)[0]
+    with Largest() as largest:
+        module.run_batch(batch).loss.backward()
+    assert 8 <= largest.rows < batch["labels"].numel()
+    assert largest.rows <= 16  # a chunk's; the head's weight is as wide, with 16 rows
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_predictions_are_logits(model_type: str) -> None:
+    module, data = TinyHF(hf_config(model_type)), row_batches(1, 3)
+    torch.manual_seed(SEED)
+    (predicted,) = trainer("auto").predict(module, loader(data))  # type: ignore[misc]
+    with torch.no_grad():
+        expected = original(module).eval()(input_ids=data[0]["input_ids"]).logits
+    torch.testing.assert_close(predicted, expected)
+
+
+def test_a_model_that_changes_its_logits_keeps_its_head() -> None:
+    module = built("granite", logits_scaling=4.0)
+    batch = row_batches(1)[0]
+    logits = original(module)(input_ids=batch["input_ids"]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    torch.testing.assert_close(module.run_batch(batch).loss, loss)
+
+
+def test_it_trains_with_adamw_of_its_settings() -> None:
+    module = HFCausalLM(hf_config("llama"), learning_rate=0.02, weight_decay=0.3)
+    used = fit(module, "auto", row_batches(2))
+    (group,) = used.optimizers[0].param_groups
+    assert (type(used.optimizers[0]), group["lr"], group["weight_decay"]) == (torch.optim.AdamW, 0.02, 0.3)
+
+
+def test_a_config_of_hugging_faces_class_is_taken_too() -> None:
+    config = LlamaConfig(**{key: value for key, value in hf_config("llama").items() if key != "model_type"})
+    assert HFCausalLM(config).config is config
+
+
+@pytest.mark.parametrize("given", [{"hidden_size": 8}, "llama", None], ids=str)
+def test_a_config_without_a_type_is_refused(given: Any) -> None:
+    with pytest.raises(SetupError, match=r"needed is a mapping with model_type"):
+        HFCausalLM(given)
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "transformers":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(SetupError, match=r"lightning-pipe\[hf\]"):
+        HFCausalLM(hf_config("llama"))

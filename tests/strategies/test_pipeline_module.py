@@ -1,0 +1,127 @@
+"""A PipelineModule trains on one device with Lightning's default strategy, from what it says for a pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.engine import InputError
+from lightning_pipe.llm.losses import summed_cross_entropy
+from lightning_pipe.strategies.pipeline_module import PipelineModule
+from tests.strategies.llm_cases import (
+    SEED,
+    VOCABULARY,
+    WIDTH,
+    Tiny,
+    as_one,
+    far,
+    fit,
+    loader,
+    packed_batches,
+    row_batches,
+    train_alone,
+    trainer,
+    values_of,
+)
+
+
+def built() -> Tiny:
+    torch.manual_seed(SEED)
+    module = Tiny()
+    module.configure_model()
+    return module
+
+
+def test_it_trains_on_the_mean_over_the_tokens_of_a_batch() -> None:
+    module = Tiny(optimizer="adamw")
+    fit(module, "auto", row_batches(3))
+    reference = train_alone(Tiny(), "adamw", row_batches(3), 1)
+    assert module.losses == pytest.approx(reference.losses, rel=1e-6)
+    assert not far(values_of(module.model), reference.parameters)
+
+
+def test_a_list_of_micro_batches_is_one_batch() -> None:
+    module = built()
+    (batch,) = packed_batches(4, 1)
+    result, whole = module.run_batch(batch), module.run_batch(as_one(batch))
+    assert result.tokens == whole.tokens == sum(int((one["labels"] != -100).sum()) for one in batch)
+    torch.testing.assert_close(result.loss, whole.loss, rtol=1e-6, atol=0.0)
+
+
+def test_a_batch_without_loss_tokens_has_a_loss_of_zero() -> None:
+    batch = row_batches(1)[0]
+    result = built().run_batch(batch | {"labels": torch.full_like(batch["labels"], -100)})
+    assert (result.tokens, float(result.loss)) == (0, 0.0)
+
+
+def test_predictions_have_a_row_for_each_row_of_the_batch() -> None:
+    module = Tiny()
+    data = row_batches(2, 7)
+    outputs: Any = trainer("auto").predict(module, loader(data))
+    assert [output.shape for output in outputs] == [(7, one["labels"].shape[1], VOCABULARY) for one in data]
+
+
+def test_metrics_are_logged_as_means_over_tokens() -> None:
+    module, data = Tiny(), row_batches(3, 5)
+    used = fit(module, "auto", row_batches(1), loader(data))
+    assert module.model is not None
+    with torch.no_grad():
+        sums = [summed_cross_entropy(module.model(one["input_ids"]), one["labels"]) for one in data]
+    tokens = sum(int((one["labels"] != -100).sum()) for one in data)
+    assert float(used.callback_metrics["val_loss"]) == pytest.approx(float(sum(sums)) / tokens, rel=1e-6)
+
+
+def test_a_model_made_before_is_not_made_again() -> None:
+    module = Tiny(early=True)
+    model = module.model
+    module.configure_model()
+    assert module.model is model
+
+
+def test_its_own_description_goes_before_the_models() -> None:
+    class Describing(Tiny):
+        def get_pp_module_config(self) -> dict[str, Any]:
+            return {"num_layers": 4, "layer_prefix": "layers", "input_fqns": ["embedding"], "output_fqns": ["head"]}
+
+    found = Describing().pipeline_config()
+    assert found is not None
+    assert found.output_fqns == ("head",)
+    assert Tiny().pipeline_config() is None
+
+
+def test_hooks_say_what_a_batch_is_and_what_its_loss_is() -> None:
+    class Regression(PipelineModule):
+        def build_model(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+
+        def model_inputs(self, micro_batch: Any) -> Any:
+            return (micro_batch["x"],), {}
+
+        def summed_loss(self, output: Tensor, micro_batch: Any) -> Tensor:
+            return (output.squeeze(-1) - micro_batch["y"]).square().sum()
+
+        def loss_tokens(self, micro_batch: Any) -> int:
+            return len(micro_batch["y"])
+
+        def prediction(self, output: Tensor, micro_batch: Any) -> Tensor:
+            return output.squeeze(-1)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    torch.manual_seed(SEED)
+    batch = {"x": torch.randn(5, WIDTH), "y": torch.randn(5)}
+    module = Regression()
+    fit(module, "auto", [batch])
+    assert module.model is not None
+    expected = (module.model(batch["x"]).squeeze(-1) - batch["y"]).square().mean()
+    assert float(module.run_batch(batch).loss) == pytest.approx(float(expected))
+    assert module.predict_step(batch, 0).shape == (5,)
+
+
+def test_a_batch_that_is_no_mapping_is_refused() -> None:
+    with pytest.raises(InputError, match=r"the batch is a tensor.*needed is a mapping"):
+        built().run_batch(torch.zeros(2, 3))
