@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader
 
 from lightning_pipe.llm.microbatches import split_batch
@@ -148,6 +149,34 @@ class Tiny(Noted, PipelineModule):
 
     def build_model(self) -> nn.Module:
         return TinyLM(self.layers)
+
+
+class Counting(Tiny):
+    """Notes in ``forwards`` each forward of a layer with real data, by the layer's index; and every inference mode."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.forwards: list[int] = []
+        self.inference_modes: set[bool] = set()
+
+    def build_model(self) -> nn.Module:
+        model = TinyLM(self.layers)
+        for index, layer in enumerate(model.layers):
+            layer.register_forward_pre_hook(self._note(index))
+        return model
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.inference_modes.add(torch.is_inference_mode_enabled())
+        super().validation_step(batch, batch_idx)
+
+    def _note(self, index: int) -> Callable[..., None]:
+        # A function, of which there is one for all stages: a copied model has copies of objects.
+        def note(layer: nn.Module, args: tuple[Any, ...]) -> None:
+            if not isinstance(args[0], FakeTensor):
+                self.forwards.append(index)
+                self.inference_modes.add(torch.is_inference_mode_enabled())
+
+        return note
 
 
 class TinyHF(Noted, HFCausalLM):
@@ -313,11 +342,9 @@ def train_alone(
     module.configure_model()
     model = module.model
     assert model is not None
-    orders = orders or dict.fromkeys(derive_config(model).modules, list(range(count)))
+    orders = orders or {key: list(range(count)) for key in derive_config(model).modules}
     optimizer_of_all, trained = OPTIMIZERS[optimizer](model.parameters()), Trained()
-    owner = {
-        name: next(part for part in orders if name.startswith(f"{part}.")) for name, _ in model.named_parameters()
-    }
+    owner = {name: next(part for part in orders if name.startswith(f"{part}.")) for name, _ in model.named_parameters()}
     for batch in batches:
         each, losses, tokens = [], [], 0
         for item in microbatches_of(batch, count, length):

@@ -62,11 +62,12 @@ class Case(NamedTuple):
         return f"{self.schedule} P={self.ranks} m={self.microbatches} {kind} {lengths} {self.optimizer}"
 
 
-# Both optimisers with both kinds of batches and both of lengths, for every schedule, size and number of micro-batches.
-# The smallest number of micro-batches of DualPipeV is that of its stages.
+# With two ranks each schedule and number of micro-batches has both optimisers, with both kinds of batches and both of
+# lengths; with four, where a step takes longest, a half of these. DualPipeV needs a micro-batch for each stage.
 CASES = [
     Case(schedule, ranks, count, packed, static, "sgd" if packed == static else "adamw")
     for schedule, ranks, count, packed, static in product(SCHEDULES, (2, 4), (4, 8), (False, True), (False, True))
+    if ranks == 2 or static == (packed == (count == 4))
     if schedule != "dualpipev" or count >= 2 * ranks
 ]
 TRAINER_CASES = [
@@ -240,9 +241,7 @@ def test_each_way_to_train_occurs_under_a_trainer() -> None:
 def test_a_pipeline_trains_as_one_device_with_the_whole_batch_within_rounding(
     case: Case, found: dict[Any, list[Any]]
 ) -> None:
-    ranks, reference = found[case], whole(
-        layers_of(case.ranks), case.packed, case.optimizer, case.microbatches
-    )
+    ranks, reference = found[case], whole(layers_of(case.ranks), case.packed, case.optimizer, case.microbatches)
     losses = next(one.losses for one in ranks if one.losses)
     assert losses == pytest.approx(reference.losses, rel=1e-5)
     assert not far({k: v for one in ranks for k, v in one.gradients[0].items()}, reference.gradients[0])
@@ -254,7 +253,8 @@ def test_models_of_hugging_face_train_split_and_untouched(case: HFCase, found: d
     module = TinyHF(hf_config(case.model_type, case.layers), chunk_tokens=8, optimizer="adamw")
     torch.manual_seed(SEED)
     module.configure_model()
-    assert module.model is not None and type(module.model).__module__.startswith("transformers.")
+    assert module.model is not None
+    assert type(module.model).__module__.startswith("transformers.")
     initial = values_of(module.model)
     count = 8 if case.schedule == "dualpipev" else 4
     orders = backward_orders(case.schedule, case.ranks, count, derive_config(module.model))
