@@ -186,6 +186,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             "layers_per_stage": self._layers_per_stage and list(self._layers_per_stage),
             "input_weight and output_weight": self._weights,
             "data-parallel sizes": self._data_sizes,
+            "reshard_after_forward": self._reshard_after_forward,
             "lengths": self._lengths,
             "pad_values": self._pad_values,
             "strict_batches": self._strict,

@@ -288,6 +288,7 @@ def test_what_is_kept_and_the_random_state_equal_those_of_building_outright_to_t
 
 def hugging_face(name: str) -> nn.Module:
     import transformers
+
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
     more: dict[str, Any] = {"num_attention_heads": 2, "max_position_embeddings": 32, "tie_word_embeddings": True}
     grouped = {} if name == "GPTNeoX" else {"num_key_value_heads": 1, "head_dim": 8}
