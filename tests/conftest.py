@@ -35,3 +35,14 @@ def _the_environment_and_the_world_are_as_they_were() -> Iterator[None]:
         yield
         if dist.is_initialized() and not in_a_world:
             dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _a_module_leaves_them_as_they_were() -> Iterator[None]:
+    # A module's own fixtures may train in this process: what they leave is there before its first test begins.
+    import torch.distributed as dist
+
+    with mock.patch.dict(os.environ):
+        yield
+        if dist.is_initialized():
+            dist.destroy_process_group()
