@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -397,8 +398,13 @@ def test_an_interrupt_while_the_main_thread_waits_for_a_worker_leaves_nothing_be
         ("slow", lambda ctx: _thread.interrupt_main(), TaskSchedule(thread_group="w")),
         ("train", nothing, TaskSchedule()),
     )
-    with pytest.raises(KeyboardInterrupt), SWPipeline(plan) as pipeline:
-        train(pipeline, iter(range(100_000)))
+    # A shell's background jobs ignore the signal, and Python then leaves it so.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), SWPipeline(plan) as pipeline:
+            train(pipeline, iter(range(100_000)))
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert worker_names() == []
 
 
