@@ -63,11 +63,13 @@ class PipelineRunner:
         shapes: of all stages.
         cache_bytes: the most that the buffers of schedules not in use may take, on the rank that needs most. At least
             one schedule is kept in any case.
+        carry_failures: go on to the end of a run in which a stage's forward fails, with zeros, since its neighbours
+            wait. Not where a stage's parameters are gathered from other ranks, which wait in the middle of it.
 
     Attributes:
         events: what the stages append what they did to, while ``record_events`` is on.
-        failure: why a result of the last run could not be computed, or was refused; only on the rank with the last
-            stage. The run goes to its end all the same, since the other ranks are in it: raise it when all know.
+        failure: why a forward of this rank's, or a result, could not be computed, or was refused, in the last run. That
+            goes to its end all the same, since the other ranks are in it: raise it when all know.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class PipelineRunner:
         shapes: StageShapes,
         *,
         cache_bytes: int = 2**30,
+        carry_failures: bool = True,
     ) -> None:
         self._stages = dict(stages)
         self._num_stages = num_stages
@@ -88,6 +91,7 @@ class PipelineRunner:
         self._device = device
         self._shapes = shapes
         self._cache_bytes = cache_bytes
+        self._carry_failures = carry_failures
         self._made: OrderedDict[Any, _Made] = OrderedDict()
         self.failure: Exception | None = None
         self.events: list[StageEvent] = []
@@ -145,10 +149,13 @@ class PipelineRunner:
             try:
                 return check(result_of(output, target))
             except Exception as error:  # of whatever kind: the other ranks are in the middle of the schedule
-                self.failure = self.failure or error
+                self._note_failure(error)
                 return output.sum() * 0
 
         return result
+
+    def _note_failure(self, error: Exception) -> None:
+        self.failure = self.failure or error
 
     def _find(self, micro_batches: Sequence[StageInputs], *, train: bool) -> _Made:
         """The schedule for this number and shape, made if need be: on every rank alike, or neighbours would wait."""
@@ -191,6 +198,7 @@ class PipelineRunner:
             group=self._group,
             events=self.events,
             recording=lambda: self.record_events,
+            on_failure=self._note_failure if self._carry_failures else None,
         )
 
 

@@ -7,12 +7,12 @@ them: PyTorch keeps outputs, and the gradients of what was received, until the n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import (
@@ -31,9 +31,10 @@ from torch.utils._pytree import tree_map_only
 from lightning_pipe.engine.errors import SetupError
 from lightning_pipe.llm.schedule_checks import splits_backward
 from lightning_pipe.llm.schedules import ScheduleSpec, construct_schedule, place_stages, stages_of_rank
+from lightning_pipe.llm.stage_module import PassThrough
 from lightning_pipe.llm.timed_stage import TimedStage
 
-__all__ = ["build_evaluation", "build_schedule", "run_schedule"]
+__all__ = ["build_evaluation", "build_schedule", "check_shared_parameters", "run_schedule"]
 
 Stages = Sequence[PipelineStage]
 
@@ -55,8 +56,7 @@ def build_schedule(
             cannot differentiate that; what the constructor refuses.
     """
     _check_stages(spec, stages, has_backward=True)
-    if splits_backward(spec):
-        _check_shared_parameters(spec, stages)
+    check_shared_parameters(spec, {stage.stage_index: stage.submod for stage in stages})
     return construct_schedule(spec, stages, num_microbatches, _timed(stages, loss_fn))
 
 
@@ -174,19 +174,39 @@ def _check_stages(spec: ScheduleSpec, stages: Stages, *, has_backward: bool) -> 
             )
 
 
-def _check_shared_parameters(spec: ScheduleSpec, stages: Stages) -> None:
-    for stage in stages:
-        if stage.is_first:
+def check_shared_parameters(spec: ScheduleSpec, stages: Mapping[int, nn.Module]) -> None:
+    """Refuse what PyTorch cannot differentiate in two parts.
+
+    Args:
+        spec: the schedule.
+        stages: this rank's modules, by stage.
+
+    Raises:
+        SetupError: a stage has one parameter in two places.
+    """
+    if not splits_backward(spec):
+        return
+    for index, module in stages.items():
+        if index == 0:
             continue  # runs its backwards whole
         names: dict[int, str] = {}
-        for name, parameter in stage.submod.named_parameters(remove_duplicate=False):
+        for name, parameter in _used_parameters(module):
             other = names.setdefault(id(parameter), name)
             if other != name and parameter.requires_grad:
                 raise SetupError(
-                    f"{other} and {name} of stage {stage.stage_index} are one parameter, and schedule {spec.name} runs"
+                    f"{other} and {name} of stage {index} are one parameter, and schedule {spec.name} runs"
                     " backwards in two parts, the second of which passes each parameter once; use 1f1b or"
                     " interleaved_1f1b"
                 )
+
+
+def _used_parameters(module: nn.Module, prefix: str = "") -> Iterable[tuple[str, nn.Parameter]]:
+    """All by all their names, but for the names that modules of other stages have them under."""
+    if not isinstance(module, PassThrough):
+        yield from ((f"{prefix}{name}", value) for name, value in module.named_parameters(recurse=False))
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from _used_parameters(child, f"{prefix}{name}.")
 
 
 def _timed(stages: Stages, function: Callable[..., Any]) -> Callable[..., Any]:

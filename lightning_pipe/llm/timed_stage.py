@@ -49,14 +49,44 @@ class TimedStage(PipelineStage):
         args: PyTorch's.
         events: what is noted goes here, appended; one list for all stages of a rank.
         recording: whether to note anything, asked before each forward or backward.
+        on_failure: told what a forward has raised. The stage then goes on with zeros, since neighbours wait for its
+            output; in the last stage's place, for a loss. None to let it be raised.
         kwargs: PyTorch's.
     """
 
-    def __init__(self, *args: Any, events: list[StageEvent], recording: Callable[[], bool], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        events: list[StageEvent],
+        recording: Callable[[], bool],
+        on_failure: Callable[[Exception], object] | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._events = events
         self._recording = recording
+        self._on_failure = on_failure
+        self._output_like = kwargs["output_args"]
         self._asked_ns = 0
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().forward_maybe_with_nosync(*args, **kwargs)
+        except Exception as error:
+            if self._on_failure is None:
+                raise
+            self._on_failure(error)
+            return self._zeros(args)
+
+    def _zeros(self, args: tuple[Any, ...]) -> torch.Tensor:
+        """An output that gradients flow through, to the inputs there are."""
+        shape = () if self.is_last else self._output_like.shape
+        dtype = torch.float32 if self.is_last else self._output_like.dtype
+        zeros = torch.zeros(shape, dtype=dtype, device=self.device, requires_grad=torch.is_grad_enabled())
+        for value in args:
+            if value.is_floating_point():
+                zeros = zeros + value.flatten()[:0].sum().to(dtype)  # 0, also where the value is not finite
+        return zeros
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
         self._asked_ns = time.perf_counter_ns()

@@ -56,7 +56,7 @@ class HFCausalLM(PipelineModule):
         )
         head = model.get_output_embeddings()
         plain = not any(getattr(self.config, name, None) for name in _CHANGE_LOGITS)
-        if plain and not self.config.tie_word_embeddings:
+        if plain:
             name = next(name for name, part in model.named_children() if part is head)
             setattr(model, name, _ChunkedHead(head))
         return cast(nn.Module, model)

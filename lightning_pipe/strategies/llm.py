@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -20,26 +19,37 @@ from lightning.pytorch.plugins import ClusterEnvironment, Precision
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.data import RandomSampler
 
-from lightning_pipe.engine import InputError, SetupError, SWPipeline
+from lightning_pipe.engine import SetupError, SWPipeline
 from lightning_pipe.engine.agreement import check_agreement
 from lightning_pipe.llm.deferred import DeferredInit, deferred_init, is_deferred
-from lightning_pipe.llm.gradients import GradientNorm, clip_by_norm, scale_gradients
+from lightning_pipe.llm.dimensions import Dimensions, StageMeshes
+from lightning_pipe.llm.gradients import GradientNorm, clip_by_norm
 from lightning_pipe.llm.padding import SequenceKeys
-from lightning_pipe.llm.preparation import BatchPreparation, Lengths, PreparedBatch, StepInputs
+from lightning_pipe.llm.preparation import BatchPreparation, Lengths, PreparedBatch
 from lightning_pipe.llm.runner import PipelineRunner
 from lightning_pipe.llm.schedule_checks import check_combination, check_microbatches
-from lightning_pipe.llm.schedules import count_stages, find_schedule, place_stages, stages_of_rank
+from lightning_pipe.llm.schedule_step import check_shared_parameters
+from lightning_pipe.llm.schedules import ScheduleSpec, count_stages, find_schedule, place_stages, stages_of_rank
 from lightning_pipe.llm.tasks import llm_plan
+from lightning_pipe.llm.tied import TiedGradients, TiedParameter
 from lightning_pipe.loops import PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.zero_grad_first import ZeroGradFirst
-from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
+from lightning_pipe.strategies.batch_runs import BatchRuns
+from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy, on_all_ranks
+from lightning_pipe.strategies.loss_scaling import LossScaling
 from lightning_pipe.strategies.pipeline_module import BatchResult, PipelineModule
 from lightning_pipe.strategies.stage_checkpoint import load_stage_checkpoint, save_stage_checkpoint
 from lightning_pipe.strategies.stage_split import SplitModel, split_model
+
+# Arguments that may differ between ranks.
+_OF_RANKS = {
+    *("self", "__class__", "accelerator", "parallel_devices", "cluster_environment", "precision_plugin"),
+    *("process_group_backend", "timeout", "start_method"),
+}
 
 
 class LLMPipelineStrategy(FolderCheckpointStrategy):
@@ -72,6 +82,8 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         pad_values: more keys of the batch to pad in dimension 1, with what.
         strict_batches: refuse a batch whose rows do not fill the micro-batches, instead of filling it with copies.
         schedule_cache_bytes: the most that the buffers of schedules for other lengths may take, on any rank.
+        tied_embeddings: where stages on two ranks hold one parameter, an embedding and a head, ``sum`` the gradients of
+            both copies in every step, or ``refuse`` such a model.
         accelerator: as Lightning's ``DDPStrategy``, and so are the others.
         parallel_devices: see there.
         cluster_environment: see there.
@@ -101,6 +113,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         pad_values: Mapping[str, float] | None = None,
         strict_batches: bool = False,
         schedule_cache_bytes: int = 2**30,
+        tied_embeddings: Literal["sum", "refuse"] = "sum",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -109,6 +122,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
+        given = {name: repr(value) for name, value in locals().items() if name not in _OF_RANKS}
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -118,13 +132,14 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             timeout=timeout,
             start_method=start_method,
         )
+        self._given = given
         self._spec = find_schedule(schedule)
         self._asked_size = pipeline_parallel_size
         self._asked_microbatches = num_microbatches
         self._stages_per_rank = stages_per_rank
         self._layers_per_stage = layers_per_stage
         self._weights = (input_weight, output_weight)
-        self._data_sizes = {"replicate": data_parallel_replicate_size, "shard": data_parallel_shard_size}
+        self._asked = Dimensions(replicate=data_parallel_replicate_size, shard=data_parallel_shard_size)
         self._reshard_after_forward = reshard_after_forward
         if not variable_lengths and max_length is None:
             raise SetupError("variable_lengths is False, and every sequence is padded to max_length: give max_length")
@@ -134,83 +149,87 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         self._pad_values = dict(pad_values or {})
         self._strict = strict_batches
         self._cache_bytes = schedule_cache_bytes
-        self._mesh: DeviceMesh | None = None
+        self._tied_embeddings = tied_embeddings
+        self._meshes: StageMeshes | None = None
         self._numbers_group: dist.ProcessGroup | None = None
         self._loss_group: dist.ProcessGroup | None = None
         self._split: SplitModel | None = None
         self._runner: PipelineRunner | None = None
         self._preparation: BatchPreparation | None = None
+        self._runs: BatchRuns | None = None
+        self._tied: TiedGradients | None = None
+        self._scaling: LossScaling | None = None
         self._program: TrainingProgram | None = None
         self._record: DeferredInit | None = None
-        self._tokens = 0
 
     # ------------------------------------------------------------------ set-up
 
     def setup_environment(self) -> None:
         super().setup_environment()
         # First of all: what follows would hang where ranks differ.
-        check_agreement(self._description(), "pipeline's configuration", dist.group.WORLD, error=SetupError)
-        sizes = self._data_sizes
-        others = math.prod(sizes.values())
-        size = self._asked_size if self._asked_size is not None else self.world_size // others
-        if min(size, others) < 1 or size * others != self.world_size:
-            raise SetupError(
-                f"pipeline_parallel_size={self._asked_size}, data_parallel_replicate_size={sizes['replicate']} and"
-                f" data_parallel_shard_size={sizes['shard']} do not make the {self.world_size} ranks that the trainer"
-                " has: devices times nodes must be their product"
-            )
-        self._pipeline_size = size
+        check_agreement(list(self._given.items()), "pipeline's configuration", dist.group.WORLD, error=SetupError)
+        sizes = self._asked.fit(self.world_size, self._asked_size)
+        size = self._pipeline_size = sizes.pipeline
         per_rank = count_stages(self._spec, size, self._stages_per_rank)
         self._num_stages = size * per_rank
         self._num_microbatches = self._asked_microbatches or 2 * max(size, 1)
         check_microbatches(self._spec, self._num_microbatches, size, per_rank)
         check_combination(
             self._spec,
-            sharding="fsdp" if sizes["shard"] > 1 else "replicate" if sizes["replicate"] > 1 else None,
+            sharding="fsdp" if sizes.shard > 1 else "replicate" if sizes.replicate * sizes.context > 1 else None,
             reshard_after_forward=self._reshard_after_forward,
             compiled=False,
         )
-        self._mesh = init_device_mesh(
-            self.root_device.type, (size, *sizes.values()), mesh_dim_names=("pipeline", *sizes)
-        )
+        self._meshes = StageMeshes(sizes, self.root_device.type)
         # On the CPU, since they carry a few numbers beside the schedule; two, since both may be under way at once.
         self._numbers_group = dist.new_group(backend="gloo", timeout=self._timeout)
         self._loss_group = dist.new_group(backend="gloo", timeout=self._timeout)
 
-    def _description(self) -> list[tuple[str, str]]:
-        given = {
-            "schedule": self._spec.name,
-            "pipeline_parallel_size": self._asked_size,
-            "num_microbatches": self._asked_microbatches,
-            "stages_per_rank": self._stages_per_rank,
-            "layers_per_stage": self._layers_per_stage and list(self._layers_per_stage),
-            "input_weight and output_weight": self._weights,
-            "data-parallel sizes": self._data_sizes,
-            "reshard_after_forward": self._reshard_after_forward,
-            "lengths": self._lengths,
-            "pad_values": self._pad_values,
-            "strict_batches": self._strict,
-            "schedule_cache_bytes": self._cache_bytes,
-        }
-        return [(name, repr(value)) for name, value in given.items()]
-
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Ranks by their stages (``pipeline``) and by their part of the data (``replicate``, ``shard``)."""
-        if self._mesh is None:
+        """Ranks by their stages (``pipeline``), by their part of the data (``replicate``, ``shard``) and of tensors."""
+        return self._stage_meshes.root
+
+    @property
+    def _stage_meshes(self) -> StageMeshes:
+        if self._meshes is None:
             raise SetupError("there is no device mesh yet; the trainer makes it when it sets the strategy up")
-        return self._mesh
+        return self._meshes
+
+    @property
+    def runner(self) -> PipelineRunner:
+        """What runs this rank's stages."""
+        if self._runner is None:
+            raise SetupError("there are no stages yet; the trainer makes them when it sets the strategy up")
+        return self._runner
+
+    @property
+    def schedule_spec(self) -> ScheduleSpec:
+        """The schedule."""
+        return self._spec
+
+    @property
+    def pipeline_size(self) -> int:
+        """Ranks of a pipeline."""
+        return self._stage_meshes.dimensions.pipeline
+
+    @property
+    def num_microbatches(self) -> int:
+        """Parts that a batch is cut into."""
+        assert self._meshes is not None
+        return self._num_microbatches
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages that each rank holds."""
+        return self._num_stages // self.pipeline_size
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """All ranks of a pipeline read the same data."""
-        others = math.prod(self._data_sizes.values())
-        return {"num_replicas": others, "rank": self.global_rank % others}
-
-    def _data_mesh(self) -> DeviceMesh | None:
-        """The ranks that hold this one's stages, if there are others."""
-        names = tuple(name for name, size in self._data_sizes.items() if size > 1)
-        return self.device_mesh[names] if names else None
+        parts = self._stage_meshes.same_batch
+        mine = next(index for index, ranks in enumerate(parts) if self.global_rank in ranks)
+        return {"num_replicas": len(parts), "rank": mine}
 
     def process_dataloader(self, dataloader: object) -> object:
         """Let the ranks of a pipeline shuffle alike, whatever each has drawn from its own random stream."""
@@ -234,7 +253,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if self._data_mesh() is None:
+        if len(self._stage_meshes.same_batch) == 1:
             # One pipeline reads all data, in its loaders' order. Lightning's sampler would shuffle it.
             trainer._accelerator_connector.use_distributed_sampler = False
         if not isinstance(module, PipelineModule):
@@ -271,7 +290,11 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         """Let the precision plugin clip by the norm over all stages; its own would be each stage's."""
         assert self._split is not None
         held = dict(module.model.named_parameters())  # type: ignore[union-attr]
-        norm = GradientNorm(self._split.names, held, self.device_mesh["pipeline"].get_group())
+        pipeline = self.device_mesh["pipeline"]
+        # Of copies, the first counts.
+        copies = {one.names[0] for one in self._split.tied if self._holders(one)[0] != pipeline.get_local_rank()}
+        counted = {name: value for name, value in held.items() if name not in copies}
+        norm = GradientNorm(self._split.names, counted, pipeline.get_group())
 
         def clip(optimizer: Optimizer, clip_val: int | float) -> None:
             clip_by_norm(held.values(), clip_val, norm())
@@ -292,8 +315,13 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             layers_per_stage=self._layers_per_stage,
             weights=self._weights,
             device=self.root_device,
-            data_mesh=self._data_mesh(),
+            data_mesh=self._stage_meshes.data,
             reshard_after_forward=bool(self._reshard_after_forward),
+            sum_tied=self._tied_embeddings == "sum",
+        )
+        on_all_ranks(
+            lambda: check_shared_parameters(self._spec, {index: stage.module for index, stage in split.stages.items()}),
+            "the model cannot be trained in stages",
         )
         module.model = split.kept
         self._runner = PipelineRunner(
@@ -304,20 +332,51 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             self.root_device,
             split.shapes,
             cache_bytes=self._cache_bytes,
+            carry_failures=self._stage_meshes.data is None,
         )
-        assert self._numbers_group is not None
+        assert self._numbers_group is not None and self._loss_group is not None
+        self._scaling = LossScaling.of(self.precision_plugin, self._loss_group, self.root_device)
         self._preparation = BatchPreparation(
             module.model_inputs,
             module.loss_tokens,
             self._numbers_group,
-            self.device_mesh.mesh.flatten(1).T.tolist(),
+            self._stage_meshes.same_batch,
             self._num_microbatches,
             lengths=self._lengths,
             keys=SequenceKeys(labels=module.ignore_index, others=self._pad_values),
             strict=self._strict,
             ignore_index=module.ignore_index,
         )
+        self._runs = BatchRuns(
+            module,
+            self._runner,
+            self._preparation,
+            self._stage_meshes,
+            self._rank_of_stage(self._num_stages - 1),
+            self._loss_group,
+            self.root_device,
+            self._scaling,
+        )
+        for one in split.tied:
+            if len(self._holders(one)) < len(one.stages) and self._stage_meshes.data is not None:
+                raise SetupError(
+                    f"stages {' and '.join(map(str, one.stages))} hold {' and '.join(one.names)}, one parameter, and"
+                    " one rank holds them both, where data parallelism makes two of it. Use a schedule that places"
+                    " stages in a loop (interleaved_zero_bubble), data-parallel sizes of 1, or untie the two"
+                )
+        copies = [one for one in split.tied if len(self._holders(one)) > 1]
+        if copies:
+            held = dict(split.kept.named_parameters())
+            pipelines = self.device_mesh.mesh.flatten(1).T.tolist()
+            self._tied = TiedGradients(copies, held, [self._holders(one) for one in copies], pipelines)
         return split
+
+    def _holders(self, one: TiedParameter) -> list[int]:
+        """The ranks, in the pipeline, that hold a copy."""
+        return sorted({self._rank_of_stage(stage) for stage in one.stages})
+
+    def _rank_of_stage(self, stage: int) -> int:
+        return place_stages(self._spec.placement, self._pipeline_size, self._num_stages)[stage]
 
     # ------------------------------------------------------------------ the program
 
@@ -341,69 +400,17 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             raise SetupError("there is no pipeline; Trainer.fit makes one when training begins")
         return self._program.pipeline
 
-    def _prepared(self, batch: Any) -> StepInputs:
-        """What was prepared ahead for this batch; a batch that the user has made anew is prepared now."""
-        assert self._preparation is not None
-        ctx = None if self._program is None else self._program.current
-        prepared: PreparedBatch | None = None if ctx is None else ctx.__dict__.pop("prepared", None)
-        if prepared is not None and prepared.batch is not batch:
-            prepared.work.wait()
-            prepared = None
-        return self._preparation.finish(prepared or self._preparation.begin(batch))
-
     def _run_batch(self, batch: Any) -> BatchResult:
-        """The batch's loss on every rank; in training, its gradients too."""
-        runner, module = self._runner, self.lightning_module
-        assert runner is not None and isinstance(module, PipelineModule)
-        step = self._prepared(batch)
-        if torch.is_grad_enabled():
-            losses = runner.train(step.micro_batches, module.summed_loss)
-            self._tokens += step.tokens
-        else:
-            losses = runner.evaluate(step.micro_batches, module.summed_loss)
-        return BatchResult(self._total(losses) / max(step.tokens, 1), step.tokens)
-
-    def _total(self, losses: Sequence[Tensor]) -> Tensor:
-        """The sum of the losses on all ranks' last stages, on every rank.
-
-        Raises:
-            InputError: on every rank, where one could not compute its losses; there, what it raised.
-        """
-        assert self._runner is not None
-        failure = self._runner.failure
-        total = torch.stack(list(losses)).sum().float() if losses and failure is None else torch.zeros(())
-        total = torch.stack([total.cpu(), torch.tensor(float(failure is not None))])
-        dist.all_reduce(total, group=self._loss_group)
-        if failure is not None:
-            raise failure
-        if total[1]:
-            raise InputError("the rank of a last stage could not compute the loss; its own error says why")
-        return total[0].to(self.root_device)
+        assert self._runs is not None
+        return self._runs.run(batch, self._prepared_ahead())
 
     def _predict(self, batch: Any) -> Any:
-        """The module's predictions, on every rank of the pipeline."""
-        runner, module = self._runner, self.lightning_module
-        assert runner is not None and isinstance(module, PipelineModule)
-        step = self._prepared(batch)
-        results = runner.evaluate(step.micro_batches, module.prediction)
-        found: list[Any] = [None, None]
-        failure = runner.failure
-        if runner.has_last_stage and failure is None:
-            try:
-                found[0] = step.cut.trim(results)
-            except InputError as error:
-                failure = error
-        if failure is not None:
-            found[1] = f"{type(failure).__name__}: {failure}"
-        group = self.device_mesh["pipeline"].get_group()
-        dist.broadcast_object_list(found, group=group, group_src=self._last_stage_rank())
-        if found[1] is not None:
-            raise InputError(f"a micro-batch's prediction failed: {found[1]}") from failure
-        return found[0]
+        assert self._runs is not None
+        return self._runs.predict(batch, self._prepared_ahead())
 
-    def _last_stage_rank(self) -> int:
-        """The rank, in its pipeline, of the last stage."""
-        return place_stages(self._spec.placement, self._pipeline_size, self._num_stages)[self._num_stages - 1]
+    def _prepared_ahead(self) -> PreparedBatch | None:
+        ctx = None if self._program is None else self._program.current
+        return None if ctx is None else ctx.__dict__.pop("prepared", None)
 
     # ------------------------------------------------------------------ Lightning's calls during a batch
 
@@ -429,9 +436,12 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
     def _divide_by_tokens(self) -> None:
         module = self.lightning_module
         assert module is not None
-        if not module.trainer.fit_loop._should_accumulate():
-            scale_gradients(module.parameters(), 1 / max(self._tokens, 1))
-            self._tokens = 0
+        assert self._runs is not None
+        if module.trainer.fit_loop._should_accumulate():
+            return
+        if self._tied is not None:
+            self._tied.sum()
+        self._runs.divide(list(module.parameters()))
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         program = self._program
@@ -475,6 +485,8 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         if isinstance(module, PipelineModule):
             module._run_in_stages = module._predict_in_stages = None
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        if self._scaling is not None:
+            self._scaling.close()
         # What Lightning's own does, but for the move of the module to the CPU.
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()

@@ -44,6 +44,8 @@ __all__ = ["export_checkpoint", "export_pretrained", "load_stage_checkpoint", "s
 _KIND = "under LLMPipelineStrategy. Give the path of one, or load the model's state before it is split"
 _FIX = "Build the module, and its optimiser, as when it was written"
 _MODEL, _OPTIMIZERS = "state_dict", "optimizer_states"
+# Other names of parameters that go by their first: tied embeddings are written once.
+_TIED = "lightning_pipe.tied"
 
 
 def save_stage_checkpoint(
@@ -67,7 +69,10 @@ def save_stage_checkpoint(
         SetupError: on every rank, if any cannot write; what was there before is as it was.
     """
     rest = {key: value for key, value in checkpoint.items() if key not in (_MODEL, _OPTIMIZERS)}
-    state: dict[str, Any] = {_MODEL: checkpoint[_MODEL]}
+    tied = {alias: name for names in gather(_other_names(module)) for alias, name in names.items()}
+    if tied:
+        rest[_TIED] = tied
+    state: dict[str, Any] = {_MODEL: {name: value for name, value in checkpoint[_MODEL].items() if name not in tied}}
     if _OPTIMIZERS in checkpoint:
         held = held_names(optimizers, module, f"the checkpoint {str(path)!r} cannot be written")
         groups = []
@@ -106,12 +111,14 @@ def load_stage_checkpoint(
     folder = Path(path)
     failed = f"the checkpoint {str(folder)!r} cannot be read"
     saved, rest = on_all_ranks(lambda: (read_metadata(folder, _MODEL, _KIND), read_rest(folder, weights_only)), failed)
+    rest.pop(_TIED, None)
     stored = rest.pop(_OPTIMIZERS, None)
     with_states = stored is not None and optimizers is not None
     trained = list(optimizers or ()) if with_states else []
     held = held_names(trained, module, failed)
     groups: list[list[Group]] = [entry["param_groups"] for entry in stored] if with_states else []
-    state: dict[str, Any] = {_MODEL: module.state_dict()}
+    tied = _other_names(module)
+    state: dict[str, Any] = {_MODEL: {name: value for name, value in module.state_dict().items() if name not in tied}}
     problems = _model_problems(saved, state[_MODEL], strict) + optimizer_problems(groups, held, trained)
     if problems:
         raise SetupError(f"the checkpoint {str(folder)!r} does not fit the module: {'; '.join(problems)}. {_FIX}")
@@ -125,7 +132,7 @@ def load_stage_checkpoint(
             pack_state(optimizer, names, of_optimizer, state[_part(number)]["state"])
             for number, (optimizer, names, of_optimizer) in enumerate(zip(trained, held, groups, strict=True))
         ]
-    return {**rest, _MODEL: state[_MODEL]}
+    return {**rest, _MODEL: _with_other_names(state[_MODEL], tied)}
 
 
 def export_checkpoint(folder: str | Path, file: str | Path) -> None:
@@ -144,7 +151,8 @@ def export_checkpoint(folder: str | Path, file: str | Path) -> None:
     """
     source, target = Path(folder), Path(file)
     whole = _read_whole(source)
-    checkpoint = {**read_rest(source, weights_only=False), _MODEL: whole[_MODEL]}
+    checkpoint = read_rest(source, weights_only=False)
+    checkpoint[_MODEL] = _with_other_names(whole[_MODEL], checkpoint.pop(_TIED, {}))
     for number, stored in enumerate(checkpoint.get(_OPTIMIZERS, ())):
         states = whole.get(_part(number), {}).get("state", {})
         names = [name for group in stored["param_groups"] for name in group["params"]]
@@ -181,14 +189,33 @@ def export_pretrained(folder: str | Path, config: Any, target: str | Path) -> No
         model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=kinds.pop() if len(kinds) == 1 else None
         )
+    tied = _other_names(model)
     sizes = {name: value.size() for name, value in weights.items()}
-    problems = _differences(sizes, {name: value.size() for name, value in model.state_dict().items()}, strict=True)
+    needed = {name: value.size() for name, value in model.state_dict().items() if name not in tied}
+    problems = _differences(sizes, needed, strict=True)
     if problems:
         raise SetupError(
             f"the checkpoint {str(folder)!r} does not fit the {config.model_type} model of the config:"
             f" {'; '.join(problems)}. Give the config that the model was built from"
         )
     model.save_pretrained(target, state_dict=weights)
+
+
+# ---------------------------------------------------------------------- one parameter under several names
+
+
+def _other_names(module: nn.Module) -> dict[str, str]:
+    """For every name but its first the first name of a parameter that has several."""
+    first: dict[int, str] = {}
+    return {
+        name: first[id(parameter)]
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if first.setdefault(id(parameter), name) != name
+    }
+
+
+def _with_other_names(state: Mapping[str, Any], tied: Mapping[str, str]) -> dict[str, Any]:
+    return {**state, **{alias: state[name] for alias, name in tied.items()}}
 
 
 # ---------------------------------------------------------------------- what is read

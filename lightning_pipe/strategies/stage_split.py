@@ -25,6 +25,7 @@ from lightning_pipe.llm.stage_module import (
     shallow_copy,
     tied_parameters,
 )
+from lightning_pipe.llm.tied import TiedParameter, find_tied, name_copies
 
 __all__ = ["SplitModel", "split_model"]
 
@@ -39,12 +40,14 @@ class SplitModel:
         stages: what the pipeline runs, by stage, made of the same modules.
         names: the parameters of the whole model, in its order.
         shapes: of what stages exchange.
+        tied: parameters that several stages hold, on whatever ranks.
     """
 
     kept: nn.Module
     stages: Mapping[int, StageModule]
     names: tuple[str, ...]
     shapes: StageShapes
+    tied: tuple[TiedParameter, ...] = ()
 
 
 def split_model(
@@ -59,6 +62,7 @@ def split_model(
     device: torch.device,
     data_mesh: DeviceMesh | None = None,
     reshard_after_forward: bool = False,
+    sum_tied: bool = True,
 ) -> SplitModel:
     """Split *model*; it is used up.
 
@@ -73,6 +77,7 @@ def split_model(
         device: where the rank's part goes.
         data_mesh: of the ranks that hold the same stages for other data; None for this one alone.
         reshard_after_forward: whether these let gathered parameters go after each forward.
+        sum_tied: whether stages may hold copies of one parameter.
 
     Raises:
         SetupError: the model cannot be split so.
@@ -80,12 +85,6 @@ def split_model(
     if config is None:
         config = derive_config(model)
     config.check(model)
-    tied = tied_parameters(model)
-    if tied:
-        raise SetupError(
-            f"the parameters {' and '.join(tied[0])} are one and the same; on two stages they would be trained apart."
-            " Give each its own (in a Hugging Face config: tie_word_embeddings=False)"
-        )
     fqns = (
         split_evenly(config, num_stages, *weights)
         if layers_per_stage is None
@@ -95,6 +94,8 @@ def split_model(
         raise SetupError(
             f"layers_per_stage says {len(fqns)} stages; the schedule has {num_stages}: give one number each"
         )
+    tied = tuple(find_tied(tied_parameters(model), fqns))
+    _check_tied(tied, mine, data_mesh, sum_tied)
     fake, mode = fake_copy(model)
 
     def check(hidden: Tensor, keywords: Mapping[str, Any]) -> None:
@@ -118,8 +119,9 @@ def split_model(
         index: make_stage(shallow_copy(model), config, fqns[index], index, num_stages).to(device)
         for index in sorted(mine)
     }
-    if data_mesh is not None:
-        for stage in stages.values():
+    for stage in stages.values():
+        name_copies(stage.module, tied)
+        if data_mesh is not None:
             parallelise_stage(stage, config, data_mesh, reshard_after_forward=reshard_after_forward)
     if len(stages) == 1:
         (part,) = (stage.module for stage in stages.values())
@@ -130,7 +132,25 @@ def split_model(
         for index, stage in stages.items():
             for name in fqns[index]:
                 part.set_submodule(name, stage.module.get_submodule(name))
-    return SplitModel(part, stages, names, shapes)
+        for one in tied:
+            # Where a stage keeps its copy under the first name, unless another has the module itself.
+            holder = one.names[0].rpartition(".")[0]
+            for stage in stages.values() if not one.names[0].startswith(tuple(f"{name}." for name in kept)) else ():
+                if one.names[0] in dict(stage.module.named_parameters()):
+                    part.set_submodule(holder, stage.module.get_submodule(holder))
+    return SplitModel(part, stages, names, shapes, tied)
+
+
+def _check_tied(
+    tied: Sequence[TiedParameter], mine: Sequence[int], data_mesh: DeviceMesh | None, sum_tied: bool
+) -> None:
+    for one in tied:
+        if not sum_tied:
+            raise SetupError(
+                f"the parameters {' and '.join(one.names)} are one and the same, and go to stages"
+                f" {' and '.join(map(str, one.stages))}. Give each its own (in a Hugging Face config:"
+                " tie_word_embeddings=False), or set tied_embeddings to 'sum'"
+            )
 
 
 def _share_first_rank_s_values(model: nn.Module) -> None:

@@ -294,10 +294,10 @@ REFUSALS: dict[str, tuple[Refusal, type[Exception], list[str]]] = {
         SetupError,
         ["Scaled cannot be cut", "changes its input", "Move"],
     ),
-    "tied embeddings": (
-        (lambda _: llm(), tied, lambda _: GOOD),
+    "tied embeddings, where they are to be refused": (
+        (lambda _: llm(tied_embeddings="refuse"), tied, lambda _: GOOD),
         SetupError,
-        ["lm_head.weight", "embed_tokens.weight", "tie_word_embeddings=False"],
+        ["lm_head.weight", "embed_tokens.weight", "tie_word_embeddings=False", "'sum'"],
     ),
     "optimisation by hand": (
         (lambda _: llm(), ByHand, lambda _: GOOD),
@@ -349,13 +349,27 @@ REFUSALS: dict[str, tuple[Refusal, type[Exception], list[str]]] = {
         [],
     ),
     "a loss for each token": ((lambda _: llm(), VectorLoss, lambda _: GOOD), InputError, []),
+    "a token outside the vocabulary": (
+        (lambda _: llm(), Tiny, lambda _: [GOOD[0], GOOD[1] | {"input_ids": GOOD[1]["input_ids"] + VOCABULARY}]),
+        InputError,
+        [],
+    ),
+    "a label outside the vocabulary": (
+        (lambda _: llm("zbv_zero_bubble"), Tiny, lambda _: [GOOD[0] | {"labels": GOOD[0]["labels"] + 2 * VOCABULARY}]),
+        InputError,
+        [],
+    ),
 }
 # What the rank says whose own mistake it is; the others say that it made one.
 OF_ONE_RANK = {
     "one rank's batch that is none": (1, ["the batch is a str", "needed is a mapping"], ["rank(s) 1"]),
     "one rank's batch of two lengths": (1, ["the lengths", "needed is one length"], ["rank(s) 1"]),
-    "a loss for each token": (1, ["shape (36,)", "scalar", "sum over its tokens"], ["could not compute the loss"]),
+    "a loss for each token": (1, ["shape (36,)", "scalar"], ["rank 1: InputError", "sum over its tokens"]),
+    "a token outside the vocabulary": (0, ["index out of range"], ["could not be run", "rank 0: IndexError: index"]),
+    "a label outside the vocabulary": (0, ["out of bounds"], ["could not be run", "rank 0: IndexError: Target"]),
 }
+# Where that rank's error is PyTorch's.
+PYTORCHS = ("a token outside the vocabulary", "a label outside the vocabulary")
 
 
 def fit_on(rank: int, strategy: Callable[[int], Any], module: Callable[[], Any], batches: Callable[[int], Any]) -> None:
@@ -365,7 +379,7 @@ def fit_on(rank: int, strategy: Callable[[int], Any], module: Callable[[], Any],
 def refusal(work: Callable[[], Any]) -> tuple[str, str]:
     try:
         work()
-    except (SetupError, InputError) as error:
+    except Exception as error:
         return type(error).__name__, str(error)
     return "nothing", "was raised"
 
@@ -517,16 +531,15 @@ def test_bad_input_is_refused_on_every_rank_with_what_is_needed(name: str, found
     own, own_words, others_words = OF_ONE_RANK.get(name, (None, [], []))
     for index, rank in enumerate(found):
         kind, message = rank["refusal", name]
-        assert kind == error.__name__, message
+        assert kind == ("IndexError" if name in PYTORCHS and index == own else error.__name__), message
         for word in words + (own_words if index == own else others_words):
             assert word in message
 
 
 def test_a_prediction_that_fails_is_an_error_on_every_rank(found: list[dict[Any, Any]]) -> None:
-    for rank in found:
-        kind, message = rank["refused prediction"]
-        assert kind == "InputError"
-        assert "KeyError: 'no such answer'" in message
+    kinds, messages = zip(*(rank["refused prediction"] for rank in found), strict=True)
+    assert kinds == ("InputError", "KeyError")
+    assert "rank 1: KeyError: 'no such answer'" in messages[0]
 
 
 def test_ranks_go_on_after_errors(found: list[dict[Any, Any]]) -> None:

@@ -175,9 +175,26 @@ def test_a_forward_that_a_stage_would_do_again_is_refused_when_shapes_are_first_
     split(kind, (0,), 1).shapes.of((ids,), {})  # a single stage runs it once
 
 
-def test_tied_parameters_are_refused_with_both_names() -> None:
+def test_tied_parameters_are_refused_with_both_names_where_that_is_asked_for() -> None:
     with pytest.raises(SetupError, match=r"embedding.weight and head.weight are one and the same"):
-        split(Tied, (0,), 2)
+        split(Tied, (0,), 2, sum_tied=False)
+
+
+@pytest.mark.parametrize(("mine", "held"), [((0,), ["embedding"]), ((1,), ["head"])])
+def test_every_stage_has_its_copy_of_a_tied_parameter_under_its_first_name(mine: tuple[int], held: list[str]) -> None:
+    part = split(Tied, mine, 2)
+    assert torch.equal(part.kept.get_parameter("embedding.weight"), whole(Tied).get_parameter("embedding.weight"))
+    assert "head.weight" not in dict(part.kept.named_parameters())
+    for name in held:
+        assert part.kept.get_submodule(name).weight is part.kept.get_parameter("embedding.weight")
+    assert [one.names for one in part.tied] == [("embedding.weight", "head.weight")]
+    assert [one.stages for one in part.tied] == [(0, 1)]
+
+
+def test_a_rank_with_both_stages_of_a_tied_parameter_has_it_once() -> None:
+    part = split(Tied, (0, 3), 4)
+    assert part.kept.get_parameter("embedding.weight") is part.kept.get_parameter("head.weight")
+    assert part.stages[3].module.get_parameter("head.weight") is part.kept.get_parameter("head.weight")
 
 
 @pytest.mark.parametrize(
