@@ -1,0 +1,186 @@
+"""Sequences cut over the ranks of a mesh's context dimension, so that each holds a part of every sequence.
+
+All those ranks read the same batch, and each keeps its chunk of a padded micro-batch::
+
+    tokens     0 1 2 3 | 4 5 6 7        what belongs to a token is cut: tokens, labels, positions
+               rank 0  | rank 1         what says who attends to whom is kept whole, beside it: FullAttention
+
+Attention is the one place where tokens meet, and gets the whole sequence back there (``ulysses``). Losses are sums over
+the rank's own labels, so they and the gradients add up over context ranks as over data-parallel ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipe.engine.errors import InputError
+from lightning_pipe.llm.padding import SequenceKeys
+
+__all__ = ["FullAttention", "cut_sequence", "join_sequence"]
+
+_MASK, _POSITIONS = "attention_mask", "position_ids"
+_DOCUMENTS = {"cu_seq_lens_q": "max_length_q", "cu_seq_lens_k": "max_length_k"}
+
+
+@dataclass(frozen=True)
+class FullAttention:
+    """Which tokens of the uncut sequences attend to which: to themselves and those before, but for what is said here.
+
+    It is kept as small as it came, since the micro-batches of a step are made together, and a mask is (length, length).
+
+    Attributes:
+        mask: (rows or 1, heads or 1, length, length), query by key, bool or additive: all there is to say, causality
+            included.
+        real: (rows, length), bool: False for a token that none attends to, padding.
+        documents: (rows or 1, length), integers: tokens attend to those of the same number only.
+    """
+
+    mask: Tensor | None = None
+    real: Tensor | None = None
+    documents: Tensor | None = None
+
+    def as_mask(self) -> Tensor | None:
+        """For ``scaled_dot_product_attention``: (rows or 1, heads or 1, length, length); None if merely causal."""
+        if self.mask is not None:
+            return self.mask
+        said = self.documents if self.real is None else self.real
+        if said is None:
+            return None
+        positions = torch.arange(said.shape[1], device=said.device)
+        attends = (positions[:, None] >= positions)[None]
+        if self.documents is not None:
+            attends = attends & (self.documents[:, :, None] == self.documents[:, None])
+        if self.real is not None:
+            attends = attends & self.real[:, None]
+        return attends[:, None]
+
+
+def cut_sequence(
+    micro_batch: Mapping[str, Any], rank: int, size: int, keys: SequenceKeys | None = None
+) -> tuple[dict[str, Any], FullAttention]:
+    """One rank's chunk of a micro-batch, and who attends to whom in the whole of it.
+
+    Of the micro-batch's description of attention, the first of these counts:
+
+    - an ``attention_mask`` of (rows or 1, heads or 1, length, length), as it is;
+    - a (rows, length) one, whose zeros none attends to. Positions are then not looked at, as Hugging Face has it;
+    - ``cu_seq_lens_q/k``, the documents of a packed row;
+    - ``position_ids`` that do not go on by one: where they jump, a document begins (as Hugging Face's models see it,
+      whose ``sdpa`` attention does not look at ``cu_seq_lens``).
+
+    Args:
+        micro_batch: padded, on any device.
+        rank: in the context dimension.
+        size: ranks in that dimension.
+        keys: what is (rows, length, ...) and is cut; everything else stays as it is.
+
+    Returns:
+        The micro-batch with chunks of (rows, length / size, ...), and with the chunk's own ``position_ids`` (rows,
+        length / size), counted from the beginning of the whole sequence, where it had none. A model's own masks are
+        to have the chunk's shape, so a square mask is cut on both dimensions, and ``cu_seq_lens`` are those of the
+        documents' parts in the chunk.
+
+    Raises:
+        InputError: a length that the ranks do not divide, sequences of several lengths or none at all, a mask of
+            another shape, or masks and documents that may contradict each other.
+    """
+    names = (keys or SequenceKeys()).values()
+    sequences = {key: micro_batch[key] for key in names if isinstance(micro_batch.get(key), Tensor)}
+    rows, length = _rows_and_length(sequences)
+    if length % size:
+        raise InputError(
+            f"the micro-batch has {length} tokens a row, which context_parallel_size={size} does not divide; needed is"
+            f" a multiple of {size}: pad to one (pad_to_multiple_of)"
+        )
+    attention = _full_attention(micro_batch, length)
+    part = length // size
+    first = rank * part
+    local = dict(micro_batch)
+    for key, value in sequences.items():
+        if key == _MASK and value.ndim > 2:
+            value = value.narrow(-2, first, part)
+        # Contiguous, since a loss may ask for a view of all labels.
+        local[key] = value.narrow(-1 if key == _MASK else 1, first, part).contiguous()
+    if not isinstance(micro_batch.get(_POSITIONS), Tensor):
+        device = next(iter(sequences.values())).device
+        local[_POSITIONS] = torch.arange(first, first + part, device=device).expand(rows, part)
+    for key, longest in _DOCUMENTS.items():
+        ends = micro_batch.get(key)
+        if isinstance(ends, Tensor):
+            local[key] = (ends - first).clamp(0, part).unique()
+            if longest in local:
+                found = local[key].diff().max()
+                before = local[longest]
+                local[longest] = found.to(before) if isinstance(before, Tensor) else int(found)
+    return local, attention
+
+
+def join_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Outputs for whole sequences, on every context rank; no gradients flow through it.
+
+    Args:
+        part: (rows, length / size, ...), contiguous or not: this rank's; alike on all ranks.
+        group: the ranks that hold the chunks, in their order.
+
+    Returns:
+        (rows, length, ...).
+    """
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, part.detach().contiguous(), group=group)
+    return torch.cat(parts, 1)
+
+
+def _rows_and_length(sequences: Mapping[str, Tensor]) -> tuple[int, int]:
+    shapes = {key: tuple(value.shape) for key, value in sequences.items()}
+    mask = shapes.get(_MASK)
+    if mask is not None and len(mask) != 2 and (len(mask) != 4 or mask[2] != mask[3]):
+        raise InputError(
+            f"the micro-batch's {_MASK!r} has the shape {mask}; needed is (rows, length), or (rows or 1, heads or 1,"
+            " length, length), for sequences that are cut over context ranks"
+        )
+    lengths = {key: shape[-1] if key == _MASK else shape[1] for key, shape in shapes.items()}
+    if len(set(lengths.values())) != 1:
+        raise InputError(
+            f"the micro-batch's sequences have the lengths {lengths}; needed is one length, of at least one of the keys"
+            " that are cut over context ranks: name others by pad_values"
+        )
+    # A mask, or positions, may be the same for all rows.
+    return max(shape[0] for shape in shapes.values()), next(iter(lengths.values()))
+
+
+def _full_attention(micro_batch: Mapping[str, Any], length: int) -> FullAttention:
+    mask, positions = micro_batch.get(_MASK), micro_batch.get(_POSITIONS)
+    ends = [micro_batch[key] for key in _DOCUMENTS if isinstance(micro_batch.get(key), Tensor)]
+    if isinstance(mask, Tensor) and mask.ndim == 4:
+        return FullAttention(mask=mask)
+    if isinstance(mask, Tensor):
+        if ends:
+            raise InputError(
+                f"the micro-batch has both a {_MASK!r} of (rows, length) and the documents of a packed row"
+                " (cu_seq_lens), and models differ in which of them they heed; needed is one: leave the mask out"
+            )
+        real = mask != 0
+        return FullAttention(real=None if real.all() else real)
+    if ends:
+        if not torch.equal(ends[0], ends[-1]):
+            raise InputError(
+                f"the micro-batch's cu_seq_lens_q are {ends[0].tolist()} and its cu_seq_lens_k {ends[-1].tolist()};"
+                " needed are the same: tokens of one sequence attend to each other"
+            )
+        tokens = torch.arange(length, device=ends[0].device)
+        return _apart(torch.bucketize(tokens, ends[0][1:].to(tokens.dtype), right=True)[None])
+    if isinstance(positions, Tensor):
+        jumps = positions.diff(dim=1) != 1
+        return _apart(torch.nn.functional.pad(jumps.cumsum(1), (1, 0)))
+    return FullAttention()
+
+
+def _apart(documents: Tensor) -> FullAttention:
+    """Documents, unless each row is one: what is merely causal needs no mask."""
+    return FullAttention(documents=documents if (documents != documents[:, :1]).any() else None)
