@@ -187,6 +187,7 @@ def main() -> None:
                 f" {fastest['trainer'] / fastest['bare']:.3f} / {median['trainer'] / median['bare']:.3f}",
                 flush=True,
             )
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -11,12 +11,13 @@ import difflib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -48,6 +49,14 @@ examples:
   lightning-pipe fit --config examples/recsys_movielens/prefetch.yaml
   lightning-pipe fit --config FILE --trainer.max_epochs 1
   lightning-pipe plan show recsys_prefetch_pipeline
+  lightning-pipe bubble --config examples/llm_text/1f1b.yaml
+"""
+
+_BUBBLE = """\
+Train a few steps of a configuration with an LLMPipelineStrategy, and print what its ranks did with their time: the
+bubble that was measured, beside the one simulated from the schedule's actions and the durations of the same steps.
+Nothing is validated, logged or saved, and the configuration's callbacks are left out. All options but these two are
+those of 'lightning-pipe fit'.
 """
 
 
@@ -83,6 +92,35 @@ class PipelineCLI(LightningCLI):
             raise SetupError(f"the configuration of trainer is wrong: {error}{hint}") from error
 
 
+class _BubbleCLI(PipelineCLI):
+    """Trains for a few steps with a monitor, and with nothing that writes."""
+
+    def __init__(self, monitor: Callback, max_steps: int, **kwargs: Any) -> None:
+        self._instead = {
+            "callbacks": [monitor],
+            "max_steps": max_steps,
+            "max_epochs": -1,
+            "max_time": None,
+            "min_epochs": None,
+            "min_steps": None,
+            "accumulate_grad_batches": 1,
+            "fast_dev_run": False,
+            "limit_val_batches": 0,
+            "logger": False,
+            "profiler": None,
+            "enable_checkpointing": False,
+            "enable_model_summary": False,
+            "enable_progress_bar": False,
+        }
+        super().__init__(save_config_callback=None, **kwargs)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        self.config = parser.parse_args(args)  # type: ignore[arg-type]  # Lightning's warns of those of this process
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        return super().instantiate_trainer(**kwargs, **self._instead)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
@@ -101,6 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given and given[0] in _TRAINING:
             # Lightning reads this process's arguments itself, and warns of others beside them.
             _train(None if arguments is None else given)
+        elif given and given[0] == "bubble":
+            _bubble(given[1:])
         else:
             _look(given)
     except PipelineError as error:
@@ -116,7 +156,7 @@ def _import_from_the_current_folder() -> None:
         sys.path.insert(0, os.getcwd())
 
 
-def _train(arguments: list[str] | None) -> None:
+def _train(arguments: list[str] | None, cli: Callable[..., PipelineCLI] = PipelineCLI) -> None:
     if find_spec("jsonargparse") is None:
         raise SetupError(
             "jsonargparse is not installed, which Lightning reads configurations with; the commands"
@@ -126,9 +166,33 @@ def _train(arguments: list[str] | None) -> None:
     usage = {name: {"usage": f"lightning-pipe {name} --config FILE [--OPTION VALUE ...]"} for name in _TRAINING}
     try:
         # The configuration that it saves may overwrite that of an earlier run into the same folder.
-        PipelineCLI(parser_kwargs=usage, save_config_kwargs={"overwrite": True}, args=arguments)
+        cli(parser_kwargs=usage, save_config_kwargs={"overwrite": True}, args=arguments)
     except MisconfigurationException as error:
         raise SetupError(str(error)) from error
+
+
+def _bubble(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="lightning-pipe bubble",
+        usage="lightning-pipe bubble --config FILE [--steps N] [--warmup N] [--OPTION VALUE ...]",
+        description=_BUBBLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--steps", type=_count, default=20, help="how many to measure; default: 20")
+    parser.add_argument("--warmup", type=_count, default=3, help="how many to train before; default: 3")
+    options, others = parser.parse_known_args(arguments)
+    from lightning_pipe.callbacks import BubbleMonitor  # here, since it needs a newer torch than other commands
+
+    monitor = BubbleMonitor(every_n_steps=1, warmup=options.warmup)
+    # A checkpoint would bring the number of steps that it was made after.
+    _train(["fit", *others, "--ckpt_path=null"], partial(_BubbleCLI, monitor, options.warmup + options.steps))
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+    return int(text)
 
 
 def _message(error: PipelineError) -> str:
@@ -162,6 +226,7 @@ def _look(arguments: list[str]) -> None:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, text in _TRAINING.items():
         commands.add_parser(name, help=text)
+    commands.add_parser("bubble", help="train a few steps in stages, print how long ranks were idle")
     commands.add_parser("strategies", help="list the registered strategies, one line each")
     plan = commands.add_parser("plan", help="show plans: plan show NAME")
     show = plan.add_subparsers(metavar="show", required=True).add_parser(

@@ -102,7 +102,7 @@ def test_help_names_every_command_and_how_to_begin(capsys: pytest.CaptureFixture
         main(["--help"])
     assert end.value.code == 0
     out = capsys.readouterr().out
-    for command in ("fit", "validate", "test", "predict", "strategies", "plan"):
+    for command in ("fit", "validate", "test", "predict", "bubble", "strategies", "plan"):
         assert f"\n    {command} " in out
     assert "lightning-pipe fit --config examples/recsys_movielens/prefetch.yaml" in out
 
@@ -248,6 +248,90 @@ def test_without_jsonargparse_training_names_what_to_install_and_looking_works(
     monkeypatch.setattr(cli, "find_spec", lambda name: None)
     assert "pip install 'jsonargparse[signatures]'" in refusal(["fit"], capsys)
     assert main(["strategies"]) == 0
+
+
+# ---------------------------------------------------------------------- the bubble
+
+STAGES = """
+import lightning.pytorch as pl
+import torch
+from lightning_pipe.strategies import PipelineModule
+
+
+class Language(PipelineModule):
+    def build_model(self):
+        return torch.nn.Sequential(torch.nn.Embedding(11, 4), torch.nn.Linear(4, 11))
+
+    def train_dataloader(self):
+        rows = [{"input_ids": torch.arange(4), "labels": torch.arange(4)} for _ in range(6)]
+        return torch.utils.data.DataLoader(rows, 2)
+
+    def validation_step(self, batch, batch_idx):
+        raise AssertionError("validated")
+
+    def val_dataloader(self):
+        return self.train_dataloader()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Loud(pl.Callback):
+    def on_train_start(self, trainer, module):
+        raise AssertionError("called")
+"""
+
+IN_STAGES = """
+model: {class_path: language.Language}
+trainer:
+  accelerator: cpu
+  devices: 1
+  max_epochs: 1
+  max_steps: 2
+  accumulate_grad_batches: 2
+  strategy:
+    class_path: lightning_pipe.strategies.LLMPipelineStrategy
+    init_args: {schedule: gpipe, num_microbatches: 2}
+  logger: {class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir: logs}}
+  callbacks:
+    - class_path: language.Loud
+ckpt_path: gone.ckpt
+"""
+
+
+def test_bubble_trains_a_few_steps_and_prints_their_table_and_writes_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "language.py").write_text(STAGES)
+    (folder / "stages.yaml").write_text(IN_STAGES)
+    before = set(folder.rglob("*"))
+    assert main(["bubble", "--config", "stages.yaml", "--steps", "4", "--warmup", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "schedule gpipe: 1 rank, 2 micro-batches; medians of 4 steps" in out
+    for line in ("measured", "simulated", "(P - 1) / (m + P - 1)"):
+        assert f"\n  {line}" in out
+    assert {path for path in folder.rglob("*") if "__pycache__" not in path.parts} == before
+
+
+def test_bubble_refuses_a_strategy_without_stages(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refusal(["bubble", "--config", "fit.yaml", "--steps", "1"], capsys)
+    assert message.startswith("the strategy is a RecsysPipelineStrategy; only a pipeline of stages has a bubble")
+
+
+@pytest.mark.parametrize("option", ["--steps", "--warmup"])
+def test_bubble_refuses_a_number_that_is_none(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["bubble", option, "0"])
+    assert end.value.code == 2
+    assert f"argument {option}: '0' is no number of at least 1" in capsys.readouterr().err
+
+
+def test_bubble_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bubble", "--help"])
+    out = capsys.readouterr().out
+    assert "[--steps N] [--warmup N]" in out
+    assert "beside the one simulated" in " ".join(out.split())
 
 
 # ---------------------------------------------------------------------- several processes

@@ -1,0 +1,135 @@
+"""Each schedule's step time against its own bound: what its actions alone would take, communication taking nothing.
+
+``torchrun --nproc-per-node 2 benchmarks/llm_bounds.py`` runs steps without a Trainer, all schedules in turns: one that
+is timed, from a barrier to the end of the longest rank, and right after it one whose forwards and backwards are. The
+bound is the length of a simulated step whose actions take the medians of those durations. Ratios are bound by step, the
+median over the pairs; in parentheses that of the medians over the whole run. Without FSDP and an optimiser, every
+second of a step is an action's, or lost.
+
+Each rank keeps to a core (``--no-pin``: wherever the system puts it). Where all cores compute, a message whose receiver
+is late is sent by a thread of Gloo's that waits for one: 3 ms instead of half of one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from llm_stages import loss_of, make_micro_batches, make_runner
+from torch import nn
+
+from lightning_pipe.llm.bubble import StepBubble, measure_step, summarise
+from lightning_pipe.llm.runner import PipelineRunner
+from lightning_pipe.llm.schedules import SCHEDULES
+from lightning_pipe.llm.simulation import actions_of, simulate
+from lightning_pipe.llm.timed_stage import StageEvent, median_durations
+
+TARGET = 0.96
+
+
+@dataclass
+class Schedule:
+    """A schedule at work, and what was measured of it."""
+
+    runner: PipelineRunner
+    stages: dict[int, nn.Module]
+    times: list[float] = field(default_factory=list)
+    events: list[StageEvent] = field(default_factory=list)
+    bubbles: list[StepBubble] = field(default_factory=list)
+
+
+def step(one: Schedule, inputs: list[Any], *, record: bool) -> tuple[float, list[StageEvent]]:
+    """One step from a barrier on: seconds of this rank, and what it noted."""
+    for stage in one.stages.values():
+        stage.zero_grad()
+    one.runner.events.clear()
+    one.runner.record_events = record
+    dist.barrier()
+    start = time.perf_counter()
+    one.runner.train(inputs, loss_of)
+    return time.perf_counter() - start, list(one.runner.events)
+
+
+def pin() -> None:
+    """Keep this rank's threads, those of Gloo too, on a core of its own."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"])]})
+
+
+def gather(value: Any) -> list[Any]:
+    """Every rank's."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES))
+    for option, default in (
+        ("width", 768), ("layers", 4), ("rows", 2), ("length", 64), ("micro-batches", 8), ("repetitions", 5)
+    ):  # fmt: skip
+        parser.add_argument(f"--{option}", type=int, default=default)
+    parser.add_argument("--pin", action=argparse.BooleanOptionalAction, default=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if options.pin:
+        pin()
+    dist.init_process_group("gloo")
+    ranks, count = dist.get_world_size(), options.micro_batches
+    inputs = make_micro_batches(count, options.rows, options.length)
+    at_work = {name: Schedule(*make_runner(name, options.width, options.layers)) for name in options.schedules}
+    actions = {name: actions_of(SCHEDULES[name], ranks, count) for name in at_work}
+    for repetition in range(options.repetitions + 1):
+        for name, one in at_work.items():
+            taken, _ = step(one, inputs, record=False)
+            _, events = step(one, inputs, record=True)
+            times, noted = gather(taken), gather(events)
+            if repetition:  # the first makes schedules and touches memory
+                one.times.append(max(times))
+                one.events += [event for row in noted for event in row]
+                one.bubbles.append(measure_step(noted, actions[name]))
+    if dist.get_rank() == 0:
+        print(
+            f"{ranks} ranks, {count} micro-batches of {options.rows} x {options.length} tokens, {options.layers} layers"
+            f" of width {options.width}; medians over {options.repetitions} repetitions; times in ms\n"
+        )
+        print(
+            f"{'schedule':<24}{'step':>9}{'bound':>9}{'ratio':>17}   {'forward':>8}{'bubble':>8}{'bound':>8}"
+            "   rank: waits forward, waits backward, other, done"
+        )
+        for name, one in at_work.items():
+            durations = median_durations(one.events)
+            bound = simulate(actions[name], durations)  # type: ignore[arg-type]
+            measured = statistics.median(one.times)
+            pairs = zip(one.bubbles, one.times, strict=True)
+            ratio = statistics.median((bubble.bound or 0) / taken for bubble, taken in pairs)
+            forward = statistics.median(taken for (_, kind), taken in durations.items() if kind == "forward")
+            found = summarise(SCHEDULES[name], count, one.bubbles).medians
+            lost = "; ".join(
+                f"{rank}: "
+                + ", ".join(f"{1e3 * s:.1f}" for s in (row.wait_forward, row.wait_backward, row.other, row.done))
+                for rank, row in enumerate(found.ranks)
+            )
+            print(
+                f"{name:<24}{1e3 * measured:>9.1f}{1e3 * bound.makespan:>9.1f}{ratio:>9.3f}"
+                f" ({bound.makespan / measured:.3f}) {' <'[ratio < TARGET]}"
+                f" {1e3 * forward:>8.1f}{found.measured:>8.1%}{bound.bubble_fraction:>8.1%}   {lost}",
+                flush=True,
+            )
+        print(f"\n<: below the target of {TARGET}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

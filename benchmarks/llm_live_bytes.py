@@ -1,0 +1,77 @@
+"""What each rank holds of a step's forwards under each schedule, counted tensor by tensor.
+
+``torchrun --nproc-per-node 2 benchmarks/llm_live_bytes.py`` (or 4) prints, for every schedule and rank, how many
+micro-batches' activations were there at once, beside what a simulation of the schedule's actions says (GPipe m, 1F1B
+P - rank); their bytes; and the most bytes that there were of all tensors made in the step, gradients among them. A
+micro-batch counts for each stage of the rank, while more of it is there than the output that was sent on: PyTorch keeps
+what is sent until the step's end, for schedules of several stages a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from llm_stages import loss_of, make_micro_batches, make_runner
+
+from lightning_pipe.llm.live_bytes import LiveBytes
+from lightning_pipe.llm.schedules import SCHEDULES
+from lightning_pipe.llm.simulation import actions_of, simulate
+
+KINDS = ("forward", "backward", "input_backward", "weight_backward")
+MEBIBYTE = 2**20
+
+
+def measure(name: str, options: argparse.Namespace) -> tuple[int, int, int, int]:
+    """Most micro-batches at once; most bytes of forwards; bytes of one micro-batch's; most bytes of all."""
+    runner, stages = make_runner(name, options.width, options.layers)
+    inputs = make_micro_batches(options.micro_batches, options.rows, options.length)
+    runner.train(inputs, loss_of)
+    with LiveBytes(stages) as live:
+        runner.train(inputs, loss_of)
+    output = 4 * options.rows * options.length * options.width
+    count = max(sum(size > output for size in one.values()) for one in live.after_forwards)
+    most = max(sum(one.values()) for one in live.after_forwards)
+    each = max(size for one in live.after_forwards for size in one.values())
+    return count, most, each, live.peak
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES))
+    for option, default in (("width", 256), ("layers", 8), ("rows", 2), ("length", 64), ("micro-batches", 8)):
+        parser.add_argument(f"--{option}", type=int, default=default)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    dist.init_process_group("gloo")
+    ranks = dist.get_world_size()
+    if dist.get_rank() == 0:
+        print(
+            f"{ranks} ranks, {options.micro_batches} micro-batches of {options.rows} x {options.length} tokens,"
+            f" {options.layers} layers of width {options.width}; bytes in MiB\n\n"
+            f"{'schedule':<24}{'rank':>5}{'held':>6}{'simulated':>11}{'activations':>13}{'in units':>10}{'all':>8}"
+        )
+    for name in options.schedules:
+        found: list[Any] = [None] * ranks
+        dist.all_gather_object(found, measure(name, options))
+        actions = actions_of(SCHEDULES[name], ranks, options.micro_batches)
+        even = {(action.stage_index, kind): 1.0 for row in actions.values() for action in row for kind in KINDS}
+        timeline = simulate(actions, even)  # type: ignore[arg-type]
+        if dist.get_rank() == 0:
+            for rank, (count, most, each, peak) in enumerate(found):
+                print(
+                    f"{name if rank == 0 else '':<24}{rank:>5}{count:>6}{timeline.peak_live(rank):>11}"
+                    f"{most / MEBIBYTE:>13.2f}{most / each:>10.2f}{peak / MEBIBYTE:>8.2f}",
+                    flush=True,
+                )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""A transformer in stages without a Trainer, for the benchmarks beside this file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from llm_step_time import VOCABULARY, Decoder
+from torch import Tensor, nn
+
+from lightning_pipe.llm.deferred import fake_copy
+from lightning_pipe.llm.losses import summed_cross_entropy
+from lightning_pipe.llm.runner import PipelineRunner, StageInputs
+from lightning_pipe.llm.schedules import count_stages, find_schedule, stages_of_rank
+from lightning_pipe.llm.shapes import StageShapes
+from lightning_pipe.llm.split import derive_config, split_at
+from lightning_pipe.llm.stage_module import make_stage, shallow_copy
+
+
+def make_runner(name: str, width: int, layers: int) -> tuple[PipelineRunner, dict[int, nn.Module]]:
+    """This rank's part of a pipeline over all ranks, every stage with as many layers; and its stages."""
+    spec, ranks = find_schedule(name), dist.get_world_size()
+    count = ranks * count_stages(spec, ranks)
+    torch.manual_seed(1)
+    model = Decoder(width, layers)
+    config = derive_config(model)
+    names = split_at(config, [layers // count] * count)
+    fake, mode = fake_copy(model)
+    shapes = StageShapes(
+        [make_stage(shallow_copy(fake), config, one, index, count) for index, one in enumerate(names)], mode
+    )
+    stages: dict[int, nn.Module] = {
+        index: make_stage(shallow_copy(model), config, names[index], index, count)
+        for index in stages_of_rank(spec, dist.get_rank(), ranks)
+    }
+    group = dist.group.WORLD
+    assert group is not None
+    return PipelineRunner(stages, count, spec, group, torch.device("cpu"), shapes), stages
+
+
+def make_micro_batches(count: int, rows: int, length: int) -> list[StageInputs]:
+    """The same on every rank."""
+    tokens = torch.randint(VOCABULARY, (count, rows, length + 1), generator=torch.Generator().manual_seed(0))
+    return [StageInputs((one[:, :-1].contiguous(),), {}, {"labels": one[:, 1:].contiguous()}) for one in tokens]
+
+
+def loss_of(output: Tensor, target: Mapping[str, Any]) -> Tensor:
+    """Summed over tokens."""
+    return summed_cross_entropy(output, target["labels"])

@@ -1,0 +1,20 @@
+"""Lightning callbacks that measure and show what the strategies do."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_pipe.callbacks.bubble import BubbleMonitor
+
+__all__ = ["BubbleMonitor"]
+
+
+def __getattr__(name: str) -> Any:
+    # It needs a newer torch than others do: imported when it is asked for.
+    if name == "BubbleMonitor":
+        from lightning_pipe.environment import require_torch
+
+        require_torch("2.13", "language models in pipeline stages")
+        from lightning_pipe.callbacks.bubble import BubbleMonitor
+
+        return BubbleMonitor
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

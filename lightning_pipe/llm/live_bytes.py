@@ -1,0 +1,104 @@
+"""Counts the bytes of tensors that a rank holds during a step, and which forward made them.
+
+What a process is given by its operating system says little of this: allocators keep memory that no tensor uses.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["LiveBytes"]
+
+Forward = tuple[int, int]
+
+
+class LiveBytes(TorchDispatchMode):
+    """While entered, counts the bytes of tensors that are made, until they are gone.
+
+    Counted are storages, once each, whatever views of them there are: those that come out of an operation and did not
+    go into it. So parameters and buffers that were there before are not counted, nor is what an operation uses within
+    itself. A storage belongs to the forward that made it: what is left of it after that forward is its activations,
+    kept for the backward, and its output.
+
+    Run a step before: what is made but once, such as PyTorch's receive buffers, would count.
+
+    Args:
+        stages: this rank's modules, by stage, as the pipeline calls them; each call is one micro-batch's forward, and
+            calls are in the order of micro-batches.
+
+    Attributes:
+        now: bytes at present.
+        peak: the most that there were, at the end of any operation.
+        of_forwards: bytes at present that were made in the forward of a stage and a micro-batch, without those of which
+            nothing is left.
+        after_forwards: what ``of_forwards`` was at the end of each forward, in their order.
+    """
+
+    def __init__(self, stages: Mapping[int, nn.Module]) -> None:
+        super().__init__()
+        self._stages = dict(stages)
+        self._known: dict[int, tuple[int, Forward | None]] = {}
+        self._counts = dict.fromkeys(self._stages, 0)
+        self._running: Forward | None = None
+        self._hooks: list[RemovableHandle] = []
+        self.now = 0
+        self.peak = 0
+        self.of_forwards: dict[Forward, int] = {}
+        self.after_forwards: list[dict[Forward, int]] = []
+
+    def __enter__(self) -> LiveBytes:
+        for index, stage in self._stages.items():
+            self._hooks.append(stage.register_forward_pre_hook(lambda *_, index=index: self._begin(index)))
+            self._hooks.append(stage.register_forward_hook(lambda *_: self._end()))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _begin(self, stage: int) -> None:
+        self._running = stage, self._counts[stage]
+        self._counts[stage] += 1
+
+    def _end(self) -> None:
+        self._running = None
+        self.after_forwards.append(dict(self.of_forwards))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        taken = {_storage(one) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        for one in tree_leaves(output):
+            if isinstance(one, Tensor) and (key := _storage(one)) not in taken and key not in self._known:
+                self._count(one, key)
+        self.peak = max(self.peak, self.now)
+        return output
+
+    def _count(self, tensor: Tensor, key: int) -> None:
+        storage = tensor.untyped_storage()
+        self._known[key] = storage.nbytes(), self._running
+        self._add(*self._known[key])
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        size, forward = self._known.pop(key)
+        self._add(-size, forward)
+
+    def _add(self, size: int, forward: Forward | None) -> None:
+        self.now += size
+        if forward is not None:
+            left = self.of_forwards.pop(forward, 0) + size
+            if left:
+                self.of_forwards[forward] = left
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
