@@ -100,9 +100,10 @@ class StageMeshes:
         if context > 1:
             self.context = mesh(before=pipeline * replicate * shard, context=context, after=tensor)["context"]
         if expert > 1:
-            experts = mesh(
-                pipeline=pipeline, replicate=replicate, shard=shard * context // expert, expert=expert, tensor=tensor
-            )
+            # Where the rest is replicated, experts are: FSDP's two kinds do not go together.
+            left = shard * context // expert
+            copies, sharing = (replicate, left) if shard > 1 else (replicate * left, 1)
+            experts = mesh(pipeline=pipeline, replicate=copies, shard=sharing, expert=expert, tensor=tensor)
             self.expert, self.expert_data = experts["expert"], _used(experts, "replicate", "shard")
         ranks: Tensor = self.root.mesh.reshape(pipeline, replicate * shard, context * tensor)
         self.same_batch: list[list[int]] = ranks.transpose(0, 1).flatten(1).tolist()

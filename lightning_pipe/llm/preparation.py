@@ -8,8 +8,10 @@ Ranks tell each other a few numbers of each batch, while an earlier one trains::
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipe.engine.errors import InputError
+from lightning_pipe.llm.context_parallel import cut_sequence
 from lightning_pipe.llm.microbatches import MicroBatches, split_batch
 from lightning_pipe.llm.padding import SequenceKeys, pad_microbatch, target_length
 from lightning_pipe.llm.runner import StageInputs
+from lightning_pipe.llm.ulysses import Ulysses
 
 __all__ = ["BatchPreparation", "Lengths", "PreparedBatch", "StepInputs"]
 
@@ -67,11 +71,15 @@ class StepInputs:
         micro_batches: of the stages.
         tokens: loss tokens of all data-parallel ranks together.
         cut: how the batch was cut, for joining outputs.
+        length: that all sequences were padded to, those of other context ranks included.
+        lengths: of each micro-batch before that.
     """
 
     micro_batches: list[StageInputs]
     tokens: int
     cut: MicroBatches
+    length: int
+    lengths: tuple[int, ...]
 
 
 class BatchPreparation:
@@ -86,6 +94,9 @@ class BatchPreparation:
         lengths: what sequences are padded to.
         keys: which values are padded.
         strict: whether rows that do not fill the micro-batches are an error.
+        ignore_index: of labels that do not count.
+        context: the ranks that share this one's sequences; None for this one alone.
+        compare: whether ranks of one pipeline compare their batches, tensor by tensor.
     """
 
     def __init__(
@@ -100,6 +111,8 @@ class BatchPreparation:
         keys: SequenceKeys,
         strict: bool = False,
         ignore_index: int = -100,
+        context: dist.ProcessGroup | None = None,
+        compare: bool = False,
     ) -> None:
         self._model_inputs = model_inputs
         self._loss_tokens = loss_tokens
@@ -111,18 +124,21 @@ class BatchPreparation:
         self._keys = keys
         self._strict = strict
         self._ignore_index = ignore_index
+        self._context = context
+        self._compare = compare
 
     def begin(self, batch: Any) -> PreparedBatch:
         """Cut a batch and send its numbers on their way."""
         cut, error = None, None
-        numbers = [0, 0, 0, 0]
+        numbers = [0, 0, 0, 0, 0]
         try:
             cut = split_batch(batch, self._num_microbatches, ignore_index=self._ignore_index, strict=self._strict)
             tokens = sum(self._loss_tokens(item) for item in cut.items)
             sizes = [self._size(item) for item in cut.items]
             for item, (_, length) in zip(cut.items, sizes, strict=True):
                 pad_microbatch(item, length, self._keys)  # changes nothing yet, but refuses what cannot be padded
-            numbers = [1, max(rows for rows, _ in sizes), max(length for _, length in sizes), tokens]
+            digest = _digest(cut.items) if self._compare else 0
+            numbers = [1, max(rows for rows, _ in sizes), max(length for _, length in sizes), tokens, digest]
         except Exception as caught:  # of whatever kind: the other ranks wait for this one's numbers
             error = caught
         gathered = torch.zeros(self._group.size(), len(numbers), dtype=torch.int64)
@@ -151,9 +167,9 @@ class BatchPreparation:
             raise InputError(f"rank(s) {', '.join(map(str, failed))} could not use their batch; their errors say why")
         for ranks in self._pipelines:
             found = {rank: table[rank][1:] for rank in ranks}
-            if len({(rows, tokens) for rows, _, tokens in found.values()}) > 1:
+            if len({(rows, *rest) for rows, _, *rest in found.values()}) > 1:
                 raise InputError(
-                    "ranks of one pipeline have different batches: (rows, length, loss tokens) are"
+                    "ranks of one pipeline have different batches: (rows, length, loss tokens, digest) are"
                     f" {', '.join(f'{tuple(numbers)} on rank {rank}' for rank, numbers in found.items())}. All stages"
                     " need the same batches in the same order: let Lightning put in its distributed sampler, or shard"
                     " data by the strategy's distributed_sampler_kwargs"
@@ -164,5 +180,26 @@ class BatchPreparation:
         targets = [self._lengths.of(length) for length in longest]
         length = targets[self._pipelines.index(self._mine)]
         padded = [pad_microbatch(item, length, self._keys) for item in prepared.cut.items]
-        inputs = [StageInputs(*self._model_inputs(item), target=item) for item in padded]
-        return StepInputs(inputs, sum(table[ranks[0]][3] for ranks in self._pipelines), prepared.cut)
+        inputs = [self._inputs(item) for item in padded]
+        lengths = tuple(self._size(item)[1] for item in prepared.cut.items)
+        tokens = sum(table[ranks[0]][3] for ranks in self._pipelines)
+        return StepInputs(inputs, tokens, prepared.cut, length, lengths)
+
+    def _inputs(self, micro_batch: MicroBatch) -> StageInputs:
+        if self._context is None:
+            return StageInputs(*self._model_inputs(micro_batch), target=micro_batch)
+        part, attention = cut_sequence(micro_batch, self._context.rank(), self._context.size(), self._keys)
+        contexts = (partial(Ulysses, self._context, attention),)
+        return StageInputs(*self._model_inputs(part), target=part, contexts=contexts)
+
+
+def _digest(micro_batches: Sequence[MicroBatch]) -> int:
+    """Of all tensors' contents, 63 bits; the same for the same batch."""
+    state = hashlib.sha256()
+    for item in micro_batches:
+        for key in sorted(item):
+            value = item[key]
+            state.update(repr((key, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else key).encode())
+            if isinstance(value, Tensor):
+                state.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(state.digest()[:8], "big") >> 1

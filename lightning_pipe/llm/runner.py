@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,11 +39,13 @@ class StageInputs:
         args: of the first stage: tensors.
         kwargs: of every stage.
         target: of the loss, on the last stage.
+        contexts: made, and entered around each stage's forward.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     target: Any = None
+    contexts: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
 
 
 @dataclass
@@ -136,7 +139,11 @@ class PipelineRunner:
             made.schedule,
             [one.args for one in micro_batches],
             [
-                {**one.kwargs, "result_of": lambda output, target=one.target: guarded(output, target)}
+                {
+                    **one.kwargs,
+                    "result_of": lambda output, target=one.target: guarded(output, target),
+                    "contexts": one.contexts,
+                }
                 for one in micro_batches
             ],
             [None] * len(micro_batches),
@@ -150,7 +157,7 @@ class PipelineRunner:
                 return check(result_of(output, target))
             except Exception as error:  # of whatever kind: the other ranks are in the middle of the schedule
                 self._note_failure(error)
-                return output.sum() * 0
+                return _zero_of(output)
 
         return result
 
@@ -167,7 +174,7 @@ class PipelineRunner:
                 " neighbours exchange tensors of one shape: pad them to one length"
             )
         shapes = self._shapes.of(first.args, first.kwargs)
-        key = (train, len(micro_batches), *((_shapes(shape.inputs), _shapes((shape.output,))) for shape in shapes))
+        key = (train, len(micro_batches), *((_shapes(shape.inputs), _shapes(shape.outputs)) for shape in shapes))
         if key in self._made:
             self._made.move_to_end(key)
             return self._made[key]
@@ -183,18 +190,20 @@ class PipelineRunner:
         else:
             schedule = build_evaluation(self._spec, stages, count, _output)
         # Each rank counts all stages, so that all let go of the same: the largest pair of buffers, for every stage.
-        largest = max(sum(map(_bytes, shape.inputs)) + train * _bytes(shape.output) for shape in shapes)
+        largest = max(sum(map(_bytes, shape.inputs)) + train * sum(map(_bytes, shape.outputs)) for shape in shapes)
         return _Made(schedule, count * largest * len(stages))
 
     def _stage(self, index: int, module: nn.Module, shape: StageShape, train: bool) -> TimedStage:
-        inputs = shape.inputs if index == 0 else tuple(map(_differentiable, shape.inputs)) if train else shape.inputs
+        inputs, outputs = shape.inputs, shape.outputs
+        if not train:
+            inputs, outputs = tuple(map(Tensor.detach, inputs)), tuple(map(Tensor.detach, outputs))
         return TimedStage(
             module,
             index,
             self._num_stages,
             self._device,
             input_args=inputs,
-            output_args=_differentiable(shape.output) if train else shape.output,
+            output_args=outputs,
             group=self._group,
             events=self.events,
             recording=lambda: self.record_events,
@@ -217,6 +226,10 @@ def _check_loss(loss: Any) -> Tensor:
     return loss
 
 
+def _zero_of(output: Any) -> Tensor:
+    return torch.stack([one.sum() * 0 for one in tree_leaves(output) if isinstance(one, Tensor)]).sum()
+
+
 def _check_result(result: Any) -> Tensor:
     if not isinstance(result, Tensor):
         raise InputError(f"a micro-batch came to a {type(result).__name__}; needed is a tensor")
@@ -229,7 +242,3 @@ def _shapes(values: Any) -> tuple[Any, ...]:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _differentiable(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.is_floating_point())

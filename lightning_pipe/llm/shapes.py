@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.errors import InputError, SetupError
 
 __all__ = ["StageShape", "StageShapes"]
 
@@ -25,11 +26,12 @@ class StageShape:
 
     Attributes:
         inputs: of the stage's module: the micro-batch's on the first stage, hidden states on a later one.
-        output: of the stage's module.
+        outputs: of the stage's module. Those of floating-point numbers that depend on a parameter require a gradient,
+            and so does what comes of them on the next stage.
     """
 
     inputs: tuple[Tensor, ...]
-    output: Tensor
+    outputs: tuple[Tensor, ...]
 
 
 class StageShapes:
@@ -52,6 +54,10 @@ class StageShapes:
         check: Callable[[Tensor, Mapping[str, Any]], object] | None = None,
     ) -> None:
         self._stages = list(stages)
+        # What is frozen now may be trained later: what depends on any parameter is sent back a gradient.
+        for stage in self._stages:
+            for parameter in stage.parameters():
+                parameter.requires_grad_(parameter.is_floating_point())
         self._mode = mode
         self._check = check if len(self._stages) > 1 else None
         self._known: OrderedDict[Any, list[StageShape]] = OrderedDict()
@@ -79,30 +85,48 @@ class StageShapes:
         with self._mode:
             inputs, fakes = tree_map_only(Tensor, self._mode.from_tensor, (args, kwargs))
         for index, stage in enumerate(self._stages):
-            output = self._run(index, stage, inputs, fakes)
-            found.append(StageShape(tuple(map(_meta, filter(_is_tensor, inputs))), _meta(output)))
+            outputs = self._run(index, stage, inputs, fakes)
+            found.append(StageShape(tuple(map(_meta, filter(_is_tensor, inputs))), tuple(map(_meta, outputs))))
             if self._check is not None:
                 # Before a later stage fails, for a reason that says less.
-                self._check(_some_values(output), tree_map_only(Tensor, Tensor.cpu, kwargs))
+                self._check(_some_values(outputs[0]), tree_map_only(Tensor, Tensor.cpu, kwargs))
                 self._check = None
-            inputs = (output,)
+            inputs = tuple(one.detach().requires_grad_(one.requires_grad) for one in outputs)
         return found
 
-    def _run(self, index: int, stage: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def _run(self, index: int, stage: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]), self._mode:
+            with torch.enable_grad(), torch.random.fork_rng(devices=[]), self._mode, _Conditions():
                 output = stage(*inputs, **kwargs)
+        except (InputError, SetupError):
+            raise
         except Exception as error:
             raise SetupError(
                 f"the forward pass of stage {index} cannot be run without data, to find the shapes that stages"
                 f" exchange: {error}. Compute what depends on values of the batch where the batch is made"
             ) from error
-        if not isinstance(output, Tensor):
+        if index == len(self._stages) - 1:
+            # Nobody receives it: whatever it is, the loss is made of it on the spot.
+            return tuple(filter(_is_tensor, tree_leaves(output)))
+        outputs = output if isinstance(output, tuple) else (output,)
+        if not all(map(_is_tensor, outputs)):
             raise SetupError(
-                f"stage {index} gave a {type(output).__name__}; needed is one tensor, which the next stage takes as"
-                " its first argument"
+                f"stage {index} gave a {type(output).__name__}; needed is a tensor, or a tuple of tensors, which the"
+                " next stage takes as its arguments"
             )
-        return output
+        return outputs
+
+
+class _Conditions(TorchFunctionMode):
+    """Answers no where a forward asks a tensor yes or no, as Hugging Face's does whether a mask masks anything.
+
+    That has no answer without data, and does not decide on shapes in any model that gives a stage's output its input's.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return False if func is Tensor.__bool__ else func(*args, **(kwargs or {}))
 
 
 def _some_values(like: Tensor) -> Tensor:
@@ -121,7 +145,7 @@ def _autocast(device_types: set[str]) -> Iterator[str]:
 
 
 def _meta(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
 
 
 def _signature(value: Any) -> Any:

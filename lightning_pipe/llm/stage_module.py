@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -87,16 +88,26 @@ class StageModule(nn.Module):
         # What a causal LM does after its base model (scaling or capping logits) is the last stage's business alone.
         return self.module if self.stage_index == self.num_stages - 1 else base_model(self.module)
 
-    def forward(self, *args: Any, result_of: Callable[[Any], Any] | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self,
+        *args: Any,
+        result_of: Callable[[Any], Any] | None = None,
+        contexts: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
+        **kwargs: Any,
+    ) -> Any:
         """Run the stage.
 
         Args:
             args: of the model on the first stage; hidden states on a later one.
             result_of: on the last stage, makes of the model's output what the stage returns: a loss, say. Here and not
                 after the call, since parameters that FSDP shards are whole in here only.
+            contexts: made, and entered around the model, on every stage.
             kwargs: of the model.
         """
-        output = self._run(*args, **kwargs)
+        with ExitStack() as entered:
+            for context in contexts:
+                entered.enter_context(context())
+            output = self._run(*args, **kwargs)
         return output if result_of is None or self.stage_index < self.num_stages - 1 else result_of(output)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:

@@ -66,8 +66,12 @@ class TimedStage(PipelineStage):
         self._events = events
         self._recording = recording
         self._on_failure = on_failure
-        self._output_like = kwargs["output_args"]
+        given = kwargs["output_args"]
+        self._outputs_like: tuple[torch.Tensor, ...] = given if isinstance(given, tuple) else (given,)
         self._asked_ns = 0
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Nothing: PyTorch's drops gradients that FSDP accumulates, as if a real step had been run to find shapes."""
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -78,15 +82,18 @@ class TimedStage(PipelineStage):
             self._on_failure(error)
             return self._zeros(args)
 
-    def _zeros(self, args: tuple[Any, ...]) -> torch.Tensor:
+    def _zeros(self, args: tuple[Any, ...]) -> Any:
         """An output that gradients flow through, to the inputs there are."""
-        shape = () if self.is_last else self._output_like.shape
-        dtype = torch.float32 if self.is_last else self._output_like.dtype
-        zeros = torch.zeros(shape, dtype=dtype, device=self.device, requires_grad=torch.is_grad_enabled())
-        for value in args:
-            if value.is_floating_point():
-                zeros = zeros + value.flatten()[:0].sum().to(dtype)  # 0, also where the value is not finite
-        return zeros
+        likes = (torch.zeros(()),) if self.is_last else self._outputs_like
+        outputs = []
+        for like in likes:
+            wanted = torch.is_grad_enabled() and (like.requires_grad or self.is_last)
+            zeros = torch.zeros(like.shape, dtype=like.dtype, device=self.device, requires_grad=wanted)
+            for value in args if wanted else ():
+                if value.is_floating_point():
+                    zeros = zeros + value.flatten()[:0].sum().to(zeros)  # 0, also where the value is not finite
+            outputs.append(zeros)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
         self._asked_ns = time.perf_counter_ns()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,12 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipe.engine import InputError
+from lightning_pipe.llm.context_parallel import join_sequence
 from lightning_pipe.llm.dimensions import StageMeshes
 from lightning_pipe.llm.gradients import scale_gradients
 from lightning_pipe.llm.preparation import BatchPreparation, PreparedBatch, StepInputs
-from lightning_pipe.llm.runner import PipelineRunner
+from lightning_pipe.llm.router_losses import RouterLosses, sum_router_losses
+from lightning_pipe.llm.runner import PipelineRunner, StageInputs
 from lightning_pipe.strategies.loss_scaling import LossScaling
-from lightning_pipe.strategies.pipeline_module import BatchResult, PipelineModule
+from lightning_pipe.strategies.pipeline_module import BatchResult, PipelineModule, RouterMeans
 
 __all__ = ["BatchRuns"]
 
@@ -32,6 +36,7 @@ class BatchRuns:
         group: of all ranks, on the CPU; used by nothing else that runs beside a batch.
         device: of this rank.
         scaling: of losses in half precision.
+        has_routers: whether any stage, of whatever rank, has a mixture of experts.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class BatchRuns:
         group: dist.ProcessGroup,
         device: torch.device,
         scaling: LossScaling | None,
+        has_routers: bool,
     ) -> None:
         self._module = module
         self._runner = runner
@@ -54,6 +60,7 @@ class BatchRuns:
         self._device = device
         self._scaling = scaling
         self._tokens = 0
+        self._has_routers = has_routers
         # Ranks that share a tensor have the same losses: one of them counts.
         self._counts = meshes.tensor is None or meshes.tensor.get_local_rank() == 0
 
@@ -65,14 +72,27 @@ class BatchRuns:
             prepared: what was prepared ahead; a batch that the user has made anew since is prepared now.
         """
         step = self._prepare(batch, prepared)
-        if torch.is_grad_enabled():
-            scale = 1.0 if self._scaling is None else self._scaling.begin(step.tokens)
-            losses = self._runner.train(step.micro_batches, self._scaled_loss(scale))
+        train = torch.is_grad_enabled()
+        scale = self._scaling.begin(step.tokens) if train and self._scaling is not None else 1.0
+        micro_batches, routers = self._with_routers(step, scale) if self._has_routers else (step.micro_batches, [])
+        if train:
+            losses = self._runner.train(micro_batches, self._scaled_loss(scale))
             self._tokens += step.tokens
         else:
-            scale = 1.0
-            losses = self._runner.evaluate(step.micro_batches, self._module.summed_loss)
-        return BatchResult(self._total(losses) / (scale * max(step.tokens, 1)), step.tokens)
+            losses = self._runner.evaluate(micro_batches, self._module.summed_loss)
+        total, *of_routers = self._totals(losses, routers)
+        loss = total.float().to(self._device) / (scale * max(step.tokens, 1))
+        return BatchResult(loss, step.tokens, RouterMeans.of(torch.stack(of_routers)))
+
+    def _with_routers(self, step: StepInputs, scale: float) -> tuple[list[StageInputs], list[RouterLosses]]:
+        """Losses of routers count for the tokens of their micro-batch, and are scaled as the main loss is."""
+        module = self._module
+        routers = [
+            RouterLosses(module.loss_tokens(one.target), counted=module.router_tokens(one.target), scale=scale)
+            for one in step.micro_batches
+        ]
+        inputs = zip(step.micro_batches, routers, strict=True)
+        return [replace(one, contexts=(*one.contexts, partial(_same, losses))) for one, losses in inputs], routers
 
     def _scaled_loss(self, scale: float) -> Any:
         summed_loss = self._module.summed_loss
@@ -81,13 +101,25 @@ class BatchRuns:
     def predict(self, batch: Any, prepared: PreparedBatch | None) -> Any:
         """The module's predictions for the batch, on every rank of the pipeline."""
         step = self._prepare(batch, prepared)
-        results = self._runner.evaluate(step.micro_batches, self._module.prediction)
-        self._agree_on_failure()
+        own = zip(step.cut.items, step.lengths, strict=True)  # results come in the order of micro-batches
+
+        def prediction(output: Tensor, padded: Any) -> Tensor:
+            micro_batch, length = next(own)
+            if output.ndim < 3 or output.shape[1] != step.length or self._meshes.context is not None:
+                return self._module.prediction(output, padded)
+            return self._module.prediction(output[:, :length], micro_batch)
+
+        results = self._runner.evaluate(step.micro_batches, prediction)
+        self._agree_on_failure(torch.zeros(0, dtype=torch.float64))
+        if self._meshes.context is not None:
+            joined = [self._join(result) for result in results]
+            results = [whole[:, :length] for whole, length in zip(joined, step.lengths, strict=bool(joined))]
         found: list[Any] = [None, None]
         failure: InputError | None = None
         if self._runner.has_last_stage:
             try:
-                found[0] = step.cut.trim(results)
+                # Of a list of micro-batches, which need not be as long, a list.
+                found[0] = list(results) if isinstance(batch, (list, tuple)) else step.cut.trim(results)
             except InputError as error:
                 failure = error
                 found[1] = f"{type(failure).__name__}: {failure}"
@@ -96,6 +128,17 @@ class BatchRuns:
         if found[1] is not None:
             raise InputError(f"a micro-batch's prediction failed: {found[1]}") from failure
         return found[0]
+
+    def _join(self, result: Tensor) -> Tensor:
+        """Of all context ranks' chunks, which must have tokens in dimension 1."""
+        assert self._meshes.context is not None
+        if result.ndim < 2:
+            raise InputError(
+                f"a micro-batch's prediction has the shape {tuple(result.shape)}, but with context_parallel_size ="
+                f" {self._meshes.context.size()} each rank has it for a part of the tokens; needed is (rows, tokens,"
+                " ...), which is put together"
+            )
+        return join_sequence(result, self._meshes.context.get_group())
 
     def divide(self, parameters: Sequence[nn.Parameter]) -> None:
         """Divide gradients, once, by the tokens of all batches since the last time."""
@@ -109,26 +152,34 @@ class BatchRuns:
             prepared = None
         return self._preparation.finish(prepared or self._preparation.begin(batch))
 
-    def _total(self, losses: Sequence[Tensor]) -> Tensor:
-        """The sum of the losses on all ranks' last stages, on every rank."""
-        valid = losses and self._counts and self._runner.failure is None
-        total = torch.stack(list(losses)).sum().float().cpu() if valid else torch.zeros(())
-        return self._agree_on_failure(total)
+    def _totals(self, losses: Sequence[Tensor], routers: Sequence[RouterLosses]) -> Tensor:
+        """The sums of the losses on all ranks' last stages, and of those of all ranks' routers, on every rank."""
+        totals = torch.zeros(4, dtype=torch.float64)
+        if self._counts and self._runner.failure is None:
+            if losses:
+                totals[0] = torch.stack(list(losses)).sum().float()
+            totals[1:] = sum_router_losses(routers)
+        return self._agree_on_failure(totals)
 
-    def _agree_on_failure(self, total: Tensor | None = None) -> Tensor:
+    def _agree_on_failure(self, totals: Tensor) -> Tensor:
         """Sum up over all ranks.
 
         Raises:
             InputError: on every rank, where one's stage or result failed; there, what it raised.
         """
         failure = self._runner.failure
-        found = torch.stack([torch.zeros(()) if total is None else total, torch.tensor(float(failure is not None))])
+        found = torch.cat([totals, totals.new_tensor([float(failure is not None)])])
         dist.all_reduce(found, group=self._group)
-        if found[1]:
+        if found[-1]:
             texts: list[Any] = [None] * dist.get_world_size(self._group)
             dist.all_gather_object(texts, failure and f"{type(failure).__name__}: {failure}", group=self._group)
             if failure is not None:
                 raise failure
             failed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
             raise InputError(f"the batch could not be run. {failed}")
-        return found[0].to(self._device)
+        return found[:-1]
+
+
+def _same(losses: RouterLosses) -> RouterLosses:
+    """They are entered once for each of a rank's stages."""
+    return losses

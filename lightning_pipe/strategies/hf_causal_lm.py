@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.losses import chunked_cross_entropy
+from lightning_pipe.strategies.hf_weights import PretrainedWeights, empty_causal_lm, load_into
 from lightning_pipe.strategies.pipeline_module import PipelineModule
 
 __all__ = ["HFCausalLM"]
@@ -19,14 +21,18 @@ _CHANGE_LOGITS = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 
 
 class HFCausalLM(PipelineModule):
-    """A causal language model made from a Hugging Face config, with random weights, trained with AdamW.
+    """A causal language model of Hugging Face's, trained with AdamW.
+
+    Made of a config, its weights are random. Made of a folder that ``save_pretrained`` wrote, it begins with the
+    folder's weights, in torch's default dtype whatever the files' is: each rank reads its own stages' tensors.
 
     Batches hold ``input_ids`` and ``labels`` (rows x length; a label is the token that follows, see
     :func:`~lightning_pipe.llm.losses.shift_labels`) and whatever else the model's forward takes. Logits of a whole
     micro-batch are never made in training: head and cross-entropy work on some tokens at a time.
 
     Args:
-        config: of the model: a mapping with ``model_type``, or a ``PretrainedConfig``.
+        config: of the model: a mapping with ``model_type``, or a ``PretrainedConfig``; or the path of a local folder
+            with ``config.json`` and safetensors.
         learning_rate: AdamW's.
         weight_decay: AdamW's.
         attention: the implementation; ``sdpa`` trains everywhere.
@@ -42,7 +48,8 @@ class HFCausalLM(PipelineModule):
         chunk_tokens: int = 1024,
     ) -> None:
         super().__init__()
-        self.config = _config(config)
+        self._weights = PretrainedWeights(config) if isinstance(config, (str, Path)) else None
+        self.config = _config(config if self._weights is None else self._weights.config())
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
         self.attention = attention
@@ -51,15 +58,23 @@ class HFCausalLM(PipelineModule):
     def build_model(self) -> nn.Module:
         from transformers import AutoModelForCausalLM
 
-        model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            self.config, attn_implementation=self.attention
-        )
+        model: Any
+        if self._weights is None:
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                self.config, attn_implementation=self.attention
+            )
+        else:
+            model = empty_causal_lm(self.config, self.attention)
+            load_into(model, self._weights)
         head = model.get_output_embeddings()
         plain = not any(getattr(self.config, name, None) for name in _CHANGE_LOGITS)
         if plain:
             name = next(name for name, part in model.named_children() if part is head)
             setattr(model, name, _ChunkedHead(head))
         return cast(nn.Module, model)
+
+    def pretrained_weights(self) -> PretrainedWeights | None:
+        return self._weights
 
     def summed_loss(self, output: Tensor, micro_batch: Mapping[str, Any]) -> Tensor:
         head = self._head()
@@ -121,6 +136,6 @@ def _config(given: Any) -> Any:
     if not isinstance(given, Mapping) or "model_type" not in given:
         raise SetupError(
             f"the config is {given!r}; needed is a mapping with model_type, such as"
-            " {'model_type': 'llama', 'hidden_size': 256}"
+            " {'model_type': 'llama', 'hidden_size': 256}, or the path of a folder that save_pretrained wrote"
         )
     return AutoConfig.for_model(**given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -25,25 +26,30 @@ from torch.utils.data import RandomSampler
 
 from lightning_pipe.engine import SetupError, SWPipeline
 from lightning_pipe.engine.agreement import check_agreement
+from lightning_pipe.llm.compiled_layers import keep_backward_buffers
 from lightning_pipe.llm.deferred import DeferredInit, deferred_init, is_deferred
 from lightning_pipe.llm.dimensions import Dimensions, StageMeshes
 from lightning_pipe.llm.gradients import GradientNorm, clip_by_norm
+from lightning_pipe.llm.optimizer_offload import OffloadedState
 from lightning_pipe.llm.padding import SequenceKeys
 from lightning_pipe.llm.preparation import BatchPreparation, Lengths, PreparedBatch
 from lightning_pipe.llm.runner import PipelineRunner
-from lightning_pipe.llm.schedule_checks import check_combination, check_microbatches
+from lightning_pipe.llm.schedule_checks import check_combination, check_microbatches, splits_backward
 from lightning_pipe.llm.schedule_step import check_shared_parameters
 from lightning_pipe.llm.schedules import ScheduleSpec, count_stages, find_schedule, place_stages, stages_of_rank
 from lightning_pipe.llm.tasks import llm_plan
+from lightning_pipe.llm.tensor_parallel import TensorGradients
 from lightning_pipe.llm.tied import TiedGradients, TiedParameter
 from lightning_pipe.loops import PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.zero_grad_first import ZeroGradFirst
 from lightning_pipe.strategies.batch_runs import BatchRuns
 from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy, on_all_ranks
 from lightning_pipe.strategies.loss_scaling import LossScaling
+from lightning_pipe.strategies.optimizer_setup import empty_optimizers_allowed, refuse_fused
 from lightning_pipe.strategies.pipeline_module import BatchResult, PipelineModule
 from lightning_pipe.strategies.stage_checkpoint import load_stage_checkpoint, save_stage_checkpoint
-from lightning_pipe.strategies.stage_split import SplitModel, split_model
+from lightning_pipe.strategies.stage_parallel import StageParallelism
+from lightning_pipe.strategies.stage_split import Example, SplitModel, SplitOptions, split_model
 
 # Arguments that may differ between ranks.
 _OF_RANKS = {
@@ -67,12 +73,25 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         pipeline_parallel_size: number of ranks in a pipeline; by default all that the other dimensions leave.
         num_microbatches: parts that a batch is cut into; by default the fewest that the schedule needs, twice.
         stages_per_rank: by default one, or two for schedules that take several.
-        layers_per_stage: the number of layers of each stage; by default an even split.
+        layers_per_stage: the number of layers of each stage; by default as ``balance`` says.
+        layer_ranges: instead, for each stage its first layer and the one after its last.
+        balance: stages of as many ``layers``, or of as even ``time`` or ``memory`` as can be. The latter are measured
+            when training is set up, with the module's ``example_micro_batch``.
         input_weight: how many layers the modules before the first layer count for, in an even split.
         output_weight: the same for the modules after the last.
+        split_spec: for models that are not lists of layers: the forward is traced, with ``example_micro_batch``, and
+            cut at the ``beginning`` or ``end`` of these modules (by FQN), and where it calls ``pipe_split``.
+        split_policy: puts split points into a trace, as PyTorch's ``pipeline`` has it; ``equal_size`` for as many
+            parameters in each stage.
         data_parallel_shard_size: number of ranks over which each stage's parameters, gradients and optimiser state are
             sharded (FSDP2).
         data_parallel_replicate_size: number of replicas of each stage, sharded or not.
+        context_parallel_size: number of ranks that share each sequence (Ulysses, which asks for as many heads); lengths
+            are rounded up to a multiple of it. Attention must go through ``scaled_dot_product_attention``.
+        tensor_parallel_size: number of ranks that share the matrices of each layer. The model says how, by its Hugging
+            Face config or by ``get_tensor_parallel_plan()``.
+        expert_parallel_size: number of ranks, among those of the two sizes for sharding and context, that share the
+            experts of :class:`~lightning_pipe.llm.moe.MoE` layers.
         reshard_after_forward: let gathered parameters go after each micro-batch's forward: less memory for more
             communication; by default they stay until the step's end. Zero-bubble schedules refuse it.
         variable_lengths: pad to the longest sequence of the step, instead of to ``max_length``.
@@ -81,9 +100,15 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         length_buckets: lengths are rounded up to the next of these.
         pad_values: more keys of the batch to pad in dimension 1, with what.
         strict_batches: refuse a batch whose rows do not fill the micro-batches, instead of filling it with copies.
+        compare_batches: compare the ranks' batches, tensor by tensor, in every step; in any case they compare sizes.
         schedule_cache_bytes: the most that the buffers of schedules for other lengths may take, on any rank.
         tied_embeddings: where stages on two ranks hold one parameter, an embedding and a head, ``sum`` the gradients of
             both copies in every step, or ``refuse`` such a model.
+        activation_checkpointing: compute layers again in backward: ``full``, or ``selective``, which keeps the results
+            of matrix multiplications and attention.
+        activation_checkpointing_every: only every so many layers.
+        compile_layers: ``torch.compile`` each layer, with these options.
+        offload_optimizer: keep the optimisers' states on the host.
         accelerator: as Lightning's ``DDPStrategy``, and so are the others.
         parallel_devices: see there.
         cluster_environment: see there.
@@ -101,10 +126,17 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         num_microbatches: int | None = None,
         stages_per_rank: int | None = None,
         layers_per_stage: Sequence[int] | None = None,
+        layer_ranges: Sequence[Sequence[int]] | None = None,
+        balance: Literal["layers", "time", "memory"] = "layers",
         input_weight: int = 1,
         output_weight: int = 1,
+        split_spec: Mapping[str, Any] | None = None,
+        split_policy: Any = None,
         data_parallel_shard_size: int = 1,
         data_parallel_replicate_size: int = 1,
+        context_parallel_size: int = 1,
+        tensor_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
         reshard_after_forward: bool | None = None,
         variable_lengths: bool = True,
         max_length: int | None = None,
@@ -112,8 +144,13 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         length_buckets: Sequence[int] | None = None,
         pad_values: Mapping[str, float] | None = None,
         strict_batches: bool = False,
+        compare_batches: bool = False,
         schedule_cache_bytes: int = 2**30,
         tied_embeddings: Literal["sum", "refuse"] = "sum",
+        activation_checkpointing: Literal["full", "selective"] | None = None,
+        activation_checkpointing_every: int = 1,
+        compile_layers: bool | Mapping[str, Any] = False,
+        offload_optimizer: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -137,19 +174,38 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         self._asked_size = pipeline_parallel_size
         self._asked_microbatches = num_microbatches
         self._stages_per_rank = stages_per_rank
-        self._layers_per_stage = layers_per_stage
-        self._weights = (input_weight, output_weight)
-        self._asked = Dimensions(replicate=data_parallel_replicate_size, shard=data_parallel_shard_size)
+        self._split_options = SplitOptions(
+            None if layers_per_stage is None else tuple(layers_per_stage),
+            None if layer_ranges is None else tuple((first, end) for first, end in layer_ranges),
+            balance,
+            (input_weight, output_weight),
+            split_spec,
+            split_policy,
+            tied_embeddings == "sum",
+        )
+        self._asked = Dimensions(
+            replicate=data_parallel_replicate_size,
+            shard=data_parallel_shard_size,
+            context=context_parallel_size,
+            tensor=tensor_parallel_size,
+            expert=expert_parallel_size,
+        )
         self._reshard_after_forward = reshard_after_forward
+        self._activations = activation_checkpointing, activation_checkpointing_every
+        self._compile_options = None if compile_layers is False else {} if compile_layers is True else compile_layers
+        self._offload = offload_optimizer
         if not variable_lengths and max_length is None:
             raise SetupError("variable_lengths is False, and every sequence is padded to max_length: give max_length")
         self._lengths = Lengths(
-            variable_lengths, pad_to_multiple_of, max_length, tuple(length_buckets) if length_buckets else None
+            variable_lengths,
+            math.lcm(pad_to_multiple_of, context_parallel_size),
+            max_length,
+            tuple(length_buckets) if length_buckets else None,
         )
+        self._compare_batches = compare_batches
         self._pad_values = dict(pad_values or {})
         self._strict = strict_batches
         self._cache_bytes = schedule_cache_bytes
-        self._tied_embeddings = tied_embeddings
         self._meshes: StageMeshes | None = None
         self._numbers_group: dist.ProcessGroup | None = None
         self._loss_group: dist.ProcessGroup | None = None
@@ -158,6 +214,9 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         self._preparation: BatchPreparation | None = None
         self._runs: BatchRuns | None = None
         self._tied: TiedGradients | None = None
+        self._tensors: TensorGradients | None = None
+        self._offloaded: list[OffloadedState] = []
+        self._put_back: Callable[[], None] | None = None
         self._scaling: LossScaling | None = None
         self._program: TrainingProgram | None = None
         self._record: DeferredInit | None = None
@@ -174,11 +233,13 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         self._num_stages = size * per_rank
         self._num_microbatches = self._asked_microbatches or 2 * max(size, 1)
         check_microbatches(self._spec, self._num_microbatches, size, per_rank)
+        if self._compile_options is not None and splits_backward(self._spec) is not False:
+            self._put_back = keep_backward_buffers()
         check_combination(
             self._spec,
             sharding="fsdp" if sizes.shard > 1 else "replicate" if sizes.replicate * sizes.context > 1 else None,
             reshard_after_forward=self._reshard_after_forward,
-            compiled=False,
+            compiled=self._compile_options is not None,
         )
         self._meshes = StageMeshes(sizes, self.root_device.type)
         # On the CPU, since they carry a few numbers beside the schedule; two, since both may be under way at once.
@@ -280,11 +341,15 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         if fitting:
             PipelineTrainingEpochLoop.install(trainer)
             ZeroGradFirst.install(trainer)
-            self.setup_optimizers(trainer)
+            with empty_optimizers_allowed():
+                self.setup_optimizers(trainer)
+            if self._scaling is not None:
+                refuse_fused(self.optimizers)
             self._clip_by_whole_norm(module)
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
+            self._offloaded = [OffloadedState(one) for one in self.optimizers] if self._offload else []
 
     def _clip_by_whole_norm(self, module: PipelineModule) -> None:
         """Let the precision plugin clip by the norm over all stages; its own would be each stage's."""
@@ -312,18 +377,20 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             config=module.pipeline_config(),
             num_stages=self._num_stages,
             mine=stages_of_rank(self._spec, rank, self._pipeline_size, self._stages_per_rank),
-            layers_per_stage=self._layers_per_stage,
-            weights=self._weights,
+            options=self._split_options,
             device=self.root_device,
-            data_mesh=self._stage_meshes.data,
-            reshard_after_forward=bool(self._reshard_after_forward),
-            sum_tied=self._tied_embeddings == "sum",
+            parallelism=StageParallelism(
+                self._stage_meshes, bool(self._reshard_after_forward), *self._activations, self._compile_options
+            ),
+            pretrained=module.pretrained_weights(),
+            example=self._example_of(module),
         )
         on_all_ranks(
             lambda: check_shared_parameters(self._spec, {index: stage.module for index, stage in split.stages.items()}),
             "the model cannot be trained in stages",
         )
         module.model = split.kept
+        meshes = self._stage_meshes
         self._runner = PipelineRunner(
             split.stages,
             self._num_stages,
@@ -332,7 +399,8 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             self.root_device,
             split.shapes,
             cache_bytes=self._cache_bytes,
-            carry_failures=self._stage_meshes.data is None,
+            # Ranks that are in the middle of a stage together would wait.
+            carry_failures={meshes.data, meshes.context, meshes.tensor} == {None},
         )
         assert self._numbers_group is not None and self._loss_group is not None
         self._scaling = LossScaling.of(self.precision_plugin, self._loss_group, self.root_device)
@@ -346,6 +414,8 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             keys=SequenceKeys(labels=module.ignore_index, others=self._pad_values),
             strict=self._strict,
             ignore_index=module.ignore_index,
+            context=None if self._stage_meshes.context is None else self._stage_meshes.context.get_group(),
+            compare=self._compare_batches,
         )
         self._runs = BatchRuns(
             module,
@@ -356,6 +426,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             self._loss_group,
             self.root_device,
             self._scaling,
+            split.has_routers,
         )
         for one in split.tied:
             if len(self._holders(one)) < len(one.stages) and self._stage_meshes.data is not None:
@@ -369,7 +440,23 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             held = dict(split.kept.named_parameters())
             pipelines = self.device_mesh.mesh.flatten(1).T.tolist()
             self._tied = TiedGradients(copies, held, [self._holders(one) for one in copies], pipelines)
+        if self._stage_meshes.tensor is not None:
+            self._tensors = TensorGradients(split.kept, self._stage_meshes.tensor)
         return split
+
+    def _example_of(self, module: PipelineModule) -> Callable[[], Example] | None:
+        """The module's own, as the model takes it."""
+        micro_batch = module.example_micro_batch()
+        if micro_batch is None:
+            return None
+
+        def example() -> Example:
+            arguments, keywords = module.model_inputs(micro_batch)
+            return Example(
+                arguments, keywords, lambda output: module.summed_loss(output, micro_batch), self._num_microbatches
+            )
+
+        return example
 
     def _holders(self, one: TiedParameter) -> list[int]:
         """The ranks, in the pipeline, that hold a copy."""
@@ -439,6 +526,8 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         assert self._runs is not None
         if module.trainer.fit_loop._should_accumulate():
             return
+        if self._tensors is not None:
+            self._tensors.finish()
         if self._tied is not None:
             self._tied.sum()
         self._runs.divide(list(module.parameters()))
@@ -457,6 +546,11 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         return output
 
     # ------------------------------------------------------------------ checkpoints
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        for one in self._offloaded:
+            one.rest()  # Lightning puts states to their parameters
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write a folder that every rank writes its stages' part into (``torch.distributed.checkpoint``)."""
@@ -487,6 +581,12 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
         if self._scaling is not None:
             self._scaling.close()
+        for one in self._offloaded:
+            one.close()
+        self._offloaded = []
+        if self._put_back is not None:
+            self._put_back()
+            self._put_back = None
         # What Lightning's own does, but for the move of the module to the CPU.
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()

@@ -13,9 +13,30 @@ from torch import Tensor, nn
 
 from lightning_pipe.llm.losses import summed_cross_entropy
 from lightning_pipe.llm.microbatches import MicroBatches, count_tokens, split_batch
+from lightning_pipe.llm.router_losses import RouterLosses, sum_router_losses
 from lightning_pipe.llm.split import ModuleConfig
+from lightning_pipe.strategies.hf_weights import PretrainedWeights
 
-__all__ = ["BatchResult", "PipelineModule"]
+__all__ = ["BatchResult", "PipelineModule", "RouterMeans"]
+
+
+@dataclass(frozen=True)
+class RouterMeans:
+    """What the losses of a mixture of experts' routers came to: means over routers and tokens.
+
+    Attributes:
+        balance: of load-balancing losses; 1 where all experts have as much to do.
+        z: of z-losses.
+    """
+
+    balance: float
+    z: float
+
+    @classmethod
+    def of(cls, sums: Tensor) -> RouterMeans | None:
+        """From what ``sum_router_losses`` gives; None where there was no router."""
+        balance, z, tokens = sums.tolist()
+        return cls(balance / tokens, z / tokens) if tokens else None
 
 
 @dataclass(frozen=True)
@@ -25,10 +46,12 @@ class BatchResult:
     Attributes:
         loss: mean over the loss tokens of the batch, of all data-parallel ranks together; a scalar.
         tokens: their number.
+        routers: losses of routers, where the model has a mixture of experts.
     """
 
     loss: Tensor
     tokens: int
+    routers: RouterMeans | None = None
 
 
 class PipelineModule(pl.LightningModule):
@@ -79,6 +102,25 @@ class PipelineModule(pl.LightningModule):
         """How many tokens the loss sums over."""
         return count_tokens(micro_batch["labels"], self.ignore_index)
 
+    def router_tokens(self, micro_batch: Mapping[str, Any]) -> Tensor | None:
+        """Which tokens routers are to be balanced over, a bool each; None for all. Here: those whose label counts."""
+        labels = micro_batch.get("labels")
+        return None if labels is None else labels != self.ignore_index
+
+    def example_micro_batch(self) -> Mapping[str, Any] | None:
+        """A micro-batch like those of training, with two rows and two tokens at least, made without data.
+
+        With it a strategy traces the model, or measures its layers, where it is asked to. None for neither.
+        """
+        return None
+
+    def pretrained_weights(self) -> PretrainedWeights | None:
+        """What a strategy fills a model with that was built without memory, each rank its own part; None for nothing.
+
+        ``build_model`` calls :func:`~lightning_pipe.strategies.hf_weights.load_into`, for a model that has memory.
+        """
+        return None
+
     def prediction(self, output: Tensor, micro_batch: Mapping[str, Any]) -> Tensor:
         """What ``predict_step`` gives for a micro-batch, with its rows in dimension 0. Here: the model's output."""
         return output
@@ -94,13 +136,24 @@ class PipelineModule(pl.LightningModule):
         if self._run_in_stages is not None:
             return self._run_in_stages(batch)
         parts = self._as_one(batch)
-        losses = [self.summed_loss(self._output(part), part) for part in parts.items]
-        tokens = sum(self.loss_tokens(part) for part in parts.items)
-        return BatchResult(torch.stack(losses).sum() / max(tokens, 1), tokens)
+        losses, routers = [], []
+        for part in parts.items:
+            of_routers = RouterLosses(self.loss_tokens(part), counted=self.router_tokens(part))
+            with of_routers:
+                output = self._output(part)
+            losses.append(of_routers.follow(self.summed_loss(output, part)))
+            routers.append(of_routers)
+        tokens = sum(one.tokens for one in routers)
+        means = RouterMeans.of(sum_router_losses(routers))
+        return BatchResult(torch.stack(losses).sum() / max(tokens, 1), tokens, means)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         result = self.run_batch(batch)
-        self.log("train_loss", result.loss, batch_size=max(result.tokens, 1), prog_bar=True)
+        size = max(result.tokens, 1)
+        self.log("train_loss", result.loss, batch_size=size, prog_bar=True)
+        if result.routers is not None:
+            self.log("train_router_balance", result.routers.balance, batch_size=size)
+            self.log("train_router_z", result.routers.z, batch_size=size)
         return result.loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -115,7 +168,8 @@ class PipelineModule(pl.LightningModule):
         if self._predict_in_stages is not None:
             return self._predict_in_stages(batch)
         parts = self._as_one(batch)
-        return parts.trim([self.prediction(self._output(part), part) for part in parts.items])
+        results = [self.prediction(self._output(part), part) for part in parts.items]
+        return results if isinstance(batch, (list, tuple)) else parts.trim(results)
 
     def _as_one(self, batch: Any) -> MicroBatches:
         count = len(batch) if isinstance(batch, (list, tuple)) else 1

@@ -1,21 +1,36 @@
-"""Cuts a module's model into stages, each rank keeping its own, and puts what it keeps in the model's place."""
+"""Cuts a module's model into stages, each rank keeping its own, and puts what it keeps in the model's place.
+
+A model is cut by its layers, whose forward then runs on every stage with other stages' modules passing through; or its
+forward is traced, and the trace is cut::
+
+    unsplit model, without memory ──► which stage holds what ──► this rank's values ──► stages ──► shared with others
+                                 └──► shapes that stages exchange
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import SplitPoint
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.data_parallel import parallelise_stage
 from lightning_pipe.llm.deferred import DeferredInit, fake_copy
+from lightning_pipe.llm.hf_experts import has_routers, skip_experts
+from lightning_pipe.llm.layer_costs import measure_costs
 from lightning_pipe.llm.shapes import StageShapes
-from lightning_pipe.llm.split import ModuleConfig, derive_config, split_at, split_evenly
+from lightning_pipe.llm.split import (
+    ModuleConfig,
+    derive_config,
+    split_at,
+    split_by_cost,
+    split_by_ranges,
+    split_evenly,
+)
 from lightning_pipe.llm.stage_module import (
     StageModule,
     is_causal_lm,
@@ -26,8 +41,58 @@ from lightning_pipe.llm.stage_module import (
     tied_parameters,
 )
 from lightning_pipe.llm.tied import TiedParameter, find_tied, name_copies
+from lightning_pipe.llm.traced_split import TracedSplit, join_stages, split_into_equal_size, trace_split
+from lightning_pipe.llm.ulysses import CheckedAttention
+from lightning_pipe.strategies.checkpoint_folder import on_all_ranks
+from lightning_pipe.strategies.hf_weights import PretrainedWeights, load_into
+from lightning_pipe.strategies.stage_parallel import StageParallelism
 
-__all__ = ["SplitModel", "split_model"]
+__all__ = ["Example", "SplitModel", "SplitOptions", "split_model"]
+
+
+@dataclass(frozen=True)
+class SplitOptions:
+    """Where a model is cut.
+
+    Attributes:
+        layers_per_stage: how many layers each stage has; None for another way.
+        layer_ranges: of each stage, its first layer and the one after its last.
+        balance: stages of as many layers, or whose time or memory, measured, is as even as can be.
+        weights: how many layers the modules before and after the layers count for, where layers are counted.
+        split_spec: the modules before or behind which a trace is cut, in the place of all that.
+        split_policy: what else puts split points into a trace; ``equal_size`` for as many parameters on each stage.
+        sum_tied: whether stages may hold copies of one parameter.
+    """
+
+    layers_per_stage: tuple[int, ...] | None = None
+    layer_ranges: tuple[tuple[int, int], ...] | None = None
+    balance: Literal["layers", "time", "memory"] = "layers"
+    weights: tuple[int, int] = (1, 1)
+    split_spec: Mapping[str, SplitPoint | str] | None = None
+    split_policy: Any = None
+    sum_tied: bool = True
+
+    @property
+    def traces(self) -> bool:
+        """Whether a trace is asked for."""
+        return self.split_spec is not None or self.split_policy is not None
+
+
+@dataclass(frozen=True)
+class Example:
+    """A micro-batch to trace a model with, or to measure its layers with.
+
+    Attributes:
+        args: of the model.
+        kwargs: of the model.
+        loss_of: from its output, a scalar loss.
+        num_microbatches: of a step, whose activations a stage keeps.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    loss_of: Callable[[Any], Tensor]
+    num_microbatches: int = 1
 
 
 @dataclass(frozen=True)
@@ -41,6 +106,7 @@ class SplitModel:
         names: the parameters of the whole model, in its order.
         shapes: of what stages exchange.
         tied: parameters that several stages hold, on whatever ranks.
+        has_routers: whether any stage has a mixture of experts, on whatever rank.
     """
 
     kept: nn.Module
@@ -48,6 +114,7 @@ class SplitModel:
     names: tuple[str, ...]
     shapes: StageShapes
     tied: tuple[TiedParameter, ...] = ()
+    has_routers: bool = False
 
 
 def split_model(
@@ -57,14 +124,13 @@ def split_model(
     config: ModuleConfig | None,
     num_stages: int,
     mine: Sequence[int],
-    layers_per_stage: Sequence[int] | None,
-    weights: tuple[int, int],
+    options: SplitOptions,
     device: torch.device,
-    data_mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool = False,
-    sum_tied: bool = True,
+    parallelism: StageParallelism,
+    pretrained: PretrainedWeights | None = None,
+    example: Callable[[], Example] | None = None,
 ) -> SplitModel:
-    """Split *model*; it is used up.
+    """Split *model*; it is used up. Every rank calls this.
 
     Args:
         model: the whole one; real, or made under ``deferred_init``.
@@ -72,85 +138,238 @@ def split_model(
         config: what it is made of; found out where None.
         num_stages: of all ranks.
         mine: this rank's stages.
-        layers_per_stage: how many layers each stage has; None for an even split.
-        weights: how many layers the modules before and after the layers count for, in an even split.
+        options: where to cut.
         device: where the rank's part goes.
-        data_mesh: of the ranks that hold the same stages for other data; None for this one alone.
-        reshard_after_forward: whether these let gathered parameters go after each forward.
-        sum_tied: whether stages may hold copies of one parameter.
+        parallelism: how stages are shared with other ranks, and run.
+        pretrained: what a model made under ``deferred_init`` is filled with, on all ranks; None for its initial values.
+        example: makes a micro-batch on the CPU; None where there is none.
 
     Raises:
         SetupError: the model cannot be split so.
     """
-    if config is None:
-        config = derive_config(model)
-    config.check(model)
-    fqns = (
-        split_evenly(config, num_stages, *weights)
-        if layers_per_stage is None
-        else split_at(config, list(layers_per_stage))
-    )
-    if len(fqns) != num_stages:
-        raise SetupError(
-            f"layers_per_stage says {len(fqns)} stages; the schedule has {num_stages}: give one number each"
-        )
-    tied = tuple(find_tied(tied_parameters(model), fqns))
-    _check_tied(tied, mine, data_mesh, sum_tied)
-    fake, mode = fake_copy(model)
-
-    def check(hidden: Tensor, keywords: Mapping[str, Any]) -> None:
-        # A causal LM's hidden states are known without a batch: it is checked where it is cut.
-        if not is_causal_lm(fake):
-            run_empty(fake, config, hidden, **keywords)
-
-    shapes = StageShapes(
-        [make_stage(shallow_copy(fake), config, names, index, num_stages).eval() for index, names in enumerate(fqns)],
-        mode,
-        check,
-    )
-    names = tuple(name for name, _ in model.named_parameters())
-    kept = [name for index in mine for name in fqns[index]]
-    if record is None:
-        _share_first_rank_s_values(model)
-    else:
-        prefixes = tuple(f"{name}." for name in [*kept, *config.always_keep_fqns])
-        record.materialise(model, keep=lambda name: name.startswith(prefixes), device=device)
-    stages = {
-        index: make_stage(shallow_copy(model), config, fqns[index], index, num_stages).to(device)
-        for index in sorted(mine)
-    }
-    for stage in stages.values():
-        name_copies(stage.module, tied)
-        if data_mesh is not None:
-            parallelise_stage(stage, config, data_mesh, reshard_after_forward=reshard_after_forward)
-    if len(stages) == 1:
-        (part,) = (stage.module for stage in stages.values())
-    else:
-        part = shallow_copy(model)
-        prune(part, config, kept)
-        part.to(device)
-        for index, stage in stages.items():
-            for name in fqns[index]:
-                part.set_submodule(name, stage.module.get_submodule(name))
-        for one in tied:
-            # Where a stage keeps its copy under the first name, unless another has the module itself.
-            holder = one.names[0].rpartition(".")[0]
-            for stage in stages.values() if not one.names[0].startswith(tuple(f"{name}." for name in kept)) else ():
-                if one.names[0] in dict(stage.module.named_parameters()):
-                    part.set_submodule(holder, stage.module.get_submodule(holder))
-    return SplitModel(part, stages, names, shapes, tied)
-
-
-def _check_tied(
-    tied: Sequence[TiedParameter], mine: Sequence[int], data_mesh: DeviceMesh | None, sum_tied: bool
-) -> None:
-    for one in tied:
-        if not sum_tied:
+    cut = _cut(model, config, num_stages, options, parallelism, example)
+    for one in cut.tied:
+        if not options.sum_tied:
             raise SetupError(
                 f"the parameters {' and '.join(one.names)} are one and the same, and go to stages"
                 f" {' and '.join(map(str, one.stages))}. Give each its own (in a Hugging Face config:"
                 " tie_word_embeddings=False), or set tied_embeddings to 'sum'"
             )
+    shapes = cut.shapes(model)
+    names = tuple(name for name, _ in model.named_parameters())
+    routers = has_routers(model)
+    if record is None:
+        _share_first_rank_s_values(model)
+    else:
+        record.materialise(model, keep=cut.holds(mine), device=device)
+        if pretrained is not None:
+            failed = f"the weights in {str(pretrained.folder)!r} cannot be loaded"
+            on_all_ranks(lambda: load_into(model, pretrained), failed)
+    stages = {index: cut.stage(model, index).to(device) for index in sorted(mine)}
+    for stage in stages.values():
+        cut.parallelise(stage)
+    return SplitModel(cut.join(model, stages), stages, names, shapes, cut.tied, routers)
+
+
+class _Cut(Protocol):
+    """Knows which stage holds what."""
+
+    tied: tuple[TiedParameter, ...]
+
+    def shapes(self, model: nn.Module) -> StageShapes:
+        """Of what stages exchange."""
+
+    def holds(self, mine: Sequence[int]) -> Callable[[str], bool]:
+        """Whether one of these stages needs the parameter or buffer of this name."""
+
+    def stage(self, model: nn.Module, index: int) -> StageModule:
+        """One of them, over the model's values."""
+
+    def parallelise(self, stage: StageModule) -> None:
+        """Share it with other ranks."""
+
+    def join(self, model: nn.Module, stages: Mapping[int, StageModule]) -> nn.Module:
+        """Stages as one module, under the names of the model."""
+
+
+def _cut(
+    model: nn.Module,
+    config: ModuleConfig | None,
+    num_stages: int,
+    options: SplitOptions,
+    parallelism: StageParallelism,
+    example: Callable[[], Example] | None,
+) -> _Cut:
+    if config is None and not options.traces:
+        try:
+            config = derive_config(model)
+        except SetupError:
+            if example is None:
+                raise
+    if config is None or options.traces:
+        if example is None:
+            raise SetupError(
+                "split_spec or split_policy is given, so the model is traced, which needs a batch to trace it with;"
+                " needed is example_micro_batch() of the module"
+            )
+        return _TracedCut(model, num_stages, options, parallelism, example())
+    return _LayerCut(model, config, num_stages, options, parallelism, example)
+
+
+class _LayerCut:
+    """By layers."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ModuleConfig,
+        num_stages: int,
+        options: SplitOptions,
+        parallelism: StageParallelism,
+        example: Callable[[], Example] | None,
+    ) -> None:
+        config.check(model)
+        self._config = config
+        self._num_stages = num_stages
+        self._parallelism = parallelism
+        self._fqns = _deal_out(model, config, num_stages, options, example)
+        if len(self._fqns) != num_stages:
+            raise SetupError(
+                f"layers_per_stage says {len(self._fqns)} stages; the schedule has {num_stages}: give one number each"
+            )
+        self._plan = parallelism.check(model, config)
+        self.tied = tuple(find_tied(tied_parameters(model), self._fqns))
+
+    def shapes(self, model: nn.Module) -> StageShapes:
+        fake, mode = fake_copy(model)
+        skip_experts(fake)
+
+        def check(hidden: Tensor, keywords: Mapping[str, Any]) -> None:
+            # A causal LM's hidden states are known without a batch: it is checked where it is cut.
+            if not is_causal_lm(fake):
+                run_empty(fake, self._config, hidden, **keywords)
+
+        stages = [self.stage(shallow_copy(fake), index).eval() for index in range(self._num_stages)]
+        size = self._parallelism.context_size
+        seen = stages if size == 1 else [CheckedAttention(stage, self._config.layers, size) for stage in stages]
+        return StageShapes(seen, mode, check)
+
+    def holds(self, mine: Sequence[int]) -> Callable[[str], bool]:
+        kept = [name for index in mine for name in self._fqns[index]]
+        prefixes = tuple(f"{name}." for name in [*kept, *self._config.always_keep_fqns])
+        return lambda name: name.startswith(prefixes)
+
+    def stage(self, model: nn.Module, index: int) -> StageModule:
+        return make_stage(shallow_copy(model), self._config, self._fqns[index], index, self._num_stages)
+
+    def parallelise(self, stage: StageModule) -> None:
+        name_copies(stage.module, self.tied)
+        self._parallelism.apply(stage, self._config, self._plan)
+
+    def join(self, model: nn.Module, stages: Mapping[int, StageModule]) -> nn.Module:
+        if len(stages) == 1:
+            (only,) = (stage.module for stage in stages.values())
+            return only
+        kept = [name for index in stages for name in self._fqns[index]]
+        part = shallow_copy(model)
+        prune(part, self._config, kept)
+        for name in self._config.always_keep_fqns:
+            part.set_submodule(name, next(iter(stages.values())).module.get_submodule(name))
+        for index, stage in stages.items():
+            for name in self._fqns[index]:
+                part.set_submodule(name, stage.module.get_submodule(name))
+        for one in self.tied:
+            # Where a stage keeps its copy under the first name, unless another has the module itself.
+            holder = one.names[0].rpartition(".")[0]
+            for stage in stages.values() if not one.names[0].startswith(tuple(f"{name}." for name in kept)) else ():
+                if one.names[0] in dict(stage.module.named_parameters()):
+                    part.set_submodule(holder, stage.module.get_submodule(holder))
+        return part
+
+
+class _TracedCut:
+    """By the split points of a trace."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        num_stages: int,
+        options: SplitOptions,
+        parallelism: StageParallelism,
+        example: Example,
+    ) -> None:
+        parallelism.refuse_traced()
+        self._parallelism = parallelism
+        spec, policy = options.split_spec, options.split_policy
+        self._traced: TracedSplit = trace_split(
+            model,
+            example.args,
+            example.kwargs,
+            split_spec=None if spec is None else {name: _split_point(name, at) for name, at in spec.items()},
+            split_policy=split_into_equal_size(num_stages) if policy == "equal_size" else policy,
+            num_stages=num_stages,
+        )
+        self.tied = self._traced.shared
+
+    def shapes(self, model: nn.Module) -> StageShapes:
+        fake, mode = fake_copy(model)
+        return StageShapes([self.stage(fake, index).eval() for index in range(self._traced.num_stages)], mode)
+
+    def holds(self, mine: Sequence[int]) -> Callable[[str], bool]:
+        return {name for index in mine for name in self._traced.names(index)}.__contains__
+
+    def stage(self, model: nn.Module, index: int) -> StageModule:
+        return self._traced.make_stage(model, index)
+
+    def parallelise(self, stage: StageModule) -> None:
+        self._parallelism.apply_to_layers(stage, stage.module.layer_names)  # type: ignore[arg-type]
+
+    def join(self, model: nn.Module, stages: Mapping[int, StageModule]) -> nn.Module:
+        return join_stages(list(stages.values()))
+
+
+def _deal_out(
+    model: nn.Module,
+    config: ModuleConfig,
+    num_stages: int,
+    options: SplitOptions,
+    example: Callable[[], Example] | None,
+) -> list[list[str]]:
+    """Which modules each stage holds."""
+    if options.layers_per_stage is not None:
+        return split_at(config, options.layers_per_stage)
+    if options.layer_ranges is not None:
+        return split_by_ranges(config, options.layer_ranges)
+    if options.balance == "layers":
+        return split_evenly(config, num_stages, *options.weights)
+    if example is None:
+        raise SetupError(
+            f"the split is by {options.balance}, which is measured with a batch; needed is example_micro_batch() of the"
+            " module, or balance='layers'"
+        )
+    given = example()
+    costs = measure_costs(
+        model,
+        config,
+        given.args,
+        given.kwargs,
+        given.loss_of,
+        unit=options.balance,
+        microbatches=given.num_microbatches,
+        group=dist.group.WORLD,
+    )
+    return split_by_cost(config, num_stages, costs.layers, costs.input, costs.output)
+
+
+def _split_point(name: str, given: SplitPoint | str) -> SplitPoint:
+    points = {"beginning": SplitPoint.BEGINNING, "end": SplitPoint.END}
+    if isinstance(given, SplitPoint):
+        return given
+    if str(given).lower() not in points:
+        raise SetupError(
+            f"split_spec says {given!r} for {name}; needed is SplitPoint.BEGINNING or END, or 'beginning' or 'end'"
+        )
+    return points[str(given).lower()]
 
 
 def _share_first_rank_s_values(model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.strategies.llm_cases import (
     fit,
     gradients_of,
     hf_config,
+    llm,
     loader,
     row_batches,
     trainer,
@@ -115,7 +117,7 @@ def test_a_config_of_hugging_faces_class_is_taken_too() -> None:
     assert HFCausalLM(config).config is config
 
 
-@pytest.mark.parametrize("given", [{"hidden_size": 8}, "llama", None], ids=str)
+@pytest.mark.parametrize("given", [{"hidden_size": 8}, None], ids=str)
 def test_a_config_without_a_type_is_refused(given: Any) -> None:
     with pytest.raises(SetupError, match=r"needed is a mapping with model_type"):
         HFCausalLM(given)
@@ -132,3 +134,30 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(SetupError, match=r"lightning-pipe\[hf\]"):
         HFCausalLM(hf_config("llama"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model's weights in half the bits, in several files."""
+    original(built("qwen3")).to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="3KB")
+    return tmp_path
+
+
+@pytest.mark.parametrize("as_path", [str, Path])
+def test_a_folders_weights_are_what_it_begins_with(as_path: Any, folder: Path) -> None:
+    module = TinyHF(as_path(folder))
+    fit(module, "auto", row_batches(1))
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    assert module.config.model_type == "qwen3"
+    assert not far(module.initial, values_of(theirs), within=0.0)
+
+
+def test_stages_begin_with_a_folders_weights(folder: Path) -> None:
+    module = TinyHF(folder)
+    fit(module, llm("interleaved_1f1b", 4), row_batches(1))
+    assert not far(module.initial, values_of(AutoModelForCausalLM.from_pretrained(folder)), within=0.0)
+
+
+def test_a_name_that_is_no_folder_is_refused() -> None:
+    with pytest.raises(SetupError, match=r"'hf download meta-llama/Llama-3\.1-8B --local-dir FOLDER'"):
+        HFCausalLM("meta-llama/Llama-3.1-8B")

@@ -21,7 +21,8 @@ from lightning_pipe.llm.preparation import BatchPreparation, Lengths
 from lightning_pipe.llm.runner import PipelineRunner
 from lightning_pipe.llm.schedules import SCHEDULES, count_stages, stages_of_rank
 from lightning_pipe.llm.split import derive_config
-from lightning_pipe.strategies.stage_split import split_model
+from lightning_pipe.strategies.stage_parallel import StageParallelism
+from lightning_pipe.strategies.stage_split import SplitOptions, split_model
 from tests.distributed import run_ranks
 from tests.strategies.llm_cases import (
     MAX_LENGTH,
@@ -128,9 +129,9 @@ def run_directly(rank: int, schedule: str, ranks: int) -> Iterator[tuple[Case, T
         config=None,
         num_stages=stages,
         mine=stages_of_rank(spec, rank, ranks),
-        layers_per_stage=None,
-        weights=(1, 1),
+        options=SplitOptions(),
         device=cpu,
+        parallelism=StageParallelism(),
     )
     runner = PipelineRunner(split.stages, stages, spec, group, cpu, split.shapes)
     parameters, initial = list(split.kept.parameters()), values_of(split.kept)

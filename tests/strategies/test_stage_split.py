@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.deferred import deferred_init
 from lightning_pipe.llm.split import ModuleConfig
-from lightning_pipe.strategies.stage_split import SplitModel, split_model
+from lightning_pipe.strategies.stage_parallel import StageParallelism
+from lightning_pipe.strategies.stage_split import SplitModel, SplitOptions, split_model
 from tests.strategies.llm_cases import SEED, VOCABULARY, WIDTH, TinyLM, far, packed_batches, row_batches, values_of
 
 CONFIG = {"layer_prefix": "layers", "input_fqns": ["embedding"], "output_fqns": ["head"]}
@@ -85,8 +87,15 @@ def split(
     torch.manual_seed(SEED)
     with deferred_init() as record:
         model = kind()
-    settings: dict[str, Any] = {"config": None, "weights": (1, 1), "device": torch.device("cpu"), **options}
-    return split_model(model, record, num_stages=num_stages, mine=mine, layers_per_stage=layers, **settings)
+    names = {one.name for one in fields(SplitOptions)} & options.keys()
+    where = SplitOptions(None if layers is None else tuple(layers), **{name: options.pop(name) for name in names})
+    settings: dict[str, Any] = {
+        "config": None,
+        "device": torch.device("cpu"),
+        "parallelism": StageParallelism(),
+        **options,
+    }
+    return split_model(model, record, num_stages=num_stages, mine=mine, options=where, **settings)
 
 
 def whole(kind: type[nn.Module] = TinyLM) -> nn.Module:
@@ -134,8 +143,8 @@ def test_shapes_of_every_stage_are_known_on_every_rank() -> None:
     ids = row_batches(1)[0]["input_ids"]
     for mine in ((0,), (1,)):
         first, last = split(TinyLM, mine, 2).shapes.of((ids,), {})
-        assert tuple(first.output.shape) == (*ids.shape, WIDTH)
-        assert tuple(last.output.shape) == (*ids.shape, VOCABULARY)
+        assert tuple(first.outputs[0].shape) == (*ids.shape, WIDTH)
+        assert tuple(last.outputs[0].shape) == (*ids.shape, VOCABULARY)
 
 
 def test_what_every_stage_needs_is_on_every_rank() -> None:

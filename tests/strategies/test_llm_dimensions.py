@@ -1,0 +1,214 @@
+"""Stages whose sequences, matrices or experts are shared by ranks train as one device does with the whole of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_pipe.llm.moe import MoE
+from lightning_pipe.strategies.pipeline_module import PipelineModule
+from tests.distributed import run_ranks
+from tests.strategies.llm_cases import (
+    VOCABULARY,
+    WIDTH,
+    Noted,
+    TinyHF,
+    as_one,
+    far,
+    fit,
+    hf_config,
+    llm,
+    loader,
+    microbatches_of,
+    packed_batches,
+    row_batches,
+    trainer,
+)
+
+STEPS, MICRO = 3, 4
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.moe = MoE(WIDTH, 12, 4, 2, balance_coefficient=0.1, z_coefficient=0.01)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.moe(self.norm(x))
+
+
+class ExpertsLM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Expert() for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+class Experts(Noted, PipelineModule):
+    """A mixture of experts in every layer."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="adamw")
+        self.routers: list[float] = []
+
+    def build_model(self) -> nn.Module:
+        return ExpertsLM()
+
+    def get_pp_module_config(self) -> dict[str, Any]:
+        return {"num_layers": 4, "layer_prefix": "layers", "input_fqns": ["embedding"], "output_fqns": ["head"]}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.routers.append(float(self.trainer.callback_metrics["train_router_balance"]))
+        return loss
+
+
+def masked() -> list[dict[str, Tensor]]:
+    """Rows with padding of their own."""
+    batches = row_batches(STEPS)
+    for batch in batches:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][::3, -2:] = 0
+        batch["labels"][batch["attention_mask"] == 0] = -100
+    return batches
+
+
+# model, batches, schedule, strategy's options, trainer's options
+Case = tuple[str, str, str, dict[str, int], dict[str, Any]]
+CASES: dict[str, Case] = {
+    "context": ("llama", "rows", "1f1b", {"context_parallel_size": 2}, {"gradient_clip_val": 0.1}),
+    "context, padded": ("gpt_neox", "masked", "zbv_zero_bubble", {"context_parallel_size": 2}, {}),
+    "context, packed": ("qwen3", "packed", "interleaved_1f1b", {"context_parallel_size": 2}, {}),
+    "context and shards": ("llama", "rows", "1f1b", {"context_parallel_size": 2, "data_parallel_shard_size": 2}, {}),
+    "tensor": ("qwen3", "rows", "1f1b", {"tensor_parallel_size": 2}, {"gradient_clip_val": 0.1}),
+    "tensor, zero bubble": ("gpt_neox", "masked", "zbv_zero_bubble", {"tensor_parallel_size": 2}, {}),
+    "tensor and shards": ("llama", "rows", "gpipe", {"tensor_parallel_size": 2, "data_parallel_shard_size": 2}, {}),
+    "experts": (
+        "experts",
+        "rows",
+        "1f1b",
+        {"data_parallel_shard_size": 2, "expert_parallel_size": 2},
+        {"gradient_clip_val": 0.1},
+    ),
+    "some experts": ("experts", "rows", "gpipe", {"data_parallel_shard_size": 4, "expert_parallel_size": 2}, {}),
+    "replicated experts": ("experts", "rows", "zbv_zero_bubble", {"data_parallel_replicate_size": 2}, {}),
+}
+
+
+def module_of(kind: str) -> Any:
+    if kind == "experts":
+        return Experts()
+    config = hf_config(kind) if kind == "gpt_neox" else hf_config(kind) | {"num_key_value_heads": 2}
+    return TinyHF(config, optimizer="adamw")
+
+
+def batches_of(kind: str) -> list[Any]:
+    return {"rows": lambda: row_batches(STEPS), "masked": masked, "packed": lambda: packed_batches(MICRO, STEPS)}[
+        kind
+    ]()
+
+
+def parts_of(options: dict[str, int]) -> int:
+    return options.get("data_parallel_shard_size", 1) * options.get("data_parallel_replicate_size", 1)
+
+
+def share(batches: Sequence[Any], part: int, parts: int) -> Sequence[Any]:
+    if parts == 1:
+        return batches
+    return [{key: value[part::parts] for key, value in batch.items()} for batch in batches]
+
+
+def whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def on_four_ranks(rank: int, world: int) -> dict[str, Any]:
+    found = {}
+    for case, (model, batches, schedule, options, of_trainer) in CASES.items():
+        strategy, module = llm(schedule, MICRO, **options), module_of(model)
+        all_batches, parts = batches_of(batches), parts_of(options)
+        others = options.get("context_parallel_size", 1) * options.get("tensor_parallel_size", 1)
+        mine = share(all_batches, rank // others % parts, parts)
+        used = fit(module, strategy, mine, loader(mine), use_distributed_sampler=False, **of_trainer)
+        assert module.model is not None
+        parameters = dict(module.model.named_parameters())
+        found[case] = {
+            "losses": module.losses,
+            "val_loss": used.callback_metrics["val_loss"].item(),
+            "routers": getattr(module, "routers", []),
+            "parameters": {name: whole(value).detach() for name, value in parameters.items()},
+            "shared": {name for name, value in parameters.items() if isinstance(value, DTensor)},
+            "predictions": trainer(llm(schedule, MICRO, **options), use_distributed_sampler=False).predict(
+                module_of(model), loader(mine[:1])
+            ),
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(on_four_ranks, 4, timeout=280)
+
+
+def alone(case: str) -> tuple[Any, float]:
+    """One device: for experts, whose losses are each micro-batch's own, with the very micro-batches."""
+    model, kind, _, options, of_trainer = CASES[case]
+    module, batches, parts = module_of(model), batches_of(kind), parts_of(options)
+    given: list[Any] = list(batches) if kind == "packed" else [as_one(batch) for batch in batches]
+    if model == "experts":
+        shares = [share(batches, part, parts) for part in range(parts)]
+        given = [[one for each in shares for one in microbatches_of(each[step], MICRO)] for step in range(STEPS)]
+    fit(module, "auto", given, **of_trainer)
+    validated = trainer("auto").validate(module, loader(given), verbose=False)[0]["val_loss"]
+    return module, validated
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_comes_to_what_one_device_comes_to(case: str, ranks: Any) -> None:
+    reference, val_loss = alone(case)
+    expected = {name: value.detach() for name, value in reference.model.named_parameters()}
+    seen: set[str] = set()
+    for rank in ranks:
+        found = rank[case]
+        assert found["losses"] == pytest.approx(reference.losses, abs=5e-6)
+        assert found["val_loss"] == pytest.approx(val_loss, abs=5e-6)
+        assert found["routers"] == pytest.approx(getattr(reference, "routers", []), abs=1e-5)
+        assert not far(found["parameters"], {name: expected[name] for name in found["parameters"]})
+        seen |= found["parameters"].keys()
+    assert seen == expected.keys()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "experts" not in case])
+def test_predictions_are_whole_on_every_rank(case: str, ranks: Any) -> None:
+    model, kind, _, options, _ = CASES[case]
+    parts, batches = parts_of(options), batches_of(kind)
+    others = options.get("context_parallel_size", 1) * options.get("tensor_parallel_size", 1)
+    for index, rank in enumerate(ranks):
+        given = share(batches, index // others % parts, parts)[0]
+        (found,) = rank[case]["predictions"]
+        alone_on_it: Any = trainer("auto").predict(module_of(model), loader([given]))
+        (expected,) = alone_on_it
+        # A list of micro-batches gives a list.
+        assert [one.shape for one in found] == [one.shape for one in expected]
+
+
+@pytest.mark.parametrize(
+    ("case", "cut"),
+    [("tensor", "model.layers.0.self_attn.q_proj.weight"), ("experts", "layers.0.moe.experts.up")],
+)
+def test_what_is_shared_is_not_whole_on_any_rank(case: str, cut: str, ranks: Any) -> None:
+    assert cut in ranks[0][case]["shared"]

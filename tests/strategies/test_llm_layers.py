@@ -1,0 +1,246 @@
+"""How a strategy cuts a model, and runs its layers: whatever is chosen, training comes to what one device comes to."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import pipe_split
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.strategies.pipeline_module import PipelineModule
+from tests.distributed import run_ranks
+from tests.strategies.llm_cases import (
+    VOCABULARY,
+    WIDTH,
+    Noted,
+    Tiny,
+    TinyHF,
+    adamw,
+    far,
+    fit,
+    hf_config,
+    llm,
+    loader,
+    row_batches,
+    sgd,
+    train_alone,
+    trainer,
+)
+
+STEPS = 3
+
+
+class WithExample(Tiny):
+    def example_micro_batch(self) -> dict[str, Tensor]:
+        tokens = torch.zeros(4, 6, dtype=torch.long)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class Own(nn.Module):
+    """No list of layers, and something that skips the middle."""
+
+    def __init__(self, marked: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.middle = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.last = nn.Linear(WIDTH, VOCABULARY)
+        self.marked = marked
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        embedded = self.embedding(input_ids)
+        x = self.first(embedded)
+        if self.marked:
+            pipe_split()
+        out: Tensor = self.last(self.middle(x) + embedded)
+        return out
+
+
+class Traced(Noted, PipelineModule):
+    def __init__(self, marked: bool = False) -> None:
+        super().__init__(optimizer="adamw")
+        self.marked = marked
+
+    def build_model(self) -> nn.Module:
+        return Own(self.marked)
+
+    def example_micro_batch(self) -> dict[str, Tensor]:
+        tokens = torch.zeros(4, 6, dtype=torch.long)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class Head(Tiny):
+    """Trains its head alone: the first stage has nothing to train."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith("head"))
+        return model
+
+    def configure_optimizers(self) -> Any:
+        return sgd([one for one in self.parameters() if one.requires_grad])
+
+
+class Grouped(Tiny):
+    """Groups of which a rank may have none; and a schedule of the learning rate."""
+
+    def configure_optimizers(self) -> Any:
+        named = list(self.named_parameters())
+        groups = [
+            {"params": [one for name, one in named if "head" in name], "lr": 0.05},
+            {"params": [one for name, one in named if "embedding" in name], "lr": 0.01},
+            {"params": [one for name, one in named if "head" not in name and "embedding" not in name]},
+        ]
+        optimizer = adamw(groups)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+CSV = "0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n"
+AOT = {"backend": "aot_eager"}
+# module, schedule (or the file), strategy's options, whether the bits must be those of the same without options
+CASES: dict[str, tuple[Any, str, dict[str, Any], bool]] = {
+    "recomputed": (partial(Tiny, optimizer="adamw"), "1f1b", {"activation_checkpointing": "full"}, True),
+    "recomputed, in two parts": (
+        partial(Tiny, optimizer="adamw"),
+        "zbv_zero_bubble",
+        {"activation_checkpointing": "selective", "activation_checkpointing_every": 2},
+        True,
+    ),
+    "compiled": (partial(Tiny, optimizer="adamw"), "interleaved_1f1b", {"compile_layers": AOT}, False),
+    "compiled, in two parts": (partial(Tiny, optimizer="adamw"), "zbv_zero_bubble", {"compile_layers": AOT}, False),
+    "offloaded": (partial(Tiny, optimizer="adamw"), "1f1b", {"offload_optimizer": True}, True),
+    "ranges": (partial(Tiny, optimizer="adamw"), "1f1b", {"layer_ranges": [(0, 1), (1, 4)]}, True),
+    "by time": (partial(WithExample, optimizer="adamw"), "1f1b", {"balance": "time"}, True),
+    "by memory": (partial(WithExample, optimizer="adamw"), "zbv_zero_bubble", {"balance": "memory"}, True),
+    "a file": (partial(Tiny, optimizer="adamw"), "csv", {}, True),
+    "traced, at a module": (Traced, "1f1b", {"split_spec": {"middle": "beginning"}}, True),
+    "traced, at pipe_split": (partial(Traced, marked=True), "gpipe", {}, True),
+    "traced, as many parameters": (Traced, "interleaved_1f1b", {"split_policy": "equal_size"}, True),
+    "frozen": (Head, "1f1b", {}, True),
+    "frozen, in two parts": (Head, "zbv_zero_bubble", {}, True),
+    "groups": (Grouped, "1f1b", {}, True),
+    "compared": (Tiny, "1f1b", {"compare_batches": True}, True),
+}
+
+
+def refused(module: Any, **options: Any) -> str:
+    try:
+        fit(module, llm(**options), row_batches(1))
+    except SetupError as error:
+        return str(error)
+    return "nothing"
+
+
+class Other(Tiny):
+    """Gets other tokens on one rank, as many."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch | {"input_ids": (batch["input_ids"] + self.global_rank) % VOCABULARY}
+
+
+def on_two_ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for case, (module_of, schedule, options, _) in CASES.items():
+        module = module_of()
+        given = str(folder / "schedule.csv") if schedule == "csv" else schedule
+        fit(module, llm(given, 4, **options), row_batches(STEPS))
+        assert module.model is not None
+        found[case] = {
+            "losses": module.losses,
+            "parameters": {name: value.detach() for name, value in module.model.named_parameters()},
+            "put back": torch._functorch.config.donated_buffer,
+        }
+    found["no example"] = refused(Tiny(), balance="time")
+    found["no example to trace"] = refused(Tiny(), split_spec={"layers.2": "beginning"})
+    found["no such module"] = refused(Traced(), split_spec={"layers.9": "beginning"})
+    found["no such point"] = refused(Traced(), split_spec={"middle": "centre"})
+    found["too few points"] = refused(Traced(), schedule="interleaved_1f1b", split_spec={"middle": "beginning"})
+    try:
+        fit(Other(), llm(compare_batches=True), row_batches(1))
+    except Exception as error:
+        found["other tokens"] = str(error)
+    # Offloaded states go through a checkpoint.
+    first = Tiny(optimizer="adamw")
+    fit(first, llm(offload_optimizer=True), row_batches(STEPS)).save_checkpoint(folder / "offloaded")
+    second = Tiny(optimizer="adamw")
+    again = trainer(llm(offload_optimizer=True), max_epochs=2)
+    again.fit(second, loader(row_batches(STEPS)), ckpt_path=folder / "offloaded")
+    undisturbed = Tiny(optimizer="adamw")
+    fit(undisturbed, llm(), row_batches(STEPS), max_epochs=2)
+    found["resumed"] = second.losses, undisturbed.losses[STEPS:]
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("layers")
+    (folder / "schedule.csv").write_text(CSV)
+    return run_ranks(on_two_ranks, 2, folder, timeout=240)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_comes_to_what_one_device_comes_to(case: str, ranks: Any) -> None:
+    module_of, _, _, exact = CASES[case]
+    reference = module_of()
+    if type(reference) in (Head, Grouped):
+        # One micro-batch a batch: rounding is another, hooks are Lightning's.
+        fit(reference, "auto", row_batches(STEPS))
+        losses, within = reference.losses, 1e-5
+        parameters = {name: value.detach() for name, value in reference.model.named_parameters()}
+    else:
+        # Of all these schedules the micro-batches' gradients are added in their order.
+        orders = dict.fromkeys(("embedding", "layers", "norm", "head", "first", "middle", "last"), range(4))
+        trained = train_alone(reference, reference.optimizer, row_batches(STEPS), 4, orders)
+        losses, parameters, within = trained.losses, trained.parameters, 0.0 if exact else 1e-6
+    seen: set[str] = set()
+    for rank in ranks:
+        found = rank[case]
+        assert found["losses"] == pytest.approx(losses, abs=0.0 if within == 0.0 else 1e-6)
+        assert not far(found["parameters"], {name: parameters[name] for name in found["parameters"]}, within)
+        seen |= found["parameters"].keys()
+    assert seen == parameters.keys()
+
+
+def test_settings_of_the_compiler_are_put_back(ranks: Any) -> None:
+    assert all(rank[case]["put back"] for rank in ranks for case in CASES)
+
+
+def test_offloaded_states_are_in_checkpoints(ranks: Any) -> None:
+    for rank in ranks:
+        resumed, undisturbed = rank["resumed"]
+        assert resumed == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("no example", ["the split is by time", "example_micro_batch()", "balance='layers'"]),
+        ("no example to trace", ["split_spec or split_policy is given", "example_micro_batch()"]),
+        ("no such module", ["layers.9", "middle"]),
+        ("no such point", ["'centre'", "'beginning' or 'end'"]),
+        ("too few points", ["2", "4"]),
+        ("other tokens", ["different batches", "digest"]),
+    ],
+)
+def test_what_cannot_be_is_refused_on_every_rank(what: str, words: list[str], ranks: Any) -> None:
+    for rank in ranks:
+        for word in words:
+            assert word in rank[what]
+
+
+def test_padded_rows_of_hugging_faces_models_train_in_stages() -> None:
+    batches = row_batches(2)
+    for batch in batches:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][::2, :2] = 0
+    one, other = (TinyHF(hf_config("llama")) for _ in range(2))
+    fit(one, llm("interleaved_1f1b", 4), batches)
+    fit(other, "auto", batches)
+    assert one.losses == pytest.approx(other.losses, abs=1e-6)
