@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from lightning_pipe.llm.deferred import fake_copy
 from lightning_pipe.llm.losses import summed_cross_entropy
+from lightning_pipe.llm.module_config import derive_config
 from lightning_pipe.llm.runner import PipelineRunner, StageInputs
 from lightning_pipe.llm.schedules import count_stages, find_schedule, stages_of_rank
 from lightning_pipe.llm.shapes import StageShapes
-from lightning_pipe.llm.split import derive_config, split_at
+from lightning_pipe.llm.split import split_at
 from lightning_pipe.llm.stage_module import make_stage, shallow_copy
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_pipe.engine.errors import SetupError
-from lightning_pipe.llm.split import ModuleConfig
+from lightning_pipe.llm.module_config import ModuleConfig
 from lightning_pipe.llm.stage_module import StageModule, make_stage, shallow_copy
 
 __all__ = ["LayerCosts", "measure_costs"]

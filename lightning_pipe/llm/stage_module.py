@@ -19,7 +19,7 @@ from torch import nn
 from lightning_pipe.engine.errors import InputError, SetupError
 
 if TYPE_CHECKING:
-    from lightning_pipe.llm.split import ModuleConfig
+    from lightning_pipe.llm.module_config import ModuleConfig
 
 __all__ = [
     "EmptyRun",

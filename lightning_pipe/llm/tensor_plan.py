@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from lightning_pipe.engine.errors import SetupError
-from lightning_pipe.llm.split import ModuleConfig
+from lightning_pipe.llm.module_config import ModuleConfig
 from lightning_pipe.llm.stage_module import PassThrough, is_causal_lm
 
 __all__ = ["PARTIAL_GRADIENT", "TensorPlan", "derive_tensor_plan", "resolve_tensor_plan"]

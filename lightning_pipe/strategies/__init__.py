@@ -5,12 +5,21 @@ from typing import TYPE_CHECKING, Any
 from lightning_pipe.strategies.pipeline import PipelineStrategy
 
 if TYPE_CHECKING:
+    from lightning_pipe.llm.traced_split import SplitPoint, pipe_split
     from lightning_pipe.strategies.hf_causal_lm import HFCausalLM
     from lightning_pipe.strategies.llm import LLMPipelineStrategy
     from lightning_pipe.strategies.pipeline_module import PipelineModule
     from lightning_pipe.strategies.recsys import RecsysPipelineStrategy
 
-__all__ = ["HFCausalLM", "LLMPipelineStrategy", "PipelineModule", "PipelineStrategy", "RecsysPipelineStrategy"]
+__all__ = [
+    "HFCausalLM",
+    "LLMPipelineStrategy",
+    "PipelineModule",
+    "PipelineStrategy",
+    "RecsysPipelineStrategy",
+    "SplitPoint",
+    "pipe_split",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,13 +31,15 @@ def __getattr__(name: str) -> Any:
         from lightning_pipe.strategies.recsys import RecsysPipelineStrategy
 
         return RecsysPipelineStrategy
-    if name in ("HFCausalLM", "LLMPipelineStrategy", "PipelineModule"):
+    if name in ("HFCausalLM", "LLMPipelineStrategy", "PipelineModule", "SplitPoint", "pipe_split"):
         from lightning_pipe.environment import require_torch
 
         require_torch("2.13", "language models in pipeline stages")
+        from lightning_pipe.llm.traced_split import SplitPoint, pipe_split
         from lightning_pipe.strategies.hf_causal_lm import HFCausalLM
         from lightning_pipe.strategies.llm import LLMPipelineStrategy
         from lightning_pipe.strategies.pipeline_module import PipelineModule
 
-        return {one.__name__: one for one in (HFCausalLM, LLMPipelineStrategy, PipelineModule)}[name]
+        all_of_them = (HFCausalLM, LLMPipelineStrategy, PipelineModule, SplitPoint, pipe_split)
+        return {one.__name__: one for one in all_of_them}[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -29,7 +29,6 @@ from lightning_pipe.engine.agreement import check_agreement
 from lightning_pipe.llm.compiled_layers import keep_backward_buffers
 from lightning_pipe.llm.deferred import DeferredInit, deferred_init, is_deferred
 from lightning_pipe.llm.dimensions import Dimensions, StageMeshes
-from lightning_pipe.llm.gradients import GradientNorm, clip_by_norm
 from lightning_pipe.llm.optimizer_offload import OffloadedState
 from lightning_pipe.llm.padding import SequenceKeys
 from lightning_pipe.llm.preparation import BatchPreparation, Lengths, PreparedBatch
@@ -38,8 +37,6 @@ from lightning_pipe.llm.schedule_checks import check_combination, check_microbat
 from lightning_pipe.llm.schedule_step import check_shared_parameters
 from lightning_pipe.llm.schedules import ScheduleSpec, count_stages, find_schedule, place_stages, stages_of_rank
 from lightning_pipe.llm.tasks import llm_plan
-from lightning_pipe.llm.tensor_parallel import TensorGradients
-from lightning_pipe.llm.tied import TiedGradients, TiedParameter
 from lightning_pipe.loops import PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.zero_grad_first import ZeroGradFirst
 from lightning_pipe.strategies.batch_runs import BatchRuns
@@ -48,6 +45,7 @@ from lightning_pipe.strategies.loss_scaling import LossScaling
 from lightning_pipe.strategies.optimizer_setup import empty_optimizers_allowed, refuse_fused
 from lightning_pipe.strategies.pipeline_module import BatchResult, PipelineModule
 from lightning_pipe.strategies.stage_checkpoint import load_stage_checkpoint, save_stage_checkpoint
+from lightning_pipe.strategies.stage_gradients import StageGradients
 from lightning_pipe.strategies.stage_parallel import StageParallelism
 from lightning_pipe.strategies.stage_split import Example, SplitModel, SplitOptions, split_model
 
@@ -213,8 +211,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         self._runner: PipelineRunner | None = None
         self._preparation: BatchPreparation | None = None
         self._runs: BatchRuns | None = None
-        self._tied: TiedGradients | None = None
-        self._tensors: TensorGradients | None = None
+        self._gradients: StageGradients | None = None
         self._offloaded: list[OffloadedState] = []
         self._put_back: Callable[[], None] | None = None
         self._scaling: LossScaling | None = None
@@ -345,31 +342,20 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
                 self.setup_optimizers(trainer)
             if self._scaling is not None:
                 refuse_fused(self.optimizers)
-            self._clip_by_whole_norm(module)
+                self._scaling.install()
+            assert self._gradients is not None
+            # The plugin's own would be each stage's norm.
+            self.precision_plugin.clip_grad_by_norm = self._gradients.clip  # type: ignore[method-assign]
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
             self._offloaded = [OffloadedState(one) for one in self.optimizers] if self._offload else []
 
-    def _clip_by_whole_norm(self, module: PipelineModule) -> None:
-        """Let the precision plugin clip by the norm over all stages; its own would be each stage's."""
-        assert self._split is not None
-        held = dict(module.model.named_parameters())  # type: ignore[union-attr]
-        pipeline = self.device_mesh["pipeline"]
-        # Of copies, the first counts.
-        copies = {one.names[0] for one in self._split.tied if self._holders(one)[0] != pipeline.get_local_rank()}
-        counted = {name: value for name, value in held.items() if name not in copies}
-        norm = GradientNorm(self._split.names, counted, pipeline.get_group())
-
-        def clip(optimizer: Optimizer, clip_val: int | float) -> None:
-            clip_by_norm(held.values(), clip_val, norm())
-
-        self.precision_plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]
-
     def _split_module(self, module: PipelineModule) -> SplitModel:
         if module.model is None:
             raise SetupError("the module's model is None after configure_model; build_model must return the model")
-        rank = self.device_mesh["pipeline"].get_local_rank()
+        meshes, rank = self._stage_meshes, self.device_mesh["pipeline"].get_local_rank()
+        rank_of_stage = place_stages(self._spec.placement, self._pipeline_size, self._num_stages)
         record, self._record = self._record, None
         split = split_model(
             module.model,
@@ -380,7 +366,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             options=self._split_options,
             device=self.root_device,
             parallelism=StageParallelism(
-                self._stage_meshes, bool(self._reshard_after_forward), *self._activations, self._compile_options
+                meshes, bool(self._reshard_after_forward), *self._activations, self._compile_options
             ),
             pretrained=module.pretrained_weights(),
             example=self._example_of(module),
@@ -390,7 +376,6 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             "the model cannot be trained in stages",
         )
         module.model = split.kept
-        meshes = self._stage_meshes
         self._runner = PipelineRunner(
             split.stages,
             self._num_stages,
@@ -408,40 +393,27 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             module.model_inputs,
             module.loss_tokens,
             self._numbers_group,
-            self._stage_meshes.same_batch,
+            meshes.same_batch,
             self._num_microbatches,
             lengths=self._lengths,
             keys=SequenceKeys(labels=module.ignore_index, others=self._pad_values),
             strict=self._strict,
             ignore_index=module.ignore_index,
-            context=None if self._stage_meshes.context is None else self._stage_meshes.context.get_group(),
+            context=None if meshes.context is None else meshes.context.get_group(),
             compare=self._compare_batches,
         )
         self._runs = BatchRuns(
             module,
             self._runner,
             self._preparation,
-            self._stage_meshes,
-            self._rank_of_stage(self._num_stages - 1),
+            meshes,
+            rank_of_stage[self._num_stages - 1],
             self._loss_group,
             self.root_device,
             self._scaling,
             split.has_routers,
         )
-        for one in split.tied:
-            if len(self._holders(one)) < len(one.stages) and self._stage_meshes.data is not None:
-                raise SetupError(
-                    f"stages {' and '.join(map(str, one.stages))} hold {' and '.join(one.names)}, one parameter, and"
-                    " one rank holds them both, where data parallelism makes two of it. Use a schedule that places"
-                    " stages in a loop (interleaved_zero_bubble), data-parallel sizes of 1, or untie the two"
-                )
-        copies = [one for one in split.tied if len(self._holders(one)) > 1]
-        if copies:
-            held = dict(split.kept.named_parameters())
-            pipelines = self.device_mesh.mesh.flatten(1).T.tolist()
-            self._tied = TiedGradients(copies, held, [self._holders(one) for one in copies], pipelines)
-        if self._stage_meshes.tensor is not None:
-            self._tensors = TensorGradients(split.kept, self._stage_meshes.tensor)
+        self._gradients = StageGradients(split, meshes, rank_of_stage)
         return split
 
     def _example_of(self, module: PipelineModule) -> Callable[[], Example] | None:
@@ -457,13 +429,6 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             )
 
         return example
-
-    def _holders(self, one: TiedParameter) -> list[int]:
-        """The ranks, in the pipeline, that hold a copy."""
-        return sorted({self._rank_of_stage(stage) for stage in one.stages})
-
-    def _rank_of_stage(self, stage: int) -> int:
-        return place_stages(self._spec.placement, self._pipeline_size, self._num_stages)[stage]
 
     # ------------------------------------------------------------------ the program
 
@@ -523,14 +488,10 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
     def _divide_by_tokens(self) -> None:
         module = self.lightning_module
         assert module is not None
-        assert self._runs is not None
-        if module.trainer.fit_loop._should_accumulate():
-            return
-        if self._tensors is not None:
-            self._tensors.finish()
-        if self._tied is not None:
-            self._tied.sum()
-        self._runs.divide(list(module.parameters()))
+        assert self._runs is not None and self._gradients is not None
+        if not module.trainer.fit_loop._should_accumulate():
+            self._gradients.finish()
+            self._runs.divide(list(module.parameters()))
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         program = self._program

@@ -20,7 +20,7 @@ class LossScaling:
     near the number of tokens, as well. All factors are powers of two, which round nothing.
 
     Args:
-        scaler: of the precision plugin; its ``unscale_`` is replaced until :meth:`close`.
+        scaler: of the precision plugin; its ``unscale_`` is replaced from :meth:`install` to :meth:`close`.
         group: of all ranks that step together, on the CPU.
         device: of this rank.
     """
@@ -30,13 +30,16 @@ class LossScaling:
         self._group = group
         self._device = device
         self._divisor = 0.0
-        scaler.unscale_ = self._unscale  # type: ignore[method-assign]
 
     @classmethod
     def of(cls, precision: Precision, group: dist.ProcessGroup, device: torch.device) -> LossScaling | None:
         """For a plugin that has a scaler."""
         scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
         return None if scaler is None else cls(scaler, group, device)
+
+    def install(self) -> None:
+        """Let the scaler ask all ranks."""
+        self._scaler.unscale_ = self._unscale  # type: ignore[method-assign]
 
     def begin(self, tokens: int) -> float:
         """What to multiply the losses of a batch of so many tokens with. Batches of one step have one factor."""

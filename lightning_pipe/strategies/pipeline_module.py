@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_pipe.llm.losses import summed_cross_entropy
 from lightning_pipe.llm.microbatches import MicroBatches, count_tokens, split_batch
+from lightning_pipe.llm.module_config import ModuleConfig
 from lightning_pipe.llm.router_losses import RouterLosses, sum_router_losses
-from lightning_pipe.llm.split import ModuleConfig
 from lightning_pipe.strategies.hf_weights import PretrainedWeights
 
 __all__ = ["BatchResult", "PipelineModule", "RouterMeans"]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
+from lightning.pytorch.plugins import ClusterEnvironment, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
@@ -31,7 +31,7 @@ from lightning_pipe.recsys.sharding import ShardedModel
 from lightning_pipe.recsys.table_schedule import TableSchedule
 from lightning_pipe.recsys.tasks import RecsysActions, recsys_tasks
 from lightning_pipe.recsys.transfer import check_movable
-from lightning_pipe.strategies.base import DistributedStrategy
+from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
 from lightning_pipe.strategies.refusals import clips_gradients, refuse_other_precision, refuse_training
 from lightning_pipe.strategies.shard_once import shard_once
 from lightning_pipe.strategies.sharded_checkpoint import load_sharded_checkpoint, save_sharded_checkpoint
@@ -40,7 +40,7 @@ from lightning_pipe.strategies.table_gradients import TableGradients, loss_scale
 _log = pl.utilities.rank_zero.rank_zero_info
 
 
-class RecsysPipelineStrategy(DistributedStrategy):
+class RecsysPipelineStrategy(FolderCheckpointStrategy):
     """Shards a LightningModule's TorchRec tables and trains it under a recsys plan.
 
     The module is an ordinary one: unsharded TorchRec modules, a ``training_step(batch, batch_idx)`` that calls them,
@@ -375,33 +375,13 @@ class RecsysPipelineStrategy(DistributedStrategy):
 
     # ------------------------------------------------------------------ checkpoints
 
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """Removes checkpoints; they are written and read by all ranks together, and by none of Lightning's plugins."""
-        return super().checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        raise SetupError(
-            f"the trainer was given the plugin {type(io).__name__}, but sharded checkpoints are written by all ranks,"
-            " each its own shards; leave the plugin out"
-        )
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Sharded tables can only be loaded once they are sharded."""
-        return True
-
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write a folder that every rank writes its own shards into (``torch.distributed.checkpoint``)."""
-        if storage_options is not None:
-            raise SetupError(
-                "storage_options were given, but sharded checkpoints are written as a folder; leave them out"
-            )
+        path = self._agreed_path(filepath, storage_options)
         if self._sparse_lr_scheduler is not None:
             checkpoint["sparse_lr_scheduler"] = self._sparse_lr_scheduler.state_dict()
         self.sharded_model.share_buffers()  # the state dict holds the buffers themselves
-        save_sharded_checkpoint(checkpoint, self.broadcast(filepath), self.sharded_model)
+        save_sharded_checkpoint(checkpoint, path, self.sharded_model)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a folder that :meth:`save_checkpoint` wrote, on any number of ranks."""

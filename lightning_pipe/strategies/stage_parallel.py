@@ -14,7 +14,7 @@ from lightning_pipe.llm.compiled_layers import compile_layers
 from lightning_pipe.llm.data_parallel import parallelise_stage
 from lightning_pipe.llm.dimensions import StageMeshes
 from lightning_pipe.llm.expert_parallel import check_experts, parallelise_experts
-from lightning_pipe.llm.split import ModuleConfig
+from lightning_pipe.llm.module_config import ModuleConfig
 from lightning_pipe.llm.stage_module import StageModule
 from lightning_pipe.llm.tensor_parallel import parallelise_tensors
 from lightning_pipe.llm.tensor_plan import TensorPlan, derive_tensor_plan, resolve_tensor_plan

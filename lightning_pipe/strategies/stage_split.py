@@ -22,15 +22,9 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.deferred import DeferredInit, fake_copy
 from lightning_pipe.llm.hf_experts import has_routers, skip_experts
 from lightning_pipe.llm.layer_costs import measure_costs
+from lightning_pipe.llm.module_config import ModuleConfig, derive_config
 from lightning_pipe.llm.shapes import StageShapes
-from lightning_pipe.llm.split import (
-    ModuleConfig,
-    derive_config,
-    split_at,
-    split_by_cost,
-    split_by_ranges,
-    split_evenly,
-)
+from lightning_pipe.llm.split import split_at, split_by_cost, split_by_ranges, split_evenly
 from lightning_pipe.llm.stage_module import (
     StageModule,
     is_causal_lm,

@@ -12,10 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from lightning_pipe.llm.data_parallel import parallelise_stage
 from lightning_pipe.llm.deferred import fake_copy
+from lightning_pipe.llm.module_config import ModuleConfig
 from lightning_pipe.llm.runner import PipelineRunner, StageInputs
 from lightning_pipe.llm.schedules import SCHEDULES, count_stages, stages_of_rank
 from lightning_pipe.llm.shapes import StageShapes
-from lightning_pipe.llm.split import ModuleConfig, split_evenly
+from lightning_pipe.llm.split import split_evenly
 from lightning_pipe.llm.stage_module import StageModule, make_stage, shallow_copy
 
 WIDTH, VOCABULARY, LAYERS, LENGTH = 8, 11, 4, 6

@@ -23,12 +23,13 @@ from lightning_pipe.llm.activation_checkpoint import checkpoint_layers
 from lightning_pipe.llm.deferred import fake_copy
 from lightning_pipe.llm.expert_parallel import check_experts, parallelise_experts, spread_parameters
 from lightning_pipe.llm.gradients import GradientNorm, force_sum_reduction
+from lightning_pipe.llm.module_config import ModuleConfig, derive_config
 from lightning_pipe.llm.moe import MoE
 from lightning_pipe.llm.router_losses import RouterLosses, sum_router_losses
 from lightning_pipe.llm.runner import PipelineRunner, StageInputs
 from lightning_pipe.llm.schedules import SCHEDULES, count_stages, stages_of_rank
 from lightning_pipe.llm.shapes import StageShapes
-from lightning_pipe.llm.split import ModuleConfig, derive_config, split_evenly
+from lightning_pipe.llm.split import split_evenly
 from lightning_pipe.llm.stage_module import PassThrough, StageModule, make_stage, shallow_copy
 from tests.distributed import run_ranks
 

@@ -13,9 +13,10 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from lightning_pipe.engine.errors import SetupError
 from lightning_pipe.llm.deferred import fake_copy
 from lightning_pipe.llm.hf_experts import skip_experts, tap_routers
+from lightning_pipe.llm.module_config import derive_config
 from lightning_pipe.llm.router_losses import RouterLosses, pass_router_logits, sum_router_losses
 from lightning_pipe.llm.shapes import StageShapes
-from lightning_pipe.llm.split import derive_config, split_evenly
+from lightning_pipe.llm.split import split_evenly
 from lightning_pipe.llm.stage_module import make_stage, shallow_copy
 
 KINDS: list[type[PretrainedConfig]] = [MixtralConfig, Qwen3MoeConfig, OlmoeConfig]

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from lightning_pipe.engine.errors import SetupError
 from lightning_pipe.llm.deferred import deferred_init, is_deferred
 from lightning_pipe.llm.layer_costs import LayerCosts, measure_costs
-from lightning_pipe.llm.split import ModuleConfig, derive_config, split_by_cost
+from lightning_pipe.llm.module_config import ModuleConfig, derive_config
+from lightning_pipe.llm.split import split_by_cost
 from tests.distributed import run_ranks
 
 WIDTH, VOCABULARY, ROWS, LENGTH = 8, 11, 2, 5

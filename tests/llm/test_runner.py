@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine.errors import InputError
 from lightning_pipe.llm.deferred import fake_copy
+from lightning_pipe.llm.module_config import ModuleConfig
 from lightning_pipe.llm.runner import PipelineRunner, StageInputs
 from lightning_pipe.llm.schedules import SCHEDULES
 from lightning_pipe.llm.shapes import StageShapes
-from lightning_pipe.llm.split import ModuleConfig, split_evenly
+from lightning_pipe.llm.split import split_evenly
 from lightning_pipe.llm.stage_module import StageModule, make_stage, shallow_copy
 from tests.distributed import run_ranks
 

@@ -10,14 +10,8 @@ import torch
 from torch import nn
 
 from lightning_pipe.engine.errors import SetupError
-from lightning_pipe.llm.split import (
-    ModuleConfig,
-    derive_config,
-    split_at,
-    split_by_cost,
-    split_by_ranges,
-    split_evenly,
-)
+from lightning_pipe.llm.module_config import ModuleConfig, derive_config
+from lightning_pipe.llm.split import split_at, split_by_cost, split_by_ranges, split_evenly
 
 GIVEN: dict[str, Any] = {
     "num_layers": 3,

@@ -29,7 +29,8 @@ from transformers import (
 )
 
 from lightning_pipe.engine.errors import InputError, SetupError
-from lightning_pipe.llm.split import ModuleConfig, derive_config, split_at, split_evenly
+from lightning_pipe.llm.module_config import ModuleConfig, derive_config
+from lightning_pipe.llm.split import split_at, split_evenly
 from lightning_pipe.llm.stage_module import (
     PassThrough,
     StageModule,

@@ -20,10 +20,11 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.data_parallel import parallelise_stage
 from lightning_pipe.llm.deferred import fake_copy
 from lightning_pipe.llm.gradients import GradientNorm
+from lightning_pipe.llm.module_config import derive_config
 from lightning_pipe.llm.runner import PipelineRunner, StageInputs
 from lightning_pipe.llm.schedules import count_stages, find_schedule, stages_of_rank
 from lightning_pipe.llm.shapes import StageShapes
-from lightning_pipe.llm.split import derive_config, split_evenly
+from lightning_pipe.llm.split import split_evenly
 from lightning_pipe.llm.stage_module import StageModule, make_stage, shallow_copy
 from lightning_pipe.llm.tensor_parallel import TensorGradients, parallelise_tensors
 from lightning_pipe.llm.tensor_plan import TensorPlan, derive_tensor_plan

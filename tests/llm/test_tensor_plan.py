@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.split import ModuleConfig, derive_config
+from lightning_pipe.llm.module_config import ModuleConfig, derive_config
 from lightning_pipe.llm.stage_module import prune
 from lightning_pipe.llm.tensor_plan import derive_tensor_plan, resolve_tensor_plan
 from tests.strategies.llm_cases import hf_config

@@ -22,11 +22,12 @@ from lightning_pipe.llm.context_parallel import cut_sequence, join_sequence
 from lightning_pipe.llm.data_parallel import parallelise_stage
 from lightning_pipe.llm.deferred import fake_copy
 from lightning_pipe.llm.losses import summed_cross_entropy
+from lightning_pipe.llm.module_config import ModuleConfig, derive_config
 from lightning_pipe.llm.padding import block_diagonal_mask
 from lightning_pipe.llm.runner import PipelineRunner, StageInputs
 from lightning_pipe.llm.schedules import SCHEDULES, count_stages, stages_of_rank
 from lightning_pipe.llm.shapes import StageShapes
-from lightning_pipe.llm.split import ModuleConfig, derive_config, split_evenly
+from lightning_pipe.llm.split import split_evenly
 from lightning_pipe.llm.stage_module import StageModule, make_stage, shallow_copy
 from lightning_pipe.llm.ulysses import CheckedAttention, Ulysses
 from tests.distributed import run_ranks

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.deferred import deferred_init
-from lightning_pipe.llm.split import derive_config, split_evenly
+from lightning_pipe.llm.module_config import derive_config
+from lightning_pipe.llm.split import split_evenly
 from lightning_pipe.strategies.hf_causal_lm import HFCausalLM
 from lightning_pipe.strategies.hf_weights import PretrainedWeights, empty_causal_lm, load_into
 from lightning_pipe.strategies.stage_checkpoint import export_pretrained, save_stage_checkpoint

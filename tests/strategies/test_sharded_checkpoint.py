@@ -342,7 +342,7 @@ def test_a_file_is_replaced_by_the_folder(tmp_path: Path) -> None:
     [
         ("s3://bucket/checkpoint", {}, "path is 's3://bucket/checkpoint'.*folder"),
         ("{folder}/kept/meta.pt/below", {}, "below' cannot be written: .*Not a directory"),
-        ("{folder}/other", {"storage_options": {}}, "storage_options were given"),
+        ("{folder}/other", {"storage_options": {}}, "storage_options={} were given"),
     ],
     ids=["remote", "unwritable", "storage options"],
 )

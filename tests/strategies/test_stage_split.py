@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.deferred import deferred_init
-from lightning_pipe.llm.split import ModuleConfig
+from lightning_pipe.llm.module_config import ModuleConfig
 from lightning_pipe.strategies.stage_parallel import StageParallelism
 from lightning_pipe.strategies.stage_split import SplitModel, SplitOptions, split_model
 from tests.strategies.llm_cases import SEED, VOCABULARY, WIDTH, TinyLM, far, packed_batches, row_batches, values_of
