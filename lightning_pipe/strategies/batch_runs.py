@@ -118,8 +118,9 @@ class BatchRuns:
         failure: InputError | None = None
         if self._runner.has_last_stage:
             try:
-                # Of a list of micro-batches, which need not be as long, a list.
-                found[0] = list(results) if isinstance(batch, (list, tuple)) else step.cut.trim(results)
+                # Of a list of micro-batches, which need not be as long, a list; without those that filled it up.
+                given = isinstance(batch, (list, tuple))
+                found[0] = list(results)[: len(batch)] if given else step.cut.trim(results)
             except InputError as error:
                 failure = error
                 found[1] = f"{type(failure).__name__}: {failure}"

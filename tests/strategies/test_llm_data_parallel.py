@@ -10,7 +10,19 @@ from torch.distributed.tensor import DTensor
 
 from lightning_pipe.engine import SetupError
 from tests.distributed import run_ranks
-from tests.strategies.llm_cases import Tiny, Trained, as_one, far, fit, llm, loader, row_batches, unequal
+from tests.strategies.llm_cases import (
+    Tiny,
+    Trained,
+    as_one,
+    far,
+    fit,
+    llm,
+    loader,
+    microbatches_of,
+    row_batches,
+    train_alone,
+    unequal,
+)
 
 STEPS = 4
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -27,6 +39,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"data_parallel_replicate_size": 2, "data_parallel_shard_size": 2},
     ),
 }
+
+# Batches of other lengths in one step, and validation in the middle of it.
+ACCUMULATED = ("1f1b", "zbv_zero_bubble")
 
 
 def whole(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -50,6 +65,13 @@ def four_ranks(rank: int, world_size: int) -> dict[str, Any]:
             "val_loss": used.callback_metrics["val_loss"].item(),
         }
         found[case]["trained"].parameters = {k: v.detach() for k, v in found[case]["trained"].parameters.items()}
+    for schedule in ACCUMULATED:
+        mine = [{key: value[rank % 2 :: 2] for key, value in batch.items()} for batch in row_batches(STEPS)]
+        module = Tiny(optimizer="adamw")
+        options: dict[str, Any] = {"accumulate_grad_batches": 2, "val_check_interval": 1}
+        strategy = llm(schedule, data_parallel_shard_size=2)
+        fit(module, strategy, mine, loader(mine[::-1]), use_distributed_sampler=False, **options)
+        found[schedule] = [whole(one) for one in module.gradients]
     return found
 
 
@@ -80,6 +102,17 @@ def test_losses_gradients_and_parameters_are_those_of_one_device(case: str, trai
         assert not far(found.parameters, {k: values[k] for k in found.parameters})
     held = {name for results in trained for name in results[case]["trained"].parameters}
     assert held == {name for name, _ in reference.model.named_parameters()}
+
+
+@pytest.mark.parametrize("schedule", ACCUMULATED)
+def test_gradients_of_other_lengths_add_up_in_the_shards(schedule: str, trained: Any) -> None:
+    batches = row_batches(STEPS)
+    pairs = [[*microbatches_of(batches[step], 4), *microbatches_of(batches[step + 1], 4)] for step in (0, 2)]
+    expected = train_alone(Tiny(optimizer="adamw"), "adamw", pairs, 8).gradients
+    for rank in trained:
+        assert len(rank[schedule]) == 2
+        for found, whole_gradients in zip(rank[schedule], expected, strict=True):
+            assert not far(found, {name: whole_gradients[name] for name in found})
 
 
 @pytest.mark.parametrize("case", CASES)
