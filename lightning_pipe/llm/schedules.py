@@ -251,6 +251,8 @@ def construct_schedule(
         schedule = make(held, num_microbatches, loss_fn=loss_fn, scale_grads=False)
         if spec.path is not None:
             schedule._load_csv(str(spec.path), "compute_comms" if _has_communication(spec.path) else "compute_only")
+        elif spec.schedule_class is ScheduleDualPipeV:
+            _part_overlapped(schedule)
     except Exception as error:
         raise SetupError(
             f"schedule {spec.name} cannot be had with {num_microbatches} micro-batches and {stages[0].num_stages}"
@@ -258,6 +260,20 @@ def construct_schedule(
         ) from error
     assert isinstance(schedule, _PipelineSchedule)
     return schedule
+
+
+def _part_overlapped(schedule: Any) -> None:
+    """Let a forward's output be sent before the backward that is listed as one action with it.
+
+    PyTorch runs the two of such an action one behind the other, and sends what both give when both are done, so that
+    neighbours would wait for a backward that they do not need. The order is the same.
+    """
+    parted = {
+        rank: [one for action in row for one in (action.sub_actions or (action,) if action is not None else (None,))]
+        for rank, row in schedule.pipeline_order.items()
+    }
+    schedule.pipeline_order = parted
+    schedule._prepare_schedule_with_comms(parted)
 
 
 def _has_communication(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,13 @@ from torch.distributed.pipelining.schedules import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleZBVZeroBubble,
+    _ComputationType,
     get_schedule_class,
 )
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.schedules import SCHEDULES, count_stages, find_schedule, stages_of_rank
-from lightning_pipe.llm.simulation import actions_of
+from lightning_pipe.llm.schedules import SCHEDULES, construct_schedule, count_stages, find_schedule, stages_of_rank
+from lightning_pipe.llm.simulation import _StandIn, actions_of
 
 
 class OwnSingle(ScheduleGPipe):
@@ -149,3 +151,17 @@ def test_every_schedule_class_of_pytorchs_has_a_name() -> None:
     assert named == {spec.schedule_class for spec in SCHEDULES.values()}
     assert {Schedule1F1B, ScheduleDualPipeV} <= named
     assert PipelineScheduleMulti not in named
+
+
+def test_dualpipev_sends_what_a_forward_gives_before_the_backward_that_is_listed_with_it() -> None:
+    stages = [_StandIn(index, 4, 2) for index in (0, 3)]
+    schedule = construct_schedule(SCHEDULES["dualpipev"], stages, 8)
+    rows = schedule.pipeline_order_with_comms  # type: ignore[attr-defined]
+    sent = 0
+    for row in rows.values():
+        assert not [action for action in row if action.sub_actions]
+        for action, following in pairwise(row):
+            if action.computation_type is _ComputationType.FORWARD and action.stage_index in (0, 2):
+                assert str(following) == str(action).replace("F", "SEND_F")
+                sent += 1
+    assert sent == 16
