@@ -68,9 +68,9 @@ def four_ranks(rank: int, world_size: int) -> dict[str, Any]:
     for schedule in ACCUMULATED:
         mine = [{key: value[rank % 2 :: 2] for key, value in batch.items()} for batch in row_batches(STEPS)]
         module = Tiny(optimizer="adamw")
-        options: dict[str, Any] = {"accumulate_grad_batches": 2, "val_check_interval": 1}
+        of_trainer: dict[str, Any] = {"accumulate_grad_batches": 2, "val_check_interval": 1}
         strategy = llm(schedule, data_parallel_shard_size=2)
-        fit(module, strategy, mine, loader(mine[::-1]), use_distributed_sampler=False, **options)
+        fit(module, strategy, mine, loader(mine[::-1]), use_distributed_sampler=False, **of_trainer)
         found[schedule] = [whole(one) for one in module.gradients]
     return found
 
