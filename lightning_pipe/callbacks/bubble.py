@@ -152,7 +152,7 @@ def bubble_table(report: BubbleReport) -> Group:
     bubble.add_column("step", justify="right", no_wrap=True)
     bubble.add_row("measured", _percent(medians.measured), _milliseconds(medians.step))
     if medians.simulated is not None and medians.bound is not None:
-        bubble.add_row("simulated, same durations", _percent(medians.simulated), _milliseconds(medians.bound))
+        bubble.add_row("simulated, median durations", _percent(medians.simulated), _milliseconds(medians.bound))
     if report.textbook is not None:
         bubble.add_row("(P - 1) / (m + P - 1)", _percent(report.textbook), "")
 

@@ -100,7 +100,7 @@ class ModuleConfig:
                 f" modules, such as {', '.join(list(everything)[1:9])}"
             )
         prefix = f"{self.layer_prefix}." if self.layer_prefix else ""
-        found = [name for name, _ in everything[self.layer_prefix].named_children() if prefix + name not in named]
+        found = [name for name in everything[self.layer_prefix]._modules if prefix + name not in named]
         if sorted(found) != sorted(str(index) for index in range(self.num_layers)):
             raise SetupError(
                 f"the model's config says num_layers={self.num_layers}, but {self.layer_prefix or kind} holds"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_pipe.engine.errors import InputError
 from lightning_pipe.llm.context_parallel import cut_sequence
@@ -61,6 +62,16 @@ class PreparedBatch:
     error: Exception | None
     gathered: Tensor
     work: dist.Work
+    seen: Sequence[tuple[Any, int]] = ()
+
+    def is_of(self, batch: Any) -> bool:
+        """Whether it was prepared from this batch, as it is now."""
+        if self.batch is not batch:
+            return False
+        now = _contents(batch)
+        return len(now) == len(self.seen) and all(
+            one is other and version == before for (one, version), (other, before) in zip(now, self.seen, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -133,7 +144,8 @@ class BatchPreparation:
         numbers = [0, 0, 0, 0, 0]
         try:
             cut = split_batch(batch, self._num_microbatches, ignore_index=self._ignore_index, strict=self._strict)
-            tokens = sum(self._loss_tokens(item) for item in cut.items)
+            tokens = sum(map(self._count, cut.items))
+            self._check_added_rows(cut)
             sizes = [self._size(item) for item in cut.items]
             for item, (_, length) in zip(cut.items, sizes, strict=True):
                 pad_microbatch(item, length, self._keys)  # changes nothing yet, but refuses what cannot be padded
@@ -143,7 +155,33 @@ class BatchPreparation:
             error = caught
         gathered = torch.zeros(self._group.size(), len(numbers), dtype=torch.int64)
         work = dist.all_gather_single(gathered, torch.tensor([numbers]), group=self._group, async_op=True)
-        return PreparedBatch(batch, cut, error, gathered, work)
+        return PreparedBatch(batch, cut, error, gathered, work, _contents(batch))
+
+    def _count(self, micro_batch: MicroBatch) -> int:
+        tokens = self._loss_tokens(micro_batch)
+        if not isinstance(tokens, int):
+            raise InputError(f"loss_tokens gave {tokens!r}; needed is an int, how many tokens the loss sums over")
+        return tokens
+
+    def _check_added_rows(self, cut: MicroBatches) -> None:
+        """No loss may see the copies that fill up micro-batches."""
+        left = cut.padded_rows
+        for item in reversed(cut.items):
+            if not left:
+                return
+            rows = self._size(item)[0]
+            added = min(rows, left)
+            part = {
+                key: value[rows - added :] if isinstance(value, Tensor) and value.ndim and len(value) == rows else value
+                for key, value in item.items()
+            }
+            if (added < rows and self._count(part)) or (added == rows and self._count(item)):
+                raise InputError(
+                    f"the batch's {cut.rows} rows do not fill {len(cut.items)} micro-batches, and in the copies that"
+                    f" fill them loss_tokens counts tokens: only 'labels' are set to {self._ignore_index} there. Name"
+                    " the labels so, or make all batches fill their micro-batches (drop_last=True)"
+                )
+            left -= added
 
     def _size(self, micro_batch: MicroBatch) -> tuple[int, int]:
         """Rows and length."""
@@ -191,6 +229,12 @@ class BatchPreparation:
         part, attention = cut_sequence(micro_batch, self._context.rank(), self._context.size(), self._keys)
         contexts = (partial(Ulysses, self._context, attention),)
         return StageInputs(*self._model_inputs(part), target=part, contexts=contexts)
+
+
+def _contents(batch: Any) -> list[tuple[Any, int]]:
+    """The values of a batch, and how often each tensor has been written to."""
+    leaves = tree_leaves(batch)
+    return [(one, one._version if isinstance(one, Tensor) and not one.is_inference() else 0) for one in leaves]
 
 
 def _digest(micro_batches: Sequence[MicroBatch]) -> int:

@@ -78,7 +78,6 @@ class TiedGradients:
         parameters: this rank's, by name.
         ranks: of the pipeline, those that hold each of ``tied``.
         pipelines: the ranks of every pipeline of the world, in the same order on each rank, which make groups here.
-        device_type: of the parameters.
     """
 
     def __init__(

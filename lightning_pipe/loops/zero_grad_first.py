@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,14 +18,23 @@ class ZeroGradFirst(_AutomaticOptimization):
     themselves, and nothing would be trained.
     """
 
+    _on_zero_grad: Callable[[], None] | None
+
     @classmethod
-    def install(cls, trainer: pl.Trainer) -> None:
-        """Put one in the place of the trainer's, with its progress."""
+    def install(cls, trainer: pl.Trainer, on_zero_grad: Callable[[], None] | None = None) -> None:
+        """Put one in the place of the trainer's, with its progress.
+
+        Args:
+            trainer: that is set up for ``fit``.
+            on_zero_grad: called where the batches of a step begin, before gradients are zeroed.
+        """
         present = trainer.fit_loop.epoch_loop.automatic_optimization
-        if not isinstance(present, cls):
+        loop = present
+        if not isinstance(loop, cls):
             loop = cls.__new__(cls)
             loop.__dict__.update(present.__dict__)
-            trainer.fit_loop.epoch_loop.automatic_optimization = loop
+        loop._on_zero_grad = on_zero_grad
+        trainer.fit_loop.epoch_loop.automatic_optimization = loop
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
         step = self._make_step_fn(kwargs)
@@ -32,6 +42,8 @@ class ZeroGradFirst(_AutomaticOptimization):
 
         def zero_grad_and_step() -> ClosureResult:
             if zero_grad is not None:
+                if self._on_zero_grad is not None:
+                    self._on_zero_grad()
                 zero_grad()
             return step()
 

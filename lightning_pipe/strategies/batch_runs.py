@@ -64,6 +64,12 @@ class BatchRuns:
         # Ranks that share a tensor have the same losses: one of them counts.
         self._counts = meshes.tensor is None or meshes.tensor.get_local_rank() == 0
 
+    def begin_step(self) -> None:
+        """Forget batches of a step that was not finished: an epoch, or a training, may have ended in the middle."""
+        self._tokens = 0
+        if self._scaling is not None:
+            self._scaling.end()
+
     def run(self, batch: Any, prepared: PreparedBatch | None) -> BatchResult:
         """The batch's loss on every rank; where gradients are enabled, its gradients too.
 
@@ -111,13 +117,14 @@ class BatchRuns:
 
         results = self._runner.evaluate(step.micro_batches, prediction)
         self._agree_on_failure(torch.zeros(0, dtype=torch.float64))
-        if self._meshes.context is not None:
-            joined = [self._join(result) for result in results]
-            results = [whole[:, :length] for whole, length in zip(joined, step.lengths, strict=bool(joined))]
         found: list[Any] = [None, None]
         failure: InputError | None = None
         if self._runner.has_last_stage:
             try:
+                if self._meshes.context is not None:
+                    # All ranks that share the sequences come here, or none, and find the same shapes.
+                    joined = [self._join(result, step.length) for result in results]
+                    results = [whole[:, :length] for whole, length in zip(joined, step.lengths, strict=True)]
                 # Of a list of micro-batches, which need not be as long, a list; without those that filled it up.
                 given = isinstance(batch, (list, tuple))
                 found[0] = list(results)[: len(batch)] if given else step.cut.trim(results)
@@ -130,10 +137,10 @@ class BatchRuns:
             raise InputError(f"a micro-batch's prediction failed: {found[1]}") from failure
         return found[0]
 
-    def _join(self, result: Tensor) -> Tensor:
+    def _join(self, result: Tensor, length: int) -> Tensor:
         """Of all context ranks' chunks, which must have tokens in dimension 1."""
         assert self._meshes.context is not None
-        if result.ndim < 2:
+        if result.ndim < 2 or result.shape[1] * self._meshes.context.size() != length:
             raise InputError(
                 f"a micro-batch's prediction has the shape {tuple(result.shape)}, but with context_parallel_size ="
                 f" {self._meshes.context.size()} each rank has it for a part of the tokens; needed is (rows, tokens,"
@@ -148,7 +155,7 @@ class BatchRuns:
         self._tokens = 0
 
     def _prepare(self, batch: Any, prepared: PreparedBatch | None) -> StepInputs:
-        if prepared is not None and prepared.batch is not batch:
+        if prepared is not None and not prepared.is_of(batch):
             prepared.work.wait()
             prepared = None
         return self._preparation.finish(prepared or self._preparation.begin(batch))

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.losses import chunked_cross_entropy
 from lightning_pipe.strategies.hf_weights import PretrainedWeights, empty_causal_lm, load_into
-from lightning_pipe.strategies.pipeline_module import PipelineModule
+from lightning_pipe.strategies.pipeline_module import PipelineModule, labels_of
 
-__all__ = ["HFCausalLM"]
+__all__ = ["HFCausalLM", "read_config"]
 
 # Of configs whose models do something to logits before the loss, which a head in chunks would leave out.
 _CHANGE_LOGITS = ("logit_scale", "logits_scaling", "final_logit_softcapping")
@@ -49,7 +49,7 @@ class HFCausalLM(PipelineModule):
     ) -> None:
         super().__init__()
         self._weights = PretrainedWeights(config) if isinstance(config, (str, Path)) else None
-        self.config = _config(config if self._weights is None else self._weights.config())
+        self.config = read_config(config if self._weights is None else self._weights.config())
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
         self.attention = attention
@@ -83,7 +83,7 @@ class HFCausalLM(PipelineModule):
         return chunked_cross_entropy(
             output,
             head.weight,
-            micro_batch["labels"],
+            labels_of(micro_batch),
             bias=head.bias,
             chunk_tokens=self.chunk_tokens,
             ignore_index=self.ignore_index,
@@ -124,7 +124,8 @@ class _ChunkedHead(nn.Module):
         return hidden
 
 
-def _config(given: Any) -> Any:
+def read_config(given: Any) -> Any:
+    """A ``PretrainedConfig``: as given, or from a mapping with ``model_type``."""
     try:
         from transformers import AutoConfig, PretrainedConfig
     except ImportError as error:

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -22,9 +23,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.utils.data import RandomSampler
 
-from lightning_pipe.engine import SetupError, SWPipeline
+from lightning_pipe.engine import InputError, SetupError, SWPipeline
 from lightning_pipe.engine.agreement import check_agreement
 from lightning_pipe.llm.compiled_layers import keep_backward_buffers
 from lightning_pipe.llm.deferred import DeferredInit, deferred_init, is_deferred
@@ -41,6 +41,7 @@ from lightning_pipe.loops import PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.zero_grad_first import ZeroGradFirst
 from lightning_pipe.strategies.batch_runs import BatchRuns
 from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy, on_all_ranks
+from lightning_pipe.strategies.llm_arguments import check_arguments
 from lightning_pipe.strategies.loss_scaling import LossScaling
 from lightning_pipe.strategies.optimizer_setup import empty_optimizers_allowed, refuse_fused
 from lightning_pipe.strategies.pipeline_module import BatchResult, PipelineModule
@@ -48,6 +49,19 @@ from lightning_pipe.strategies.stage_checkpoint import load_stage_checkpoint, sa
 from lightning_pipe.strategies.stage_gradients import StageGradients
 from lightning_pipe.strategies.stage_parallel import StageParallelism
 from lightning_pipe.strategies.stage_split import Example, SplitModel, SplitOptions, split_model
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a module in stages is run with; the module's model is ``split.kept``."""
+
+    split: SplitModel
+    runner: PipelineRunner
+    preparation: BatchPreparation
+    runs: BatchRuns
+    gradients: StageGradients
+    scaling: LossScaling | None
+
 
 # Arguments that may differ between ranks.
 _OF_RANKS = {
@@ -157,7 +171,8 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        given = {name: repr(value) for name, value in locals().items() if name not in _OF_RANKS}
+        arguments = {name: value for name, value in locals().items() if name not in _OF_RANKS}
+        check_arguments(arguments)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -167,7 +182,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        self._given = given
+        self._given = {name: repr(value) for name, value in arguments.items()}
         self._spec = find_schedule(schedule)
         self._asked_size = pipeline_parallel_size
         self._asked_microbatches = num_microbatches
@@ -192,8 +207,6 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         self._activations = activation_checkpointing, activation_checkpointing_every
         self._compile_options = None if compile_layers is False else {} if compile_layers is True else compile_layers
         self._offload = offload_optimizer
-        if not variable_lengths and max_length is None:
-            raise SetupError("variable_lengths is False, and every sequence is padded to max_length: give max_length")
         self._lengths = Lengths(
             variable_lengths,
             math.lcm(pad_to_multiple_of, context_parallel_size),
@@ -207,6 +220,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         self._meshes: StageMeshes | None = None
         self._numbers_group: dist.ProcessGroup | None = None
         self._loss_group: dist.ProcessGroup | None = None
+        self._known: dict[int, _Parts] = {}
         self._split: SplitModel | None = None
         self._runner: PipelineRunner | None = None
         self._preparation: BatchPreparation | None = None
@@ -291,9 +305,12 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Let the ranks of a pipeline shuffle alike, whatever each has drawn from its own random stream."""
-        sampler = getattr(dataloader, "sampler", None)
-        if isinstance(sampler, RandomSampler) and sampler.generator is None:
-            sampler.generator = torch.Generator().manual_seed(int(os.environ.get("PL_GLOBAL_SEED", 0)))
+        batches = getattr(dataloader, "batch_sampler", None)
+        samplers: tuple[Any, ...] = (getattr(dataloader, "sampler", None), batches, getattr(batches, "sampler", None))
+        for sampler in samplers:
+            # Random and weighted samplers, and users' own that are made like them.
+            if getattr(sampler, "generator", self) is None:
+                sampler.generator = torch.Generator().manual_seed(int(os.environ.get("PL_GLOBAL_SEED", 0)))
         return dataloader
 
     @contextmanager
@@ -324,8 +341,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
                 "the module optimises by hand (automatic_optimization is False), but a schedule runs forward and"
                 " backward in one. Use automatic optimisation"
             )
-        if self._split is None:
-            self._split = self._split_module(module)
+        self._take_parts(module)
         self.precision_plugin.convert_module(module)
         self.model_to_device()
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -337,13 +353,15 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         module._run_in_stages, module._predict_in_stages = self._run_batch, self._predict
         if fitting:
             PipelineTrainingEpochLoop.install(trainer)
-            ZeroGradFirst.install(trainer)
+            assert self._runs is not None
+            ZeroGradFirst.install(trainer, self._runs.begin_step)
             with empty_optimizers_allowed():
                 self.setup_optimizers(trainer)
             if self._scaling is not None:
                 refuse_fused(self.optimizers)
                 self._scaling.install()
             assert self._gradients is not None
+            self._gradients.check_copies(self.optimizers)
             # The plugin's own would be each stage's norm.
             self.precision_plugin.clip_grad_by_norm = self._gradients.clip  # type: ignore[method-assign]
         self.setup_precision_plugin()
@@ -351,9 +369,23 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
             self._offloaded = [OffloadedState(one) for one in self.optimizers] if self._offload else []
 
+    def _take_parts(self, module: PipelineModule) -> None:
+        """Split the module, unless that was done before; a trainer may be given several in turn."""
+        known = self._known.get(id(module.model))
+        if known is None:
+            split = self._split_module(module)
+            assert self._runner is not None and self._preparation is not None
+            assert self._runs is not None and self._gradients is not None
+            known = _Parts(split, self._runner, self._preparation, self._runs, self._gradients, self._scaling)
+            self._known[id(split.kept)] = known
+        self._split, self._runner, self._preparation = known.split, known.runner, known.preparation
+        self._runs, self._gradients, self._scaling = known.runs, known.gradients, known.scaling
+
     def _split_module(self, module: PipelineModule) -> SplitModel:
         if module.model is None:
             raise SetupError("the module's model is None after configure_model; build_model must return the model")
+        parameters = [(name, f"{tuple(one.shape)} of {one.dtype}") for name, one in module.model.named_parameters()]
+        check_agreement(parameters, "model's parameters", dist.group.WORLD, error=SetupError)
         meshes, rank = self._stage_meshes, self.device_mesh["pipeline"].get_local_rank()
         rank_of_stage = place_stages(self._spec.placement, self._pipeline_size, self._num_stages)
         record, self._record = self._record, None
@@ -475,6 +507,12 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         """Gradients are there already; divide them by the tokens, once all batches of the step are in."""
         module = self.lightning_module
         assert self._program is not None and module is not None
+        if closure_loss.requires_grad:
+            raise InputError(
+                "training_step returned a loss with a gradient of its own, but in stages the gradients are there when"
+                " run_batch returns, and nothing that is added to its loss has any effect on them. Put it into"
+                " summed_loss, times the number of loss tokens"
+            )
         self.pre_backward(closure_loss)
         loss = closure_loss.detach()
         call._call_callback_hooks(module.trainer, "on_before_backward", loss)
@@ -499,6 +537,11 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
 
         def closure_and_open_step() -> Any:
             result = closure()
+            if result is None:
+                raise InputError(
+                    "training_step returned None to skip a batch, whose gradients are there already; skip it in"
+                    " on_train_batch_start (return -1), or return the loss"
+                )
             program.begin_step()
             return result
 

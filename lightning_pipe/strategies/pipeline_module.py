@@ -11,13 +11,14 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from lightning_pipe.engine import InputError
 from lightning_pipe.llm.losses import summed_cross_entropy
 from lightning_pipe.llm.microbatches import MicroBatches, count_tokens, split_batch
 from lightning_pipe.llm.module_config import ModuleConfig
 from lightning_pipe.llm.router_losses import RouterLosses, sum_router_losses
 from lightning_pipe.strategies.hf_weights import PretrainedWeights
 
-__all__ = ["BatchResult", "PipelineModule", "RouterMeans"]
+__all__ = ["BatchResult", "PipelineModule", "RouterMeans", "labels_of"]
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,12 @@ class PipelineModule(pl.LightningModule):
 
     def summed_loss(self, output: Tensor, micro_batch: Mapping[str, Any]) -> Tensor:
         """The loss summed over the micro-batch's tokens: a scalar. Here: cross-entropy of logits and ``labels``."""
-        return summed_cross_entropy(output, micro_batch["labels"], self.ignore_index)
+        return summed_cross_entropy(output, labels_of(micro_batch), self.ignore_index)
 
     def loss_tokens(self, micro_batch: Mapping[str, Any]) -> int:
-        """How many tokens the loss sums over."""
-        return count_tokens(micro_batch["labels"], self.ignore_index)
+        """How many tokens the loss sums over: none without labels, as there may be for prediction."""
+        labels = micro_batch.get("labels")
+        return 0 if labels is None else count_tokens(labels, self.ignore_index)
 
     def router_tokens(self, micro_batch: Mapping[str, Any]) -> Tensor | None:
         """Which tokens routers are to be balanced over, a bool each; None for all. Here: those whose label counts."""
@@ -180,3 +182,18 @@ class PipelineModule(pl.LightningModule):
         arguments, keywords = self.model_inputs(micro_batch)
         output: Tensor = self.model(*arguments, **keywords)
         return output
+
+
+def labels_of(micro_batch: Mapping[str, Any]) -> Tensor:
+    """The labels of a micro-batch.
+
+    Raises:
+        InputError: it has none.
+    """
+    if "labels" not in micro_batch:
+        raise InputError(
+            f"the batch has {', '.join(map(repr, micro_batch))}; the loss needs 'labels' as well: for each token the"
+            " one that follows, or -100 (shift_labels makes them of input_ids). Or override summed_loss and loss_tokens"
+        )
+    labels: Tensor = micro_batch["labels"]
+    return labels

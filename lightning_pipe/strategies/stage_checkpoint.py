@@ -173,7 +173,7 @@ def export_pretrained(folder: str | Path, config: Any, target: str | Path) -> No
 
     Args:
         folder: what ``Trainer.save_checkpoint`` or ``ModelCheckpoint`` wrote under ``LLMPipelineStrategy``.
-        config: the model's ``PretrainedConfig``, such as ``HFCausalLM.config``.
+        config: the model's, as :class:`~lightning_pipe.strategies.hf_causal_lm.HFCausalLM` takes it.
         target: where safetensors and the config go.
 
     Raises:
@@ -181,6 +181,9 @@ def export_pretrained(folder: str | Path, config: Any, target: str | Path) -> No
     """
     from transformers import AutoModelForCausalLM
 
+    from lightning_pipe.strategies.hf_causal_lm import read_config
+
+    config = read_config(config)
     whole = _read_whole(Path(folder), only=_MODEL)[_MODEL]
     prefix = "model."  # of PipelineModule
     weights = {name.removeprefix(prefix): value for name, value in whole.items() if name.startswith(prefix)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 from torch.optim import Optimizer
@@ -12,6 +12,7 @@ from lightning_pipe.llm.dimensions import StageMeshes
 from lightning_pipe.llm.gradients import GradientNorm, clip_by_norm
 from lightning_pipe.llm.tensor_parallel import TensorGradients
 from lightning_pipe.llm.tied import TiedGradients, TiedParameter
+from lightning_pipe.strategies.checkpoint_folder import gather
 from lightning_pipe.strategies.stage_split import SplitModel
 
 __all__ = ["StageGradients"]
@@ -46,6 +47,37 @@ class StageGradients:
         self._tied = TiedGradients(copies, held, [self._holders(one) for one in copies], pipelines)
         self._tensors = None if meshes.tensor is None else TensorGradients(split.kept, meshes.tensor)
         self._norm: GradientNorm | None = None
+
+    def check_copies(self, optimizers: Sequence[Optimizer]) -> None:
+        """See that all copies of a parameter are trained alike; every rank calls this when it has its optimisers.
+
+        Raises:
+            SetupError: on every rank: one copy is frozen, or is in another group, or in none.
+        """
+        held = dict(self._split.kept.named_parameters())
+        own = {}
+        for one in self._split.tied:
+            copy = held.get(one.names[0])
+            if copy is not None and self._pipeline.get_local_rank() in self._holders(one):
+                places = [
+                    f"group {place} of optimiser {number}"
+                    + "".join(f", {key}={value!r}" for key, value in sorted(group.items()) if key != "params")
+                    for number, optimizer in enumerate(optimizers)
+                    for place, group in enumerate(optimizer.param_groups)
+                    if any(parameter is copy for parameter in group["params"])
+                ]
+                own[one.names[0]] = f"{'trained' if copy.requires_grad else 'frozen'}, in {places or 'no group'}"
+        found: dict[str, set[str]] = {}
+        for of_rank in gather(own):
+            for name, one_said in of_rank.items():
+                found.setdefault(name, set()).add(one_said)
+        for name, said in found.items():
+            if len(said) > 1:
+                raise SetupError(
+                    f"{name} is one parameter of which two ranks hold copies, and configure_optimizers treats them in"
+                    f" different ways: {' - and - '.join(sorted(said))}. Needed is one for both: choose by the names of"
+                    " named_parameters(), which are the same for all copies, and not by the class of the module"
+                )
 
     def finish(self) -> None:
         """Once for each step, when all batches of it are in, before gradients are scaled."""

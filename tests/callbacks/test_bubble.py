@@ -184,7 +184,7 @@ def test_the_table_fits_a_narrow_terminal_and_shows_milliseconds_and_shares() ->
     assert "1 7000.00 1000.00 0.00 0.00 0.00 12.5 %" in lines
     assert lines[-3:] == [
         "measured 18.8 % 8000.00",
-        "simulated, same durations 15.0 % 7500.00",
+        "simulated, median durations 15.0 % 7500.00",
         "(P - 1) / (m + P - 1) 11.1 %",
     ]
 

@@ -46,7 +46,9 @@ class Group:
         assert async_op
         (numbers,) = own.tolist()
         self.sent.append(numbers)
-        return Work(gathered, [self.others.get(rank, numbers) for rank in range(self.size())])
+        return Work(
+            gathered, [[*self.others[rank], 0] if rank in self.others else numbers for rank in range(self.size())]
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +146,7 @@ def test_a_rank_tells_the_others_that_its_batch_is_broken_and_raises_only_then(b
     group = Group(0, {1: [1, 2, 5, 19]})
     preparation = make(group)
     prepared = preparation.begin(broken)
-    assert group.sent == [[0, 0, 0, 0]]
+    assert group.sent == [[0, 0, 0, 0, 0]]
     with pytest.raises(InputError, match=says):
         preparation.finish(prepared)
 
@@ -162,7 +164,7 @@ def test_a_rank_whose_batch_is_good_names_the_one_whose_is_not() -> None:
 
 @pytest.mark.parametrize("numbers", [[1, 3, 5, 19], [1, 2, 5, 18]], ids=["rows", "tokens"])
 def test_ranks_of_one_pipeline_with_different_batches_are_refused(numbers: list[int]) -> None:
-    with pytest.raises(InputError, match=r"different batches.*\(2, 5, 19\) on rank 0.*distributed_sampler_kwargs"):
+    with pytest.raises(InputError, match=r"different batches.*\(2, 5, 19, 0\) on rank 0.*distributed_sampler_kwargs"):
         prepare(Group(0, {1: numbers}), batch())
 
 

@@ -19,6 +19,7 @@ from tests.strategies.llm_cases import (
     as_one,
     far,
     fit,
+    llm,
     loader,
     packed_batches,
     row_batches,
@@ -125,3 +126,12 @@ def test_hooks_say_what_a_batch_is_and_what_its_loss_is() -> None:
 def test_a_batch_that_is_no_mapping_is_refused() -> None:
     with pytest.raises(InputError, match=r"the batch is a tensor.*needed is a mapping"):
         built().run_batch(torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "stages"])
+def test_a_batch_without_labels_can_be_predicted_but_not_trained(strategy: str) -> None:
+    used = "auto" if strategy == "auto" else llm("gpipe", 2)
+    batches = [{"input_ids": batch["input_ids"]} for batch in row_batches(1)]
+    assert len(trainer(used).predict(Tiny(), loader(batches))) == 1  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"the batch has 'input_ids'; the loss needs 'labels'"):
+        fit(Tiny(), "auto" if strategy == "auto" else llm("gpipe", 2), batches)
