@@ -1,4 +1,4 @@
-"""Gradients as one model's, although stages and shards hold them: their norm, clipping, scaling and overflow.
+"""Gradients as one model's, although stages and shards hold them: their norm, clipping and scaling.
 
 Each function takes parameters that are plain tensors or DTensors (FSDP2, tensor parallel) and works on the part that
 this rank holds; what all ranks must know is exchanged, and is the same to the bit on each.
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_pipe.engine.errors import SetupError
 
-__all__ = ["GradientNorm", "any_nonfinite", "clip_by_norm", "force_sum_reduction", "scale_gradients"]
+__all__ = ["GradientNorm", "clip_by_norm", "force_sum_reduction", "scale_gradients"]
 
 # Types of gradients as they are told to other stages. 0 says that there is no gradient.
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -145,24 +145,6 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
                 gradient.mul_(factor)
         else:
             torch._foreach_mul_(gradients, factor)
-
-
-@torch.no_grad()
-def any_nonfinite(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> bool:
-    """Whether any gradient of any rank is NaN or infinite. Every rank of the group calls it and gets the same answer.
-
-    Args:
-        parameters: this rank's.
-        group: all ranks that step together, stages and shards alike; None for this rank alone.
-    """
-    found = torch.zeros((), dtype=torch.int32, device=_communication_device(group))
-    for gradients in _alike(_local(parameters)):
-        # The largest absolute value is NaN where any value is, and finding it needs no copy of the gradient.
-        largest = torch.stack(_part_norms(gradients, torch.inf))
-        found |= (~largest.isfinite()).any().to(found)
-    if group is not None:
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return bool(found)
 
 
 def force_sum_reduction(module: nn.Module) -> None:

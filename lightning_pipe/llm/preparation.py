@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -46,6 +46,10 @@ class Lengths:
     multiple_of: int = 1
     maximum: int | None = None
     buckets: tuple[int, ...] | None = None
+
+    def up_to(self, maximum: int | None) -> Lengths:
+        """The same, with this maximum where there was none."""
+        return self if self.maximum is not None else replace(self, maximum=maximum)
 
     def of(self, longest: int) -> int:
         """The length to pad to, where *longest* is the longest of all."""

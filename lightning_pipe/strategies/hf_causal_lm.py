@@ -50,6 +50,7 @@ class HFCausalLM(PipelineModule):
         super().__init__()
         self._weights = PretrainedWeights(config) if isinstance(config, (str, Path)) else None
         self.config = read_config(config if self._weights is None else self._weights.config())
+        self.max_sequence_length = getattr(self.config, "max_position_embeddings", None)
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
         self.attention = attention

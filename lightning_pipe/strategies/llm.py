@@ -107,7 +107,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         reshard_after_forward: let gathered parameters go after each micro-batch's forward: less memory for more
             communication; by default they stay until the step's end. Zero-bubble schedules refuse it.
         variable_lengths: pad to the longest sequence of the step, instead of to ``max_length``.
-        max_length: the most tokens a sequence may have; none by default.
+        max_length: the most tokens a sequence may have; by default the module's ``max_sequence_length``.
         pad_to_multiple_of: lengths are rounded up to a multiple of this.
         length_buckets: lengths are rounded up to the next of these.
         pad_values: more keys of the batch to pad in dimension 1, with what.
@@ -427,7 +427,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             self._numbers_group,
             meshes.same_batch,
             self._num_microbatches,
-            lengths=self._lengths,
+            lengths=self._lengths.up_to(module.max_sequence_length),
             keys=SequenceKeys(labels=module.ignore_index, others=self._pad_values),
             strict=self._strict,
             ignore_index=module.ignore_index,

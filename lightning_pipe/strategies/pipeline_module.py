@@ -65,6 +65,8 @@ class PipelineModule(pl.LightningModule):
     """
 
     ignore_index = -100
+    max_sequence_length: int | None = None
+    """The longest sequence that the model takes, in tokens, where a strategy is not told another; None for any."""
 
     def __init__(self) -> None:
         super().__init__()

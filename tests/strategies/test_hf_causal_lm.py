@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lightning_pipe.engine import SetupError
+from lightning_pipe.engine import InputError, SetupError
 from lightning_pipe.strategies.hf_causal_lm import HFCausalLM
 from tests.strategies.llm_cases import (
     SEED,
@@ -161,3 +161,15 @@ def test_stages_begin_with_a_folders_weights(folder: Path) -> None:
 def test_a_name_that_is_no_folder_is_refused() -> None:
     with pytest.raises(SetupError, match=r"'hf download meta-llama/Llama-3\.1-8B --local-dir FOLDER'"):
         HFCausalLM("meta-llama/Llama-3.1-8B")
+
+
+@pytest.mark.parametrize(("given", "refused"), [({}, True), ({"max_length": 12}, False)])
+def test_a_sequence_longer_than_the_configs_positions_is_refused_unless_a_strategy_says_more(
+    given: dict[str, Any], refused: bool
+) -> None:
+    module = TinyHF(hf_config("llama") | {"max_position_embeddings": 8})
+    if not refused:
+        fit(module, llm("gpipe", 4, **given), row_batches(1))
+        return
+    with pytest.raises(InputError, match=r"a sequence has 9 tokens; the model's maximum is 8"):
+        fit(module, llm("gpipe", 4, **given), row_batches(1))
