@@ -180,7 +180,9 @@ class BatchRuns:
         dist.all_reduce(found, group=self._group)
         if found[-1]:
             texts: list[Any] = [None] * dist.get_world_size(self._group)
-            dist.all_gather_object(texts, failure and f"{type(failure).__name__}: {failure}", group=self._group)
+            dist.all_gather_object(
+                texts, None if failure is None else f"{type(failure).__name__}: {failure}", group=self._group
+            )
             if failure is not None:
                 raise failure
             failed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)

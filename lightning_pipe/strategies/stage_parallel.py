@@ -56,6 +56,12 @@ class StageParallelism:
         """
         if self.meshes is not None and self.meshes.dimensions.expert > 1:
             check_experts(model, self.meshes.dimensions.expert)
+        if self.activations == "selective" and self.meshes is not None and self.meshes.expert_data is not None:
+            raise SetupError(
+                "activation_checkpointing is 'selective', and experts are shared by fewer ranks than have their data,"
+                " so that FSDP works inside of the layers, which selective checkpointing cannot run again; use 'full',"
+                " or as many ranks in expert_parallel_size as share a stage's data"
+            )
         if self.tensor_size == 1:
             return {}
         plan = derive_tensor_plan(model, config)
@@ -66,13 +72,15 @@ class StageParallelism:
         """Refuse what needs the model's own code, of which a trace has only the operations.
 
         Raises:
-            SetupError: tensor or context parallelism.
+            SetupError: tensor, context or expert parallelism.
         """
-        if self.tensor_size > 1 or self.context_size > 1:
+        expert_size = 1 if self.meshes is None else self.meshes.dimensions.expert
+        if max(self.tensor_size, self.context_size, expert_size) > 1:
             raise SetupError(
-                f"tensor_parallel_size is {self.tensor_size} and context_parallel_size is {self.context_size}, but the"
-                " model is cut by tracing it, which fixes the sizes of heads and features; needed is 1 for both, or a"
-                " model that is cut by its layers (get_pp_module_config)"
+                f"tensor_parallel_size is {self.tensor_size}, context_parallel_size is {self.context_size} and"
+                f" expert_parallel_size is {expert_size}, but the model is cut by tracing it, which leaves operations"
+                " in the place of modules; needed is 1 for all three, or a model that is cut by its layers"
+                " (get_pp_module_config)"
             )
 
     def apply(self, stage: StageModule, config: ModuleConfig, plan: TensorPlan) -> None:

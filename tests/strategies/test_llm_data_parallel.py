@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 
 from lightning_pipe.engine import SetupError
@@ -72,6 +75,17 @@ def four_ranks(rank: int, world_size: int) -> dict[str, Any]:
         strategy = llm(schedule, data_parallel_shard_size=2)
         fit(module, strategy, mine, loader(mine[::-1]), use_distributed_sampler=False, **of_trainer)
         found[schedule] = [whole(one) for one in module.gradients]
+    reduced: set[Any] = set()
+    reduce = _fsdp_param_group.foreach_reduce
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        reduced.add(inspect.signature(reduce).bind(*args, **kwargs).arguments["reduce_dtype"])
+        return reduce(*args, **kwargs)
+
+    half = Tiny()
+    with mock.patch.object(_fsdp_param_group, "foreach_reduce", noting):
+        fit(half, llm("1f1b", data_parallel_shard_size=2), row_batches(1), precision="bf16-true")
+    found["half"] = {one.dtype for one in half.parameters()}, reduced
     return found
 
 
@@ -113,6 +127,11 @@ def test_gradients_of_other_lengths_add_up_in_the_shards(schedule: str, trained:
         assert len(rank[schedule]) == 2
         for found, whole_gradients in zip(rank[schedule], expected, strict=True):
             assert not far(found, {name: whole_gradients[name] for name in found})
+
+
+def test_gradients_of_half_precision_are_summed_in_float32(trained: Any) -> None:
+    for rank in trained:
+        assert rank["half"] == ({torch.bfloat16}, {torch.float32})
 
 
 @pytest.mark.parametrize("case", CASES)
