@@ -5,8 +5,11 @@ All those ranks read the same batch, and each keeps its chunk of a padded micro-
     tokens     0 1 2 3 | 4 5 6 7        what belongs to a token is cut: tokens, labels, positions
                rank 0  | rank 1         what says who attends to whom is kept whole, beside it: FullAttention
 
-Attention is the one place where tokens meet, and gets the whole sequence back there (``ulysses``). Losses are sums over
-the rank's own labels, so they and the gradients add up over context ranks as over data-parallel ones.
+    balanced   0 1 | 2 3 4 5 | 6 7      where ranks keep their queries, and the first tokens attend to few others
+            rank 0 | rank 1  | rank 0
+
+Attention is the one place where tokens meet (``ulysses``, ``ring_attention``). Losses are sums over the rank's own
+labels, so they and the gradients add up over context ranks as over data-parallel ones.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from torch import Tensor
 from lightning_pipe.engine.errors import InputError
 from lightning_pipe.llm.padding import SequenceKeys
 
-__all__ = ["FullAttention", "cut_sequence", "join_sequence"]
+__all__ = ["FullAttention", "chunk_positions", "cut_sequence", "join_sequence"]
 
 _MASK, _POSITIONS = "attention_mask", "position_ids"
 _DOCUMENTS = {"cu_seq_lens_q": "max_length_q", "cu_seq_lens_k": "max_length_k"}
@@ -61,8 +64,27 @@ class FullAttention:
         return attends[:, None]
 
 
+def chunk_positions(rank: int, size: int, length: int, *, balanced: bool = False) -> Tensor:
+    """Which tokens of a sequence a rank holds: (length / size), int64, on the CPU, ascending.
+
+    Args:
+        rank: in the context dimension.
+        size: ranks in that dimension.
+        length: tokens of the whole sequence, a multiple of ``size``; of twice that if balanced.
+        balanced: of ``2 * size`` pieces the rank holds one counted from the beginning and one from the end, so that
+            causal attention of all ranks' queries costs as much. Otherwise it holds one of ``size``.
+    """
+    pieces = torch.arange(length).chunk(2 * size if balanced else size)
+    return torch.cat([pieces[rank], pieces[-1 - rank]]) if balanced else pieces[rank]
+
+
 def cut_sequence(
-    micro_batch: Mapping[str, Any], rank: int, size: int, keys: SequenceKeys | None = None
+    micro_batch: Mapping[str, Any],
+    rank: int,
+    size: int,
+    keys: SequenceKeys | None = None,
+    *,
+    balanced: bool = False,
 ) -> tuple[dict[str, Any], FullAttention]:
     """One rank's chunk of a micro-batch, and who attends to whom in the whole of it.
 
@@ -79,6 +101,7 @@ def cut_sequence(
         rank: in the context dimension.
         size: ranks in that dimension.
         keys: what is (rows, length, ...) and is cut; everything else stays as it is.
+        balanced: see :func:`chunk_positions`.
 
     Returns:
         The micro-batch with chunks of (rows, length / size, ...), and with the chunk's own ``position_ids`` (rows,
@@ -93,27 +116,27 @@ def cut_sequence(
     names = (keys or SequenceKeys()).values()
     sequences = {key: micro_batch[key] for key in names if isinstance(micro_batch.get(key), Tensor)}
     rows, length = _rows_and_length(sequences)
-    if length % size:
+    multiple = 2 * size if balanced else size
+    if length % multiple:
+        twice = ", twice, for the ring" if balanced else ""
         raise InputError(
-            f"the micro-batch has {length} tokens a row, which context_parallel_size={size} does not divide; needed is"
-            f" a multiple of {size}: pad to one (pad_to_multiple_of)"
+            f"the micro-batch has {length} tokens a row, which context_parallel_size={size} does not divide{twice};"
+            f" needed is a multiple of {multiple}: pad to one (pad_to_multiple_of)"
         )
     attention = _full_attention(micro_batch, length)
-    part = length // size
-    first = rank * part
+    own = chunk_positions(rank, size, length, balanced=balanced)
+    own = own.to(next(iter(sequences.values())).device)
     local = dict(micro_batch)
     for key, value in sequences.items():
         if key == _MASK and value.ndim > 2:
-            value = value.narrow(-2, first, part)
-        # Contiguous, since a loss may ask for a view of all labels.
-        local[key] = value.narrow(-1 if key == _MASK else 1, first, part).contiguous()
+            value = value.index_select(-2, own)
+        local[key] = value.index_select(-1 if key == _MASK else 1, own)
     if not isinstance(micro_batch.get(_POSITIONS), Tensor):
-        device = next(iter(sequences.values())).device
-        local[_POSITIONS] = torch.arange(first, first + part, device=device).expand(rows, part)
+        local[_POSITIONS] = own.expand(rows, len(own))
     for key, longest in _DOCUMENTS.items():
         ends = micro_batch.get(key)
         if isinstance(ends, Tensor):
-            local[key] = (ends - first).clamp(0, part).unique()
+            local[key] = torch.searchsorted(own.to(ends.device), ends.long()).unique().to(ends.dtype)
             if longest in local:
                 found = local[key].diff().max()
                 before = local[longest]
@@ -121,19 +144,25 @@ def cut_sequence(
     return local, attention
 
 
-def join_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+def join_sequence(part: Tensor, group: dist.ProcessGroup, *, balanced: bool = False) -> Tensor:
     """Outputs for whole sequences, on every context rank; no gradients flow through it.
 
     Args:
         part: (rows, length / size, ...), contiguous or not: this rank's; alike on all ranks.
         group: the ranks that hold the chunks, in their order.
+        balanced: how they were cut.
 
     Returns:
         (rows, length, ...).
     """
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, part.detach().contiguous(), group=group)
-    return torch.cat(parts, 1)
+    whole = torch.cat(parts, 1)
+    if not balanced:
+        return whole
+    ranks = range(group.size())
+    held = torch.cat([chunk_positions(rank, group.size(), whole.shape[1], balanced=True) for rank in ranks])
+    return whole.index_select(1, held.argsort().to(whole.device))
 
 
 def _rows_and_length(sequences: Mapping[str, Tensor]) -> tuple[int, int]:

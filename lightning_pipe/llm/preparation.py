@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +19,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_pipe.engine.errors import InputError
-from lightning_pipe.llm.context_parallel import cut_sequence
+from lightning_pipe.llm.context_ranks import ContextRanks
 from lightning_pipe.llm.microbatches import MicroBatches, split_batch
 from lightning_pipe.llm.padding import SequenceKeys, pad_microbatch, target_length
 from lightning_pipe.llm.runner import StageInputs
-from lightning_pipe.llm.ulysses import Ulysses
 
 __all__ = ["BatchPreparation", "Lengths", "PreparedBatch", "StepInputs"]
 
@@ -126,7 +124,7 @@ class BatchPreparation:
         keys: SequenceKeys,
         strict: bool = False,
         ignore_index: int = -100,
-        context: dist.ProcessGroup | None = None,
+        context: ContextRanks | None = None,
         compare: bool = False,
     ) -> None:
         self._model_inputs = model_inputs
@@ -230,9 +228,8 @@ class BatchPreparation:
     def _inputs(self, micro_batch: MicroBatch) -> StageInputs:
         if self._context is None:
             return StageInputs(*self._model_inputs(micro_batch), target=micro_batch)
-        part, attention = cut_sequence(micro_batch, self._context.rank(), self._context.size(), self._keys)
-        contexts = (partial(Ulysses, self._context, attention),)
-        return StageInputs(*self._model_inputs(part), target=part, contexts=contexts)
+        part, within = self._context.cut(micro_batch, self._keys)
+        return StageInputs(*self._context.inputs(part, self._model_inputs), target=part, contexts=(within,))
 
 
 def _contents(batch: Any) -> list[tuple[Any, int]]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipe.engine import InputError
-from lightning_pipe.llm.context_parallel import join_sequence
+from lightning_pipe.llm.context_ranks import ContextRanks
 from lightning_pipe.llm.dimensions import StageMeshes
 from lightning_pipe.llm.gradients import scale_gradients
 from lightning_pipe.llm.preparation import BatchPreparation, PreparedBatch, StepInputs
@@ -32,6 +32,7 @@ class BatchRuns:
         runner: of this rank's stages.
         preparation: of its batches.
         meshes: of all ranks.
+        context: those that share this one's sequences; None for this one alone.
         last_stage_rank: in the pipeline, the rank of the last stage.
         group: of all ranks, on the CPU; used by nothing else that runs beside a batch.
         device: of this rank.
@@ -45,6 +46,7 @@ class BatchRuns:
         runner: PipelineRunner,
         preparation: BatchPreparation,
         meshes: StageMeshes,
+        context: ContextRanks | None,
         last_stage_rank: int,
         group: dist.ProcessGroup,
         device: torch.device,
@@ -55,6 +57,7 @@ class BatchRuns:
         self._runner = runner
         self._preparation = preparation
         self._meshes = meshes
+        self._context = context
         self._last_stage_rank = last_stage_rank
         self._group = group
         self._device = device
@@ -111,7 +114,7 @@ class BatchRuns:
 
         def prediction(output: Tensor, padded: Any) -> Tensor:
             micro_batch, length = next(own)
-            if output.ndim < 3 or output.shape[1] != step.length or self._meshes.context is not None:
+            if output.ndim < 3 or output.shape[1] != step.length or self._context is not None:
                 return self._module.prediction(output, padded)
             return self._module.prediction(output[:, :length], micro_batch)
 
@@ -121,7 +124,7 @@ class BatchRuns:
         failure: InputError | None = None
         if self._runner.has_last_stage:
             try:
-                if self._meshes.context is not None:
+                if self._context is not None:
                     # All ranks that share the sequences come here, or none, and find the same shapes.
                     joined = [self._join(result, step.length) for result in results]
                     results = [whole[:, :length] for whole, length in zip(joined, step.lengths, strict=True)]
@@ -139,14 +142,14 @@ class BatchRuns:
 
     def _join(self, result: Tensor, length: int) -> Tensor:
         """Of all context ranks' chunks, which must have tokens in dimension 1."""
-        assert self._meshes.context is not None
-        if result.ndim < 2 or result.shape[1] * self._meshes.context.size() != length:
+        assert self._context is not None
+        if result.ndim < 2 or result.shape[1] * self._context.size != length:
             raise InputError(
                 f"a micro-batch's prediction has the shape {tuple(result.shape)}, but with context_parallel_size ="
-                f" {self._meshes.context.size()} each rank has it for a part of the tokens; needed is (rows, tokens,"
+                f" {self._context.size} each rank has it for a part of the tokens; needed is (rows, tokens,"
                 " ...), which is put together"
             )
-        return join_sequence(result, self._meshes.context.get_group())
+        return self._context.join(result)
 
     def divide(self, parameters: Sequence[nn.Parameter]) -> None:
         """Divide gradients, once, by the tokens of all batches since the last time."""

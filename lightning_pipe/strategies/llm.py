@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from lightning_pipe.engine import InputError, SetupError, SWPipeline
 from lightning_pipe.engine.agreement import check_agreement
 from lightning_pipe.llm.compiled_layers import keep_backward_buffers
+from lightning_pipe.llm.context_ranks import ContextMethod, ContextRanks, length_multiple
 from lightning_pipe.llm.deferred import DeferredInit, deferred_init, is_deferred
 from lightning_pipe.llm.dimensions import Dimensions, StageMeshes
 from lightning_pipe.llm.optimizer_offload import OffloadedState
@@ -36,6 +37,7 @@ from lightning_pipe.llm.runner import PipelineRunner
 from lightning_pipe.llm.schedule_checks import check_combination, check_microbatches, splits_backward
 from lightning_pipe.llm.schedule_step import check_shared_parameters
 from lightning_pipe.llm.schedules import ScheduleSpec, count_stages, find_schedule, place_stages, stages_of_rank
+from lightning_pipe.llm.stage_module import is_causal_lm
 from lightning_pipe.llm.tasks import llm_plan
 from lightning_pipe.loops import PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.zero_grad_first import ZeroGradFirst
@@ -98,8 +100,11 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         data_parallel_shard_size: number of ranks over which each stage's parameters, gradients and optimiser state are
             sharded (FSDP2).
         data_parallel_replicate_size: number of replicas of each stage, sharded or not.
-        context_parallel_size: number of ranks that share each sequence (Ulysses, which asks for as many heads); lengths
-            are rounded up to a multiple of it. Attention must go through ``scaled_dot_product_attention``.
+        context_parallel_size: number of ranks that share each sequence; lengths are rounded up to a multiple of it.
+            Attention must go through ``scaled_dot_product_attention``.
+        context_parallel_method: in attention those ranks exchange heads for tokens (``ulysses``, which asks for as many
+            heads), or send keys and values round (``ring``, for as many ranks as one likes; lengths are rounded up to
+            a multiple of twice the size). With masks of padding or documents the ring gathers keys and values.
         tensor_parallel_size: number of ranks that share the matrices of each layer. The model says how, by its Hugging
             Face config or by ``get_tensor_parallel_plan()``.
         expert_parallel_size: number of ranks, among those of the two sizes for sharding and context, that share the
@@ -147,6 +152,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         data_parallel_shard_size: int = 1,
         data_parallel_replicate_size: int = 1,
         context_parallel_size: int = 1,
+        context_parallel_method: ContextMethod = "ulysses",
         tensor_parallel_size: int = 1,
         expert_parallel_size: int = 1,
         reshard_after_forward: bool | None = None,
@@ -204,12 +210,13 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             expert=expert_parallel_size,
         )
         self._reshard_after_forward = reshard_after_forward
+        self._context_method = context_parallel_method
         self._activations = activation_checkpointing, activation_checkpointing_every
         self._compile_options = None if compile_layers is False else {} if compile_layers is True else compile_layers
         self._offload = offload_optimizer
         self._lengths = Lengths(
             variable_lengths,
-            math.lcm(pad_to_multiple_of, context_parallel_size),
+            math.lcm(pad_to_multiple_of, length_multiple(context_parallel_size, context_parallel_method)),
             max_length,
             tuple(length_buckets) if length_buckets else None,
         )
@@ -398,7 +405,11 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             options=self._split_options,
             device=self.root_device,
             parallelism=StageParallelism(
-                meshes, bool(self._reshard_after_forward), *self._activations, self._compile_options
+                meshes,
+                bool(self._reshard_after_forward),
+                *self._activations,
+                self._compile_options,
+                self._context_method,
             ),
             pretrained=module.pretrained_weights(),
             example=self._example_of(module),
@@ -421,6 +432,9 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         )
         assert self._numbers_group is not None and self._loss_group is not None
         self._scaling = LossScaling.of(self.precision_plugin, self._loss_group, self.root_device)
+        context = None
+        if meshes.context is not None:
+            context = ContextRanks(meshes.context.get_group(), self._context_method, is_causal_lm(split.kept))
         self._preparation = BatchPreparation(
             module.model_inputs,
             module.loss_tokens,
@@ -431,7 +445,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             keys=SequenceKeys(labels=module.ignore_index, others=self._pad_values),
             strict=self._strict,
             ignore_index=module.ignore_index,
-            context=None if meshes.context is None else meshes.context.get_group(),
+            context=context,
             compare=self._compare_batches,
         )
         self._runs = BatchRuns(
@@ -439,6 +453,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             self._runner,
             self._preparation,
             meshes,
+            context,
             rank_of_stage[self._num_stages - 1],
             self._loss_group,
             self.root_device,

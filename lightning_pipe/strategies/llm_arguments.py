@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.llm.context_ranks import length_multiple
 
 __all__ = ["check_arguments"]
 
@@ -28,6 +30,7 @@ _INTEGERS: dict[str, tuple[int, bool]] = {
 }
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "balance": ("layers", "time", "memory"),
+    "context_parallel_method": ("ulysses", "ring"),
     "tied_embeddings": ("sum", "refuse"),
     "activation_checkpointing": (None, "full", "selective"),
     "reshard_after_forward": (None, True, False),
@@ -73,16 +76,18 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     ways += ["balance"] if given["balance"] != "layers" else []
     if len(set(ways)) > 1:
         raise SetupError(f"{' and '.join(dict.fromkeys(ways))} each say where the model is cut; needed is one of them")
-    multiple = given["pad_to_multiple_of"] * given["context_parallel_size"]
+    context = length_multiple(given["context_parallel_size"], given["context_parallel_method"])
     if not given["variable_lengths"]:
         if given["max_length"] is None:
             raise SetupError("variable_lengths is False, and every sequence is padded to max_length: give max_length")
-        for name in ("pad_to_multiple_of", "context_parallel_size"):
-            if given["max_length"] % given[name]:
+        multiple = math.lcm(given["pad_to_multiple_of"], context)
+        for name, divisor in (("pad_to_multiple_of", given["pad_to_multiple_of"]), ("context_parallel_size", context)):
+            if given["max_length"] % divisor:
                 more = multiple * (given["max_length"] // multiple + 1)
+                twice = ", twice, for the ring" if divisor == 2 * given[name] else ""
                 raise SetupError(
                     f"max_length is {given['max_length']}, to which every sequence is padded (variable_lengths is"
-                    f" False); needed is a multiple of {name}={given[name]}, such as {more}"
+                    f" False); needed is a multiple of {name}={given[name]}{twice}, such as {more}"
                 )
 
 

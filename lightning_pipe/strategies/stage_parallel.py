@@ -11,10 +11,12 @@ from torch import nn
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.activation_checkpoint import checkpoint_layers
 from lightning_pipe.llm.compiled_layers import compile_layers
+from lightning_pipe.llm.context_ranks import ContextMethod
 from lightning_pipe.llm.data_parallel import parallelise_stage
 from lightning_pipe.llm.dimensions import StageMeshes
 from lightning_pipe.llm.expert_parallel import check_experts, parallelise_experts
 from lightning_pipe.llm.module_config import ModuleConfig
+from lightning_pipe.llm.ring_attention import check_ring
 from lightning_pipe.llm.stage_module import StageModule
 from lightning_pipe.llm.tensor_parallel import parallelise_tensors
 from lightning_pipe.llm.tensor_plan import TensorPlan, derive_tensor_plan, resolve_tensor_plan
@@ -32,6 +34,7 @@ class StageParallelism:
         activations: what layers compute again in backward: all, all but the results of matrix multiplications, nothing.
         checkpoint_every: only each so many layers.
         compile_options: of ``torch.compile`` for each layer; None not to compile.
+        context_method: how ranks share sequences.
     """
 
     meshes: StageMeshes | None = None
@@ -39,6 +42,7 @@ class StageParallelism:
     activations: Literal["full", "selective"] | None = None
     checkpoint_every: int = 1
     compile_options: Mapping[str, Any] | None = field(default=None)
+    context_method: ContextMethod = "ulysses"
 
     @property
     def tensor_size(self) -> int:
@@ -54,6 +58,8 @@ class StageParallelism:
         Raises:
             SetupError: the same on every rank.
         """
+        if self.context_size > 1 and self.context_method == "ring":
+            check_ring()
         if self.meshes is not None and self.meshes.dimensions.expert > 1:
             check_experts(model, self.meshes.dimensions.expert)
         if self.activations == "selective" and self.meshes is not None and self.meshes.expert_data is not None:

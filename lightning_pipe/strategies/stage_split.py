@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.llm.attention_mode import CheckedAttention
 from lightning_pipe.llm.deferred import DeferredInit, fake_copy
 from lightning_pipe.llm.hf_experts import has_routers, skip_experts
 from lightning_pipe.llm.layer_costs import measure_costs
@@ -36,7 +37,6 @@ from lightning_pipe.llm.stage_module import (
 )
 from lightning_pipe.llm.tied import TiedParameter, find_tied, name_copies
 from lightning_pipe.llm.traced_split import TracedSplit, join_stages, split_into_equal_size, trace_split
-from lightning_pipe.llm.ulysses import CheckedAttention
 from lightning_pipe.strategies.checkpoint_folder import on_all_ranks
 from lightning_pipe.strategies.hf_weights import PretrainedWeights, load_into
 from lightning_pipe.strategies.stage_parallel import StageParallelism
@@ -244,8 +244,8 @@ class _LayerCut:
                 run_empty(fake, self._config, hidden, **keywords)
 
         stages = [self.stage(shallow_copy(fake), index).eval() for index in range(self._num_stages)]
-        size = self._parallelism.context_size
-        seen = stages if size == 1 else [CheckedAttention(stage, self._config.layers, size) for stage in stages]
+        size, method = self._parallelism.context_size, self._parallelism.context_method
+        seen = stages if size == 1 else [CheckedAttention(stage, self._config.layers, size, method) for stage in stages]
         return StageShapes(seen, mode, check)
 
     def holds(self, mine: Sequence[int]) -> Callable[[str], bool]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_pipe.engine.errors import InputError
-from lightning_pipe.llm.context_parallel import FullAttention, cut_sequence
+from lightning_pipe.llm.context_parallel import FullAttention, chunk_positions, cut_sequence
 from lightning_pipe.llm.padding import SequenceKeys, block_diagonal_mask
 
 
@@ -49,6 +49,30 @@ def test_the_chunks_of_all_ranks_in_their_order_are_the_sequences(rows: int, par
         assert torch.equal(torch.cat([one[key] for one in cut], 1), micro_batch[key])
         assert all(one[key].shape[1] == part and one[key].is_contiguous() for one in cut)
     assert all(one["scale"] is micro_batch["scale"] and one["name"] == "a" for one in cut)
+
+
+@settings(max_examples=30, deadline=None, database=None)
+@given(st.integers(1, 4), st.integers(1, 5))
+def test_balanced_chunks_have_as_many_pairs_of_tokens_that_attend(piece: int, size: int) -> None:
+    length = 2 * size * piece
+    held = [chunk_positions(rank, size, length, balanced=True) for rank in range(size)]
+    assert torch.equal(torch.cat(held).sort().values, torch.arange(length))
+    assert all(torch.equal(one, one.sort().values) for one in held)
+    assert len({int((one + 1).sum()) for one in held}) == 1
+
+
+def test_a_balanced_chunk_is_a_piece_from_the_beginning_and_one_from_the_end() -> None:
+    ends = torch.tensor([0, 3, 7, 8])
+    square = torch.arange(64.0).view(1, 1, 8, 8)
+    micro_batch = tokens_of(1, 8) | {"attention_mask": square}
+    local, attention = cut_sequence(micro_batch, 1, 2, balanced=True)
+    own = [2, 3, 4, 5]
+    assert local["input_ids"].tolist() == local["position_ids"].tolist() == [own]
+    assert torch.equal(local["attention_mask"], square[:, :, own][..., own])
+    assert attention.as_mask() is square
+    local, _ = cut_sequence(tokens_of(1, 8) | {"cu_seq_lens_q": ends}, 0, 2, balanced=True)
+    # Tokens 0, 1, 6 and 7: of the first document, of the second and of the third.
+    assert local["cu_seq_lens_q"].tolist() == [0, 2, 3, 4]
 
 
 def test_positions_that_are_missing_are_counted_from_the_beginning_of_the_whole_sequence() -> None:
@@ -117,6 +141,11 @@ def test_a_square_mask_counts_as_it_is_and_its_chunk_is_cut_on_both_dimensions()
     assert attention.as_mask() is square
     assert torch.equal(local["attention_mask"], square[..., 2:4, 2:4])
     assert local["input_ids"].shape == local["position_ids"].shape == (2, 2)
+
+
+def test_a_length_that_a_ring_does_not_divide_is_refused() -> None:
+    with pytest.raises(InputError, match=r"6 tokens a row.*does not divide, twice, for the ring; .* multiple of 4"):
+        cut_sequence(tokens_of(1, 6), 0, 2, balanced=True)
 
 
 @pytest.mark.parametrize(

@@ -88,12 +88,22 @@ def masked() -> list[dict[str, Tensor]]:
 
 
 # model, batches, schedule, strategy's options, trainer's options
-Case = tuple[str, str, str, dict[str, int], dict[str, Any]]
+Case = tuple[str, str, str, dict[str, Any], dict[str, Any]]
+RING = {"context_parallel_method": "ring"}
 CASES: dict[str, Case] = {
     "context": ("llama", "rows", "1f1b", {"context_parallel_size": 2}, {"gradient_clip_val": 0.1}),
     "context, padded": ("gpt_neox", "masked", "zbv_zero_bubble", {"context_parallel_size": 2}, {}),
     "context, packed": ("qwen3", "packed", "interleaved_1f1b", {"context_parallel_size": 2}, {}),
     "context and shards": ("llama", "rows", "1f1b", {"context_parallel_size": 2, "data_parallel_shard_size": 2}, {}),
+    "ring": ("llama", "rows", "1f1b", {"context_parallel_size": 2, **RING}, {"gradient_clip_val": 0.1}),
+    "ring, packed": ("qwen3", "packed", "interleaved_1f1b", {"context_parallel_size": 2, **RING}, {}),
+    "ring, recomputed": (
+        "gpt_neox",
+        "rows",
+        "zbv_zero_bubble",
+        {"context_parallel_size": 2, **RING, "activation_checkpointing": "selective"},
+        {},
+    ),
     "tensor": ("qwen3", "rows", "1f1b", {"tensor_parallel_size": 2}, {"gradient_clip_val": 0.1}),
     "tensor, zero bubble": ("gpt_neox", "masked", "zbv_zero_bubble", {"tensor_parallel_size": 2}, {}),
     "tensor and shards": ("llama", "rows", "gpipe", {"tensor_parallel_size": 2, "data_parallel_shard_size": 2}, {}),
@@ -122,7 +132,7 @@ def batches_of(kind: str) -> list[Any]:
     return list(masked() if kind == "masked" else row_batches(STEPS))
 
 
-def parts_of(options: dict[str, int]) -> int:
+def parts_of(options: dict[str, Any]) -> int:
     return options.get("data_parallel_shard_size", 1) * options.get("data_parallel_replicate_size", 1)
 
 

@@ -193,6 +193,15 @@ def test_a_module_may_be_in_a_sequence_twice() -> None:
             {"context_parallel_size": 2, "variable_lengths": False, "max_length": 13},
             "max_length is 13.*multiple of context_parallel_size=2, such as 14",
         ),
+        (
+            {"context_parallel_size": 2, "variable_lengths": False, "max_length": 14}
+            | {"context_parallel_method": "ring", "pad_to_multiple_of": 2},
+            "max_length is 14.*multiple of context_parallel_size=2, twice, for the ring, such as 16",
+        ),
+        (
+            {"context_parallel_method": "rings"},
+            "context_parallel_method is 'rings'; needed is one of 'ulysses', 'ring'",
+        ),
     ],
     ids=str,
 )
