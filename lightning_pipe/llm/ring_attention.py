@@ -102,13 +102,19 @@ class RingAttention(AttentionMode):
             query, key, value = (tensor.to(half) for tensor in (query, key, value))
         with torch._C.DisableTorchFunction():  # the same mode may be entered further out
             if self._mask is None:
-                attended: Tensor = _Ring.apply(query, key, value, scale, self._group)
-                return attended
+                return _round(query, key, value, scale, self._group)
             mask = self._mask.to(query.dtype) if self._mask.is_floating_point() else self._mask
             key, value = _gathered(key, value, self._group)
             return F.scaled_dot_product_attention(
                 query, key, value, mask, scale=scale, enable_gqa=enable_gqa, **options
             )
+
+
+@torch.compiler.disable
+def _round(query: Tensor, key: Tensor, value: Tensor, scale: float | None, group: dist.ProcessGroup) -> Tensor:
+    """Not compiled, as its kernel is compiled code already, and what merges its results is beyond Dynamo (2.13)."""
+    attended: Tensor = _Ring.apply(query, key, value, scale, group)
+    return attended
 
 
 def _gathered(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:

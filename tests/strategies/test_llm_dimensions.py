@@ -90,12 +90,14 @@ def masked() -> list[dict[str, Tensor]]:
 # model, batches, schedule, strategy's options, trainer's options
 Case = tuple[str, str, str, dict[str, Any], dict[str, Any]]
 RING = {"context_parallel_method": "ring"}
+COMPILED = {"compile_layers": {"backend": "aot_eager"}}
 CASES: dict[str, Case] = {
     "context": ("llama", "rows", "1f1b", {"context_parallel_size": 2}, {"gradient_clip_val": 0.1}),
     "context, padded": ("gpt_neox", "masked", "zbv_zero_bubble", {"context_parallel_size": 2}, {}),
     "context, packed": ("qwen3", "packed", "interleaved_1f1b", {"context_parallel_size": 2}, {}),
     "context and shards": ("llama", "rows", "1f1b", {"context_parallel_size": 2, "data_parallel_shard_size": 2}, {}),
     "ring": ("llama", "rows", "1f1b", {"context_parallel_size": 2, **RING}, {"gradient_clip_val": 0.1}),
+    "ring, compiled": ("llama", "rows", "gpipe", {"context_parallel_size": 2, **RING, **COMPILED}, {}),
     "ring, packed": ("qwen3", "packed", "interleaved_1f1b", {"context_parallel_size": 2, **RING}, {}),
     "ring, recomputed": (
         "gpt_neox",
