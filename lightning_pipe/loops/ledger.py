@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 
@@ -15,28 +16,50 @@ class LedgerEntry:
     Args:
         index: position of the batch in what the loader gave since the ledger was opened, counted from 0.
         is_last: whether the loader had no more batches after it.
+        batch: as it was fetched, where the ledger holds it.
+        after: where the loader and the random streams were behind it; whoever knows more adds it.
     """
 
     index: int
     is_last: bool
+    batch: Any = None
+    after: dict[str, Any] = field(default_factory=dict)
+
+
+# A batch, whether it is the loader's last one, and where things are behind it.
+Fetched = tuple[Any, bool, dict[str, Any]]
 
 
 class InFlightLedger(Iterator[Any]):
     """Gives batches to the pipeline and remembers those that are not trained yet, in order.
 
     Args:
-        fetch: returns the next batch and whether it is the loader's last one; raises ``StopIteration`` after that.
+        fetch: gives the next batch; raises ``StopIteration`` after the last.
+        kept: give what another ledger of the same loader gave up; they come first.
+        holds: whether to hold batches as they were fetched until they are trained, for the case that they are given up.
     """
 
-    def __init__(self, fetch: Callable[[], tuple[Any, bool]]) -> None:
+    def __init__(
+        self,
+        fetch: Callable[[], Fetched],
+        kept: Sequence[Callable[[], Fetched]] = (),
+        *,
+        holds: bool = False,
+    ) -> None:
         self._fetch = fetch
+        self._holds = holds
+        self._kept = deque(kept)
         self._in_flight: deque[LedgerEntry] = deque()
+        self._to_transfer: deque[LedgerEntry] = deque()
         self.fetched = 0
         self.trained = 0
+        self.last_trained: LedgerEntry | None = None
 
     def __next__(self) -> Any:
-        batch, is_last = self._fetch()
-        self._in_flight.append(LedgerEntry(self.fetched, is_last))
+        batch, is_last, after = self._kept.popleft()() if self._kept else self._fetch()
+        entry = LedgerEntry(self.fetched, is_last, batch if self._holds else None, after)
+        self._in_flight.append(entry)
+        self._to_transfer.append(entry)
         self.fetched += 1
         return batch
 
@@ -50,13 +73,28 @@ class InFlightLedger(Iterator[Any]):
         """Batches given to the pipeline and not trained yet."""
         return len(self._in_flight)
 
+    def next_transferred(self) -> LedgerEntry | None:
+        """The batch that is to be moved to the device next; each is named once."""
+        return self._to_transfer.popleft() if self._to_transfer else None
+
     def retire(self) -> LedgerEntry:
         """Note that the oldest batch is trained."""
         self.trained += 1
-        return self._in_flight.popleft()
+        self.last_trained = self._in_flight.popleft()
+        return self.last_trained
 
-    def give_up(self) -> int:
-        """Note that what is in flight will not be trained; returns how many batches that are."""
-        given_up = len(self._in_flight)
+    def skip(self) -> None:
+        """Note that the oldest batch will never be trained."""
+        self._in_flight.popleft()
+
+    def give_up(self) -> list[Callable[[], Fetched]]:
+        """Note that what is in flight, or was kept, is not trained here; returns what gives it again, in order."""
+        given_up = [partial(_given, entry) for entry in self._in_flight] + list(self._kept)
         self._in_flight.clear()
+        self._to_transfer.clear()
+        self._kept.clear()
         return given_up
+
+
+def _given(entry: LedgerEntry) -> Fetched:
+    return entry.batch, entry.is_last, entry.after

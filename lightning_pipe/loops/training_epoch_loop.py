@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,9 +16,12 @@ from lightning.pytorch.trainer import call
 from lightning_pipe.engine import IterContext, PipelineError, TaskError
 from lightning_pipe.engine.plan import MAIN
 from lightning_pipe.loops.default_program import default_program
-from lightning_pipe.loops.ledger import InFlightLedger
+from lightning_pipe.loops.fit_loop import PipelineFitLoop
+from lightning_pipe.loops.ledger import Fetched, InFlightLedger
 from lightning_pipe.loops.program import TrainingProgram
-from lightning_pipe.loops.random_streams import RandomStreams
+from lightning_pipe.loops.random_streams import RandomStreams, get_states, set_states
+from lightning_pipe.loops.resumable_loader import State, end_of_epoch, load_states, snapshot
+from lightning_pipe.loops.resume import ResumePoint
 
 Transfer = Callable[[Any], Any]
 
@@ -53,10 +56,21 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         self._program: TrainingProgram | None = None
         self._ledger: InFlightLedger | None = None
         self._streams: RandomStreams | None = None
+        self._fetcher: _DataFetcher | None = None
+        self._kept: list[Callable[[], Fetched]] = []
+        self._initial: dict[str, Any] = {}
+        self._resumed: ResumePoint | None = None
+        self._iterators_due = False
+        self._only_ends = False
+        self.resume_point: ResumePoint | None = None
 
     @classmethod
     def install(cls, trainer: pl.Trainer) -> PipelineTrainingEpochLoop:
-        """Put a pipelined loop in the place of the trainer's training epoch loop, with all that the latter holds."""
+        """Put a pipelined loop in the place of the trainer's training epoch loop, with all that the latter holds.
+
+        The fit loop around it becomes a :class:`~lightning_pipe.loops.PipelineFitLoop`.
+        """
+        PipelineFitLoop.install(trainer)
         present = trainer.fit_loop.epoch_loop
         if isinstance(present, cls):
             return present
@@ -77,27 +91,62 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         """The present epoch's ledger."""
         return self._ledger
 
+    @property
+    def restarted_at_last_batch(self) -> bool:
+        """Whether the checkpoint was written where the last batch of an epoch ended, and what follows it is due."""
+        return self.restarted_on_train_batch_end and self.batch_progress.is_last_batch
+
+    def reset(self) -> None:
+        self._only_ends = isinstance(self.trainer.fit_loop, PipelineFitLoop) and self.restarted_at_last_batch
+        if not self._only_ends:
+            super().reset()
+            return
+        # Lightning goes on with the next epoch, without this one's validation and ending.
+        self.batch_progress.increment_completed()
+        self.batch_progress.reset_on_restart()
+        self.scheduler_progress.reset_on_restart()
+        self.automatic_optimization.optim_progress.reset_on_restart()
+
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
+        self._resumed, self.resume_point = self.resume_point, None
+        point, device = self._resumed, self.trainer.strategy.root_device
+        if point is not None:
+            # A new epoch makes its iterators when its first batch is due: a validation may come before.
+            has_states = all(hasattr(one, "load_state_dict") for one in data_fetcher.combined_loader.flattened)
+            self._iterators_due = has_states and not point.in_mid_epoch
+            set_states(point.common if self._iterators_due else point.common_behind_iterators, device)
         super().on_run_start(data_fetcher)
+        self._fetcher = data_fetcher
         if isinstance(data_fetcher, _DataLoaderIterDataFetcher):
             return
         if self._streams is None:
-            self._streams = RandomStreams(self.trainer.strategy.root_device)
+            self._streams = RandomStreams(device)
         if self._program is None:
             strategy = self.trainer.strategy
             build = strategy.training_program if isinstance(strategy, BringsProgram) else default_program
             self._program = build(self.trainer, self._transfer)
-        self._streams.restart()
-        self._ledger = InFlightLedger(partial(self._fetch, data_fetcher))
+        self._streams.restart(None if point is None else point.streams)
+        self._initial = self._now(data_fetcher)
+        kept, self._kept = self._kept, []
+        data_fetcher.fetched += len(kept)
+        if kept and data_fetcher.done:
+            kept[-1] = partial(_as_last, kept[-1])
+        self._ledger = InFlightLedger(partial(self._fetch, data_fetcher), kept, holds=_goes_on(data_fetcher))
 
     def run(self, data_fetcher: _DataFetcher) -> None:
         try:
             super().run(data_fetcher)
+            if self._iterators_due:
+                # The epoch had ended when the checkpoint was written, and has ended again without a batch.
+                self._put_loaders_back(data_fetcher)
         finally:
             # An epoch can end with batches in flight: max_steps, an early stop, an exception.
             if self._ledger is not None and self._program is not None:
                 self._program.abandon()
-                self._ledger.give_up()
+                given_up = self._ledger.give_up()
+                if _goes_on(data_fetcher):
+                    ahead = getattr(data_fetcher, "batches", ())
+                    self._kept = given_up + [partial(self._read_before, batch) for batch, _, _ in ahead]
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
         """Train one batch: Lightning's sequence of hooks, around one period of the pipeline.
@@ -105,7 +154,10 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         Raises:
             StopIteration: the epoch is over, or a hook skips the rest of it.
         """
-        if isinstance(data_fetcher, _DataLoaderIterDataFetcher):
+        if self._only_ends:
+            self._only_ends = False
+            self.val_loop.restarting = False
+        elif isinstance(data_fetcher, _DataLoaderIterDataFetcher):
             # The user's step fetches for itself: there is nothing to run ahead.
             super().advance(data_fetcher)
         elif not self._validation_goes_first(data_fetcher):
@@ -119,6 +171,10 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         if dist.is_available() and dist.is_initialized() and self.trainer.world_size > 1:
             self._broadcast_sigterm_tensor()
 
+        if self._iterators_due and self._fetcher is not None:
+            self._put_loaders_back(self._fetcher)
+            iter(self._fetcher)
+            self._initial = self._now(self._fetcher)
         trainer, program, ledger = self.trainer, self._program, self._ledger
         assert program is not None and ledger is not None
         batch_idx = self.batch_idx + 1
@@ -143,7 +199,9 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
                 self.batch_progress.increment_started()
                 with trainer.profiler.profile("run_training_batch"):  # type: ignore[attr-defined]
                     output = self._train(ctx, batch, batch_idx)
-        if not skip_rest:
+        if skip_rest:
+            ledger.skip()
+        else:
             program.finish()
             ledger.retire()
         # The context holds the batch and all that was computed from it: nothing needs it any more.
@@ -165,8 +223,39 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         if self._program is not None:
             self._program.close()
             self._program = None
-        self._ledger = None
+        self._ledger = self._fetcher = None
+        self._kept = []
         super().teardown()
+
+    def point_of_last_trained(self) -> ResumePoint | None:
+        """Where a run goes on that is taken up from a checkpoint written now; None before any data was read."""
+        fetcher = self._fetcher
+        if fetcher is None:
+            return None
+        common = get_states(self.trainer.strategy.root_device)
+        loaders = fetcher.combined_loader.flattened
+        epochs: Any = self.trainer.fit_loop.epoch_progress.current
+        if self.batch_progress.is_last_batch or epochs.processed == epochs.started:
+            return ResumePoint([end_of_epoch(one) for one in loaders], common)
+        after: dict[str, Any]
+        if self._ledger is None:  # the user's step fetches for itself
+            after = self._now(fetcher)
+        elif self._ledger.last_trained is None:
+            after = self._initial
+        else:
+            after = self._ledger.last_trained.after
+        states = [None if state is None else state() for state in after["loaders"]]
+        return ResumePoint(states, common, {name: value for name, value in after.items() if name != "loaders"})
+
+    def _put_loaders_back(self, data_fetcher: _DataFetcher) -> None:
+        """Let the next iterators be made as if none had been made since the checkpoint."""
+        assert self._resumed is not None
+        load_states(data_fetcher.combined_loader.flattened, self._resumed.loaders)
+        self._iterators_due = False
+
+    def _now(self, data_fetcher: _DataFetcher) -> dict[str, Any]:
+        """Where loaders and generators are."""
+        return {"loaders": _snapshots(data_fetcher), "fetch": get_states(self.trainer.strategy.root_device)}
 
     def _train(self, ctx: IterContext, batch: Any, batch_idx: int) -> Any:
         trainer, program = self.trainer, self._program
@@ -195,18 +284,37 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         self.val_loop.restarting = False
         return False
 
-    def _fetch(self, data_fetcher: _DataFetcher) -> tuple[Any, bool]:
+    def _fetch(self, data_fetcher: _DataFetcher) -> Fetched:
         assert self._streams is not None
-        with self._streams.active():
+        # Where it does not know the end, Lightning's fetcher is one batch ahead: what it loads now is the next one, and
+        # a run that goes on behind this batch loads that again.
+        ahead = bool(getattr(data_fetcher, "batches", ()))
+        with self._streams.active("fetch"):
+            before = self._now(data_fetcher) if ahead else None
             batch, _, _ = next(data_fetcher)
             is_last = data_fetcher.done
+        after = before or {"loaders": _snapshots(data_fetcher), "fetch": self._streams.states("fetch")}
+        batch = self._prepared(batch)
+        after["prepare"] = self._streams.states("prepare")
+        return batch, is_last, after
+
+    def _prepared(self, batch: Any) -> Any:
+        assert self._streams is not None
+        with self._streams.active("prepare"):
             batch = self.trainer.precision_plugin.convert_input(batch)
-            return self.trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0), is_last
+            return self.trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
 
     def _transfer(self, batch: Any) -> Any:
-        assert self._streams is not None
-        with self._streams.active():
-            return call._call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=0)
+        assert self._streams is not None and self._ledger is not None
+        with self._streams.active("transfer"):
+            moved = call._call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=0)
+        if (entry := self._ledger.next_transferred()) is not None:
+            entry.after["transfer"] = self._streams.states("transfer")
+        return moved
+
+    def _read_before(self, batch: Any) -> Fetched:
+        """What Lightning's fetcher read ahead of an iterator in the epoch before."""
+        return self._prepared(batch), False, {"loaders": []}
 
     def _user_error(self, error: TaskError) -> BaseException:
         """What to raise for a failed task: users' own exceptions keep their type, as in Lightning's loop.
@@ -223,3 +331,19 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
             return error
         cause.add_note(error.where)
         return cause
+
+
+def _as_last(fetch: Callable[[], Fetched]) -> Fetched:
+    batch, _, after = fetch()
+    return batch, True, after
+
+
+def _snapshots(data_fetcher: _DataFetcher) -> list[Callable[[], State] | None]:
+    """Where each loader is, None for one without a state."""
+    loaders = data_fetcher.combined_loader.flattened
+    return [snapshot(one) if hasattr(one, "state_dict") else None for one in loaders]
+
+
+def _goes_on(data_fetcher: _DataFetcher) -> bool:
+    """Whether the next epoch goes on with the same iterators, so that what is not trained in this one must be kept."""
+    return all(isinstance(one, Iterator) for one in data_fetcher.combined_loader.flattened)

@@ -4,15 +4,15 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_pipe.loops.ledger import InFlightLedger, LedgerEntry
+from lightning_pipe.loops.ledger import Fetched, InFlightLedger, LedgerEntry
 
 
-def numbered(count: int) -> Callable[[], tuple[int, bool]]:
+def numbered(count: int) -> Callable[[], Fetched]:
     remaining = iter(range(count))
 
-    def fetch() -> tuple[int, bool]:
+    def fetch() -> Fetched:
         batch = next(remaining)
-        return batch, batch == count - 1
+        return batch, batch == count - 1, {"given": batch + 1}
 
     return fetch
 
@@ -21,7 +21,7 @@ def test_a_batch_is_in_flight_from_its_fetch_until_it_is_trained() -> None:
     ledger = InFlightLedger(numbered(3))
     assert [next(ledger), next(ledger)] == [0, 1]
     assert (ledger.fetched, ledger.in_flight, ledger.trained) == (2, 2, 0)
-    assert ledger.retire() == LedgerEntry(0, is_last=False)
+    assert ledger.retire() == LedgerEntry(0, is_last=False, after={"given": 1})
     assert (ledger.fetched, ledger.in_flight, ledger.trained) == (2, 1, 1)
 
 
@@ -46,15 +46,60 @@ def test_what_is_given_up_is_counted_and_was_not_trained() -> None:
     for _ in range(3):
         next(ledger)
     ledger.retire()
-    assert ledger.give_up() == 2
+    assert len(ledger.give_up()) == 2
     assert (ledger.fetched, ledger.in_flight, ledger.trained) == (3, 0, 1)
 
 
 def test_a_fetch_that_raises_leaves_no_batch_behind() -> None:
-    def broken() -> tuple[int, bool]:
+    def broken() -> Fetched:
         raise OSError("unreadable")
 
     ledger = InFlightLedger(broken)
     with pytest.raises(OSError, match="unreadable"):
         next(ledger)
     assert (ledger.fetched, ledger.in_flight) == (0, 0)
+
+
+def test_the_last_batch_trained_says_where_things_were_behind_it() -> None:
+    ledger = InFlightLedger(numbered(4))
+    assert ledger.last_trained is None
+    next(ledger), next(ledger), next(ledger)
+    ledger.retire()
+    ledger.retire()
+    assert ledger.last_trained is not None
+    assert ledger.last_trained.after == {"given": 2}
+
+
+def test_what_is_given_up_comes_first_in_the_next_ledger() -> None:
+    ledger = InFlightLedger(numbered(5), holds=True)
+    for _ in range(3):
+        next(ledger)
+    ledger.retire()
+    following = InFlightLedger(ledger._fetch, ledger.give_up(), holds=True)
+    assert [next(following), next(following)] == [1, 2]
+    # And again, together with what it has not given yet itself.
+    third = InFlightLedger(ledger._fetch, following.give_up())
+    assert list(third) == [1, 2, 3, 4]
+    assert third.oldest.after == {"given": 2}
+
+
+def test_a_batch_that_is_skipped_is_neither_trained_nor_given_up() -> None:
+    ledger = InFlightLedger(numbered(3), holds=True)
+    next(ledger), next(ledger)
+    ledger.skip()
+    assert (ledger.in_flight, ledger.trained, ledger.last_trained) == (1, 0, None)
+    assert [fetch()[0] for fetch in ledger.give_up()] == [1]
+
+
+def test_batches_are_transferred_in_the_order_in_which_they_were_fetched() -> None:
+    ledger = InFlightLedger(numbered(2))
+    assert ledger.next_transferred() is None
+    next(ledger), next(ledger)
+    found = [ledger.next_transferred(), ledger.next_transferred(), ledger.next_transferred()]
+    assert [entry and entry.index for entry in found] == [0, 1, None]
+
+
+def test_a_batch_is_held_only_where_it_may_be_needed_again() -> None:
+    ledger = InFlightLedger(numbered(1))
+    next(ledger)
+    assert ledger.oldest.batch is None

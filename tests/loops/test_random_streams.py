@@ -26,10 +26,10 @@ def test_the_model_draws_the_same_however_often_the_second_streams_are_used() ->
     for uses in (1, 4):
         seed()
         streams = RandomStreams(CPU)
-        with streams.active():
+        with streams.active("fetch"):
             draw()
         for _ in range(uses):
-            with streams.active():
+            with streams.active("fetch"):
                 draw()
         drawn.append(draw())
     assert drawn[0] == drawn[1]
@@ -42,7 +42,7 @@ def test_the_second_streams_draw_the_same_whatever_the_model_draws_between() -> 
         streams = RandomStreams(CPU)
         of_run = []
         for _ in range(3):
-            with streams.active():
+            with streams.active("fetch"):
                 of_run.append(draw())
             for _ in range(between):
                 draw()
@@ -56,7 +56,7 @@ def test_the_first_block_of_an_epoch_uses_the_common_streams() -> None:
     expected = [draw(), draw()]
     seed()
     streams = RandomStreams(CPU)
-    with streams.active():
+    with streams.active("fetch"):
         first = draw()
     assert [first, draw()] == expected
 
@@ -65,11 +65,11 @@ def test_a_restart_takes_the_common_streams_up_again() -> None:
     seed()
     streams = RandomStreams(CPU)
     for _ in range(2):
-        with streams.active():
+        with streams.active("fetch"):
             draw()
     torch_state, python_state = torch.get_rng_state(), random.getstate()
     streams.restart()
-    with streams.active():
+    with streams.active("fetch"):
         pass
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert random.getstate() == python_state
@@ -78,12 +78,12 @@ def test_a_restart_takes_the_common_streams_up_again() -> None:
 def test_the_models_streams_are_put_back_when_a_block_raises() -> None:
     seed()
     streams = RandomStreams(CPU)
-    with streams.active():
+    with streams.active("fetch"):
         pass
     expected = torch.get_rng_state()
 
     def fail() -> None:
-        with streams.active():
+        with streams.active("fetch"):
             draw()
             raise KeyError
 

@@ -1,0 +1,113 @@
+"""Lightning's fit loop, which goes on from a checkpoint with the batch behind the last one trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_pipe.loops.resumable_loader import can_resume, is_resumable, load_states, resumable
+from lightning_pipe.loops.resume import ResumePoint
+
+_KEY = "lightning_pipe"
+
+
+class PipelineFitLoop(_FitLoop):
+    """Drop-in for Lightning's fit loop, around :class:`~lightning_pipe.loops.PipelineTrainingEpochLoop`.
+
+    A checkpoint says where every rank's loaders and random generators were behind the last batch trained, however many
+    were fetched ahead. PyTorch's own loaders over map-style datasets are given a state for it; loaders with a
+    ``state_dict`` keep theirs.
+    """
+
+    @classmethod
+    def install(cls, trainer: pl.Trainer) -> PipelineFitLoop:
+        """Put one in the place of the trainer's, with all that the latter holds."""
+        present = trainer.fit_loop
+        if isinstance(present, cls):
+            return present
+        loop = cls.__new__(cls)
+        loop.__dict__.update(present.__dict__)
+        trainer.fit_loop = loop
+        return loop
+
+    def reset(self) -> None:
+        self.update_restart_stage()
+        # Lightning counts an epoch as ended whose last batch ended; here it ends first.
+        if not (self.restarted_mid_epoch and getattr(self.epoch_loop, "restarted_at_last_batch", False)):
+            super().reset()
+
+    def setup_data(self) -> None:
+        point = self._resume_point
+        if point is None or self._combined_loader is not None:
+            super().setup_data()
+            return
+        with point.making_iterators(self.trainer.strategy.root_device):
+            super().setup_data()
+
+    def _load_combined_loader_states(self) -> None:
+        loader = self._combined_loader
+        assert loader is not None
+        loader.flattened = [resumable(one) if can_resume(one) else one for one in loader.flattened]
+        point = self._resume_point
+        if point is None or not point.loaders:
+            self._combined_loader_states_to_load = self._states_for_lightning(loader)
+            super()._load_combined_loader_states()
+            return
+        self._combined_loader_states_to_load = []
+        load_states(loader.flattened, point.loaders)
+
+    def _states_for_lightning(self, loader: CombinedLoader) -> list[dict[str, Any]]:
+        """States that Lightning's own loop saved: of the users' stateful loaders only; ours get none."""
+        states = iter(self._combined_loader_states_to_load)
+        if not self._combined_loader_states_to_load:
+            return []
+        stateful = [one for one in loader.flattened if hasattr(one, "state_dict")]
+        return [{} if is_resumable(one) else next(states, {}) for one in stateful]
+
+    @property
+    def _resume_point(self) -> ResumePoint | None:
+        found: ResumePoint | None = getattr(self.epoch_loop, "resume_point", None)
+        return found
+
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().on_save_checkpoint()
+        state.pop("combined_loader", None)
+        point = self.epoch_loop.point_of_last_trained()  # type: ignore[attr-defined]
+        if point is None:
+            return state
+        loader = self._combined_loader
+        assert loader is not None
+        own = [one for one, of in zip(point.loaders, loader.flattened, strict=True) if not is_resumable(of)]
+        if stateful := [one for one in own if one is not None]:
+            state["combined_loader"] = stateful  # where Lightning's own loop looks for them
+        state[_KEY] = {"ranks": _of_all_ranks(point.packed())}
+        return state
+
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        super().on_load_checkpoint(state_dict)
+        ranks = state_dict.get(_KEY, {}).get("ranks")
+        if ranks is None:
+            return
+        world, rank = self.trainer.world_size, self.trainer.global_rank
+        if len(ranks) != world:
+            rank_zero_warn(
+                f"The checkpoint was written by {len(ranks)} ranks, and there are {world}: random generators and data"
+                " loaders go on from where they are"
+            )
+            return
+        self.epoch_loop.resume_point = ResumePoint.unpacked(ranks[rank])  # type: ignore[attr-defined]
+
+
+def _of_all_ranks(own: Mapping[str, Any]) -> list[Any]:
+    """Every rank's, on rank 0, which writes them; a checkpoint is made on all ranks together."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return [own]
+    found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(own, found, dst=0)
+    return found if found is not None else [own]

@@ -1,0 +1,243 @@
+"""DataLoaders over map-style datasets that can be taken up where they were left, in the middle of an epoch.
+
+PyTorch's ``DataLoader`` has no state. What decides the order of its batches is the state of the random generators when
+its sampler begins; with that, the batches given since are skipped in the sampler, without loading them. So a loader
+becomes one that Lightning takes for stateful, and that gives the very batches that it would have given.
+
+What a dataset draws in worker processes begins anew where training is taken up: workers are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.loops.random_streams import get_states, pack_states, set_states, unpack_states
+
+__all__ = ["State", "can_resume", "end_of_epoch", "is_resumable", "load_states", "resumable", "snapshot"]
+
+State = dict[str, Any]
+
+_CPU = torch.device("cpu")  # what a sampler draws from
+
+
+def can_resume(loader: Any) -> bool:
+    """Whether a loader is one of PyTorch's own over a map-style dataset, and has no state of its own."""
+    return (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        # What iterates in a way of its own may load what the sampler never names.
+        and type(loader).__iter__ is DataLoader.__iter__
+        and not hasattr(loader, "state_dict")
+    )
+
+
+def resumable(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The same loader with ``state_dict`` and ``load_state_dict``; the given one stays as it is.
+
+    Args:
+        loader: for which :func:`can_resume` holds.
+    """
+    made = _resumable_class(type(loader))  # type: ignore[arg-type]
+    same: DataLoader[Any] = made.__new__(made)
+    vars(same).update(vars(loader))
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    # A DataLoader refuses to have it set.
+    vars(same)[name] = vars(same)["_indices"] = _Indices(vars(same)[name], _generators_of(loader))
+    vars(same)["_iterator"] = None  # workers that wait for the given one's next epoch are not this one's
+    return same
+
+
+def is_resumable(loader: Any) -> bool:
+    """Whether a loader is one that :func:`resumable` made."""
+    return isinstance(loader, _Resumable)
+
+
+def snapshot(loader: Any) -> Callable[[], State]:
+    """Where a loader with a state is now; its state is given when the result is called, however far it has come.
+
+    Args:
+        loader: of :func:`resumable`, for which a snapshot costs next to nothing, or any with a ``state_dict``.
+    """
+    if isinstance(loader, _Resumable):
+        return loader._indices.snapshot()
+    # What its method returns may be its own and change.
+    state: State = copy.deepcopy(loader.state_dict())
+    return lambda: state
+
+
+def end_of_epoch(loader: Any) -> State | None:
+    """The state of a loader that has given all of an epoch, or all that is wanted of it; None for one without."""
+    if isinstance(loader, _Resumable):
+        return loader._indices.ended()
+    return snapshot(loader)() if hasattr(loader, "state_dict") else None
+
+
+def load_states(loaders: Sequence[Any], states: Sequence[State | None]) -> None:
+    """Let the next iteration of each loader begin where its state says.
+
+    Args:
+        loaders: those of which a checkpoint has the states.
+        states: one each; None for one that had none.
+
+    Raises:
+        SetupError: there are more of them, or fewer.
+    """
+    if len(states) != len(loaders):
+        raise SetupError(
+            f"the checkpoint has the states of {len(states)} train dataloader(s), and there are {len(loaders)}; needed"
+            " are as many as it was written with"
+        )
+    for loader, state in zip(loaders, states, strict=True):
+        if state is not None and hasattr(loader, "load_state_dict"):
+            loader.load_state_dict(state)
+
+
+class _Indices:
+    """A loader's sampler, or batch sampler, that can begin where an earlier one was."""
+
+    def __init__(self, inner: Any, generators: list[torch.Generator]) -> None:
+        self._inner = inner
+        self._generators = generators
+        self._resume: State | None = None
+        self.given = 0
+        # Where all generators were when an iteration began, and when its first index was drawn.
+        self._created: State | None = None
+        self._begun: State | None = None
+        self._resumed: State | None = None
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy and pickle look for theirs before there is an _inner
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._from(self.given, self._resumed)
+
+    def begin(self) -> bool:
+        """Begin an iteration of the loader, or go on with one; returns whether it goes on."""
+        resume, self._resume = self._resume, None
+        self.given, self._resumed = 0, None
+        goes_on = resume is not None and "ended" not in resume
+        if resume is not None and goes_on:
+            self._put(_unpack(resume["created"]))
+            self.given = int(resume["given"])
+            self._resumed = None if resume["begun"] is None else _unpack(resume["begun"])
+        elif resume is not None:
+            self._put_own(resume["ended"])
+        self._created, self._begun = self._where(), None
+        return goes_on
+
+    def _from(self, given: int, begun: State | None) -> Iterator[Any]:
+        before = get_states(_CPU)
+        if begun is not None:
+            self._put(begun)
+        self._begun = self._where()
+        indices = iter(self._inner)
+        for _ in islice(indices, given):
+            pass
+        if begun is not None:
+            # What comes next in the fetch is not the sampler's, and goes on from where it was.
+            set_states(before, _CPU)
+        yield from indices
+
+    def snapshot(self) -> Callable[[], State]:
+        if self._created is None:
+            return dict
+        return partial(_state, self._created, self._begun, self.given)
+
+    def ended(self) -> State:
+        return {"ended": [one.get_state() for one in self._generators]}
+
+    def resume(self, state: State) -> None:
+        self._resume = state or None
+
+    def _where(self) -> State:
+        return {"common": get_states(_CPU), "own": [one.get_state() for one in self._generators]}
+
+    def _put(self, where: State) -> None:
+        set_states(where["common"], _CPU)
+        self._put_own(where["own"])
+
+    def _put_own(self, states: list[Tensor]) -> None:
+        for one, state in zip(self._generators, states, strict=False):
+            one.set_state(state.cpu())
+
+
+class _Resumable:
+    """What is added to a class of loaders."""
+
+    _indices: _Indices
+
+    def __iter__(self) -> Any:
+        before = get_states(_CPU)
+        goes_on = self._indices.begin()
+        iterator = super().__iter__()  # type: ignore[misc]
+        if goes_on:
+            # It drew again what was drawn when the epoch began.
+            set_states(before, _CPU)
+        return _Counted(iterator, self._indices)
+
+    def state_dict(self) -> State:
+        """Where the loader is, as tensors and numbers."""
+        return self._indices.snapshot()()
+
+    def load_state_dict(self, state: State) -> None:
+        """Let the next iteration begin there; an empty state is where any loader begins."""
+        self._indices.resume(state)
+
+
+class _Counted(Iterator[Any]):
+    """A loader's iterator; counts what it gives, which is less than what workers have been asked for."""
+
+    def __init__(self, inner: Iterator[Any], indices: _Indices) -> None:
+        self._inner = inner
+        self._indices = indices
+
+    def __next__(self) -> Any:
+        batch = next(self._inner)
+        self._indices.given += 1
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._inner)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+@cache
+def _resumable_class(base: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
+    made: type[DataLoader[Any]] = type(base.__name__, (_Resumable, base), {"__module__": base.__module__})
+    return made
+
+
+def _generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """The loader's and its samplers' own, each once."""
+    batch_sampler = loader.batch_sampler
+    holders = loader, loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)
+    found = (getattr(holder, "generator", None) for holder in holders)
+    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+
+
+def _state(created: State, begun: State | None, given: int) -> State:
+    return {"created": _pack(created), "begun": None if begun is None else _pack(begun), "given": given}
+
+
+def _pack(where: State) -> State:
+    return {"common": pack_states(where["common"]), "own": where["own"]}
+
+
+def _unpack(packed: State) -> State:
+    return {"common": unpack_states(packed["common"]), "own": packed["own"]}

@@ -1,0 +1,64 @@
+"""The point from which a run goes on: behind the last batch trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lightning_pipe.loops.random_streams import States, get_states, pack_states, set_states, unpack_states
+
+
+@dataclass
+class ResumePoint:
+    """Where one rank's data and random generators are.
+
+    Attributes:
+        loaders: the state of each train dataloader, None for one that has none.
+        common: the generators that the model draws from.
+        streams: those of work that runs ahead, by their names; none at the end of an epoch, where data begins anew.
+        common_behind_iterators: where the model's are once iterators are made from here.
+    """
+
+    loaders: list[Any]
+    common: States
+    streams: dict[str, States] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.common_behind_iterators = self.common
+
+    @property
+    def in_mid_epoch(self) -> bool:
+        """Whether an epoch is gone on with."""
+        return bool(self.streams)
+
+    @contextmanager
+    def making_iterators(self, device: torch.device) -> Iterator[None]:
+        """Let iterators be made in the body: what they draw then, and load already, they draw as in the run before."""
+        before = get_states(device)
+        set_states(self.streams.get("fetch", self.common), device)
+        try:
+            yield
+            if self.in_mid_epoch:
+                self.streams["fetch"] = get_states(device)
+            else:
+                self.common_behind_iterators = get_states(device)
+        finally:
+            set_states(before, device)
+
+    def packed(self) -> dict[str, Any]:
+        """As a checkpoint holds it: tensors, numbers, and what states of users' loaders are made of."""
+        return {
+            "loaders": self.loaders,
+            "common": pack_states(self.common),
+            "streams": {name: pack_states(states) for name, states in self.streams.items()},
+        }
+
+    @staticmethod
+    def unpacked(packed: dict[str, Any]) -> ResumePoint:
+        """What :meth:`packed` gave."""
+        streams = {name: unpack_states(states) for name, states in packed["streams"].items()}
+        return ResumePoint(packed["loaders"], unpack_states(packed["common"]), streams)
