@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -15,6 +16,7 @@ from lightning_pipe.loops.resumable_loader import can_resume, is_resumable, load
 from lightning_pipe.loops.resume import ResumePoint
 
 _KEY = "lightning_pipe"
+_WITHOUT_END = 2**62
 
 
 class PipelineFitLoop(_FitLoop):
@@ -43,12 +45,26 @@ class PipelineFitLoop(_FitLoop):
             super().reset()
 
     def setup_data(self) -> None:
-        point = self._resume_point
+        fetcher, point = self._data_fetcher, self._resume_point
         if point is None or self._combined_loader is not None:
             super().setup_data()
+        else:
+            with point.making_iterators(self.trainer.strategy.root_device):
+                super().setup_data()
+        if self._data_fetcher is not fetcher and self.trainer.world_size > 1:
+            self._count_as_the_shortest()
+
+    def _count_as_the_shortest(self) -> None:
+        """Let all ranks validate, and end, where the one with the fewest batches does."""
+        trainer: Any = self.trainer
+        own = _WITHOUT_END if self.max_batches == float("inf") else int(self.max_batches)
+        fewest = torch.tensor(own, device=trainer.strategy.root_device)
+        dist.all_reduce(fewest, dist.ReduceOp.MIN)
+        if (found := int(fewest)) == own:
             return
-        with point.making_iterators(self.trainer.strategy.root_device):
-            super().setup_data()
+        self.max_batches = found
+        if isinstance(trainer.val_check_interval, float) and trainer._val_check_time_interval is None:
+            trainer.val_check_batch = max(1, int(found * trainer.val_check_interval))
 
     def _load_combined_loader_states(self) -> None:
         loader = self._combined_loader

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+
+from lightning_pipe.loops.batch_source import Fetched
 
 
 @dataclass(frozen=True)
@@ -26,29 +28,22 @@ class LedgerEntry:
     after: dict[str, Any] = field(default_factory=dict)
 
 
-# A batch, whether it is the loader's last one, and where things are behind it.
-Fetched = tuple[Any, bool, dict[str, Any]]
-
-
 class InFlightLedger(Iterator[Any]):
     """Gives batches to the pipeline and remembers those that are not trained yet, in order.
 
     Args:
         fetch: gives the next batch; raises ``StopIteration`` after the last.
-        kept: give what another ledger of the same loader gave up; they come first.
         holds: whether to hold batches as they were fetched until they are trained, for the case that they are given up.
     """
 
     def __init__(
         self,
         fetch: Callable[[], Fetched],
-        kept: Sequence[Callable[[], Fetched]] = (),
         *,
         holds: bool = False,
     ) -> None:
         self._fetch = fetch
         self._holds = holds
-        self._kept = deque(kept)
         self._in_flight: deque[LedgerEntry] = deque()
         self._to_transfer: deque[LedgerEntry] = deque()
         self.fetched = 0
@@ -56,7 +51,7 @@ class InFlightLedger(Iterator[Any]):
         self.last_trained: LedgerEntry | None = None
 
     def __next__(self) -> Any:
-        batch, is_last, after = self._kept.popleft()() if self._kept else self._fetch()
+        batch, is_last, after = self._fetch()
         entry = LedgerEntry(self.fetched, is_last, batch if self._holds else None, after)
         self._in_flight.append(entry)
         self._to_transfer.append(entry)
@@ -88,11 +83,10 @@ class InFlightLedger(Iterator[Any]):
         self._in_flight.popleft()
 
     def give_up(self) -> list[Callable[[], Fetched]]:
-        """Note that what is in flight, or was kept, is not trained here; returns what gives it again, in order."""
-        given_up = [partial(_given, entry) for entry in self._in_flight] + list(self._kept)
+        """Note that what is in flight will not be trained; returns what gives it again, in order."""
+        given_up: list[Callable[[], Fetched]] = [partial(_given, entry) for entry in self._in_flight]
         self._in_flight.clear()
         self._to_transfer.clear()
-        self._kept.clear()
         return given_up
 
 

@@ -15,9 +15,10 @@ from lightning.pytorch.trainer import call
 
 from lightning_pipe.engine import IterContext, PipelineError, TaskError
 from lightning_pipe.engine.plan import MAIN
+from lightning_pipe.loops.batch_source import AgreedSource, BatchSource, Fetched, Source, Uneven
 from lightning_pipe.loops.default_program import default_program
 from lightning_pipe.loops.fit_loop import PipelineFitLoop
-from lightning_pipe.loops.ledger import Fetched, InFlightLedger
+from lightning_pipe.loops.ledger import InFlightLedger
 from lightning_pipe.loops.program import TrainingProgram
 from lightning_pipe.loops.random_streams import RandomStreams, get_states, set_states
 from lightning_pipe.loops.resumable_loader import State, end_of_epoch, load_states, snapshot
@@ -57,6 +58,8 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         self._ledger: InFlightLedger | None = None
         self._streams: RandomStreams | None = None
         self._fetcher: _DataFetcher | None = None
+        self._source: Source | None = None
+        self._group: dist.ProcessGroup | None = None
         self._kept: list[Callable[[], Fetched]] = []
         self._initial: dict[str, Any] = {}
         self._resumed: ResumePoint | None = None
@@ -131,11 +134,14 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         data_fetcher.fetched += len(kept)
         if kept and data_fetcher.done:
             kept[-1] = partial(_as_last, kept[-1])
-        self._ledger = InFlightLedger(partial(self._fetch, data_fetcher), kept, holds=_goes_on(data_fetcher))
+        self._source = self._agreed(BatchSource(partial(self._fetch, data_fetcher), kept), data_fetcher)
+        self._ledger = InFlightLedger(self._source, holds=_goes_on(data_fetcher))
 
     def run(self, data_fetcher: _DataFetcher) -> None:
         try:
             super().run(data_fetcher)
+            if isinstance(self._source, AgreedSource):
+                self._source.close()
             if self._iterators_due:
                 # The epoch had ended when the checkpoint was written, and has ended again without a batch.
                 self._put_loaders_back(data_fetcher)
@@ -146,7 +152,8 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
                 given_up = self._ledger.give_up()
                 if _goes_on(data_fetcher):
                     ahead = getattr(data_fetcher, "batches", ())
-                    self._kept = given_up + [partial(self._read_before, batch) for batch, _, _ in ahead]
+                    read = self._source.unread() if self._source is not None else []
+                    self._kept = given_up + read + [partial(self._read_before, batch) for batch, _, _ in ahead]
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
         """Train one batch: Lightning's sequence of hooks, around one period of the pipeline.
@@ -223,8 +230,12 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         if self._program is not None:
             self._program.close()
             self._program = None
-        self._ledger = self._fetcher = None
+        self._ledger = self._fetcher = self._source = None
         self._kept = []
+        group, self._group = self._group, None
+        # The user may have left the world, and with it all groups.
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
         super().teardown()
 
     def point_of_last_trained(self) -> ResumePoint | None:
@@ -246,6 +257,16 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
             after = self._ledger.last_trained.after
         states = [None if state is None else state() for state in after["loaders"]]
         return ResumePoint(states, common, {name: value for name, value in after.items() if name != "loaders"})
+
+    def _agreed(self, source: Source, data_fetcher: _DataFetcher) -> Source:
+        """Batches that all ranks have, where there are several."""
+        strategy = self.trainer.strategy
+        if self.trainer.world_size == 1 or not dist.is_initialized():
+            return source
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=getattr(strategy, "_timeout", None))
+        uneven: Uneven = getattr(strategy, "uneven_batches", "shortest")
+        return AgreedSource(source, self._group, partial(_remaining, data_fetcher), uneven)
 
     def _put_loaders_back(self, data_fetcher: _DataFetcher) -> None:
         """Let the next iterators be made as if none had been made since the checkpoint."""
@@ -342,6 +363,11 @@ def _snapshots(data_fetcher: _DataFetcher) -> list[Callable[[], State] | None]:
     """Where each loader is, None for one without a state."""
     loaders = data_fetcher.combined_loader.flattened
     return [snapshot(one) if hasattr(one, "state_dict") else None for one in loaders]
+
+
+def _remaining(data_fetcher: _DataFetcher) -> int | None:
+    """How many batches its loaders have not been asked for, if they know."""
+    return None if data_fetcher.length is None else max(0, data_fetcher.length - data_fetcher.fetched)
 
 
 def _goes_on(data_fetcher: _DataFetcher) -> bool:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.seed import isolate_rng
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.loops.batch_source import Uneven
 
 
 class DistributedStrategy(DDPStrategy):
@@ -12,6 +17,13 @@ class DistributedStrategy(DDPStrategy):
 
     # Lightning shards data for strategies it knows, and for those that say so.
     is_distributed = True
+    # Where some ranks have fewer batches, an epoch ends with the shortest, or an error.
+    uneven_batches: Uneven = "shortest"
+
+    def _take_uneven_batches(self, uneven_batches: Uneven) -> None:
+        if uneven_batches not in get_args(Uneven):
+            raise SetupError(f"uneven_batches is {uneven_batches!r}; needed is one of 'shortest', 'error'")
+        self.uneven_batches = uneven_batches
 
     def setup_distributed(self) -> None:
         """Set up the process group.

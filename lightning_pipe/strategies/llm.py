@@ -40,6 +40,7 @@ from lightning_pipe.llm.schedules import ScheduleSpec, count_stages, find_schedu
 from lightning_pipe.llm.stage_module import is_causal_lm
 from lightning_pipe.llm.tasks import llm_plan
 from lightning_pipe.loops import PipelineTrainingEpochLoop, TrainingProgram
+from lightning_pipe.loops.batch_source import Uneven
 from lightning_pipe.loops.zero_grad_first import ZeroGradFirst
 from lightning_pipe.strategies.batch_runs import BatchRuns
 from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy, on_all_ranks
@@ -117,6 +118,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         length_buckets: lengths are rounded up to the next of these.
         pad_values: more keys of the batch to pad in dimension 1, with what.
         strict_batches: refuse a batch whose rows do not fill the micro-batches, instead of filling it with copies.
+        uneven_batches: where some ranks have fewer batches, end the epoch with the ``shortest``, or raise an ``error``.
         compare_batches: compare the ranks' batches, tensor by tensor, in every step; in any case they compare sizes.
         schedule_cache_bytes: the most that the buffers of schedules for other lengths may take, on any rank.
         tied_embeddings: where stages on two ranks hold one parameter, an embedding and a head, ``sum`` the gradients of
@@ -162,6 +164,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         length_buckets: Sequence[int] | None = None,
         pad_values: Mapping[str, float] | None = None,
         strict_batches: bool = False,
+        uneven_batches: Uneven = "shortest",
         compare_batches: bool = False,
         schedule_cache_bytes: int = 2**30,
         tied_embeddings: Literal["sum", "refuse"] = "sum",
@@ -188,6 +191,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             timeout=timeout,
             start_method=start_method,
         )
+        self._take_uneven_batches(uneven_batches)
         self._given = {name: repr(value) for name, value in arguments.items()}
         self._spec = find_schedule(schedule)
         self._asked_size = pipeline_parallel_size

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.loops import PipelineTrainingEpochLoop
+from lightning_pipe.loops.batch_source import Uneven
 from lightning_pipe.strategies.base import DistributedStrategy
 
 
 class PipelineStrategy(DistributedStrategy):
     """Lightning's distributed data parallelism; the next batch is moved to the device while this one trains.
 
-    Takes the arguments of Lightning's ``DDPStrategy``. For any LightningModule, on one process too (which then trains
-    without the wrapper that averages gradients). On several, parameters with an optimiser that runs inside backward are
-    refused.
+    For any LightningModule, on one process too (which then trains without the wrapper that averages gradients). On
+    several, parameters with an optimiser that runs inside backward are refused.
+
+    Args:
+        arguments: those of Lightning's ``DDPStrategy``.
+        uneven_batches: where some ranks have fewer batches, end the epoch with the ``shortest``, or raise an ``error``.
+        options: more of Lightning's.
     """
+
+    def __init__(self, *arguments: Any, uneven_batches: Uneven = "shortest", **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._take_uneven_batches(uneven_batches)
 
     def setup(self, trainer: pl.Trainer) -> None:
         self._leave_loaders_of_one_process(trainer)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_pipe.engine import IterContext, PipelinePlan, PlanError, SetupError, SWPipeline, TaskSpan
 from lightning_pipe.loops import PipelineTrainingEpochLoop, TrainingProgram
+from lightning_pipe.loops.batch_source import Uneven
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.kernel_calls import check_tables_wait
 from lightning_pipe.recsys.kernels import evaluating
@@ -71,6 +72,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         topology: the planner's topology: ``hbm_cap``, ``ddr_cap``, ``local_world_size`` and the like.
         validate_ids: check that every id is inside its table before the lookup; costs a pass over the ids.
         detect_nan: check the loss on all ranks together; costs a small all-reduce and, on a GPU, a synchronisation.
+        uneven_batches: where some ranks have fewer batches, end the epoch with the ``shortest``, or raise an ``error``.
         accelerator: as Lightning's ``DDPStrategy``, and so are the others.
         parallel_devices: see there.
         cluster_environment: see there.
@@ -92,6 +94,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         topology: Mapping[str, Any] | None = None,
         validate_ids: bool = False,
         detect_nan: bool = False,
+        uneven_batches: Uneven = "shortest",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -109,6 +112,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             timeout=timeout,
             start_method=start_method,
         )
+        self._take_uneven_batches(uneven_batches)
         # A name that does not exist is said when the strategy is made, not when training begins.
         recsys_plan(plan, recsys_tasks())
         self._plan = plan

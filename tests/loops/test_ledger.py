@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_pipe.loops.ledger import Fetched, InFlightLedger, LedgerEntry
+from lightning_pipe.loops.batch_source import BatchSource, Fetched
+from lightning_pipe.loops.ledger import InFlightLedger, LedgerEntry
 
 
 def numbered(count: int) -> Callable[[], Fetched]:
@@ -75,12 +76,9 @@ def test_what_is_given_up_comes_first_in_the_next_ledger() -> None:
     for _ in range(3):
         next(ledger)
     ledger.retire()
-    following = InFlightLedger(ledger._fetch, ledger.give_up(), holds=True)
-    assert [next(following), next(following)] == [1, 2]
-    # And again, together with what it has not given yet itself.
-    third = InFlightLedger(ledger._fetch, following.give_up())
-    assert list(third) == [1, 2, 3, 4]
-    assert third.oldest.after == {"given": 2}
+    following = InFlightLedger(BatchSource(ledger._fetch, ledger.give_up()))
+    assert list(following) == [1, 2, 3, 4]
+    assert following.oldest.after == {"given": 2}
 
 
 def test_a_batch_that_is_skipped_is_neither_trained_nor_given_up() -> None:

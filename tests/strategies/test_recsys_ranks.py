@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.distributed import run_ranks
 from tests.strategies.cases import (
@@ -25,6 +26,7 @@ from tests.strategies.cases import (
     Clicks,
     Memory,
     Mixed,
+    Rows,
     collate,
     difference,
     fit,
@@ -162,6 +164,16 @@ class Synchronised(Clicks):
         return loss
 
 
+class Endless(IterableDataset[Any]):
+    """Batches of up to four rows without a length; as many rows as each rank is told."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(DataLoader(Rows(self.rows), batch_size=4, collate_fn=collate))
+
+
 def lbfgs(module: Clicks) -> Any:
     return torch.optim.LBFGS(module.dense_parameters())
 
@@ -203,6 +215,12 @@ def run_cases(rank: int, world_size: int) -> dict[str, Any]:
         results[f"closure, {plan}"] = failure(Clicks(optimizers=lbfgs), recsys(plan, KINDS))
     results["plans differ"] = failure(Clicks(), recsys("base" if rank == 0 else "prefetch", KINDS))
     results["no optimiser"] = failure(Clicks(), recsys(optimizer=None))
+    for plan in PLANS:
+        shorter = Clicks()
+        fit(shorter, recsys(plan, KINDS), Endless((20, 16)[rank]), max_epochs=2)
+        results[f"uneven, {plan}"] = len(shorter.losses)
+        refusing = recsys(plan, KINDS, uneven_batches="error")
+        results[f"uneven refused, {plan}"] = failure(Clicks(), refusing, train=Endless((20, 16)[rank]))
     for accumulate in (1, 2):
         for everywhere in (True, False):
             for plan in PLANS:
@@ -320,6 +338,14 @@ def test_a_step_may_have_no_loss(ranks: list[dict[str, Any]], accumulate: int, e
             assert len(losses) == 12
             assert losses == expected_losses, plan
             assert difference(found, expected) == [], plan
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_an_epoch_ends_with_the_rank_that_has_the_fewest_batches(ranks: list[dict[str, Any]], plan: str) -> None:
+    assert named(ranks, f"uneven, {plan}") == [8, 8]
+    for found in named(ranks, f"uneven refused, {plan}"):
+        assert "InputError" in found["kinds"]
+        assert "all have 4, and beyond those there are 1 or more on rank 0" in found["message"]
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -1,0 +1,180 @@
+"""Where the ledger's batches come from: the loader, and, among several ranks, an agreement on each before it is given.
+
+A rank that has no more batches, or cannot fetch one, would leave the others waiting in the collectives of the next. So
+for each batch all ranks say whether they have it, in an all-reduce that is under way while batches before it train::
+
+    call      fetches   is sure of        gives
+    0         0, 1      0 and 1           0, which is not the last one
+    1         2         2 (begun in 0)    1
+    2         3         3: rank 1 has none
+                                          2, the last one on every rank
+
+What is fetched and not given stays in this process's memory: two batches.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_pipe.engine import InputError
+
+__all__ = ["AgreedSource", "BatchSource", "Fetched", "Source", "Uneven"]
+
+# A batch, whether it is the loader's last one, and where things are behind it.
+Fetched = tuple[Any, bool, dict[str, Any]]
+# What becomes of an epoch in which some ranks have fewer batches.
+Uneven = Literal["shortest", "error"]
+
+_HAS, _ENDED = 1, 0  # a rank that could not fetch says minus its number, minus one
+
+
+class Source(Protocol):
+    """Gives batches in order."""
+
+    def __call__(self) -> Fetched:
+        """The next one; raises ``StopIteration`` after the last."""
+        ...
+
+    def unread(self) -> list[Callable[[], Fetched]]:
+        """What it has read and not given, in order."""
+        ...
+
+
+class BatchSource:
+    """One rank's batches.
+
+    Args:
+        fetch: gives the next batch; raises ``StopIteration`` after the last.
+        kept: give what was read before and not trained; they come first.
+    """
+
+    def __init__(self, fetch: Callable[[], Fetched], kept: Sequence[Callable[[], Fetched]] = ()) -> None:
+        self._fetch = fetch
+        self._kept = deque(kept)
+
+    def __call__(self) -> Fetched:
+        return self._kept.popleft()() if self._kept else self._fetch()
+
+    def unread(self) -> list[Callable[[], Fetched]]:
+        return list(self._kept)
+
+
+class AgreedSource:
+    """Batches that every rank has; every rank makes the same calls.
+
+    Args:
+        source: this rank's.
+        group: of all ranks, on the CPU, used by nothing else.
+        remaining: how many batches the loader has not been asked for; None where it does not know.
+        uneven: ``shortest`` ends the epoch where the first rank's data ends, and says what the others leave;
+            ``error`` raises there.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        group: dist.ProcessGroup,
+        remaining: Callable[[], int | None],
+        uneven: Uneven = "shortest",
+    ) -> None:
+        self._source = source
+        self._group = group
+        self._remaining = remaining
+        self._uneven = uneven
+        self._ahead: deque[Fetched] = deque()
+        self._round: tuple[torch.Tensor, Any] | None = None
+        self._error: BaseException | None = None
+        self._read_here = 0
+        self._had_by_all = 0
+        self._begun = False
+        self._ended = False
+
+    def __call__(self) -> Fetched:
+        if not self._begun:
+            self._begun = True
+            self._read()
+            self._ended = not self._all_have_it()
+            if not self._ended:
+                self._read()
+        if self._ended:
+            raise StopIteration
+        # Of the batch behind the one that is given.
+        self._ended = not self._all_have_it()
+        batch, _, after = self._ahead.popleft()
+        if not self._ended:
+            self._read()
+        return batch, self._ended, after
+
+    def unread(self) -> list[Callable[[], Fetched]]:
+        return [partial(_same, one) for one in self._ahead] + self._source.unread()
+
+    def close(self) -> None:
+        """Wait for what the ranks still have to say to each other."""
+        pending, self._round = self._round, None
+        if pending is not None:
+            pending[1].wait()
+
+    def _read(self) -> None:
+        """Fetch a batch, and tell the other ranks whether it is there."""
+        says = _HAS
+        try:
+            self._ahead.append(self._source())
+            self._read_here += 1
+        except StopIteration:
+            says = _ENDED
+        except BaseException as error:  # the other ranks wait for what this one says
+            says, self._error = -self._group.rank() - 1, error
+        # The least of what all say, and minus the most.
+        said = torch.tensor([says, -says])
+        self._round = said, dist.all_reduce(said, dist.ReduceOp.MIN, group=self._group, async_op=True)
+
+    def _all_have_it(self) -> bool:
+        assert self._round is not None
+        (said, work), self._round = self._round, None
+        try:
+            work.wait()
+        except RuntimeError as error:
+            if self._error is None:
+                raise InputError(
+                    f"the ranks could not agree on batch {self._had_by_all} of the epoch: one of them has ended, or did"
+                    f" not answer in time ({error}). Its own output says why; start all ranks again from the last"
+                    " checkpoint"
+                ) from error
+        if self._error is not None:
+            raise self._error
+        least, most = int(said[0]), -int(said[1])
+        if least < _ENDED:
+            raise InputError(
+                f"rank {-least - 1} could not fetch its batch {self._had_by_all} of the epoch; its own error says why"
+            )
+        if least == _ENDED and most == _HAS:
+            self._say_what_is_left()
+        self._had_by_all += least
+        return least == _HAS
+
+    def _say_what_is_left(self) -> None:
+        had, remaining = self._had_by_all, self._remaining()
+        ranks: list[tuple[int, bool]] = [(0, True)] * self._group.size()
+        left = self._read_here - had
+        dist.all_gather_object(ranks, (left + (remaining or 0), not left or remaining is not None), group=self._group)
+        counts = ", ".join(
+            f"{count}{'' if exact else ' or more'} on rank {rank}" for rank, (count, exact) in enumerate(ranks) if count
+        )
+        said = f"anks have uneven numbers of batches: all have {had}, and beyond those there are {counts}"
+        if self._uneven == "error":
+            raise InputError(
+                f"r{said}. Give every rank as many (drop_last=True, or a sampler that fills up), or let epochs end with"
+                " the shortest (uneven_batches='shortest')"
+            )
+        rank_zero_info(f"R{said}. The epoch ends after {had} on every rank.")
+
+
+def _same(fetched: Fetched) -> Fetched:
+    return fetched
