@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_pipe.engine.errors import InputError
 from lightning_pipe.llm.padding import SequenceKeys
 
-__all__ = ["FullAttention", "chunk_positions", "cut_sequence", "join_sequence"]
+__all__ = ["FullAttention", "check_sequence", "chunk_positions", "cut_sequence", "join_sequence"]
 
 _MASK, _POSITIONS = "attention_mask", "position_ids"
 _DOCUMENTS = {"cu_seq_lens_q": "max_length_q", "cu_seq_lens_k": "max_length_k"}
@@ -113,8 +113,7 @@ def cut_sequence(
         InputError: a length that the ranks do not divide, sequences of several lengths or none at all, a mask of
             another shape, or masks and documents that may contradict each other.
     """
-    names = (keys or SequenceKeys()).values()
-    sequences = {key: micro_batch[key] for key in names if isinstance(micro_batch.get(key), Tensor)}
+    sequences = _sequences(micro_batch, keys)
     rows, length = _rows_and_length(sequences)
     multiple = 2 * size if balanced else size
     if length % multiple:
@@ -144,6 +143,16 @@ def cut_sequence(
     return local, attention
 
 
+def check_sequence(micro_batch: Mapping[str, Any], keys: SequenceKeys | None = None) -> None:
+    """See that a micro-batch can be cut, once it is padded to a length that can.
+
+    Raises:
+        InputError: as :func:`cut_sequence`, but for the length.
+    """
+    _, length = _rows_and_length(_sequences(micro_batch, keys))
+    _full_attention(micro_batch, length)
+
+
 def join_sequence(part: Tensor, group: dist.ProcessGroup, *, balanced: bool = False) -> Tensor:
     """Outputs for whole sequences, on every context rank; no gradients flow through it.
 
@@ -163,6 +172,11 @@ def join_sequence(part: Tensor, group: dist.ProcessGroup, *, balanced: bool = Fa
     ranks = range(group.size())
     held = torch.cat([chunk_positions(rank, group.size(), whole.shape[1], balanced=True) for rank in ranks])
     return whole.index_select(1, held.argsort().to(whole.device))
+
+
+def _sequences(micro_batch: Mapping[str, Any], keys: SequenceKeys | None) -> dict[str, Tensor]:
+    names = (keys or SequenceKeys()).values()
+    return {key: micro_batch[key] for key in names if isinstance(micro_batch.get(key), Tensor)}
 
 
 def _rows_and_length(sequences: Mapping[str, Tensor]) -> tuple[int, int]:

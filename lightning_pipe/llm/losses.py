@@ -6,6 +6,8 @@ divided once, at the end, by the number of all of them.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_pipe.engine.errors import InputError, SetupError
 
-__all__ = ["chunked_cross_entropy", "shift_labels", "summed_cross_entropy"]
+__all__ = ["check_sum", "chunked_cross_entropy", "shift_labels", "summed_cross_entropy"]
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
@@ -215,4 +217,42 @@ def _check_shapes(name: str, values: Tensor, labels: Tensor) -> None:
         raise InputError(
             f"the {name} have the shape {tuple(values.shape)} and the labels {tuple(labels.shape)}; needed are labels"
             f" of {tuple(values.shape[:-1])}, one a position: align them (shift_labels does for next-token prediction)"
+        )
+
+
+def check_sum(
+    summed_loss: Callable[[Any, Any], Tensor], loss: Tensor, output: Any, micro_batch: Mapping[str, Any]
+) -> None:
+    """See that a loss is a sum over tokens: twice the rows have twice the loss.
+
+    Args:
+        summed_loss: of an output and a micro-batch.
+        loss: what it gave for these.
+        output: of the model, (rows, ...); anything else is let be.
+        micro_batch: its tensors of as many rows are doubled.
+
+    Raises:
+        InputError: twice the rows have the same loss: it is a mean, and gradients would be divided twice.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        return
+    once = float(loss.detach())
+    if not isinstance(output, Tensor) or output.ndim < 2 or not math.isfinite(once) or once == 0.0:
+        return
+    rows = len(output)
+
+    def doubled(value: Any) -> Any:
+        has_rows = isinstance(value, Tensor) and value.ndim > 0 and len(value) == rows
+        return torch.cat([value, value]) if has_rows else value
+
+    try:
+        with torch.no_grad():
+            twice = float(summed_loss(doubled(output), {key: doubled(value) for key, value in micro_batch.items()}))
+    except Exception:  # a loss that can be asked for its own rows only
+        return
+    if abs(twice - once) < 0.1 * abs(once):
+        raise InputError(
+            f"summed_loss gives {once:.6g} for a micro-batch, and {twice:.6g} for twice its rows, as a mean does;"
+            " needed is the sum over its tokens (reduction='sum'), since gradients are divided by all tokens at the"
+            " end of the step"
         )

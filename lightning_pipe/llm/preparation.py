@@ -150,7 +150,10 @@ class BatchPreparation:
             self._check_added_rows(cut)
             sizes = [self._size(item) for item in cut.items]
             for item, (_, length) in zip(cut.items, sizes, strict=True):
-                pad_microbatch(item, length, self._keys)  # changes nothing yet, but refuses what cannot be padded
+                # Changes nothing yet, but refuses what cannot be padded, or cut.
+                padded = pad_microbatch(item, length, self._keys)
+                if self._context is not None:
+                    self._context.check(padded, self._keys)
             digest = _digest(cut.items) if self._compare else 0
             numbers = [1, max(rows for rows, _ in sizes), max(length for _, length in sizes), tokens, digest]
         except Exception as caught:  # of whatever kind: the other ranks wait for this one's numbers

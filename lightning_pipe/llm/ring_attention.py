@@ -19,10 +19,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed._functional_collectives import all_gather_tensor_autograd, wait_tensor
+from torch.distributed._functional_collectives import all_gather_single_autograd, wait_tensor
 
 from lightning_pipe.engine.errors import SetupError
-from lightning_pipe.llm.attention_mode import AttentionMode, check_call
+from lightning_pipe.llm.attention_mode import AttentionMode, OwnMasks, check_call, check_mask_heads
 from lightning_pipe.llm.context_parallel import FullAttention, chunk_positions
 
 __all__ = ["RingAttention", "check_ring"]
@@ -30,6 +30,9 @@ __all__ = ["RingAttention", "check_ring"]
 aten = torch.ops.aten
 _LENGTH = 2  # of (rows, heads, length, width)
 _HALF = (torch.float16, torch.bfloat16)
+# CUDA's kernel for other types gives sums for a multiple of this many queries, and wants as many back.
+_SUMS = 32
+_NEEDED = ("_templated_ring_attention", "_templated_ring_attention_backward", "_cp_options", "_RotateMethod")
 
 
 def check_ring() -> None:
@@ -42,11 +45,7 @@ def check_ring() -> None:
         from torch.distributed.tensor.experimental import _context_parallel
 
         ring = _context_parallel._attention
-        missing = [
-            name
-            for name in ("_templated_ring_attention", "_templated_ring_attention_backward", "_cp_options")
-            if not hasattr(ring, name)
-        ]
+        missing = [name for name in _NEEDED if not hasattr(ring, name)]
     except (ImportError, AttributeError) as error:
         missing = [str(error)]
     if missing:
@@ -77,6 +76,8 @@ class RingAttention(AttentionMode):
         if mask is not None:
             own = chunk_positions(group.rank(), group.size(), mask.shape[-1], balanced=True)
             self._mask = mask.index_select(-2, own.to(mask.device))
+        # Of a batch that brings masks the model's are parts.
+        self._own = None if self._square else OwnMasks(mask, group.rank(), group.size(), balanced=True)
 
     def attend(
         self,
@@ -90,19 +91,17 @@ class RingAttention(AttentionMode):
         enable_gqa: bool = False,
         **options: Any,
     ) -> Tensor:
-        check_call(query, key, attn_mask, is_causal, 1, self._square)
-        if dropout_p:
-            raise SetupError(
-                f"scaled_dot_product_attention is called with dropout_p={dropout_p}, and the ring's parts would draw"
-                " numbers that its backward does not know; needed is 0.0, or context_parallel_method='ulysses'"
-            )
+        check_call(query, key, attn_mask, is_causal, 1, self._square, dropout_p)
+        check_mask_heads(self._mask, query)
+        if self._own is not None:
+            self._own.check(attn_mask)
         device = query.device.type
         if torch.is_autocast_enabled(device):  # as the function would itself
             half = torch.get_autocast_dtype(device)
             query, key, value = (tensor.to(half) for tensor in (query, key, value))
         with torch._C.DisableTorchFunction():  # the same mode may be entered further out
             if self._mask is None:
-                return _round(query, key, value, scale, self._group)
+                return _round(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, self._group)
             mask = self._mask.to(query.dtype) if self._mask.is_floating_point() else self._mask
             key, value = _gathered(key, value, self._group)
             return F.scaled_dot_product_attention(
@@ -111,19 +110,24 @@ class RingAttention(AttentionMode):
 
 
 @torch.compiler.disable
-def _round(query: Tensor, key: Tensor, value: Tensor, scale: float | None, group: dist.ProcessGroup) -> Tensor:
+def _round(query: Tensor, key: Tensor, value: Tensor, scale: float, group: dist.ProcessGroup) -> Tensor:
     """Not compiled, as its kernel is compiled code already, and what merges its results is beyond Dynamo (2.13)."""
-    attended: Tensor = _Ring.apply(query, key, value, scale, group)
-    return attended
+    widths = [tensor.shape[-1] for tensor in (query, key, value)]
+    # Kernels ask for one width, those of CUDA for a multiple of 8, which the function itself fills up to.
+    width = max(widths) if query.device.type == "cpu" else -(-max(widths) // 8) * 8
+    filled = (F.pad(tensor, (0, width - own)) for tensor, own in zip((query, key, value), widths, strict=True))
+    attended: Tensor = _Ring.apply(*filled, scale, group)
+    return attended[..., : widths[-1]]
 
 
 def _gathered(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Of all ranks, in the order of the whole sequences; backward adds up the gradients of each rank's own."""
-    both = torch.stack([key, value]).movedim(_LENGTH + 1, 0).contiguous()
-    whole: Tensor = wait_tensor(all_gather_tensor_autograd(both, 0, group))
+    both = torch.cat([key, value], -1).movedim(_LENGTH, 0).contiguous()
+    whole: Tensor = wait_tensor(all_gather_single_autograd(both, 0, group))
     size = group.size()
     held = torch.cat([chunk_positions(rank, size, len(whole), balanced=True) for rank in range(size)])
-    key, value = whole.index_select(0, held.argsort().to(whole.device)).movedim(0, _LENGTH + 1)
+    whole = whole.index_select(0, held.argsort().to(whole.device)).movedim(0, _LENGTH)
+    key, value = whole.split([key.shape[-1], value.shape[-1]], -1)
     return key, value
 
 
@@ -131,15 +135,13 @@ class _Ring(torch.autograd.Function):
     """PyTorch's ring, there and back; where keys have fewer heads, those go round and are repeated for the kernel."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float | None, group: dist.ProcessGroup
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, group: dist.ProcessGroup) -> Tensor:
         repeats = query.shape[1] // key.shape[1]
 
         def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Any, ...]:
             return _attend(query, _repeat(key, repeats), _repeat(value, repeats), is_causal, scale)
 
-        with _ring() as ring:
+        with _ring(query.dtype) as ring:
             out, sums, *rest = ring._templated_ring_attention(
                 group, _LENGTH, attend, query=query, key=key, value=value, is_causal=True
             )
@@ -160,7 +162,7 @@ class _Ring(torch.autograd.Function):
             of_query, of_key, of_value = _attend_backward(grad_out, saved, ctx.rest, is_causal, ctx.scale)
             return of_query, _add_up(of_key, repeats), _add_up(of_value, repeats)
 
-        with _ring() as ring:
+        with _ring(query.dtype) as ring:
             gradients = ring._templated_ring_attention_backward(
                 ctx.group,
                 _LENGTH,
@@ -186,32 +188,33 @@ def _add_up(gradient: Tensor, repeats: int) -> Tensor:
 
 
 @contextmanager
-def _ring() -> Generator[Any]:
-    """PyTorch's module, set to what chunks are cut for; its options are the process's."""
+def _ring(dtype: torch.dtype) -> Generator[Any]:
+    """PyTorch's module, set to what chunks are cut for, sums in float32 at least; its options are the process's."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
     options: Any = ring._cp_options
-    before = options.enable_load_balance, options.rotate_method
+    before = vars(options).copy()
     options.enable_load_balance, options.rotate_method = True, ring._RotateMethod.ALL_TO_ALL
+    options.convert_to_f32 = dtype in _HALF
     try:
         yield ring
     finally:
-        options.enable_load_balance, options.rotate_method = before
+        vars(options).update(before)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> tuple[Any, ...]:
+def _attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> tuple[Any, ...]:
     """Output, logarithms of the sums, and what else backward needs; without dropout."""
     if query.device.type == "cpu":
         return tuple(aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale))
     if query.dtype in _HALF:
         return tuple(aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale))
-    return tuple(
-        aten._scaled_dot_product_efficient_attention(query, key, value, None, True, 0.0, is_causal, scale=scale)
-    )
+    attend = aten._scaled_dot_product_efficient_attention
+    out, sums, *rest = attend(query, key, value, None, True, 0.0, is_causal, scale=scale)
+    return out, sums[..., : query.shape[_LENGTH]], *rest
 
 
 def _attend_backward(
-    gradient: Tensor, saved: Sequence[Tensor], rest: Sequence[Any], is_causal: bool, scale: float | None
+    gradient: Tensor, saved: Sequence[Tensor], rest: Sequence[Any], is_causal: bool, scale: float
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key and value."""
     query = saved[0]
@@ -223,5 +226,7 @@ def _attend_backward(
         *ends_and_lengths, seed, offset, _ = rest
         return tuple(backward(gradient, *saved, *ends_and_lengths, 0.0, is_causal, seed, offset, scale=scale))
     backward = aten._scaled_dot_product_efficient_attention_backward
-    inputs, wanted = (*saved[:3], None, *saved[3:]), (True, True, True, False)
+    *others, sums = saved
+    sums = F.pad(sums, (0, -sums.shape[-1] % _SUMS), value=float("inf"))  # of queries that there are not
+    inputs, wanted = (*others[:3], None, others[3], sums), (True, True, True, False)
     return tuple(backward(gradient, *inputs, *rest, 0.0, wanted, is_causal, scale=scale)[:3])

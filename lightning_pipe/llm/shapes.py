@@ -101,9 +101,15 @@ class StageShapes:
         except (InputError, SetupError):
             raise
         except Exception as error:
+            unknown = isinstance(error, TypeError) and "keyword argument" in str(error)
+            fix = (
+                "Give forward that argument (context parallelism adds position_ids), or leave it out in model_inputs"
+                if unknown
+                else "Leave the loss to summed_loss; compute what depends on values of the batch where the batch is made"
+            )
             raise SetupError(
                 f"the forward pass of stage {index} cannot be run without data, to find the shapes that stages"
-                f" exchange: {error}. Compute what depends on values of the batch where the batch is made"
+                f" exchange: {error}. {fix}"
             ) from error
         if index == len(self._stages) - 1:
             # Nobody receives it: whatever it is, the loss is made of it on the spot.

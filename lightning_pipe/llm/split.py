@@ -173,7 +173,7 @@ def split_by_cost(
 def _check_stages(config: ModuleConfig, num_stages: int) -> None:
     if not 1 <= num_stages <= config.num_layers:
         raise SetupError(
-            f"{config.num_layers} layers cannot go to {num_stages} stages; needed is 1 to {config.num_layers} stages:"
+            f"{config.num_layers} layers cannot go to {num_stages} stages; needed is 1 to {config.num_layers} stage(s):"
             " lower pipeline_parallel_size or the stages of each rank"
         )
 

@@ -227,7 +227,8 @@ def run_empty(model: nn.Module, config: ModuleConfig, hidden: torch.Tensor | Non
     raise SetupError(
         f"{type(model).__name__} cannot be cut: with {', '.join(config.input_fqns + config.output_fqns)} and its layers"
         f" passing through, its forward {reason}; needed is a forward that then returns the hidden states it is given."
-        " Move what else it does to them into one of those modules"
+        " Move what else it does to them into one of those modules, a sum of two embeddings or a dropout on it say;"
+        " Hugging Face's models that do so, such as GPT-2 and OPT, cannot be cut"
     ) from failure
 
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 
-from lightning_pipe.llm.attention_mode import AttentionMode, check_call
+from lightning_pipe.llm.attention_mode import AttentionMode, OwnMasks, check_call, check_mask_heads
 from lightning_pipe.llm.context_parallel import FullAttention
 
 __all__ = ["Ulysses"]
@@ -48,6 +48,8 @@ class Ulysses(AttentionMode):
         # Made once, and the same for all layers, since autograd keeps it for each until backward.
         self._mask = None if attention is None else attention.as_mask()
         self._square = attention is not None and attention.mask is not None
+        # Of a batch that brings masks the model's are parts.
+        self._own = None if self._square else OwnMasks(self._mask, group.rank(), group.size())
 
     def attend(
         self,
@@ -61,6 +63,9 @@ class Ulysses(AttentionMode):
     ) -> Tensor:
         size = self._group.size()
         check_call(query, key, attn_mask, is_causal, size, self._square)
+        check_mask_heads(self._mask, query)
+        if self._own is not None:
+            self._own.check(attn_mask)
         repeats = size // math.gcd(key.shape[1], size)
         if repeats > 1:
             key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))

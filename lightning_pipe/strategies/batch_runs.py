@@ -15,6 +15,7 @@ from lightning_pipe.engine import InputError
 from lightning_pipe.llm.context_ranks import ContextRanks
 from lightning_pipe.llm.dimensions import StageMeshes
 from lightning_pipe.llm.gradients import scale_gradients
+from lightning_pipe.llm.losses import check_sum
 from lightning_pipe.llm.preparation import BatchPreparation, PreparedBatch, StepInputs
 from lightning_pipe.llm.router_losses import RouterLosses, sum_router_losses
 from lightning_pipe.llm.runner import PipelineRunner, StageInputs
@@ -64,6 +65,7 @@ class BatchRuns:
         self._scaling = scaling
         self._tokens = 0
         self._has_routers = has_routers
+        self._sum_seen = False
         # Ranks that share a tensor have the same losses: one of them counts.
         self._counts = meshes.tensor is None or meshes.tensor.get_local_rank() == 0
 
@@ -104,8 +106,16 @@ class BatchRuns:
         return [replace(one, contexts=(*one.contexts, partial(_same, losses))) for one, losses in inputs], routers
 
     def _scaled_loss(self, scale: float) -> Any:
-        summed_loss = self._module.summed_loss
+        summed_loss = self._module.summed_loss if self._sum_seen else self._seen_loss
         return summed_loss if scale == 1.0 else lambda output, target: summed_loss(output, target) * scale
+
+    def _seen_loss(self, output: Any, target: Any) -> Tensor:
+        """The module's, which is asked once whether it is a sum."""
+        loss = self._module.summed_loss(output, target)
+        if not self._sum_seen:
+            self._sum_seen = True
+            check_sum(self._module.summed_loss, loss, output, target)
+        return loss
 
     def predict(self, batch: Any, prepared: PreparedBatch | None) -> Any:
         """The module's predictions for the batch, on every rank of the pipeline."""

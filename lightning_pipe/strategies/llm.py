@@ -37,7 +37,6 @@ from lightning_pipe.llm.runner import PipelineRunner
 from lightning_pipe.llm.schedule_checks import check_combination, check_microbatches, splits_backward
 from lightning_pipe.llm.schedule_step import check_shared_parameters
 from lightning_pipe.llm.schedules import ScheduleSpec, count_stages, find_schedule, place_stages, stages_of_rank
-from lightning_pipe.llm.stage_module import is_causal_lm
 from lightning_pipe.llm.tasks import llm_plan
 from lightning_pipe.loops import PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.batch_source import Uneven
@@ -397,6 +396,11 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             raise SetupError("the module's model is None after configure_model; build_model must return the model")
         parameters = [(name, f"{tuple(one.shape)} of {one.dtype}") for name, one in module.model.named_parameters()]
         check_agreement(parameters, "model's parameters", dist.group.WORLD, error=SetupError)
+        if self.precision_plugin.precision == "16-true":
+            raise SetupError(
+                "the trainer's precision is '16-true', in which gradients of summed losses overflow without a scale;"
+                " needed is '16-mixed', 'bf16-mixed', 'bf16-true' or '32-true'"
+            )
         meshes, rank = self._stage_meshes, self.device_mesh["pipeline"].get_local_rank()
         rank_of_stage = place_stages(self._spec.placement, self._pipeline_size, self._num_stages)
         record, self._record = self._record, None
@@ -438,7 +442,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         self._scaling = LossScaling.of(self.precision_plugin, self._loss_group, self.root_device)
         context = None
         if meshes.context is not None:
-            context = ContextRanks(meshes.context.get_group(), self._context_method, is_causal_lm(split.kept))
+            context = ContextRanks.of(meshes.context.get_group(), self._context_method, split.kept)
         self._preparation = BatchPreparation(
             module.model_inputs,
             module.loss_tokens,

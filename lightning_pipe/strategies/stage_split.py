@@ -244,9 +244,11 @@ class _LayerCut:
                 run_empty(fake, self._config, hidden, **keywords)
 
         stages = [self.stage(shallow_copy(fake), index).eval() for index in range(self._num_stages)]
-        size, method = self._parallelism.context_size, self._parallelism.context_method
-        seen = stages if size == 1 else [CheckedAttention(stage, self._config.layers, size, method) for stage in stages]
-        return StageShapes(seen, mode, check)
+        size, tensor_size = self._parallelism.context_size, self._parallelism.tensor_size
+        if size == 1:
+            return StageShapes(stages, mode, check)
+        how = size, self._parallelism.context_method, tensor_size
+        return StageShapes([CheckedAttention(stage, self._config.layers, *how) for stage in stages], mode, check)
 
     def holds(self, mine: Sequence[int]) -> Callable[[str], bool]:
         kept = [name for index in mine for name in self._fqns[index]]

@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightning_pipe.llm.context_ranks import ContextMethod, ContextRanks
 from lightning_pipe.llm.losses import summed_cross_entropy
 from lightning_pipe.llm.padding import SequenceKeys, block_diagonal_mask
-from lightning_pipe.llm.stage_module import is_causal_lm
 
 VOCABULARY, LENGTH, ROWS = 19, 8, 2
 
@@ -200,7 +199,7 @@ def deviations(
     expected = gradients(model)
     model.zero_grad()
 
-    ranks = ContextRanks(group, method, is_causal_lm(model))
+    ranks = ContextRanks.of(group, method, model)
     local, within = ranks.cut(batch, SequenceKeys())
     mode = within()
     if recompute:

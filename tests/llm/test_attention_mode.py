@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_pipe.engine.errors import SetupError
-from lightning_pipe.llm.attention_mode import CheckedAttention
+from lightning_pipe.llm.attention_mode import CheckedAttention, OwnMasks, check_mask_heads
 from lightning_pipe.llm.context_ranks import ContextMethod
 from lightning_pipe.llm.deferred import fake_copy
 from lightning_pipe.llm.module_config import ModuleConfig, derive_config
@@ -57,14 +57,16 @@ class Mixing(nn.Module):
         return self.attention(x, x, x, need_weights=False)[0]
 
 
-def look_at(model: nn.Module, size: int = 2, method: ContextMethod = "ulysses", **keywords: Tensor) -> None:
+def look_at(
+    model: nn.Module, size: int = 2, method: ContextMethod = "ulysses", tensor_size: int = 1, **keywords: Tensor
+) -> None:
     """One forward without data, as every rank runs it before the first one with data."""
     if isinstance(model, Layers):
         config = ModuleConfig(len(model.layers), "layers", ("embedding",), ())
     else:
         config = derive_config(model)
     fake, mode = fake_copy(model)
-    stage = CheckedAttention(StageModule(fake, 0, 1).eval(), config.layers, size, method)
+    stage = CheckedAttention(StageModule(fake, 0, 1).eval(), config.layers, size, method, tensor_size)
     with mode, torch.no_grad():
         stage(mode.from_tensor(torch.zeros(2, 4, dtype=torch.long)), **keywords)
 
@@ -105,8 +107,53 @@ def test_attention_that_would_be_another_over_several_ranks_is_refused(
 
 def test_a_ring_asks_for_no_number_of_heads_but_for_attention_without_dropout() -> None:
     look_at(Layers(Block()), size=3, method="ring")
-    with pytest.raises(SetupError, match=r"attention_dropout=0.1, .* context_parallel_method='ulysses'"):
+    with pytest.raises(SetupError, match=r"dropout_p=0.1, .* context_parallel_method='ulysses'"):
         look_at(hugging_face("llama", attention_dropout=0.1), method="ring")
+    look_at(hugging_face("llama", attention_dropout=0.1))
+
+
+def test_a_mask_for_each_head_beside_tensor_parallelism_is_refused() -> None:
+    model = Layers(Block(is_causal=False))
+    look_at(model, tensor_size=2, attention_mask=torch.zeros(2, 1, 4, 4))
+    with pytest.raises(SetupError, match="attention_mask has 2 heads, which tensor_parallel_size=2 shares out"):
+        look_at(model, tensor_size=2, attention_mask=torch.zeros(2, 2, 4, 4))
+
+
+def window(length: int, width: int) -> Tensor:
+    positions = torch.arange(length)
+    ago = positions[:, None] - positions
+    return (ago >= 0) & (ago < width)
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("whole", [None, torch.ones(16, 16, dtype=torch.bool).tril()[None, None]])
+def test_a_mask_of_the_models_own_may_say_only_what_the_whole_one_says(whole: Tensor | None, balanced: bool) -> None:
+    OwnMasks._seen.clear()
+    for rank in (0, 1):
+        masks = OwnMasks(whole, rank, 2, balanced=balanced)
+        with pytest.raises(SetupError, match="a sliding window say"):
+            masks.check(window(8, 3))
+        masks.check(None)
+        masks.check(torch.zeros(8, 8))  # a bias is not looked at here
+    masks.check(torch.ones(8, 8, dtype=torch.bool).tril())
+
+
+def test_a_model_may_take_pieces_that_do_not_follow_on_for_documents() -> None:
+    OwnMasks._seen.clear()
+    apart = torch.ones(8, 8, dtype=torch.bool).tril()
+    apart[4:, :4] = False
+    OwnMasks(None, 0, 2, balanced=True).check(apart)
+    OwnMasks._seen.clear()
+    with pytest.raises(SetupError, match="a sliding window say"):
+        OwnMasks(None, 0, 2).check(apart[None])
+
+
+def test_a_mask_has_the_heads_of_the_query_or_one() -> None:
+    query = torch.zeros(1, 4, 2, 8)
+    for mask in (None, torch.zeros(1, 1, 2, 2), torch.zeros(1, 4, 2, 2)):
+        check_mask_heads(mask, query)
+    with pytest.raises(SetupError, match="attention_mask has 2 heads, and attention 4"):
+        check_mask_heads(torch.zeros(1, 2, 2, 2), query)
 
 
 def test_heads_that_the_ranks_do_not_divide_are_refused() -> None:

@@ -35,6 +35,10 @@ def whole_batch(batch: Mapping[str, Any]) -> Inputs:
     return (), {"batch": batch}
 
 
+def filtered(batch: Mapping[str, Any]) -> Inputs:
+    return (batch["input_ids"],), {key: value for key, value in batch.items() if key == "attention_mask"}
+
+
 def part() -> dict[str, Tensor]:
     return {"input_ids": torch.ones(2, 3), "position_ids": torch.tensor([[3, 4, 5]])}
 
@@ -47,9 +51,10 @@ def part() -> dict[str, Tensor]:
         lambda batch: ((), {**batch}),
         lambda batch: ((), dict(batch.items())),
         lambda batch: (tuple(batch.values()), {}),
+        lambda batch: ((batch.pop("position_ids") * 2,), {}),
         whole_batch,
     ],
-    ids=["changed", "get", "unpacked", "items", "values", "as it is"],
+    ids=["changed", "get", "unpacked", "items", "values", "popped", "as it is"],
 )
 def test_a_model_that_is_given_the_positions_is_let_be(model_inputs: ModelInputs) -> None:
     local = part()
@@ -57,9 +62,16 @@ def test_a_model_that_is_given_the_positions_is_let_be(model_inputs: ModelInputs
     assert (arguments, keywords) != ((), {})
 
 
-def test_a_model_that_would_count_from_0_in_every_chunk_is_refused() -> None:
+@pytest.mark.parametrize("model_inputs", [tokens_only, filtered])
+def test_a_model_that_would_count_from_0_in_every_chunk_is_refused(model_inputs: ModelInputs) -> None:
     with pytest.raises(InputError, match=r"context_parallel_size=2 .* 'position_ids', so that the model cannot know"):
-        ranks(causal_lm=False).inputs(part(), tokens_only)
+        ranks(causal_lm=False).inputs(part(), model_inputs)
+
+
+def test_a_micro_batch_that_is_handed_on_whole_is_a_plain_one() -> None:
+    _, keywords = ranks(causal_lm=False).inputs(part() | {"labels": torch.ones(1)}, whole_batch)
+    assert type(keywords["batch"]) is dict
+    assert keywords["batch"].keys() == {"input_ids", "position_ids", "labels"}
 
 
 def test_a_hugging_face_model_gets_the_positions_unasked_and_makes_no_mask() -> None:
@@ -72,6 +84,14 @@ def test_a_hugging_face_model_gets_the_positions_unasked_and_makes_no_mask() -> 
     assert keywords["attention_mask"].all()
     # The loss still sees which tokens are real.
     assert not local["attention_mask"].all()
+
+
+def test_older_code_of_hugging_face_gets_no_mask_at_all() -> None:
+    group: Any = Two()
+    older = ContextRanks(group, causal_lm=True, leaves_masks_out=False)
+    local = part() | {"attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}
+    _, keywords = older.inputs(local, lambda batch: ((), dict(batch)))
+    assert keywords["attention_mask"] is None
 
 
 def test_a_square_mask_goes_to_the_model_as_it_is() -> None:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipe.engine.errors import InputError, SetupError
-from lightning_pipe.llm.losses import chunked_cross_entropy, shift_labels, summed_cross_entropy
+from lightning_pipe.llm.losses import check_sum, chunked_cross_entropy, shift_labels, summed_cross_entropy
 from tests.distributed import run_ranks
 
 WIDTH, VOCABULARY = 6, 23
@@ -327,3 +327,32 @@ def test_inside_the_forward_of_a_sharded_module_the_gradients_are_those_of_whole
         for name, tolerance in (("kept", 1e-6), ("resharded", 1e-6), ("bf16", 1e-2)):
             expected, found = results[name]
             same(found, expected, tolerance)
+
+
+# ---------------------------------------------------------------------- a mean in the place of a sum
+
+
+def mean_loss(output: Tensor, target: Any) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target["labels"].flatten())
+
+
+def test_a_mean_is_refused_and_a_sum_is_let_be() -> None:
+    generator = torch.Generator().manual_seed(0)
+    output = torch.randn(3, 4, 5, generator=generator)
+    target = {"labels": torch.randint(5, (3, 4), generator=generator), "name": "a"}
+
+    def summed(output: Tensor, target: Any) -> Tensor:
+        return summed_cross_entropy(output, target["labels"])
+
+    check_sum(summed, summed(output, target), output, target)
+    with pytest.raises(InputError, match=r"for a micro-batch, and .* for twice its rows, as a mean does"):
+        check_sum(mean_loss, mean_loss(output, target), output, target)
+
+
+def test_a_loss_that_takes_its_own_rows_only_is_let_be() -> None:
+    def own_rows(output: Tensor, target: Any) -> Tensor:
+        return (output * torch.ones(3, 1)).sum() / len(output)
+
+    output = torch.ones(3, 4)
+    check_sum(own_rows, own_rows(output, {}), output, {})
+    check_sum(mean_loss, torch.tensor(float("nan")), output, {})

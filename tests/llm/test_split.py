@@ -67,7 +67,7 @@ def test_every_split_holds_each_module_once_and_in_order() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((3, 4), "3 layers cannot go to 4 stages; needed is 1 to 3 stages"),
+        ((3, 4), "3 layers cannot go to 4 stages; needed is 1 to 3 stage(s)"),
         ((3, 0), "3 layers cannot go to 0 stages"),
         ((4, 4, 3, 3), "leave -1 layers for stage 3; needed are 0 or more for each stage"),
         ((4, 4, 9, 0), "leave -5 layers for stage 0"),
