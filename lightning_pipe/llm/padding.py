@@ -90,7 +90,7 @@ def target_length(
         chosen = min(fitting)
     chosen = -(-chosen // pad_to_multiple_of) * pad_to_multiple_of
     if maximum is not None and chosen > maximum:
-        padded = "" if chosen == length else f", {chosen} once padded (pad_to_multiple_of={pad_to_multiple_of})"
+        padded = "" if chosen == length else f", {chosen} once padded to a multiple of {pad_to_multiple_of}"
         raise InputError(
             f"a sequence has {length} tokens{padded}; the model's maximum is {maximum}: cut the sequences to fit, pad"
             " less, or raise the maximum in the model's configuration"

@@ -105,7 +105,7 @@ class StageShapes:
             fix = (
                 "Give forward that argument (context parallelism adds position_ids), or leave it out in model_inputs"
                 if unknown
-                else "Leave the loss to summed_loss; compute what depends on values of the batch where the batch is made"
+                else "Leave the loss to summed_loss; compute what depends on the values of a batch where it is made"
             )
             raise SetupError(
                 f"the forward pass of stage {index} cannot be run without data, to find the shapes that stages"

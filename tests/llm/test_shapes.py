@@ -101,7 +101,7 @@ def test_an_output_under_autocast_has_its_type() -> None:
 
 
 def test_a_forward_that_reads_values_is_refused_with_the_stage_and_the_fix() -> None:
-    with pytest.raises(SetupError, match=r"stage 1 cannot be run without data.*where the batch is made"):
+    with pytest.raises(SetupError, match=r"stage 1 cannot be run without data.*where it is made"):
         shapes_of(Reading)[0].of((ids(),), {})
 
 
