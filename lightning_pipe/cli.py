@@ -1,4 +1,4 @@
-"""The ``lightning-pipe`` command: Lightning's CLI with this project's strategies, and commands that show plans.
+"""The ``lightning-pipe`` command: Lightning's CLI with this project's strategies, and others for plans, checkpoints.
 
 Training commands go to :class:`~lightning.pytorch.cli.LightningCLI` as they are; the rest is read here. Either way an
 error of this project ends the process with one message and status 2, and any other exception keeps its traceback.
@@ -50,6 +50,7 @@ examples:
   lightning-pipe fit --config FILE --trainer.max_epochs 1
   lightning-pipe plan show recsys_prefetch_pipeline
   lightning-pipe bubble --config examples/llm_text/1f1b.yaml
+  lightning-pipe checkpoint export FOLDER FILE
 """
 
 _BUBBLE = """\
@@ -236,8 +237,27 @@ def _look(arguments: list[str]) -> None:
     )
     show.add_argument("name", metavar="NAME", help="a strategy, the name of a plan, or the path of a plan in YAML")
     show.add_argument("--format", choices=("table", "yaml"), default="table", help="default: table")
+    checkpoint = commands.add_parser("checkpoint", help="make one file of a folder: checkpoint export FOLDER FILE")
+    export = checkpoint.add_subparsers(metavar="export", required=True).add_parser(
+        "export",
+        help="make one file of a checkpoint's folder",
+        description="Make of a checkpoint that is a folder one file, as Lightning writes it for one device:"
+        " load_from_checkpoint takes it, and so does load_state_dict of the unsharded module. Of sharded tables the"
+        " states of optimisers are left out.",
+    )
+    export.add_argument("folder", metavar="FOLDER", help="that ModelCheckpoint or Trainer.save_checkpoint wrote")
+    export.add_argument("file", metavar="FILE", help="what is there is replaced")
+    export.add_argument(
+        "--any-class",
+        action="store_true",
+        help="allow classes other than tensors and plain types in it, which can run any code when they are read",
+    )
     options = parser.parse_args(arguments)
-    if options.command == "plan":
+    if options.command == "checkpoint":
+        from lightning_pipe.strategies.checkpoint_export import export_checkpoint  # here, since few need it
+
+        export_checkpoint(options.folder, options.file, weights_only=not options.any_class)
+    elif options.command == "plan":
         plan_shown = _plan(options.name)
         print(plan_shown.to_yaml() if options.format == "yaml" else f"{plan_shown}\n", end="")
     else:

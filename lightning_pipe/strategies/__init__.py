@@ -6,6 +6,7 @@ from lightning_pipe.strategies.pipeline import PipelineStrategy
 
 if TYPE_CHECKING:
     from lightning_pipe.llm.traced_split import SplitPoint, pipe_split
+    from lightning_pipe.strategies.checkpoint_export import export_checkpoint, export_pretrained
     from lightning_pipe.strategies.hf_causal_lm import HFCausalLM
     from lightning_pipe.strategies.llm import LLMPipelineStrategy
     from lightning_pipe.strategies.pipeline_module import PipelineModule
@@ -18,6 +19,8 @@ __all__ = [
     "PipelineStrategy",
     "RecsysPipelineStrategy",
     "SplitPoint",
+    "export_checkpoint",
+    "export_pretrained",
     "pipe_split",
 ]
 
@@ -42,4 +45,8 @@ def __getattr__(name: str) -> Any:
 
         all_of_them = (HFCausalLM, LLMPipelineStrategy, PipelineModule, SplitPoint, pipe_split)
         return {one.__name__: one for one in all_of_them}[name]
+    if name in ("export_checkpoint", "export_pretrained"):
+        from lightning_pipe.strategies import checkpoint_export
+
+        return getattr(checkpoint_export, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,49 +1,66 @@
 """Checkpoints that are folders, into which every rank writes its own part.
 
 Tensors go through ``torch.distributed.checkpoint``, which can load them on another number of ranks; what Lightning
-keeps beside them is one file of rank 0.
-
-A checkpoint is written beside its place and put there when it is whole: after a crash the place holds what it held
-before, or nothing while the folder beside it is whole.
+keeps beside them is one file of rank 0. ``whole_folder`` puts a folder in its place, ``folder_reading`` reads it.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable
+import inspect
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import CheckpointIO
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.strategies.background_save import BackgroundSave, HostCopies
 from lightning_pipe.strategies.base import DistributedStrategy
+from lightning_pipe.strategies.safe_reading import unsafe_names
+from lightning_pipe.strategies.whole_folder import (
+    begin_folder,
+    discard_folder,
+    finish_folder,
+    folder_to_write,
+    remove_folder,
+    write_file,
+)
 
-__all__ = [
-    "FolderCheckpointStrategy",
-    "fill_from_folder",
-    "gather",
-    "on_all_ranks",
-    "read_metadata",
-    "read_rest",
-    "write_folder",
-]
+__all__ = ["META", "FolderCheckpointStrategy", "WriteFolder", "gather", "on_all_ranks", "reasons", "write_folder"]
 
 T = TypeVar("T")
+WriteFolder = Callable[[str | Path, dict[str, Any], dict[str, Any]], None]
 
-_META = "meta.pt"
+META = "meta.pt"
 
 
 class FolderCheckpointStrategy(DistributedStrategy):
-    """What strategies have in common whose ranks write and read a checkpoint together."""
+    """What strategies have in common whose ranks write and read a checkpoint together.
+
+    Args:
+        async_checkpoints: while training, copy what is saved to the host, and write it as training goes on. A second
+            save, and the end of training, wait for the one under way and raise what went wrong with it. Costs memory
+            for a copy of what each rank holds.
+        arguments: of Lightning's ``DDPStrategy``.
+    """
+
+    def __init__(self, *, async_checkpoints: bool = False, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._async_checkpoints = async_checkpoints
+        self._saves: BackgroundSave | None = None  # from the start of training to its end
+        self._weights_only: bool | None = None
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """Removes checkpoints; they are written and read by all ranks together, and by none of Lightning's plugins."""
+        """What Lightning asks for; checkpoints are written and read by all ranks together, and by no plugin."""
         return super().checkpoint_io
 
     @checkpoint_io.setter
@@ -58,6 +75,87 @@ class FolderCheckpointStrategy(DistributedStrategy):
         """A rank's part can only be loaded once it is known what that is."""
         return True
 
+    # ------------------------------------------------------------------ what the user allows
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        launcher: Any = self._launcher
+        launcher.launch = partial(self._launch, launcher.launch)
+
+    def _launch(self, launch: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Note ``weights_only`` of ``Trainer.fit`` and the like.
+
+        Lightning 2.6 leaves it out when it has a strategy read a checkpoint after set-up.
+        """
+        self._weights_only = inspect.signature(function).bind_partial(*args).arguments.get("weights_only")
+        return launch(function, *args, **kwargs)
+
+    def _allowed(self, weights_only: bool | None) -> bool | None:
+        """What ``load_checkpoint`` was given, or else what the user gave the trainer."""
+        return self._weights_only if weights_only is None else weights_only
+
+    # ------------------------------------------------------------------ in the background
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        module = self.lightning_module
+        callbacks = module.trainer.checkpoint_callbacks if self._async_checkpoints and module is not None else []
+        if any(isinstance(one, ModelCheckpoint) and one.save_last == "link" for one in callbacks):
+            raise SetupError(
+                "ModelCheckpoint has save_last='link', but with async_checkpoints=True the link would be there before"
+                " what it points to. Use save_last=True, or leave async_checkpoints out"
+            )
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._async_checkpoints and self._saves is None:
+            self._saves = BackgroundSave(self._timeout)
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._end_saves()
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        try:
+            self._end_saves()
+        except Exception as error:
+            exception.add_note(f"Also: {error}")  # what ended training is what is raised
+
+    def _end_saves(self) -> None:
+        """Wait for the save under way, and save in the foreground from now on."""
+        saves, self._saves = self._saves, None
+        if saves is not None:
+            try:
+                saves.wait()
+            finally:
+                saves.close()
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a checkpoint; while one is being written, not before that is whole."""
+
+        def remove() -> None:
+            if self.is_global_zero:
+                remove_folder(Path(filepath))
+
+        if self._saves is not None and self._saves.under_way:
+            self._saves.then(remove)
+        else:
+            remove()
+
+    def _write_folder(self, path: str | Path, state: dict[str, Any], rest: dict[str, Any]) -> None:
+        """As :func:`write_folder`; in the background where that was asked for, to the same contents."""
+        saves, folder = self._saves, Path(path)
+        if saves is None:
+            write_folder(folder, state, rest)
+            return
+        saves.wait()
+        with _lost_ranks_named(folder):
+            copies, packed = on_all_ranks(lambda: (HostCopies(state), _pack(rest)), _failed(folder))
+        saves.start(lambda: _write(folder, {}, packed, copies, saves.group))
+
+    # ------------------------------------------------------------------ where
+
     def _agreed_path(self, filepath: str | Path, storage_options: Any) -> str | Path:
         """Where rank 0 wants a checkpoint to be."""
         if storage_options is not None:
@@ -65,134 +163,126 @@ class FolderCheckpointStrategy(DistributedStrategy):
                 f"storage_options={storage_options!r} were given, but this strategy's checkpoints are folders that all"
                 " ranks write to; leave them out"
             )
-        return self.broadcast(filepath)
+        path = self.broadcast(filepath)
+        if "://" in str(path):
+            raise SetupError(
+                f"the checkpoint's path is {str(path)!r}, but sharded checkpoints are written by all ranks to a folder;"
+                " give the path of one that they share"
+            )
+        return path
+
+
+# ---------------------------------------------------------------------- writing
 
 
 def write_folder(path: str | Path, state: dict[str, Any], rest: dict[str, Any]) -> None:
     """Write a checkpoint to the folder *path*; every rank calls this.
 
     Args:
-        path: the same on every rank, which all ranks can write to. What is there is replaced.
+        path: the same on every rank, which all ranks can write to. What is there is replaced once all is written.
         state: this rank's part of what goes through ``torch.distributed.checkpoint``.
         rest: everything else; rank 0's is kept.
 
     Raises:
         SetupError: on every rank, if any cannot write; what was there before is as it was.
     """
-    if "://" in str(path):
-        raise SetupError(
-            f"the checkpoint's path is {str(path)!r}, but sharded checkpoints are written by all ranks to a folder;"
-            " give the path of one that they share"
-        )
     folder = Path(path)
-    beside, replaced = (folder.with_name(f".{folder.name}.{kind}") for kind in ("writing", "replaced"))
-    failed = f"the checkpoint {str(folder)!r} cannot be written"
+    with _lost_ranks_named(folder):
+        packed = on_all_ranks(lambda: _pack(rest), _failed(folder))
+    _write(folder, state, packed, dcp.DefaultSavePlanner(), None)
 
-    def begin() -> None:
-        _remove(beside)
-        beside.mkdir(parents=True)
 
-    def end() -> None:
-        torch.save(rest, beside / _META)
-        _remove(replaced)
-        if os.path.lexists(folder):
-            folder.rename(replaced)
-        beside.rename(folder)
-        _remove(replaced)
+def _write(
+    folder: Path, state: dict[str, Any], packed: bytes, planner: dcp.SavePlanner, group: dist.ProcessGroup | None
+) -> None:
+    failed, first, beside = _failed(folder), dist.get_rank(group) == 0, folder_to_write(folder)
 
-    _on_first_rank(begin, failed)
+    def finish(permissions: int) -> None:
+        write_file(beside / META, packed)
+        finish_folder(folder, permissions)
+
+    def on_first_rank(work: Callable[[], T]) -> T | None:
+        return on_all_ranks(lambda: work() if first else None, failed, group)
+
+    with _lost_ranks_named(folder):
+        permissions = on_first_rank(lambda: begin_folder(folder))
+        try:
+            dcp.save(state, checkpoint_id=beside, planner=planner, process_group=group)
+            on_first_rank(lambda: finish(permissions or 0))
+        except (dcp.CheckpointException, SetupError) as error:  # on every rank, whichever failed
+            if first:
+                discard_folder(folder)
+            if isinstance(error, SetupError):
+                raise
+            raise SetupError(f"{failed}: {reasons(error)}") from error
+
+
+@contextmanager
+def _lost_ranks_named(folder: Path) -> Iterator[None]:
+    """Say what an error of the process group means."""
     try:
-        dcp.save(state, checkpoint_id=beside)
-    except dcp.CheckpointException as error:  # on every rank, whichever failed
-        raise SetupError(f"{failed}: {_reasons(error)}") from error
-    _on_first_rank(end, failed)
+        yield
+    except SetupError:
+        raise
+    except RuntimeError as error:
+        lost = str(error).partition("\n")[0]
+        raise SetupError(f"{_failed(folder)}, since another rank has ended or does not answer: {lost}") from error
 
 
-def read_metadata(folder: Path, part: str, kind: str) -> dcp.Metadata:
-    """What ``torch.distributed.checkpoint`` knows of a folder. Each rank by itself; see :func:`on_all_ranks`.
-
-    Args:
-        folder: that :func:`write_folder` wrote.
-        part: what its ``state`` has, and a folder of another kind has not.
-        kind: what wrote it, and what else can be done, as the error says it.
-
-    Raises:
-        SetupError: there is no such folder, or it is of another kind.
-    """
-    found = "a file" if folder.is_file() else f"a folder without {_META}" if folder.exists() else "not there"
-    if (folder / _META).is_file():
-        saved = dcp.FileSystemReader(folder).read_metadata()
-        if any(path[0] == part for path in (saved.planner_data or {}).values()):
-            return saved
-        found = "a folder of another kind"
-    raise SetupError(f"the checkpoint {str(folder)!r} is {found}; needed is a folder written {kind}")
+def _failed(folder: Path) -> str:
+    return f"the checkpoint {str(folder)!r} cannot be written"
 
 
-def read_rest(folder: Path, weights_only: bool | None) -> dict[str, Any]:
-    """What rank 0 kept beside the tensors.
-
-    Args:
-        folder: that :func:`write_folder` wrote.
-        weights_only: read it with ``torch.load``'s restricted unpickler.
-    """
-    rest: dict[str, Any] = torch.load(folder / _META, map_location="cpu", weights_only=bool(weights_only))
-    return rest
-
-
-def fill_from_folder(folder: Path, state: dict[str, Any], *, strict: bool, fix: str) -> None:
-    """Fill the tensors of *state*, this rank's part, from the folder; every rank calls this.
-
-    Args:
-        folder: that :func:`write_folder` wrote.
-        state: its tensors are filled in place, everything else is replaced.
-        strict: whether the folder must hold all of it.
-        fix: what to do where it does not fit, as the error says it.
-
-    Raises:
-        SetupError: on every rank, if it does not fit on any.
-    """
-    try:
-        dcp.load(state, checkpoint_id=folder, planner=dcp.DefaultLoadPlanner(allow_partial_load=not strict))
-    except dcp.CheckpointException as error:  # on every rank, whichever failed
-        raise SetupError(f"the checkpoint {str(folder)!r} does not fit the module: {_reasons(error)} {fix}") from error
+def _pack(rest: dict[str, Any]) -> bytes:
+    """As bytes, which what happens next cannot change."""
+    if dist.get_rank() != 0:
+        return b""
+    buffer = io.BytesIO()
+    torch.save(rest, buffer)
+    packed = buffer.getvalue()
+    names = unsafe_names(packed)
+    if names:
+        # Now, not when training must go on from it.
+        warnings.warn(
+            f"the checkpoint holds {', '.join(names)} beside tensors and plain types, so it can only be read with"
+            " Trainer.fit(..., weights_only=False), or once torch.serialization.add_safe_globals([...]) allows that",
+            stacklevel=2,
+        )
+    return packed
 
 
-def on_all_ranks(work: Callable[[], T], failed: str) -> T:
+# ---------------------------------------------------------------------- ranks
+
+
+def on_all_ranks(work: Callable[[], T], failed: str, group: dist.ProcessGroup | None = None) -> T:
     """Do *work*, in which ranks do not wait for each other; raises on all ranks what went wrong on any.
 
     Args:
         work: its SetupErrors say all themselves.
         failed: what is not done, for the message of any other error.
+        group: to say it through; the world's where there is none.
     """
     problem, cause = None, None
     try:
         result = work()
     except Exception as error:  # of the file system, or of what cannot be pickled
         problem, cause = str(error) if isinstance(error, SetupError) else f"{failed}: {error}", error
-    found = [text for text in gather(problem) if text is not None]
+    found = [text for text in gather(problem, group) if text is not None]
     if found:
         raise SetupError(problem or found[0]) from cause
     return result
 
 
-def gather(value: T) -> list[T]:
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Every rank's value, on every rank; whatever can be pickled."""
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
     return values
 
 
-def _on_first_rank(work: Callable[[], None], failed: str) -> None:
-    on_all_ranks(work if dist.get_rank() == 0 else lambda: None, failed)
-
-
-def _reasons(error: dcp.CheckpointException) -> str:
-    """What went wrong, without the stacks of the ranks."""
-    return " ".join(sorted({f"{reason}.".replace("..", ".") for reason, _ in error.failures.values()}))
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def reasons(error: dcp.CheckpointException) -> str:
+    """What went wrong where, without the stacks of the ranks."""
+    ranks: dict[str, list[int]] = {}
+    for rank, (reason, _) in sorted(error.failures.items()):
+        ranks.setdefault(f"{reason}".rstrip("."), []).append(rank)
+    return " ".join(f"{reason} (on rank {', '.join(map(str, found))})." for reason, found in ranks.items())

@@ -127,6 +127,8 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         activation_checkpointing_every: only every so many layers.
         compile_layers: ``torch.compile`` each layer, with these options.
         offload_optimizer: keep the optimisers' states on the host.
+        async_checkpoints: while training, copy what is saved to the host and write it as training goes on. The next
+            save, and the end of training, wait for it and raise what went wrong. Costs the memory of the copy.
         accelerator: as Lightning's ``DDPStrategy``, and so are the others.
         parallel_devices: see there.
         cluster_environment: see there.
@@ -171,6 +173,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         activation_checkpointing_every: int = 1,
         compile_layers: bool | Mapping[str, Any] = False,
         offload_optimizer: bool = False,
+        async_checkpoints: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -182,6 +185,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         arguments = {name: value for name, value in locals().items() if name not in _OF_RANKS}
         check_arguments(arguments)
         super().__init__(
+            async_checkpoints=async_checkpoints,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -585,7 +589,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         assert module is not None and self._split is not None
         order = [f"model.{name}" for name in self._split.names]
         path = self._agreed_path(filepath, storage_options)
-        save_stage_checkpoint(checkpoint, path, module, self.optimizers, order)
+        save_stage_checkpoint(checkpoint, path, module, self.optimizers, order, self._write_folder)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a folder that :meth:`save_checkpoint` wrote, on whatever stages."""
@@ -593,7 +597,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         assert module is not None
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self.optimizers if fitting else None
-        strict = module.strict_loading
+        strict, weights_only = module.strict_loading, self._allowed(weights_only)
         return load_stage_checkpoint(checkpoint_path, module, optimizers, strict=strict, weights_only=weights_only)
 
     # ------------------------------------------------------------------ end

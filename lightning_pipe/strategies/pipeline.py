@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -34,6 +36,18 @@ class PipelineStrategy(DistributedStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             PipelineTrainingEpochLoop.install(trainer)
         super().setup(trainer)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint, which may hold tensors and plain types, unless the user allows more."""
+        try:
+            return super().load_checkpoint(checkpoint_path, weights_only=weights_only is not False)
+        except pickle.UnpicklingError as error:
+            raise SetupError(
+                f"the checkpoint {str(checkpoint_path)!r} holds more than tensors and plain types, or is damaged"
+                f" ({str(error).strip().splitlines()[-1]}), and could run any code when it is read. If you trust whoever"
+                " wrote it, give Trainer.fit(..., weights_only=False); or allow the class:"
+                " torch.serialization.add_safe_globals([...])"
+            ) from error
 
     def configure_ddp(self) -> None:
         if self.world_size > 1:

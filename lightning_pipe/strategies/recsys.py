@@ -73,6 +73,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         validate_ids: check that every id is inside its table before the lookup; costs a pass over the ids.
         detect_nan: check the loss on all ranks together; costs a small all-reduce and, on a GPU, a synchronisation.
         uneven_batches: where some ranks have fewer batches, end the epoch with the ``shortest``, or raise an ``error``.
+        async_checkpoints: while training, copy what is saved to the host and write it as training goes on. The next
+            save, and the end of training, wait for it and raise what went wrong. Costs the memory of the copy.
         accelerator: as Lightning's ``DDPStrategy``, and so are the others.
         parallel_devices: see there.
         cluster_environment: see there.
@@ -95,6 +97,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         validate_ids: bool = False,
         detect_nan: bool = False,
         uneven_batches: Uneven = "shortest",
+        async_checkpoints: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -104,6 +107,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
         super().__init__(
+            async_checkpoints=async_checkpoints,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -385,7 +389,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         if self._sparse_lr_scheduler is not None:
             checkpoint["sparse_lr_scheduler"] = self._sparse_lr_scheduler.state_dict()
         self.sharded_model.share_buffers()  # the state dict holds the buffers themselves
-        save_sharded_checkpoint(checkpoint, path, self.sharded_model)
+        save_sharded_checkpoint(checkpoint, path, self.sharded_model, self._write_folder)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a folder that :meth:`save_checkpoint` wrote, on any number of ranks."""
@@ -397,7 +401,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             self.sharded_model,
             with_optimizers=fitting,
             strict=module.strict_loading,
-            weights_only=weights_only,
+            weights_only=self._allowed(weights_only),
         )
         if fitting and self._sparse_lr_scheduler is not None and "sparse_lr_scheduler" in checkpoint:
             self._sparse_lr_scheduler.load_state_dict(checkpoint["sparse_lr_scheduler"])

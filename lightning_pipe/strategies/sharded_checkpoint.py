@@ -8,19 +8,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from lightning_pipe.engine import SetupError
 from lightning_pipe.recsys.sharding import ShardedModel
-from lightning_pipe.strategies.checkpoint_folder import (
-    fill_from_folder,
-    on_all_ranks,
-    read_metadata,
-    read_rest,
-    write_folder,
-)
+from lightning_pipe.strategies.checkpoint_folder import WriteFolder, on_all_ranks, write_folder
+from lightning_pipe.strategies.folder_reading import fill_from_folder, misfits, read_metadata, read_rest
 
 _KIND = "under a recsys plan. Give the path of one, or load the module's state before it is sharded"
+_FIX = "Build the module, and shard its tables, as when it was written"
 
 
-def save_sharded_checkpoint(checkpoint: dict[str, Any], path: str | Path, sharded: ShardedModel) -> None:
+def save_sharded_checkpoint(
+    checkpoint: dict[str, Any], path: str | Path, sharded: ShardedModel, write: WriteFolder = write_folder
+) -> None:
     """Write *checkpoint*, as Lightning made it, to the folder *path*; every rank calls this.
 
     Args:
@@ -28,6 +27,7 @@ def save_sharded_checkpoint(checkpoint: dict[str, Any], path: str | Path, sharde
             (``save_weights_only``), those of the tables are left out too.
         path: the same on every rank, which all ranks can write to. What is there is replaced.
         sharded: the model, for the state of the tables' optimisers.
+        write: writes the folder, at once or in the background.
 
     Raises:
         SetupError: on every rank, if any cannot write; what was there before is as it was.
@@ -36,7 +36,7 @@ def save_sharded_checkpoint(checkpoint: dict[str, Any], path: str | Path, sharde
     state = {"model": checkpoint["state_dict"]}
     if "optimizer_states" in checkpoint:
         state["tables"] = sharded.fused_optimizer.state_dict()
-    write_folder(path, state, rest)
+    write(path, state, rest)
 
 
 def load_sharded_checkpoint(
@@ -54,24 +54,26 @@ def load_sharded_checkpoint(
         sharded: the model, sharded in whatever way.
         with_optimizers: whether to load the state of the tables' optimisers too, where the checkpoint has them.
         strict: whether the checkpoint must hold everything that the model does.
-        weights_only: read the rest of Lightning's dictionary with ``torch.load``'s restricted unpickler.
+        weights_only: False to allow any class in what is no tensor, whose code runs then.
 
     Returns:
         The rest of Lightning's dictionary, its ``state_dict`` empty.
 
     Raises:
-        SetupError: on every rank, if any finds no such folder, or the checkpoint is of another model.
+        SetupError: on every rank, if any finds no such folder, the checkpoint is of another model, or damaged.
     """
     folder = Path(path)
     saved, rest = on_all_ranks(
-        lambda: (read_metadata(folder, "model", _KIND), read_rest(folder, weights_only)),
+        lambda: (read_metadata(folder, ("model",), _KIND), read_rest(folder, weights_only)),
         f"the checkpoint {str(folder)!r} cannot be read",
     )
     state: dict[str, Any] = {"model": sharded.dmp.state_dict()}
-    if with_optimizers and any(key.startswith("tables.") for key in saved.state_dict_metadata):
+    if with_optimizers and "optimizer_states" in rest:
         state["tables"] = sharded.fused_optimizer.state_dict()
-    fix = "Build the module, and shard its tables, as when it was written"
-    fill_from_folder(folder, state, strict=strict, fix=fix)
+    problems = misfits(saved, state, strict)
+    if problems:
+        raise SetupError(f"the checkpoint {str(folder)!r} does not fit the module: {'; '.join(problems)}. {_FIX}")
+    fill_from_folder(folder, saved, state, strict=strict, weights_only=weights_only, fix=_FIX)
     sharded.dmp.load_state_dict(state["model"])
     if "tables" in state:
         sharded.fused_optimizer.load_state_dict(state["tables"])

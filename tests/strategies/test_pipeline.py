@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -237,3 +238,26 @@ def test_a_seed_for_everything_leads_one_process_to_what_it_leads_to_without_a_s
     expected = losses("auto", in_backward=SGD)
     assert losses("pipeline", in_backward=SGD) == expected
     torch.testing.assert_close(losses(recsys(optimizer=SGD)), expected, rtol=0, atol=1e-6)
+
+
+class Evil:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_a_checkpoint_runs_no_code_unless_it_is_allowed(tmp_path: Path) -> None:
+    path, marker = tmp_path / "a.ckpt", tmp_path / "marker"
+    module = Net()
+    fit(module, "pipeline", module.train_dataloader(), max_epochs=1).save_checkpoint(path)
+    checkpoint = torch.load(path, weights_only=True)
+    torch.save(checkpoint | {"evil": Evil(marker)}, path)
+    with pytest.raises(SetupError, match=r"a.ckpt' holds more than tensors .* Trainer.fit\(..., weights_only=False\)"):
+        fit(Net(), "pipeline", module.train_dataloader(), max_epochs=2, ckpt_path=path)
+    assert not marker.exists()
+    trainer("pipeline", max_epochs=2).fit(Net(), module.train_dataloader(), ckpt_path=path, weights_only=False)
+    assert marker.exists()

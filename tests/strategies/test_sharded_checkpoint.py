@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.strategies import RecsysPipelineStrategy
+from lightning_pipe.strategies.checkpoint_export import export_checkpoint
 from tests.distributed import run_ranks
 from tests.strategies.cases import (
     ADAGRAD,
@@ -33,6 +32,7 @@ from tests.strategies.cases import (
     difference,
     fit,
     loader,
+    predictions,
     recsys,
     state_of,
     trainer,
@@ -98,24 +98,17 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(arguments: 
     check_resumed(resumed_and_uninterrupted(tmp_path, **arguments))
 
 
-def test_the_position_in_an_epoch_is_kept_as_lightnings_own_loop_keeps_it(tmp_path: Path) -> None:
-    """What was in flight when the checkpoint was written was not trained, and is not counted."""
-
-    def outcome(name: str, strategy: Callable[[], Any]) -> Any:
-        first, second = (Clicks(optimizers=all_in_one) for _ in range(2))
-        options = keeping(tmp_path / name, every_n_train_steps=4, save_top_k=-1)
-        options["callbacks"][0].filename = "{step}"
-        fit(first, strategy(), max_epochs=1, **options)
-        used = fit(second, strategy(), max_epochs=2, ckpt_path=tmp_path / name / "step=4.ckpt")
-        state = {name: value for name, value in state_of(used).items() if "optimizer" not in name}
-        return second.losses, used.global_step, state
-
-    losses, steps, state = outcome("auto", lambda: "auto")
-    for plan in PLANS:
-        found_losses, found_steps, found = outcome(plan, partial(recsys, plan, optimizer=SGD))
-        assert found_steps == steps
-        assert found_losses == pytest.approx(losses, abs=1e-6)
-        assert difference({name: found[name] for name in state}, state, within=1e-6) == []
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_was_in_flight_in_mid_epoch_is_trained_by_the_run_that_goes_on(plan: str, tmp_path: Path) -> None:
+    whole, first, second = (Clicks(optimizers=all_in_one) for _ in range(3))
+    expected = state_of(fit(whole, recsys(plan, optimizer=SGD), max_epochs=2))
+    options = keeping(tmp_path, every_n_train_steps=4, save_top_k=-1)
+    options["callbacks"][0].filename = "{step}"
+    fit(first, recsys(plan, optimizer=SGD), max_epochs=1, **options)
+    used = fit(second, recsys(plan, optimizer=SGD), max_epochs=2, ckpt_path=tmp_path / "step=4.ckpt")
+    assert second.losses == whole.losses[4:]
+    found = state_of(used)
+    assert difference(found, {name: expected[name] for name in found}) == []
 
 
 # ---------------------------------------------------------------------- another number of ranks
@@ -131,6 +124,10 @@ def on_two_ranks(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         ckpt_path=folder / "from one" / "epoch=1.ckpt",
     )
     results["loaded"] = state_of(used)
+    for name, network in (("another model", Pooled), ("other optimisers", Sequenced)):
+        with pytest.raises(SetupError) as caught:
+            fit(Clicks(network, optimizers=by_step), recsys(), ckpt_path=folder / "from one" / "epoch=1.ckpt")
+        results[name] = str(caught.value)
     (folder / "a file").touch()
     for name, path in bad_paths(folder).items():
         try:
@@ -144,6 +141,16 @@ def bad_paths(folder: Path) -> dict[str, str]:
     return {"not there": str(folder / "nothing"), "a file": str(folder / "a file"), "a folder without": str(folder)}
 
 
+def on_three_ranks(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """Trains on from what two ranks left, with tables sharded in other ways."""
+    kinds = {"people": "table_wise", "past": "row_wise"}
+    path = folder / "from two" / "epoch=1.ckpt"
+    loaded = state_of(fit(clicks(), recsys("prefetch", kinds, ROW_WISE_ADAGRAD), ckpt_path=path))
+    used = fit(clicks(), recsys("prefetch", kinds, ROW_WISE_ADAGRAD), ckpt_path=path, max_epochs=3)
+    used.save_checkpoint(folder / "from three")
+    return {"loaded": loaded, "saved": state_of(used)}
+
+
 def test_a_checkpoint_can_be_read_on_another_number_of_ranks(tmp_path: Path) -> None:
     used = fit(clicks(), recsys("serial", KINDS, ROW_WISE_ADAGRAD), **keeping(tmp_path / "from one"))
     from_one = state_of(used)
@@ -151,7 +158,25 @@ def test_a_checkpoint_can_be_read_on_another_number_of_ranks(tmp_path: Path) -> 
     # Nothing is left to train after two epochs: what is loaded is what is there.
     used = fit(clicks(), recsys("prefetch", KINDS, ROW_WISE_ADAGRAD), ckpt_path=tmp_path / "from two" / "epoch=1.ckpt")
     from_two = state_of(used)
+    export_checkpoint(tmp_path / "from two" / "epoch=1.ckpt", tmp_path / "file")
+    alone = clicks()
+    alone.load_state_dict(torch.load(tmp_path / "file", weights_only=True)["state_dict"])
+    assert all(torch.equal(value, from_two[name]) for name, value in alone.state_dict().items())
+    three = run_ranks(on_three_ranks, 3, tmp_path)
+    kinds = {"people": "row_wise", "past": "table_wise"}
+    path = tmp_path / "from three"
+    used = fit(clicks(), recsys("base", kinds, ROW_WISE_ADAGRAD), ckpt_path=path, max_epochs=3)
+    from_three = state_of(used)
+    assert any("momentum1" in name for name in from_three)
+    for results in three:
+        assert difference(results["loaded"], from_two) == []
+        assert difference(results["saved"], from_three) == []
+        assert difference(results["saved"], from_two) != []
     for results in ranks:
+        assert "missing in it: network.bags.embedding_bags.things.weight, " in results["another model"]
+        assert "unexpected in it: network.history.embeddings.past.weight" in results["another model"]
+        assert "of another size: network.over.0.weight ([8, 19], needed is [8, 27])" in results["another model"]
+        assert "of another size: state.network.bags.embedding_bags.people.weight." in results["other optimisers"]
         assert difference(results["loaded"], from_one) == []
         assert difference(from_two, results["saved"]) == []
         check_resumed(results["resumed"])
@@ -167,6 +192,8 @@ def test_evaluation_reads_a_checkpoint(tmp_path: Path) -> None:
     expected = used.callback_metrics["val_loss"].item()
     (found,) = trainer(recsys("base")).validate(clicks(), loader(8), str(tmp_path / "epoch=1.ckpt"), verbose=False)
     assert found["val_loss"] == pytest.approx(expected)
+    read: Any = trainer(recsys("serial")).predict(clicks(), loader(8), ckpt_path=tmp_path / "epoch=1.ckpt")
+    assert torch.equal(torch.cat(read), predictions(used, used.lightning_module, loader(8)))
     before = state_of(used)
     (best,) = used.test(dataloaders=loader(8), ckpt_path="best", verbose=False)
     assert best["test_loss"] == pytest.approx(expected)
@@ -252,7 +279,13 @@ def _ddp_checkpoint(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("network", "message"),
-    [(Mixed, r"Missing key.*network\.normalize"), (Dlrm, r"Missing key.*network\.dlrm")],
+    [
+        (
+            Mixed,
+            r"missing in it: network\.normalize\.bias, network\.normalize.* network\.weighted\..*; of another size",
+        ),
+        (Dlrm, r"missing in it: network\.dlrm\..*; unexpected in it: network\.bags\..*people\.weight, .*network\.over"),
+    ],
     ids=["more modules", "other modules"],
 )
 def test_a_checkpoint_of_another_model_is_refused(network: Any, message: str, tmp_path: Path) -> None:
@@ -268,7 +301,9 @@ def test_a_checkpoint_of_other_shapes_is_refused(tmp_path: Path) -> None:
             self.over = nn.Sequential(nn.Linear(3 + 3 * 8, 8), nn.ReLU(), nn.Linear(8, 2))
 
     fit(Clicks(), recsys(), max_epochs=1).save_checkpoint(tmp_path / "pooled")
-    with pytest.raises(SetupError, match=r"does not fit the module:.*network\.over\.2\.(weight|bias)"):
+    with pytest.raises(
+        SetupError, match=r"of another size: network\.over\.2\.bias \(\[1\], needed is \[2\]\), .*over\.2\.weight"
+    ):
         fit(Clicks(Wider), recsys(), ckpt_path=tmp_path / "pooled")
 
 
@@ -285,7 +320,7 @@ def test_a_state_per_row_and_shard_needs_the_same_split_by_columns(tmp_path: Pat
     split = recsys(kinds={"people": "column_wise", "things": "row_wise"}, optimizer=ROW_WISE_ADAGRAD)
     fit(Clicks(), split).save_checkpoint(tmp_path / "split")
     whole = {"people": "table_wise", "things": "row_wise"}
-    with pytest.raises(SetupError, match=r"does not fit the module: Size mismatch.*people\.momentum1"):
+    with pytest.raises(SetupError, match=r"of another size: state\..*people\.momentum1 \(\[48\], needed is \[24\]\)"):
         fit(Clicks(), recsys(kinds=whole, optimizer=ROW_WISE_ADAGRAD), ckpt_path=tmp_path / "split")
     # To evaluate, the tables are enough.
     trainer(recsys(kinds=whole, optimizer=ROW_WISE_ADAGRAD)).validate(Clicks(), loader(8), str(tmp_path / "split"))

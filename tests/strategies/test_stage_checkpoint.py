@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.strategies.checkpoint_export import export_checkpoint, export_pretrained
 from lightning_pipe.strategies.named_optimizer import listed, merge_groups
-from lightning_pipe.strategies.stage_checkpoint import export_checkpoint, export_pretrained
 from tests.distributed import run_ranks
 from tests.strategies.llm_cases import (
     Tiny,
@@ -237,7 +237,7 @@ def ranks(folder: Path, alone: dict[str, Any]) -> list[dict[str, Any]]:
     for name in ("other", "broken"):
         (folder / name).mkdir()
         torch.save({}, folder / name / "meta.pt")
-    dcp.save({"model": {"weight": torch.ones(2)}}, checkpoint_id=folder / "other")
+    dcp.save({"module": {"weight": torch.ones(2)}}, checkpoint_id=folder / "other")
     (folder / "broken" / ".metadata").write_bytes(b"not a pickle")
     return run_ranks(on_two_ranks, 2, folder, timeout=240)
 
@@ -325,7 +325,7 @@ def test_a_folder_is_keyed_by_the_unsplit_model_s_names(ranks: list[dict[str, An
         ("a file", "is a file; needed is a folder"),
         ("no checkpoint", r"is a folder without meta\.pt"),
         ("of another kind", "other' is a folder of another kind"),
-        ("unreadable", "broken' cannot be read: "),
+        ("unreadable", r"broken/\.metadata' cannot be read: "),
         ("missing", r"missing in it: model\.layers\.8\.mlp\.0\.bias, .*, model\.layers\.9\..*\. Build the module"),
         ("unexpected", r"unexpected in it: model\.layers\.6\.mlp\.0\.bias"),
         ("sizes", r"of another size: model\.layers\.0\.mlp\.0\.bias \(\[8\], needed is \[9\]\), .*layers\.7\.mlp"),
@@ -360,7 +360,7 @@ def exported(ranks: list[dict[str, Any]], folder: Path) -> Path:
 def test_one_file_holds_what_the_unsplit_module_takes(exported: Path, ranks: list[dict[str, Any]]) -> None:
     module = Grouped.load_from_checkpoint(exported, layers=8)
     assert Grouped.load_from_checkpoint(exported).layers == 8, "the hyper-parameters are kept"
-    state = torch.load(exported, weights_only=False)["state_dict"]
+    state = torch.load(exported, weights_only=True)["state_dict"]
     assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
     model = TinyLM(8)
     model.load_state_dict({name.removeprefix("model."): value for name, value in state.items()})
@@ -394,8 +394,8 @@ def test_a_hugging_face_model_is_exported_for_from_pretrained(
 
 
 @pytest.mark.parametrize("name", ["nothing", "file.ckpt", "other"])
-def test_only_a_checkpoint_of_stages_is_exported(name: str, ranks: list[dict[str, Any]], folder: Path) -> None:
-    with pytest.raises(SetupError, match="needed is a folder written under LLMPipelineStrategy"):
+def test_only_a_checkpoint_is_exported(name: str, ranks: list[dict[str, Any]], folder: Path) -> None:
+    with pytest.raises(SetupError, match="needed is a folder written by RecsysPipelineStrategy or LLMPipelineStrategy"):
         export_checkpoint(folder / name, folder / "out.ckpt")
     assert not (folder / "out.ckpt").exists()
 

@@ -1,0 +1,123 @@
+"""Makes of a checkpoint's folder what other programs read: one file, or a folder of Hugging Face's. One process does.
+
+Values are gathered in files beside the target, not in memory, which needs to hold a few of the largest pieces that a
+rank wrote: a table, or a shard of one.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.strategies.folder_reading import differences, read_metadata, read_rest, read_whole
+from lightning_pipe.strategies.stage_layout import (
+    KIND,
+    MODEL,
+    OPTIMIZERS,
+    TIED,
+    optimizer_part,
+    other_names,
+    with_other_names,
+)
+
+__all__ = ["export_checkpoint", "export_pretrained"]
+
+_SHARDED_MODEL = "model"
+_ANY_KIND = "by RecsysPipelineStrategy or LLMPipelineStrategy. Give the path of one"
+# Of a sharded model, whose optimisers have no tables; on one device they have.
+_ONLY_SHARDED = ("optimizer_states", "lr_schedulers", "sparse_lr_scheduler")
+
+
+def export_checkpoint(folder: str | Path, file: str | Path, *, weights_only: bool | None = None) -> None:
+    """Make of a checkpoint that is a folder one file, as Lightning writes it for one device. One process does this.
+
+    ``LightningModule.load_from_checkpoint`` takes the file, and ``load_state_dict`` of the module, neither sharded nor
+    split, takes its ``state_dict``. Of stages the states of optimisers are there too: ``Trainer.fit(ckpt_path=...)``
+    goes on from the file under Lightning's own strategies, provided that ``configure_optimizers`` has the parameters of
+    each group in the model's order. Of sharded tables all states of optimisers are left out: those of fused ones have
+    no place in a file of Lightning's.
+
+    The disk of *file* needs room for the values twice meanwhile.
+
+    Args:
+        folder: what ``Trainer.save_checkpoint`` or ``ModelCheckpoint`` wrote.
+        file: what is there is replaced, once all is written.
+        weights_only: False to allow any class in what is no tensor, whose code runs then.
+
+    Raises:
+        SetupError: there is no such folder, it is damaged, or holds a class that is not allowed.
+    """
+    source, target = Path(folder), Path(file)
+    saved = read_metadata(source, (MODEL, _SHARDED_MODEL), _ANY_KIND)
+    of_stages = any(path[0] == MODEL for path in saved.planner_data.values())
+    checkpoint = read_rest(source, weights_only)
+    # Private to the user, as is the file until it is whole.
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as beside:
+        whole = read_whole(source, saved, weights_only, None if of_stages else _SHARDED_MODEL, Path(beside))
+        if of_stages:
+            _put_stages(checkpoint, whole)
+        else:
+            checkpoint = {key: value for key, value in checkpoint.items() if key not in _ONLY_SHARDED}
+            checkpoint["state_dict"] = whole[_SHARDED_MODEL]
+        written = Path(beside) / "whole"
+        torch.save(checkpoint, written)
+        os.replace(written, target)
+
+
+def _put_stages(checkpoint: dict[str, Any], whole: dict[str, Any]) -> None:
+    """Put in the model's state, and those of the optimisers, by the numbers that one device gives parameters."""
+    checkpoint[MODEL] = with_other_names(whole[MODEL], checkpoint.pop(TIED, {}))
+    for number, stored in enumerate(checkpoint.get(OPTIMIZERS, ())):
+        states = whole.get(optimizer_part(number), {}).get("state", {})
+        names = [name for group in stored["param_groups"] for name in group["params"]]
+        index = {name: place for place, name in enumerate(names)}
+        checkpoint[OPTIMIZERS][number] = {
+            "state": {index[name]: state for name, state in states.items()},
+            "param_groups": [
+                {**group, "params": [index[name] for name in group["params"]]} for group in stored["param_groups"]
+            ],
+        }
+
+
+def export_pretrained(folder: str | Path, config: Any, target: str | Path) -> None:
+    """Make of a checkpoint of stages a folder that Hugging Face's ``from_pretrained`` loads. One process does this.
+
+    Args:
+        folder: what ``Trainer.save_checkpoint`` or ``ModelCheckpoint`` wrote under ``LLMPipelineStrategy``.
+        config: the model's, as :class:`~lightning_pipe.strategies.hf_causal_lm.HFCausalLM` takes it.
+        target: where safetensors and the config go.
+
+    Raises:
+        SetupError: there is no such folder, it is damaged, or does not hold the model that the config describes.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from lightning_pipe.strategies.hf_causal_lm import read_config
+
+    config, source, beside = read_config(config), Path(folder), Path(target).absolute()
+    saved = read_metadata(source, (MODEL,), KIND)
+    beside.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{beside.name}.", dir=beside.parent) as values:
+        whole = read_whole(source, saved, True, MODEL, Path(values))[MODEL]
+        prefix = "model."  # of PipelineModule
+        weights = {name.removeprefix(prefix): value for name, value in whole.items() if name.startswith(prefix)}
+        kinds = {value.dtype for value in weights.values() if value.is_floating_point()}
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, dtype=kinds.pop() if len(kinds) == 1 else None
+            )
+        tied = other_names(model)
+        sizes = {name: value.size() for name, value in weights.items()}
+        needed = {name: value.size() for name, value in model.state_dict().items() if name not in tied}
+        problems = differences(sizes, needed, strict=True)
+        if problems:
+            raise SetupError(
+                f"the checkpoint {str(folder)!r} does not fit the {config.model_type} model of the config:"
+                f" {'; '.join(problems)}. Give the config that the model was built from"
+            )
+        model.save_pretrained(target, state_dict=weights)
