@@ -51,7 +51,7 @@ class PipelineFitLoop(_FitLoop):
         else:
             with point.making_iterators(self.trainer.strategy.root_device):
                 super().setup_data()
-        if self._data_fetcher is not fetcher and self.trainer.world_size > 1:
+        if self._data_fetcher is not fetcher and self.trainer.world_size > 1 and dist.is_initialized():
             self._count_as_the_shortest()
 
     def _count_as_the_shortest(self) -> None:

@@ -8,6 +8,8 @@ plan and in Lightning's own loop: it uses the common stream, so a sampler is see
 
 from __future__ import annotations
 
+import base64
+import json
 import random
 import sys
 from collections.abc import Iterator
@@ -87,37 +89,37 @@ def set_states(states: States, device: torch.device) -> None:
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
-def pack_states(states: States) -> dict[str, Tensor]:
-    """As tensors, which a checkpoint may hold that is loaded with ``weights_only``."""
-    packed = {name: value for name, value in states.items() if name in ("torch", "cuda")}
+def pack_states(states: States) -> str:
+    """As text, which any checkpoint may hold, and which can be compared."""
     version, numbers, gauss = states["python"]
-    packed["python"] = torch.tensor([version, *numbers], dtype=torch.int64)
-    packed["python_gauss"] = _optional(gauss)
+    packed: dict[str, Any] = {"python": [version, list(numbers), gauss]}
+    packed |= {name: pack_bytes(states[name]) for name in ("torch", "cuda") if name in states}
     if "numpy" in states:
-        _, keys, position, has_gauss, cached = states["numpy"]
-        packed["numpy"] = torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64)
-        packed["numpy_gauss"] = _optional(cached)
-    return packed
+        kind, keys, position, has_gauss, cached = states["numpy"]
+        packed["numpy"] = [kind, keys.tolist(), position, has_gauss, cached]
+    return json.dumps(packed)
 
 
-def unpack_states(packed: dict[str, Tensor]) -> States:
+def unpack_states(packed: str) -> States:
     """What :func:`pack_states` packed."""
-    states: States = {name: value.cpu() for name, value in packed.items() if name in ("torch", "cuda")}
-    version, *numbers = packed["python"].tolist()
-    states["python"] = (version, tuple(numbers), _from_optional(packed["python_gauss"]))
-    if "numpy" in packed and (numpy := sys.modules.get("numpy")) is not None:
-        *keys, position, has_gauss = packed["numpy"].tolist()
-        cached = _from_optional(packed["numpy_gauss"])
-        states["numpy"] = ("MT19937", numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached)
+    found = json.loads(packed)
+    version, numbers, gauss = found["python"]
+    states: States = {"python": (version, tuple(numbers), gauss)}
+    states |= {name: unpack_bytes(found[name]) for name in ("torch", "cuda") if name in found}
+    if "numpy" in found and (numpy := sys.modules.get("numpy")) is not None:
+        kind, keys, position, has_gauss, cached = found["numpy"]
+        states["numpy"] = (kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached)
     return states
 
 
-def _optional(number: float | None) -> Tensor:
-    return torch.tensor([] if number is None else [number], dtype=torch.float64)
+def pack_bytes(state: Tensor) -> str:
+    """A generator's state, uint8, as text."""
+    return base64.b64encode(bytes(state.tolist())).decode()
 
 
-def _from_optional(packed: Tensor) -> float | None:
-    return packed.item() if len(packed) else None
+def unpack_bytes(packed: str) -> Tensor:
+    """What :func:`pack_bytes` packed."""
+    return torch.tensor(list(base64.b64decode(packed)), dtype=torch.uint8)
 
 
 def _derived(states: States) -> States:

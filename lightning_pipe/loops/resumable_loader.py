@@ -20,7 +20,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.loops.random_streams import get_states, pack_states, set_states, unpack_states
+from lightning_pipe.loops.random_streams import (
+    get_states,
+    pack_bytes,
+    pack_states,
+    set_states,
+    unpack_bytes,
+    unpack_states,
+)
 
 __all__ = ["State", "can_resume", "end_of_epoch", "is_resumable", "load_states", "resumable", "snapshot"]
 
@@ -135,7 +142,7 @@ class _Indices:
             self.given = int(resume["given"])
             self._resumed = None if resume["begun"] is None else _unpack(resume["begun"])
         elif resume is not None:
-            self._put_own(resume["ended"])
+            self._put_own([unpack_bytes(state) for state in resume["ended"]])
         self._created, self._begun = self._where(), None
         return goes_on
 
@@ -158,7 +165,7 @@ class _Indices:
         return partial(_state, self._created, self._begun, self.given)
 
     def ended(self) -> State:
-        return {"ended": [one.get_state() for one in self._generators]}
+        return {"ended": [pack_bytes(one.get_state()) for one in self._generators]}
 
     def resume(self, state: State) -> None:
         self._resume = state or None
@@ -172,7 +179,7 @@ class _Indices:
 
     def _put_own(self, states: list[Tensor]) -> None:
         for one, state in zip(self._generators, states, strict=False):
-            one.set_state(state.cpu())
+            one.set_state(state)
 
 
 class _Resumable:
@@ -190,7 +197,7 @@ class _Resumable:
         return _Counted(iterator, self._indices)
 
     def state_dict(self) -> State:
-        """Where the loader is, as tensors and numbers."""
+        """Where the loader is, as numbers and text."""
         return self._indices.snapshot()()
 
     def load_state_dict(self, state: State) -> None:
@@ -236,8 +243,8 @@ def _state(created: State, begun: State | None, given: int) -> State:
 
 
 def _pack(where: State) -> State:
-    return {"common": pack_states(where["common"]), "own": where["own"]}
+    return {"common": pack_states(where["common"]), "own": [pack_bytes(state) for state in where["own"]]}
 
 
 def _unpack(packed: State) -> State:
-    return {"common": unpack_states(packed["common"]), "own": packed["own"]}
+    return {"common": unpack_states(packed["common"]), "own": [unpack_bytes(state) for state in packed["own"]]}

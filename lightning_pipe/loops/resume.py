@@ -50,7 +50,7 @@ class ResumePoint:
             set_states(before, device)
 
     def packed(self) -> dict[str, Any]:
-        """As a checkpoint holds it: tensors, numbers, and what states of users' loaders are made of."""
+        """As a checkpoint holds it: text, numbers, and what states of users' loaders are made of."""
         return {
             "loaders": self.loaders,
             "common": pack_states(self.common),

@@ -21,10 +21,13 @@ from lightning_pipe.loops.fit_loop import PipelineFitLoop
 from lightning_pipe.loops.ledger import InFlightLedger
 from lightning_pipe.loops.program import TrainingProgram
 from lightning_pipe.loops.random_streams import RandomStreams, get_states, set_states
-from lightning_pipe.loops.resumable_loader import State, end_of_epoch, load_states, snapshot
+from lightning_pipe.loops.resumable_loader import State, end_of_epoch, is_resumable, load_states, snapshot
 from lightning_pipe.loops.resume import ResumePoint
 
 Transfer = Callable[[Any], Any]
+
+# Profiles name a fetch as they do without this loop.
+_FETCH = f"[{_TrainingEpochLoop.__name__}].train_dataloader_next"
 
 
 @runtime_checkable
@@ -65,6 +68,7 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         self._resumed: ResumePoint | None = None
         self._iterators_due = False
         self._only_ends = False
+        self._left: ResumePoint | None = None
         self.resume_point: ResumePoint | None = None
 
     @classmethod
@@ -226,10 +230,17 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         self.batch_progress.increment_completed()
         trainer._logger_connector.update_train_step_metrics()
 
+    def _on_before_fetch(self) -> None:
+        self.trainer.profiler.start(_FETCH)  # type: ignore[attr-defined]
+
+    def _on_after_fetch(self) -> None:
+        self.trainer.profiler.stop(_FETCH)  # type: ignore[attr-defined]
+
     def teardown(self) -> None:
         if self._program is not None:
             self._program.close()
             self._program = None
+        self._left = self.point_of_last_trained()
         self._ledger = self._fetcher = self._source = None
         self._kept = []
         group, self._group = self._group, None
@@ -242,12 +253,21 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         """Where a run goes on that is taken up from a checkpoint written now; None before any data was read."""
         fetcher = self._fetcher
         if fetcher is None:
-            return None
+            # Loaded and not gone on from yet; or training is over, and a checkpoint is written of it.
+            return self.resume_point or self._left
         common = get_states(self.trainer.strategy.root_device)
         loaders = fetcher.combined_loader.flattened
         epochs: Any = self.trainer.fit_loop.epoch_progress.current
         if self.batch_progress.is_last_batch or epochs.processed == epochs.started:
-            return ResumePoint([end_of_epoch(one) for one in loaders], common)
+            states = [end_of_epoch(one) for one in loaders]
+            last = None if self._ledger is None else self._ledger.last_trained
+            if last is not None and not self.batch_progress.is_last_batch:
+                # An epoch that was cut short: a loader with a state of its own goes on behind the last batch trained.
+                behind = [None if state is None else state() for state in last.after["loaders"]]
+                states = [
+                    new if is_resumable(of) else old for of, new, old in zip(loaders, states, behind, strict=True)
+                ]
+            return ResumePoint(states, common)
         after: dict[str, Any]
         if self._ledger is None:  # the user's step fetches for itself
             after = self._now(fetcher)

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_pipe.engine.errors import SetupError
 from lightning_pipe.recsys.table_optimizer import class_name
 
-__all__ = ["TableParameters", "learning_rate_factor", "take_tables_out"]
+__all__ = ["TableParameters", "base_learning_rate", "learning_rate_factor", "take_tables_out"]
 
 
 class TableParameters:
@@ -81,13 +81,23 @@ def take_tables_out(optimizer: torch.optim.Optimizer, tables: TableParameters) -
     return list(removed)
 
 
-def learning_rate_factor(optimizer: torch.optim.Optimizer) -> float:
-    """How far a scheduler has moved an optimiser's rate from where it began: ``lr / initial_lr`` of its first group.
+def base_learning_rate(optimizer: torch.optim.Optimizer) -> float:
+    """The rate that a scheduler counts an optimiser's from: ``initial_lr`` of its first group.
 
-    A one-cycle schedule begins far below the rate that it is given, and says that as ``max_lr``: its factor is
-    ``lr / max_lr``, at most 1. 1.0 where no scheduler has ever been attached (there is no ``initial_lr`` then), or
-    where it began at zero.
+    A one-cycle schedule begins far below the rate that it is given, and says that as ``max_lr``. 0.0 where no scheduler
+    has ever been attached (there is no ``initial_lr`` then).
     """
     group = optimizer.param_groups[0]
-    base = float(group.get("max_lr", group.get("initial_lr", 0.0)))
-    return float(group["lr"]) / base if base else 1.0
+    return float(group.get("max_lr", group.get("initial_lr", 0.0)))
+
+
+def learning_rate_factor(optimizer: torch.optim.Optimizer, base: float | None = None) -> float:
+    """How far an optimiser's rate is from where it began: ``lr / base`` of its first group; 1.0 where that was zero.
+
+    Args:
+        optimizer: whose rate it is.
+        base: what :func:`base_learning_rate` said before a callback (``LearningRateFinder``) wrote over it; by default
+            what it says now.
+    """
+    base = base_learning_rate(optimizer) if base is None else base
+    return float(optimizer.param_groups[0]["lr"]) / base if base else 1.0

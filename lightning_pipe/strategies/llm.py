@@ -20,6 +20,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import ClusterEnvironment, Precision
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -47,6 +48,7 @@ from lightning_pipe.strategies.llm_arguments import check_arguments
 from lightning_pipe.strategies.loss_scaling import LossScaling
 from lightning_pipe.strategies.optimizer_setup import empty_optimizers_allowed, refuse_fused
 from lightning_pipe.strategies.pipeline_module import BatchResult, PipelineModule
+from lightning_pipe.strategies.refusals import refuse_callbacks_of_whole_modules
 from lightning_pipe.strategies.stage_checkpoint import load_stage_checkpoint, save_stage_checkpoint
 from lightning_pipe.strategies.stage_gradients import StageGradients
 from lightning_pipe.strategies.stage_parallel import StageParallelism
@@ -355,6 +357,13 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
                 "the module optimises by hand (automatic_optimization is False), but a schedule runs forward and"
                 " backward in one. Use automatic optimisation"
             )
+        if fitting and is_overridden("backward", module):
+            raise SetupError(
+                f"{type(module).__name__} overrides backward, which no schedule calls: gradients are there when"
+                " training_step has run. Change the loss in summed_loss, or gradients in on_after_backward"
+            )
+        if fitting and self.world_size > 1:
+            refuse_callbacks_of_whole_modules(trainer)
         self._take_parts(module)
         self.precision_plugin.convert_module(module)
         self.model_to_device()

@@ -44,8 +44,8 @@ class PipelineStrategy(DistributedStrategy):
         except pickle.UnpicklingError as error:
             raise SetupError(
                 f"the checkpoint {str(checkpoint_path)!r} holds more than tensors and plain types, or is damaged"
-                f" ({str(error).strip().splitlines()[-1]}), and could run any code when it is read. If you trust whoever"
-                " wrote it, give Trainer.fit(..., weights_only=False); or allow the class:"
+                f" ({str(error).strip().splitlines()[-1]}), and could run any code when it is read. If you trust"
+                " whoever wrote it, give Trainer.fit(..., weights_only=False); or allow the class:"
                 " torch.serialization.add_safe_globals([...])"
             ) from error
 

@@ -25,7 +25,7 @@ from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.kernel_calls import check_tables_wait
 from lightning_pipe.recsys.kernels import evaluating
 from lightning_pipe.recsys.loss_check import check_finite_loss
-from lightning_pipe.recsys.optimizers import learning_rate_factor, take_tables_out
+from lightning_pipe.recsys.optimizers import base_learning_rate, learning_rate_factor, take_tables_out
 from lightning_pipe.recsys.plans import recsys_plan
 from lightning_pipe.recsys.rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding import ShardedModel
@@ -136,6 +136,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         self._program: TrainingProgram | None = None
         self._sparse_lr_scheduler: TableSchedule | None = None
         self._table_gradients: TableGradients | None = None
+        self._base_learning_rate: float | None = None
 
     # ------------------------------------------------------------------ set-up
 
@@ -198,6 +199,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             for group in optimizer.param_groups:
                 # Where PyTorch's schedulers count from, but for those that step on a metric: the tables follow all.
                 group.setdefault("initial_lr", group["lr"])
+        if self.optimizers[0].param_groups:  # there are none where configure_optimizers returned nothing
+            self._base_learning_rate = base_learning_rate(self.optimizers[0])
         config = self._sparse_lr_scheduler_config
         if config is not None:
             rates = {name: table.learning_rate for name, table in self.sharded_model.tables.items()}
@@ -302,7 +305,9 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         if self._sparse_lr_scheduler is not None:
             self.sharded_model.set_learning_rates(self._sparse_lr_scheduler.learning_rates())
         elif self.optimizers[0].param_groups:  # there are none where configure_optimizers returned nothing
-            self.sharded_model.set_learning_rate_factor(learning_rate_factor(self.optimizers[0]))
+            self.sharded_model.set_learning_rate_factor(
+                learning_rate_factor(self.optimizers[0], self._base_learning_rate)
+            )
 
     # ------------------------------------------------------------------ Lightning's calls during a batch
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -41,6 +46,7 @@ def refuse_training(trainer: pl.Trainer, module: pl.LightningModule, plugin: Pre
             "training_step takes the dataloader_iter, but a recsys plan fetches batches itself. Write"
             " training_step(self, batch, batch_idx), or use strategy='pipeline', which then runs Lightning's loop"
         )
+    refuse_callbacks_of_whole_modules(trainer)
     if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
         raise SetupError(CLIPS_BY_VALUE)
     accumulated = _most_accumulated(trainer)
@@ -55,6 +61,20 @@ def refuse_training(trainer: pl.Trainer, module: pl.LightningModule, plugin: Pre
             " micro-batch's backward, before it is known whether a later one overflows and the step is skipped. Use"
             " accumulate_grad_batches=1, 'bf16-mixed' or '32-true'"
         )
+
+
+def refuse_callbacks_of_whole_modules(trainer: pl.Trainer) -> None:
+    """Refuse callbacks that average, or prune, the weights of the module as it was made, where no rank holds all.
+
+    Raises:
+        SetupError: names the callback.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging, ModelPruning)):
+            raise SetupError(
+                f"callback {type(callback).__name__} works on the weights of the whole module, as it was made, but"
+                " ranks hold parts of it; needed is a run without it, or strategy='pipeline', where each rank holds all"
+            )
 
 
 def clips_gradients(trainer: pl.Trainer) -> bool:
