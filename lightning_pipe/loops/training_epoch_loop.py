@@ -67,7 +67,7 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         self._initial: dict[str, Any] = {}
         self._resumed: ResumePoint | None = None
         self._iterators_due = False
-        self._only_ends = False
+        self._completes = False
         self._left: ResumePoint | None = None
         self.resume_point: ResumePoint | None = None
 
@@ -104,15 +104,18 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         return self.restarted_on_train_batch_end and self.batch_progress.is_last_batch
 
     def reset(self) -> None:
-        self._only_ends = isinstance(self.trainer.fit_loop, PipelineFitLoop) and self.restarted_at_last_batch
-        if not self._only_ends:
+        # Lightning goes on with the next batch, or epoch, without the validation and the ending that this one has yet.
+        self._completes = isinstance(self.trainer.fit_loop, PipelineFitLoop) and self.restarted_on_train_batch_end
+        stepped = self._batches_that_stepped
+        if self._completes and self.batch_progress.is_last_batch:
+            self.batch_progress.increment_completed()
+            self.batch_progress.reset_on_restart()
+            self.scheduler_progress.reset_on_restart()
+            self.automatic_optimization.optim_progress.reset_on_restart()
+        else:
             super().reset()
-            return
-        # Lightning goes on with the next epoch, without this one's validation and ending.
-        self.batch_progress.increment_completed()
-        self.batch_progress.reset_on_restart()
-        self.scheduler_progress.reset_on_restart()
-        self.automatic_optimization.optim_progress.reset_on_restart()
+        if self._completes:
+            self._batches_that_stepped = stepped  # it is counted where the batch is completed
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         self._resumed, self.resume_point = self.resume_point, None
@@ -165,8 +168,8 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         Raises:
             StopIteration: the epoch is over, or a hook skips the rest of it.
         """
-        if self._only_ends:
-            self._only_ends = False
+        if self._completes:
+            self._completes = False
             self.val_loop.restarting = False
         elif isinstance(data_fetcher, _DataLoaderIterDataFetcher):
             # The user's step fetches for itself: there is nothing to run ahead.
