@@ -97,8 +97,14 @@ class PipelineFitLoop(_FitLoop):
         point = self.epoch_loop.point_of_last_trained()  # type: ignore[attr-defined]
         if point is None:
             return state
-        loader = self._combined_loader
+        loader, progress = self._combined_loader, self.epoch_loop.batch_progress.current
         assert loader is not None
+        if progress.ready and self.trainer.lightning_module.automatic_optimization and self._should_accumulate():
+            rank_zero_warn(
+                f"A checkpoint is written behind {progress.ready} batches of an epoch, in the middle of an accumulation"
+                f" of {self.trainer.accumulate_grad_batches}: gradients of the batches since the last step are not in"
+                " it. Write it where the optimiser has stepped"
+            )
         own = [one for one, of in zip(point.loaders, loader.flattened, strict=True) if not is_resumable(of)]
         if stateful := [one for one in own if one is not None]:
             state["combined_loader"] = stateful  # where Lightning's own loop looks for them
@@ -113,8 +119,9 @@ class PipelineFitLoop(_FitLoop):
         world, rank = self.trainer.world_size, self.trainer.global_rank
         if len(ranks) != world:
             rank_zero_warn(
-                f"The checkpoint was written by {len(ranks)} ranks, and there are {world}: random generators and data"
-                " loaders go on from where they are"
+                f"The checkpoint was written by {len(ranks)} ranks, and there are {world}: data loaders begin an epoch"
+                " at its beginning, though its batches are counted on, and random generators go on from where they are."
+                " Write one at the end of an epoch to go on with another number of ranks"
             )
             return
         self.epoch_loop.resume_point = ResumePoint.unpacked(ranks[rank])  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -336,3 +337,14 @@ def test_other_loaders_than_the_checkpoints_are_refused(tmp_path: Path) -> None:
     pipelined(callbacks=[SaveAfter(tmp_path / "a.ckpt", 2)]).fit(Resuming(lambda: combined("min_size")))
     with pytest.raises(SetupError, match=r"states of 2 train dataloader.s., and there are 1"):
         pipelined().fit(Resuming(plain), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+
+
+def test_a_checkpoint_in_the_middle_of_an_accumulation_says_what_it_lacks(tmp_path: Path) -> None:
+    for batches, path in [(3, tmp_path / "middle.ckpt"), (4, tmp_path / "stepped.ckpt")]:
+        used = pipelined(callbacks=[SaveAfter(path, batches)], accumulate_grad_batches=2, max_epochs=1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            used.fit(Resuming(plain))
+        said = [str(one.message) for one in caught if "in the middle of an accumulation" in str(one.message)]
+        assert len(said) == (batches == 3)
+        assert not said or "behind 3 batches" in said[0]

@@ -91,7 +91,7 @@ def fit(module: Watched, stages: int, seed: int, ckpt_path: Path | None = None, 
     with torch.random.fork_rng():
         torch.manual_seed(5)
         for layer in module.layers:
-            if hasattr(layer, "reset_parameters"):
+            if isinstance(layer, torch.nn.Linear):
                 layer.reset_parameters()
     used = trainer(strategy=Ahead(stages), num_sanity_val_steps=0, **options)
     PipelineTrainingEpochLoop.install(used)
