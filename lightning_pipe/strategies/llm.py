@@ -53,6 +53,7 @@ from lightning_pipe.strategies.stage_checkpoint import load_stage_checkpoint, sa
 from lightning_pipe.strategies.stage_gradients import StageGradients
 from lightning_pipe.strategies.stage_parallel import StageParallelism
 from lightning_pipe.strategies.stage_split import Example, SplitModel, SplitOptions, split_model
+from lightning_pipe.strategies.together import LastPrediction, check_even
 
 
 @dataclass(frozen=True)
@@ -247,6 +248,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         self._scaling: LossScaling | None = None
         self._program: TrainingProgram | None = None
         self._record: DeferredInit | None = None
+        self._last_prediction: LastPrediction | None = None
 
     # ------------------------------------------------------------------ set-up
 
@@ -527,6 +529,35 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
     def _predict(self, batch: Any) -> Any:
         assert self._runs is not None
         return self._runs.predict(batch, self._prepared_ahead())
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        check_even(self._trainer())
+
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        check_even(self._trainer())
+
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        self._last_prediction = LastPrediction(self._trainer().predict_loop.max_batches)
+
+    def on_predict_end(self) -> None:
+        assert self._last_prediction is not None
+        self._last_prediction.finish()
+        self._last_prediction = None
+        super().on_predict_end()
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        step = super().predict_step
+        if self._last_prediction is not None:
+            self._last_prediction.predicted(lambda: step(*args, **kwargs))
+        return step(*args, **kwargs)
+
+    def _trainer(self) -> pl.Trainer:
+        module = self.lightning_module
+        assert module is not None
+        return module.trainer
 
     def _prepared_ahead(self) -> PreparedBatch | None:
         ctx = None if self._program is None else self._program.current

@@ -37,6 +37,7 @@ from lightning_pipe.strategies.refusals import clips_gradients, refuse_other_pre
 from lightning_pipe.strategies.shard_once import shard_once
 from lightning_pipe.strategies.sharded_checkpoint import load_sharded_checkpoint, save_sharded_checkpoint
 from lightning_pipe.strategies.table_gradients import TableGradients, loss_scaler
+from lightning_pipe.strategies.together import LastPrediction, check_even
 
 _log = pl.utilities.rank_zero.rank_zero_info
 
@@ -137,6 +138,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         self._sparse_lr_scheduler: TableSchedule | None = None
         self._table_gradients: TableGradients | None = None
         self._base_learning_rate: float | None = None
+        self._last_prediction: LastPrediction | None = None
 
     # ------------------------------------------------------------------ set-up
 
@@ -370,17 +372,36 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluating():
-            return super().predict_step(*args, **kwargs)
+        def predict() -> Any:
+            with self._evaluating():
+                return super(RecsysPipelineStrategy, self).predict_step(*args, **kwargs)
+
+        if self._last_prediction is not None:
+            self._last_prediction.predicted(predict)
+        return predict()
 
     def on_validation_start(self) -> None:
-        self.sharded_model.share_buffers()
+        self._begin_evaluation()
 
     def on_test_start(self) -> None:
+        self._begin_evaluation()
+
+    def _begin_evaluation(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        check_even(module.trainer)
         self.sharded_model.share_buffers()
 
     def on_predict_start(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        self._last_prediction = LastPrediction(module.trainer.predict_loop.max_batches)
         self.sharded_model.share_buffers()
+
+    def on_predict_end(self) -> None:
+        assert self._last_prediction is not None
+        self._last_prediction.finish()
+        self._last_prediction = None
 
     def _evaluating(self) -> AbstractContextManager[None]:
         # Lookups of the sharded modules' own forwards: those of training leave the counters to the rewrite.

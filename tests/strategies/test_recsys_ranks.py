@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_pipe.engine import InputError
 from tests.distributed import run_ranks
 from tests.strategies.cases import (
     KEYS,
@@ -164,6 +165,10 @@ class Synchronised(Clicks):
         return loss
 
 
+def sized(rows: int) -> DataLoader[Any]:
+    return DataLoader(Rows(rows), batch_size=4, collate_fn=collate)
+
+
 class Endless(IterableDataset[Any]):
     """Batches of up to four rows without a length; as many rows as each rank is told."""
 
@@ -215,6 +220,14 @@ def run_cases(rank: int, world_size: int) -> dict[str, Any]:
         results[f"closure, {plan}"] = failure(Clicks(optimizers=lbfgs), recsys(plan, KINDS))
     results["plans differ"] = failure(Clicks(), recsys("base" if rank == 0 else "prefetch", KINDS))
     results["no optimiser"] = failure(Clicks(), recsys(optimizer=None))
+    predicting = trainer(recsys(kinds=KINDS), use_distributed_sampler=False)
+    rows = range(rank, (9, 4)[rank] * 2, 2)  # as Lightning's sampler has it, to an extreme
+    found = predictions(predicting, Clicks(), DataLoader([Rows(18)[row] for row in rows], 2, collate_fn=collate))  # type: ignore[arg-type]
+    results["uneven predictions"] = found
+    try:
+        trainer(recsys(kinds=KINDS), use_distributed_sampler=False).validate(Clicks(), sized((12, 5)[rank]))
+    except InputError as error:
+        results["uneven validation"] = str(error)
     for plan in PLANS:
         shorter = Clicks()
         fit(shorter, recsys(plan, KINDS), Endless((20, 16)[rank]), max_epochs=2)
@@ -338,6 +351,18 @@ def test_a_step_may_have_no_loss(ranks: list[dict[str, Any]], accumulate: int, e
             assert len(losses) == 12
             assert losses == expected_losses, plan
             assert difference(found, expected) == [], plan
+
+
+def test_uneven_ranks_predict_every_row_once(ranks: list[dict[str, Any]]) -> None:
+    expected = predictions(trainer("auto"), Clicks(), loader(18))
+    for rank, found in enumerate(named(ranks, "uneven predictions")):
+        torch.testing.assert_close(found, expected[rank::2][: len(found)], rtol=0, atol=1e-6)
+        assert len(found) == (9, 4)[rank]
+
+
+def test_every_rank_says_that_they_have_uneven_numbers_of_batches_to_evaluate(ranks: list[dict[str, Any]]) -> None:
+    for message in named(ranks, "uneven validation"):
+        assert "uneven numbers of batches to evaluate, for each dataloader: [3] on rank 0, [2] on rank 1" in message
 
 
 @pytest.mark.parametrize("plan", PLANS)
