@@ -12,8 +12,10 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_pipe.loops.random_streams import get_states
 from lightning_pipe.loops.resumable_loader import can_resume, is_resumable, load_states, resumable
 from lightning_pipe.loops.resume import ResumePoint
+from lightning_pipe.loops.shared_order import of_other_ranks
 
 _KEY = "lightning_pipe"
 _WITHOUT_END = 2**62
@@ -43,6 +45,25 @@ class PipelineFitLoop(_FitLoop):
         # Lightning counts an epoch as ended whose last batch ended; here it ends first.
         if not (self.restarted_mid_epoch and getattr(self.epoch_loop, "restarted_at_last_batch", False)):
             super().reset()
+        self._count_in_batches_of_these_ranks()
+
+    def _count_in_batches_of_these_ranks(self) -> None:
+        """Count the epoch's batches as if these ranks had trained it from its beginning, where others had begun it."""
+        point = self._resume_point
+        if point is None or point.in_mid_epoch or self._combined_loader is None or self.max_batches == float("inf"):
+            return
+        pairs = zip(self._combined_loader.flattened, point.loaders, strict=True)
+        # The rank that has the fewest of what is left is the last one.
+        left = [
+            len(one._indices.batches_left(state | {"rank": state["world"] - 1}))
+            for one, state in pairs
+            if state and "left" in state
+        ]
+        if left:
+            current: Any = self.epoch_loop.batch_progress.current
+            more = int(self.max_batches) - max(left) - current.ready
+            for name in ("ready", "started", "processed", "completed"):
+                setattr(current, name, getattr(current, name) + more)
 
     def setup_data(self) -> None:
         fetcher, point = self._data_fetcher, self._resume_point
@@ -118,10 +139,15 @@ class PipelineFitLoop(_FitLoop):
             return
         world, rank = self.trainer.world_size, self.trainer.global_rank
         if len(ranks) != world:
+            elsewhere = of_other_ranks(ranks[0]["loaders"], rank, world)
+            if elsewhere is not None:
+                common = get_states(self.trainer.strategy.root_device)
+                self.epoch_loop.resume_point = ResumePoint(elsewhere, common)  # type: ignore[attr-defined]
+                return
             rank_zero_warn(
-                f"The checkpoint was written by {len(ranks)} ranks, and there are {world}: data loaders begin an epoch"
-                " at its beginning, though its batches are counted on, and random generators go on from where they are."
-                " Write one at the end of an epoch to go on with another number of ranks"
+                f"The checkpoint was written by {len(ranks)} rank(s), and there are {world}, which cannot share out what"
+                " is left of the epoch: its data begin at their beginning, though batches are counted on. Only a"
+                " DistributedSampler has one order for all ranks; or write the checkpoint at the end of an epoch"
             )
             return
         self.epoch_loop.resume_point = ResumePoint.unpacked(ranks[rank])  # type: ignore[attr-defined]

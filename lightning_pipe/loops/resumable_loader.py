@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.loops.random_streams import (
@@ -28,6 +28,7 @@ from lightning_pipe.loops.random_streams import (
     unpack_bytes,
     unpack_states,
 )
+from lightning_pipe.loops.shared_order import batches_left, order_of
 
 __all__ = ["State", "can_resume", "end_of_epoch", "is_resumable", "load_states", "resumable", "snapshot"]
 
@@ -58,7 +59,7 @@ def resumable(loader: DataLoader[Any]) -> DataLoader[Any]:
     vars(same).update(vars(loader))
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     # A DataLoader refuses to have it set.
-    vars(same)[name] = vars(same)["_indices"] = _Indices(vars(same)[name], _generators_of(loader))
+    vars(same)[name] = vars(same)["_indices"] = _Indices(vars(same)[name], loader)
     vars(same)["_iterator"] = None  # workers that wait for the given one's next epoch are not this one's
     return same
 
@@ -111,9 +112,11 @@ def load_states(loaders: Sequence[Any], states: Sequence[State | None]) -> None:
 class _Indices:
     """A loader's sampler, or batch sampler, that can begin where an earlier one was."""
 
-    def __init__(self, inner: Any, generators: list[torch.Generator]) -> None:
+    def __init__(self, inner: Any, loader: DataLoader[Any]) -> None:
         self._inner = inner
-        self._generators = generators
+        self._loader = loader
+        self._generators = _generators_of(loader)
+        self._left: State | None = None
         self._resume: State | None = None
         self.given = 0
         # Where all generators were when an iteration began, and when its first index was drawn.
@@ -135,7 +138,10 @@ class _Indices:
     def begin(self) -> bool:
         """Begin an iteration of the loader, or go on with one; returns whether it goes on."""
         resume, self._resume = self._resume, None
-        self.given, self._resumed = 0, None
+        self.given, self._resumed, self._left = 0, None, None
+        if resume is not None and "left" in resume:
+            self._left, self.given = resume, int(resume["given"])
+            return False
         goes_on = resume is not None and "ended" not in resume
         if resume is not None and goes_on:
             self._put(_unpack(resume["created"]))
@@ -147,6 +153,9 @@ class _Indices:
         return goes_on
 
     def _from(self, given: int, begun: State | None) -> Iterator[Any]:
+        if self._left is not None:
+            yield from self.batches_left(self._left)[given:]
+            return
         before = get_states(_CPU)
         if begun is not None:
             self._put(begun)
@@ -159,10 +168,21 @@ class _Indices:
             set_states(before, _CPU)
         yield from indices
 
+    def batches_left(self, state: State) -> list[list[int]]:
+        """Of an epoch that other ranks have begun."""
+        batches = self._loader.batch_sampler
+        assert isinstance(batches, BatchSampler)
+        return batches_left(state, self._loader.dataset, batches.batch_size, batches.drop_last)
+
     def snapshot(self) -> Callable[[], State]:
+        if self._left is not None:
+            batch_size = self._loader.batch_size or 1
+            order = self._left["left"] | {"batch": batch_size * self._left["world"]}
+            left = self._left | {"given": self.given, "order": order}
+            return lambda: left
         if self._created is None:
             return dict
-        return partial(_state, self._created, self._begun, self.given)
+        return partial(_state, self._created, self._begun, self.given, order_of(self._loader))
 
     def ended(self) -> State:
         return {"ended": [pack_bytes(one.get_state()) for one in self._generators]}
@@ -238,8 +258,9 @@ def _generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
     return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
 
 
-def _state(created: State, begun: State | None, given: int) -> State:
-    return {"created": _pack(created), "begun": None if begun is None else _pack(begun), "given": given}
+def _state(created: State, begun: State | None, given: int, order: State | None) -> State:
+    packed = None if begun is None else _pack(begun)
+    return {"created": _pack(created), "begun": packed, "given": given, "order": order}
 
 
 def _pack(where: State) -> State:

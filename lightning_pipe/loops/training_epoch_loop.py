@@ -188,6 +188,7 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         if self._iterators_due and self._fetcher is not None:
             self._put_loaders_back(self._fetcher)
             iter(self._fetcher)
+            self._fetcher.fetched += self.batch_progress.current.ready
             self._initial = self._now(self._fetcher)
         trainer, program, ledger = self.trainer, self._program, self._ledger
         assert program is not None and ledger is not None

@@ -1,0 +1,71 @@
+"""The order that several ranks share an epoch's samples out of, and what is left of it for another number of ranks.
+
+``DistributedSampler`` makes one order for all ranks, of which rank *r* of *w* takes positions r, r + w, r + 2w ...
+When every rank has trained *n* batches of *b* samples, the first n * b * w samples are trained, and any number of ranks
+can share out the rest. Other samplers have an order for each rank, which another number of ranks cannot go on with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+__all__ = ["batches_left", "of_other_ranks", "order_of"]
+
+State = dict[str, Any]
+
+
+def order_of(loader: DataLoader[Any]) -> State | None:
+    """What the loader's ranks share: numbers that :func:`batches_left` takes; None for another kind of sampler."""
+    batches = loader.batch_sampler
+    sampler = getattr(batches, "sampler", None)
+    if type(batches) is not BatchSampler or type(sampler) is not DistributedSampler:
+        return None
+    return {
+        "seed": sampler.seed,
+        "epoch": sampler.epoch,
+        "shuffle": sampler.shuffle,
+        "length": len(sampler.dataset),  # type: ignore[arg-type]
+        "batch": batches.batch_size * sampler.num_replicas,
+    }
+
+
+def of_other_ranks(states: Sequence[State | None], rank: int, world: int) -> list[State | None] | None:
+    """Where loaders go on, of whose ranks there were others.
+
+    Args:
+        states: of one of the ranks that there were, one for each loader.
+        rank: of those that there are.
+        world: how many there are.
+
+    Returns:
+        A state for each loader, or None where there is a loader that cannot go on.
+    """
+    found: list[State | None] = []
+    for state in states:
+        if state and "ended" in state:
+            found.append({"ended": []})
+        elif state and state.get("order") is not None:
+            trained = state["order"].get("trained", 0) + state["given"] * state["order"]["batch"]
+            found.append({"left": state["order"] | {"trained": trained}, "rank": rank, "world": world, "given": 0})
+        else:
+            return None
+    return found
+
+
+def batches_left(state: State, dataset: Any, batch_size: int, drop_last: bool) -> list[list[int]]:
+    """A rank's batches of what is left.
+
+    Args:
+        state: of :func:`of_other_ranks`.
+        dataset: of the loader.
+        batch_size: samples of a batch.
+        drop_last: leave out a batch that is not full.
+    """
+    left = state["left"]
+    order: DistributedSampler[Any] = DistributedSampler(dataset, 1, 0, shuffle=left["shuffle"], seed=left["seed"])
+    order.set_epoch(left["epoch"])
+    rest = list(order)[left["trained"] :][state["rank"] :: state["world"]]
+    return list(BatchSampler(rest, batch_size, drop_last))
