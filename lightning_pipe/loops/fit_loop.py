@@ -145,7 +145,7 @@ class PipelineFitLoop(_FitLoop):
                 self.epoch_loop.resume_point = ResumePoint(elsewhere, common)  # type: ignore[attr-defined]
                 return
             rank_zero_warn(
-                f"The checkpoint was written by {len(ranks)} rank(s), and there are {world}, which cannot share out what"
+                f"The checkpoint was written by {len(ranks)} rank(s); there are {world}, which cannot share out what"
                 " is left of the epoch: its data begin at their beginning, though batches are counted on. Only a"
                 " DistributedSampler has one order for all ranks; or write the checkpoint at the end of an epoch"
             )
