@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
@@ -15,13 +14,11 @@ from lightning.pytorch.trainer import call
 
 from lightning_pipe.engine import IterContext, PipelineError, TaskError
 from lightning_pipe.engine.plan import MAIN
-from lightning_pipe.loops.batch_source import AgreedSource, BatchSource, Fetched, Source, Uneven
 from lightning_pipe.loops.default_program import default_program
+from lightning_pipe.loops.epoch_data import EpochData
 from lightning_pipe.loops.fit_loop import PipelineFitLoop
 from lightning_pipe.loops.ledger import InFlightLedger
 from lightning_pipe.loops.program import TrainingProgram
-from lightning_pipe.loops.random_streams import RandomStreams, get_states, set_states
-from lightning_pipe.loops.resumable_loader import State, end_of_epoch, is_resumable, load_states, snapshot
 from lightning_pipe.loops.resume import ResumePoint
 
 Transfer = Callable[[Any], Any]
@@ -58,18 +55,8 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
 
     def _prepare(self) -> None:
         self._program: TrainingProgram | None = None
-        self._ledger: InFlightLedger | None = None
-        self._streams: RandomStreams | None = None
-        self._fetcher: _DataFetcher | None = None
-        self._source: Source | None = None
-        self._group: dist.ProcessGroup | None = None
-        self._kept: list[Callable[[], Fetched]] = []
-        self._initial: dict[str, Any] = {}
-        self._resumed: ResumePoint | None = None
-        self._iterators_due = False
+        self._data = EpochData(self.trainer)
         self._completes = False
-        self._left: ResumePoint | None = None
-        self.resume_point: ResumePoint | None = None
 
     @classmethod
     def install(cls, trainer: pl.Trainer) -> PipelineTrainingEpochLoop:
@@ -96,7 +83,22 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
     @property
     def ledger(self) -> InFlightLedger | None:
         """The present epoch's ledger."""
-        return self._ledger
+        return self._data.ledger
+
+    @property
+    def resume_point(self) -> ResumePoint | None:
+        """Where a checkpoint that was loaded goes on, until the epoch begins that does."""
+        return self._data.resume_point
+
+    @resume_point.setter
+    def resume_point(self, point: ResumePoint) -> None:
+        self._data.resume_point = point
+
+    def point_of_last_trained(self) -> ResumePoint | None:
+        """Where a run goes on that is taken up from a checkpoint written now; None before any data was read."""
+        epochs: Any = self.trainer.fit_loop.epoch_progress.current
+        is_last = self.batch_progress.is_last_batch
+        return self._data.point(at_end=is_last or epochs.processed == epochs.started, of_last_batch=is_last)
 
     @property
     def restarted_at_last_batch(self) -> bool:
@@ -118,49 +120,23 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
             self._batches_that_stepped = stepped  # it is counted where the batch is completed
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
-        self._resumed, self.resume_point = self.resume_point, None
-        point, device = self._resumed, self.trainer.strategy.root_device
-        if point is not None:
-            # A new epoch makes its iterators when its first batch is due: a validation may come before.
-            has_states = all(hasattr(one, "load_state_dict") for one in data_fetcher.combined_loader.flattened)
-            self._iterators_due = has_states and not point.in_mid_epoch
-            set_states(point.common if self._iterators_due else point.common_behind_iterators, device)
+        self._data.put_generators(data_fetcher)
         super().on_run_start(data_fetcher)
-        self._fetcher = data_fetcher
-        if isinstance(data_fetcher, _DataLoaderIterDataFetcher):
-            return
-        if self._streams is None:
-            self._streams = RandomStreams(device)
-        if self._program is None:
+        self._data.begin(data_fetcher)
+        if self._program is None and self._data.ledger is not None:
             strategy = self.trainer.strategy
             build = strategy.training_program if isinstance(strategy, BringsProgram) else default_program
-            self._program = build(self.trainer, self._transfer)
-        self._streams.restart(None if point is None else point.streams)
-        self._initial = self._now(data_fetcher)
-        kept, self._kept = self._kept, []
-        data_fetcher.fetched += len(kept)
-        if kept and data_fetcher.done:
-            kept[-1] = partial(_as_last, kept[-1])
-        self._source = self._agreed(BatchSource(partial(self._fetch, data_fetcher), kept), data_fetcher)
-        self._ledger = InFlightLedger(self._source, holds=_goes_on(data_fetcher))
+            self._program = build(self.trainer, self._data.transfer)
 
     def run(self, data_fetcher: _DataFetcher) -> None:
         try:
             super().run(data_fetcher)
-            if isinstance(self._source, AgreedSource):
-                self._source.close()
-            if self._iterators_due:
-                # The epoch had ended when the checkpoint was written, and has ended again without a batch.
-                self._put_loaders_back(data_fetcher)
+            self._data.end()
         finally:
             # An epoch can end with batches in flight: max_steps, an early stop, an exception.
-            if self._ledger is not None and self._program is not None:
+            if self._program is not None:
                 self._program.abandon()
-                given_up = self._ledger.give_up()
-                if _goes_on(data_fetcher):
-                    ahead = getattr(data_fetcher, "batches", ())
-                    read = self._source.unread() if self._source is not None else []
-                    self._kept = given_up + read + [partial(self._read_before, batch) for batch, _, _ in ahead]
+            self._data.give_up()
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
         """Train one batch: Lightning's sequence of hooks, around one period of the pipeline.
@@ -185,12 +161,8 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         if dist.is_available() and dist.is_initialized() and self.trainer.world_size > 1:
             self._broadcast_sigterm_tensor()
 
-        if self._iterators_due and self._fetcher is not None:
-            self._put_loaders_back(self._fetcher)
-            iter(self._fetcher)
-            self._fetcher.fetched += self.batch_progress.current.ready
-            self._initial = self._now(self._fetcher)
-        trainer, program, ledger = self.trainer, self._program, self._ledger
+        self._data.make_iterators(self.batch_progress.current.ready)
+        trainer, program, ledger = self.trainer, self._program, self._data.ledger
         assert program is not None and ledger is not None
         batch_idx = self.batch_idx + 1
         ctx = program.begin(ledger)
@@ -244,63 +216,8 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         if self._program is not None:
             self._program.close()
             self._program = None
-        self._left = self.point_of_last_trained()
-        self._ledger = self._fetcher = self._source = None
-        self._kept = []
-        group, self._group = self._group, None
-        # The user may have left the world, and with it all groups.
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        self._data.close(self.point_of_last_trained())
         super().teardown()
-
-    def point_of_last_trained(self) -> ResumePoint | None:
-        """Where a run goes on that is taken up from a checkpoint written now; None before any data was read."""
-        fetcher = self._fetcher
-        if fetcher is None:
-            # Loaded and not gone on from yet; or training is over, and a checkpoint is written of it.
-            return self.resume_point or self._left
-        common = get_states(self.trainer.strategy.root_device)
-        loaders = fetcher.combined_loader.flattened
-        epochs: Any = self.trainer.fit_loop.epoch_progress.current
-        if self.batch_progress.is_last_batch or epochs.processed == epochs.started:
-            states = [end_of_epoch(one) for one in loaders]
-            last = None if self._ledger is None else self._ledger.last_trained
-            if last is not None and not self.batch_progress.is_last_batch:
-                # An epoch that was cut short: a loader with a state of its own goes on behind the last batch trained.
-                behind = [None if state is None else state() for state in last.after["loaders"]]
-                states = [
-                    new if is_resumable(of) else old for of, new, old in zip(loaders, states, behind, strict=True)
-                ]
-            return ResumePoint(states, common)
-        after: dict[str, Any]
-        if self._ledger is None:  # the user's step fetches for itself
-            after = self._now(fetcher)
-        elif self._ledger.last_trained is None:
-            after = self._initial
-        else:
-            after = self._ledger.last_trained.after
-        states = [None if state is None else state() for state in after["loaders"]]
-        return ResumePoint(states, common, {name: value for name, value in after.items() if name != "loaders"})
-
-    def _agreed(self, source: Source, data_fetcher: _DataFetcher) -> Source:
-        """Batches that all ranks have, where there are several."""
-        strategy = self.trainer.strategy
-        if self.trainer.world_size == 1 or not dist.is_initialized():
-            return source
-        if self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=getattr(strategy, "_timeout", None))
-        uneven: Uneven = getattr(strategy, "uneven_batches", "shortest")
-        return AgreedSource(source, self._group, partial(_remaining, data_fetcher), uneven)
-
-    def _put_loaders_back(self, data_fetcher: _DataFetcher) -> None:
-        """Let the next iterators be made as if none had been made since the checkpoint."""
-        assert self._resumed is not None
-        load_states(data_fetcher.combined_loader.flattened, self._resumed.loaders)
-        self._iterators_due = False
-
-    def _now(self, data_fetcher: _DataFetcher) -> dict[str, Any]:
-        """Where loaders and generators are."""
-        return {"loaders": _snapshots(data_fetcher), "fetch": get_states(self.trainer.strategy.root_device)}
 
     def _train(self, ctx: IterContext, batch: Any, batch_idx: int) -> Any:
         trainer, program = self.trainer, self._program
@@ -329,38 +246,6 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         self.val_loop.restarting = False
         return False
 
-    def _fetch(self, data_fetcher: _DataFetcher) -> Fetched:
-        assert self._streams is not None
-        # Where it does not know the end, Lightning's fetcher is one batch ahead: what it loads now is the next one, and
-        # a run that goes on behind this batch loads that again.
-        ahead = bool(getattr(data_fetcher, "batches", ()))
-        with self._streams.active("fetch"):
-            before = self._now(data_fetcher) if ahead else None
-            batch, _, _ = next(data_fetcher)
-            is_last = data_fetcher.done
-        after = before or {"loaders": _snapshots(data_fetcher), "fetch": self._streams.states("fetch")}
-        batch = self._prepared(batch)
-        after["prepare"] = self._streams.states("prepare")
-        return batch, is_last, after
-
-    def _prepared(self, batch: Any) -> Any:
-        assert self._streams is not None
-        with self._streams.active("prepare"):
-            batch = self.trainer.precision_plugin.convert_input(batch)
-            return self.trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-
-    def _transfer(self, batch: Any) -> Any:
-        assert self._streams is not None and self._ledger is not None
-        with self._streams.active("transfer"):
-            moved = call._call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=0)
-        if (entry := self._ledger.next_transferred()) is not None:
-            entry.after["transfer"] = self._streams.states("transfer")
-        return moved
-
-    def _read_before(self, batch: Any) -> Fetched:
-        """What Lightning's fetcher read ahead of an iterator in the epoch before."""
-        return self._prepared(batch), False, {"loaders": []}
-
     def _user_error(self, error: TaskError) -> BaseException:
         """What to raise for a failed task: users' own exceptions keep their type, as in Lightning's loop.
 
@@ -376,24 +261,3 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
             return error
         cause.add_note(error.where)
         return cause
-
-
-def _as_last(fetch: Callable[[], Fetched]) -> Fetched:
-    batch, _, after = fetch()
-    return batch, True, after
-
-
-def _snapshots(data_fetcher: _DataFetcher) -> list[Callable[[], State] | None]:
-    """Where each loader is, None for one without a state."""
-    loaders = data_fetcher.combined_loader.flattened
-    return [snapshot(one) if hasattr(one, "state_dict") else None for one in loaders]
-
-
-def _remaining(data_fetcher: _DataFetcher) -> int | None:
-    """How many batches its loaders have not been asked for, if they know."""
-    return None if data_fetcher.length is None else max(0, data_fetcher.length - data_fetcher.fetched)
-
-
-def _goes_on(data_fetcher: _DataFetcher) -> bool:
-    """Whether the next epoch goes on with the same iterators, so that what is not trained in this one must be kept."""
-    return all(isinstance(one, Iterator) for one in data_fetcher.combined_loader.flattened)

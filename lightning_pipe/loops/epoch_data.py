@@ -1,0 +1,246 @@
+"""Where the data of an epoch is: loaders, batches in flight, random streams, and where a run goes on from here.
+
+The training loop says when; this says which batch, from where, and what a checkpoint has to know about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_pipe.loops.batch_source import AgreedSource, BatchSource, Fetched, Source, Uneven
+from lightning_pipe.loops.ledger import InFlightLedger
+from lightning_pipe.loops.random_streams import RandomStreams, get_states, set_states
+from lightning_pipe.loops.resumable_loader import State, end_of_epoch, is_resumable, load_states, snapshot
+from lightning_pipe.loops.resume import ResumePoint
+
+_PREPARES = ("on_before_batch_transfer",)
+_TRANSFERS = ("transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class EpochData:
+    """One rank's data while a trainer fits.
+
+    Args:
+        trainer: whose loaders, hooks and strategy they are.
+
+    Attributes:
+        ledger: of the present epoch; None where the user's step fetches for itself.
+        resume_point: that a checkpoint held, until the epoch begins that goes on from it.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self.ledger: InFlightLedger | None = None
+        self.resume_point: ResumePoint | None = None
+        self._fetcher: _DataFetcher | None = None
+        self._source: Source | None = None
+        self._streams: RandomStreams | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._kept: list[Callable[[], Fetched]] = []
+        self._initial: dict[str, Any] = {}
+        self._resumed: ResumePoint | None = None
+        self._iterators_due = False
+        self._draws: dict[str, bool] = {}
+        self._left: ResumePoint | None = None
+
+    # ------------------------------------------------------------------ an epoch
+
+    def put_generators(self, fetcher: _DataFetcher) -> None:
+        """Put the generators where a checkpoint says, before Lightning's loop begins."""
+        self._resumed, self.resume_point = self.resume_point, None
+        point = self._resumed
+        if point is not None:
+            # A new epoch makes its iterators when its first batch is due: a validation may come before.
+            has_states = all(hasattr(one, "load_state_dict") for one in fetcher.combined_loader.flattened)
+            self._iterators_due = has_states and not point.in_mid_epoch
+            states = point.common if self._iterators_due else point.common_behind_iterators
+            set_states(states, self._trainer.strategy.root_device)
+
+    def begin(self, fetcher: _DataFetcher) -> None:
+        """Begin an epoch, or go on with one."""
+        self._fetcher = fetcher
+        if isinstance(fetcher, _DataLoaderIterDataFetcher):
+            self.ledger = None
+            return
+        if self._streams is None:
+            self._streams = RandomStreams(self._trainer.strategy.root_device)
+        self._streams.restart(None if self._resumed is None else self._resumed.streams)
+        self._draws = {"prepare": self._overrides(_PREPARES), "transfer": self._overrides(_TRANSFERS)}
+        self._initial = self._now()
+        kept, self._kept = self._kept, []
+        fetcher.fetched += len(kept)
+        if kept and fetcher.done:
+            kept[-1] = partial(_as_last, kept[-1])
+        self._source = self._agreed(BatchSource(self._fetch, kept))
+        self.ledger = InFlightLedger(self._source, holds=_goes_on(fetcher))
+
+    def make_iterators(self, ready: int) -> None:
+        """Make the iterators of an epoch that begins behind a checkpoint, where its first batch is due.
+
+        Args:
+            ready: batches of this epoch that are trained already, by other ranks.
+        """
+        if self._iterators_due and self._fetcher is not None:
+            self._put_loaders_back(self._fetcher)
+            iter(self._fetcher)
+            self._fetcher.fetched += ready
+            self._initial = self._now()
+
+    def end(self) -> None:
+        """End an epoch in which nothing was raised."""
+        if isinstance(self._source, AgreedSource):
+            self._source.close()
+        if self._iterators_due and self._fetcher is not None:
+            # The epoch had ended when the checkpoint was written, and has ended again without a batch.
+            self._put_loaders_back(self._fetcher)
+
+    def give_up(self) -> None:
+        """Give up what is in flight, for the next epoch to begin with where that goes on with the same iterators."""
+        if self.ledger is None or self._source is None or self._fetcher is None:
+            return
+        given_up = self.ledger.give_up()
+        if _goes_on(self._fetcher):
+            ahead = getattr(self._fetcher, "batches", ())
+            self._kept = given_up + self._source.unread() + [partial(self._read_before, one) for one, _, _ in ahead]
+
+    def close(self, point: ResumePoint | None) -> None:
+        """End training; a checkpoint that is still written goes on from *point*."""
+        self._left = point
+        self.ledger = self._fetcher = self._source = None
+        self._kept = []
+        group, self._group = self._group, None
+        # The user may have left the world, and with it all groups.
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def point(self, *, at_end: bool, of_last_batch: bool = True) -> ResumePoint | None:
+        """Where a run goes on that is taken up from a checkpoint written now; None before any data was read.
+
+        Args:
+            at_end: whether the epoch is over, or none has begun.
+            of_last_batch: whether it is over since the data have ended.
+        """
+        if self._fetcher is None:
+            # Loaded and not gone on from yet; or training is over, and a checkpoint is written of it.
+            return self.resume_point or self._left
+        common = get_states(self._trainer.strategy.root_device)
+        loaders = self._fetcher.combined_loader.flattened
+        last = None if self.ledger is None else self.ledger.last_trained
+        if at_end:
+            states = [end_of_epoch(one) for one in loaders]
+            if last is not None and not of_last_batch:
+                # An epoch that was cut short: a loader with a state of its own goes on behind the last batch trained.
+                behind = _called(last.after["loaders"])
+                states = [
+                    new if is_resumable(of) else old for of, new, old in zip(loaders, states, behind, strict=True)
+                ]
+            return ResumePoint(states, common)
+        after = self._initial if last is None else last.after
+        if self.ledger is None:  # the user's step fetches for itself
+            after = self._now()
+        streams = {name: value for name, value in after.items() if name != "loaders"}
+        return ResumePoint(_called(after["loaders"]), common, streams)
+
+    # ------------------------------------------------------------------ a batch
+
+    def transfer(self, batch: Any) -> Any:
+        """Move a batch to the device through the user's hooks; batches come in their order."""
+        assert self.ledger is not None and self._streams is not None
+        moved = self._drawing("transfer", partial(self._moved, batch))
+        if (entry := self.ledger.next_transferred()) is not None:
+            entry.after["transfer"] = self._streams.states("transfer")
+        return moved
+
+    def _fetch(self) -> Fetched:
+        fetcher, streams = self._fetcher, self._streams
+        assert fetcher is not None and streams is not None
+        # Where it does not know the end, Lightning's fetcher is one batch ahead: what it loads now is the next one, and
+        # a run that goes on behind this batch loads that again.
+        ahead = bool(getattr(fetcher, "batches", ()))
+        with streams.active("fetch"):
+            before = self._now() if ahead else None
+            batch, _, _ = next(fetcher)
+            is_last = fetcher.done
+        after = before or {"loaders": _snapshots(fetcher), "fetch": streams.states("fetch")}
+        batch = self._drawing("prepare", partial(self._prepared, batch))
+        after["prepare"] = streams.states("prepare")
+        return batch, is_last, after
+
+    def _drawing(self, stream: Any, work: Callable[[], Any]) -> Any:
+        """Do what may draw from a stream; where no hook of the user's is called, nothing does."""
+        assert self._streams is not None
+        if not self._draws[stream]:
+            return work()
+        with self._streams.active(stream):
+            return work()
+
+    def _prepared(self, batch: Any) -> Any:
+        batch = self._trainer.precision_plugin.convert_input(batch)
+        return self._trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+
+    def _moved(self, batch: Any) -> Any:
+        return call._call_strategy_hook(self._trainer, "batch_to_device", batch, dataloader_idx=0)
+
+    def _read_before(self, batch: Any) -> Fetched:
+        """What Lightning's fetcher read ahead of an iterator in the epoch before."""
+        return self._drawing("prepare", partial(self._prepared, batch)), False, {"loaders": []}
+
+    def _overrides(self, hooks: tuple[str, ...]) -> bool:
+        datamodule = getattr(self._trainer, "datamodule", None)
+        holders = [one for one in (self._trainer.lightning_module, datamodule) if one is not None]
+        return any(is_overridden(name, holder) for name in hooks for holder in holders)
+
+    # ------------------------------------------------------------------ what it stands on
+
+    def _agreed(self, source: Source) -> Source:
+        """Batches that all ranks have, where there are several."""
+        strategy, fetcher = self._trainer.strategy, self._fetcher
+        if self._trainer.world_size == 1 or not dist.is_initialized() or fetcher is None:
+            return source
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=getattr(strategy, "_timeout", None))
+        uneven: Uneven = getattr(strategy, "uneven_batches", "shortest")
+        return AgreedSource(source, self._group, partial(_remaining, fetcher), uneven)
+
+    def _put_loaders_back(self, fetcher: _DataFetcher) -> None:
+        """Let the next iterators be made as if none had been made since the checkpoint."""
+        assert self._resumed is not None
+        load_states(fetcher.combined_loader.flattened, self._resumed.loaders)
+        self._iterators_due = False
+
+    def _now(self) -> dict[str, Any]:
+        """Where loaders and generators are."""
+        assert self._fetcher is not None
+        return {"loaders": _snapshots(self._fetcher), "fetch": get_states(self._trainer.strategy.root_device)}
+
+
+def _as_last(fetch: Callable[[], Fetched]) -> Fetched:
+    batch, _, after = fetch()
+    return batch, True, after
+
+
+def _called(states: list[Callable[[], State] | None]) -> list[State | None]:
+    return [None if state is None else state() for state in states]
+
+
+def _snapshots(fetcher: _DataFetcher) -> list[Callable[[], State] | None]:
+    """Where each loader is, None for one without a state."""
+    return [snapshot(one) if hasattr(one, "state_dict") else None for one in fetcher.combined_loader.flattened]
+
+
+def _remaining(fetcher: _DataFetcher) -> int | None:
+    """How many batches its loaders have not been asked for, if they know."""
+    return None if fetcher.length is None else max(0, fetcher.length - fetcher.fetched)
+
+
+def _goes_on(fetcher: _DataFetcher) -> bool:
+    """Whether the next epoch goes on with the same iterators, so that what is not trained in this one must be kept."""
+    return all(isinstance(one, Iterator) for one in fetcher.combined_loader.flattened)
