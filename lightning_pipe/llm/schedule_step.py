@@ -129,6 +129,13 @@ def run_schedule(
                 context.enter_context(torch.no_grad())
             schedule._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs)
         outputs = [list(stage.output_chunks) for stage in stages if stage.is_last]
+    except RuntimeError as error:
+        # PyTorch says which tensors it was about, and hides what users raised, and expect to catch.
+        cause = error.__cause__
+        if not (isinstance(cause, Exception) and str(error).lstrip().startswith("Failed to run stage backward")):
+            raise
+        cause.add_note(str(error).strip())
+        raise cause from cause.__cause__
     finally:
         _forget_batch(schedule, stages)
     if losses is not None:

@@ -75,6 +75,10 @@ class AgreedSource:
         remaining: how many batches the loader has not been asked for; None where it does not know.
         uneven: ``shortest`` ends the epoch where the first rank's data ends, and says what the others leave;
             ``error`` raises there.
+        told_to_end: whether this rank was told to end training.
+
+    Attributes:
+        to_end: whether any rank was, when it read a batch that all have agreed on. It changes on all ranks together.
     """
 
     def __init__(
@@ -83,7 +87,10 @@ class AgreedSource:
         group: dist.ProcessGroup,
         remaining: Callable[[], int | None],
         uneven: Uneven = "shortest",
+        told_to_end: Callable[[], bool] = lambda: False,
     ) -> None:
+        self.to_end = False
+        self._told_to_end = told_to_end
         self._source = source
         self._group = group
         self._remaining = remaining
@@ -132,7 +139,7 @@ class AgreedSource:
         except BaseException as error:  # the other ranks wait for what this one says
             says, self._error = -self._group.rank() - 1, error
         # The least of what all say, and minus the most.
-        said = torch.tensor([says, -says])
+        said = torch.tensor([says, -says, -int(self._told_to_end())])
         self._round = said, dist.all_reduce(said, dist.ReduceOp.MIN, group=self._group, async_op=True)
 
     def _all_have_it(self) -> bool:
@@ -150,6 +157,7 @@ class AgreedSource:
         if self._error is not None:
             raise self._error
         least, most = int(said[0]), -int(said[1])
+        self.to_end |= int(said[2]) < 0
         if least < _ENDED:
             raise InputError(
                 f"rank {-least - 1} could not fetch its batch {self._had_by_all} of the epoch; its own error says why"

@@ -20,6 +20,7 @@ from lightning_pipe.loops.ledger import InFlightLedger
 from lightning_pipe.loops.random_streams import RandomStreams, get_states, set_states
 from lightning_pipe.loops.resumable_loader import State, end_of_epoch, is_resumable, load_states, snapshot
 from lightning_pipe.loops.resume import ResumePoint
+from lightning_pipe.loops.termination import AgreedTermination
 
 _PREPARES = ("on_before_batch_transfer",)
 _TRANSFERS = ("transfer_batch_to_device", "on_after_batch_transfer")
@@ -93,6 +94,11 @@ class EpochData:
             iter(self._fetcher)
             self._fetcher.fetched += ready
             self._initial = self._now()
+
+    @property
+    def to_end(self) -> bool:
+        """Whether a rank was told to end training; the same on all."""
+        return isinstance(self._source, AgreedSource) and self._source.to_end
 
     def end(self) -> None:
         """End an epoch in which nothing was raised."""
@@ -208,7 +214,9 @@ class EpochData:
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=getattr(strategy, "_timeout", None))
         uneven: Uneven = getattr(strategy, "uneven_batches", "shortest")
-        return AgreedSource(source, self._group, partial(_remaining, fetcher), uneven)
+        termination = AgreedTermination.install(self._trainer)
+        termination.agreed = True
+        return AgreedSource(source, self._group, partial(_remaining, fetcher), uneven, lambda: termination.told)
 
     def _put_loaders_back(self, fetcher: _DataFetcher) -> None:
         """Let the next iterators be made as if none had been made since the checkpoint."""

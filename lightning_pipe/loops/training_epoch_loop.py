@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipe.engine import IterContext, PipelineError, TaskError
 from lightning_pipe.engine.plan import MAIN
@@ -20,6 +21,7 @@ from lightning_pipe.loops.fit_loop import PipelineFitLoop
 from lightning_pipe.loops.ledger import InFlightLedger
 from lightning_pipe.loops.program import TrainingProgram
 from lightning_pipe.loops.resume import ResumePoint
+from lightning_pipe.loops.termination import AgreedTermination
 
 Transfer = Callable[[Any], Any]
 
@@ -65,6 +67,7 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         The fit loop around it becomes a :class:`~lightning_pipe.loops.PipelineFitLoop`.
         """
         PipelineFitLoop.install(trainer)
+        AgreedTermination.install(trainer)
         present = trainer.fit_loop.epoch_loop
         if isinstance(present, cls):
             return present
@@ -155,11 +158,27 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
                 self._advance()
             except TaskError as error:
                 raised = self._user_error(error)
+                self._note_lost_rank(raised)
                 raise raised from raised.__cause__
+            except StopIteration:
+                raise
+            except Exception as error:  # of a hook between tasks, or of the work that Lightning does in one
+                epoch, rank = self.trainer.current_epoch, self.trainer.global_rank
+                error.add_note(f"batch {self.batch_idx} of epoch {epoch} failed on rank {rank}")
+                self._note_lost_rank(error)
+                raise
+
+    def _note_lost_rank(self, error: BaseException) -> None:
+        """Say in a user's words what a process group says in its own."""
+        text = str(error)
+        of_group = isinstance(error, dist.DistError) or "/gloo/" in text or "pair closure" in text
+        if self.trainer.world_size > 1 and of_group:
+            error.add_note("another rank has ended, or does not answer; its own output says why")
 
     def _advance(self) -> None:
-        if dist.is_available() and dist.is_initialized() and self.trainer.world_size > 1:
-            self._broadcast_sigterm_tensor()
+        if self._data.to_end:
+            self.trainer._signal_connector.received_sigterm = True
+            raise SIGTERMException
 
         self._data.make_iterators(self.batch_progress.current.ready)
         trainer, program, ledger = self.trainer, self._program, self._data.ledger

@@ -62,5 +62,7 @@ class Agreement:
             assert error is not None
             raise error
         texts = self.gather(None if error is None else describe_error(error))
+        if error is not None and not isinstance(error, InputError):
+            raise error  # users expect to catch what they raised
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
         raise InputError("\n".join(failed)) from error

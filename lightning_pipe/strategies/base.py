@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
+from datetime import timedelta
 from typing import get_args
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.seed import isolate_rng
 
@@ -32,10 +36,58 @@ class DistributedStrategy(DDPStrategy):
         own, as it does without a strategy.
         """
         if self.num_nodes * self.num_processes > 1:
+            # Kept meanwhile: rank 0's is the server of the one that PyTorch makes.
+            store = None if dist.is_initialized() else self._wait_for_all_ranks()
             super().setup_distributed()
+            del store
         else:
             with isolate_rng():
                 super().setup_distributed()
+
+    def _wait_for_all_ranks(self) -> dist.Store:
+        """Raise on every rank that is there, where one is not.
+
+        Raises:
+            SetupError: says which; on rank 0's host nobody may answer at all.
+        """
+        environment = self.cluster_environment
+        assert environment is not None
+        rank, world_size = environment.global_rank(), environment.world_size()
+        wait: timedelta = self._timeout or timedelta(minutes=30)
+        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        try:
+            # Within rank 0's process the one that PyTorch makes at the same port is this one (multi_tenant).
+            store = dist.TCPStore(
+                environment.main_address,
+                environment.main_port,
+                is_master=rank == 0 and not agents,
+                timeout=wait,
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+            keys = [f"lightning_pipe/arrived/{attempt}/{other}" for other in range(world_size)]
+            store.set(keys[rank], "")
+        except dist.DistError as error:
+            raise SetupError(
+                f"rank {rank} of {world_size} does not reach rank 0 at {environment.main_address}:"
+                f"{environment.main_port} ({error}). Start all ranks, and see that they can reach that address"
+            ) from error
+        try:
+            store.wait(keys, wait)
+        except dist.DistError as error:
+            missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
+            # Rank 0's process has the store: it ends last.
+            store.set(f"{keys[rank]}/left", "")
+            if rank == 0:
+                with suppress(dist.DistError):
+                    here = [f"{key}/left" for other, key in enumerate(keys) if str(other) not in missing]
+                    store.wait(here, timedelta(seconds=10))
+            raise SetupError(
+                f"of {world_size} ranks {', '.join(missing)} did not arrive in {wait.total_seconds():g} s, says rank"
+                f" {rank}. Start them too, or look in their output; the strategy's timeout says how long to wait"
+            ) from error
+        return store
 
     def _leave_loaders_of_one_process(self, trainer: pl.Trainer) -> None:
         """Let one process read its data in its loaders' order.

@@ -1,0 +1,247 @@
+"""Ranks that may die, forked from a process that has loaded the libraries: that is most of what a rank's start costs.
+
+Unlike those of ``run_ranks``, they are on their own. Nothing keeps a rank that has failed until the others have, and
+nobody ends a rank because another has ended: how each ends, and when, is what is tested.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+# How long (seconds) a process may take to end once it was told to.
+END = 5.0
+
+
+@dataclass(frozen=True)
+class Here:
+    """What a rank knows of itself."""
+
+    rank: int
+    world_size: int
+    folder: Path  # of all ranks, empty at the start
+
+    def note_fault(self) -> None:
+        """The fault happens now: from here on counts how long ranks take to end."""
+        (self.folder / "fault").write_text(repr(time.monotonic()))
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What a rank's function raised.
+
+    Attributes:
+        kind: the name of the exception's class.
+        text: its message.
+        notes: added to it.
+    """
+
+    kind: str
+    text: str
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, error: BaseException) -> Raised:
+        return cls(type(error).__name__, str(error), tuple(getattr(error, "__notes__", ())))
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.kind}: {self.text}", *self.notes])
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended.
+
+    Attributes:
+        code: the exit code, or minus the signal; None where it had to be killed in the end.
+        seconds: from the fault to its end, or from its start where none was noted.
+        output: what it wrote.
+        value: what its function returned, or what it raised.
+        left: whether processes that it started were still there when it had ended.
+    """
+
+    code: int | None
+    seconds: float
+    output: str
+    value: Any
+    left: bool
+
+
+class Nursery:
+    """Forks ranks; made by :func:`nursery`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def run(
+        self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, absent: int = 0
+    ) -> list[Ended]:
+        """Calls ``fn(here, *args)`` in each of *world_size* processes, whose environment is as torchrun would set it.
+
+        Args:
+            fn: a function of a module; ranks are joined by what it does, such as ``Trainer.fit``.
+            world_size: number of processes.
+            args: whatever can be pickled.
+            timeout: seconds for all of it; ranks that are there then are killed, with their stacks in the output.
+            absent: how many ranks, the last ones, are never started.
+        """
+        self._connection.send((pickle.dumps((fn, args)), world_size, timeout, absent))
+        if not self._connection.poll(timeout + 3 * END):
+            raise AssertionError(f"the ranks of {fn.__name__} were not collected in time")
+        ended: list[Ended] = self._connection.recv()
+        return ended
+
+
+@contextmanager
+def nursery(modules: Sequence[str]) -> Iterator[Nursery]:
+    """A process that has imported *modules* and forks ranks."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(
+        target=_serve, args=(theirs, list(modules)), name="nursery of ranks"
+    )
+    process.start()
+    theirs.close()
+    try:
+        yield Nursery(ours)
+    finally:
+        ours.close()  # which it takes for the end
+        process.join(END)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        process.close()
+
+
+def told(ended: Sequence[Ended]) -> str:
+    """All that the ranks wrote, for the message of a failed test."""
+    return "\n\n".join(
+        f"----- rank {rank}: exit code {one.code} after {one.seconds:.1f} s\n{one.output}"
+        for rank, one in enumerate(ended)
+    )
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port: int = listening.getsockname()[1]
+        return port
+
+
+# ---------------------------------------------------------------------- in the nursery
+
+
+def _serve(connection: Connection, modules: list[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
+    while True:
+        try:
+            call, world_size, timeout, absent = connection.recv()
+        except EOFError:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            ended = _run(connection, call, world_size, timeout, absent, Path(folder))
+        with suppress(BrokenPipeError):
+            connection.send(ended)
+
+
+def _run(
+    connection: Connection, call: bytes, world_size: int, timeout: float, absent: int, folder: Path
+) -> list[Ended]:
+    # No thread is here when a rank is forked: what another thread holds would be held in the rank for ever.
+    shared = folder / "shared"
+    shared.mkdir()
+    port, start = free_port(), time.monotonic()
+    ranks = [
+        multiprocessing.get_context("fork").Process(target=_rank, args=(call, rank, world_size, folder, port))
+        for rank in range(world_size - absent)
+    ]
+    for process in ranks:
+        process.start()
+    ends: dict[int, float] = {}
+    deadline = start + timeout
+    while len(ends) < len(ranks) and time.monotonic() < deadline:
+        sentinels = {process.sentinel: rank for rank, process in enumerate(ranks) if rank not in ends}
+        # The connection is ready where the test run has died.
+        ready = wait([*sentinels, connection], max(0.0, deadline - time.monotonic()))
+        ends |= {rank: time.monotonic() for sentinel, rank in sentinels.items() if sentinel in ready}
+        if connection in ready:
+            break
+    for rank, process in enumerate(ranks):
+        if rank not in ends:
+            os.kill(process.pid or 0, signal.SIGUSR1)  # the stacks of its threads, and its end
+            process.join(END)
+            process.kill()
+        process.join()
+    fault = float((shared / "fault").read_text()) if (shared / "fault").exists() else start
+    return [
+        Ended(
+            process.exitcode if rank in ends else None,
+            ends.get(rank, deadline) - fault,
+            (folder / f"output_{rank}").read_text(errors="replace"),
+            pickle.loads(found.read_bytes()) if (found := folder / f"value_{rank}").exists() else None,
+            _end_group(process.pid or 0),
+        )
+        for rank, process in enumerate(ranks)
+    ]
+
+
+def _end_group(group: int) -> bool:
+    """Ends the processes that a rank has left; whether there were any."""
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+# ---------------------------------------------------------------------- in a rank
+
+
+def _rank(call: bytes, rank: int, world_size: int, folder: Path, port: int) -> None:
+    os.setpgid(0, 0)
+    output = os.open(folder / f"output_{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(output, stream.fileno())
+    faulthandler.enable(output)
+    faulthandler.register(signal.SIGUSR1, output, chain=True)
+    os.environ |= _environment(rank, world_size, port)
+    fn, args = pickle.loads(call)
+    value: Any = None
+    try:
+        value = fn(Here(rank, world_size, folder / "shared"), *args)
+    except BaseException as error:
+        value = Raised.of(error)
+        raise
+    finally:
+        (folder / f"value_{rank}").write_bytes(pickle.dumps(value))
+
+
+def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun would set; Gloo's sockets on loopback."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "faults",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }

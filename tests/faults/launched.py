@@ -1,0 +1,65 @@
+"""Programs started by torchrun, each with all its processes in a session of its own, which always ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+
+class Launched:
+    """torchrun, at work.
+
+    Args:
+        options: torchrun's.
+        module: the program.
+        arguments: the program's.
+        environment: more of it.
+        before: a command that runs the rest, such as ``ip netns exec NAME``.
+    """
+
+    def __init__(
+        self,
+        options: Sequence[str],
+        module: str,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        before: Sequence[str] = (),
+    ) -> None:
+        # Without the second setting PyTorch 2.13 keeps the store of the attempt before, and Gloo looks there for ranks
+        # that have ended (its issue 135712, which is closed).
+        fixed = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        self._process = subprocess.Popen(
+            [*before, sys.executable, "-m", "torch.distributed.run", *options, "-m", module, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            env={**os.environ, **fixed, **(environment or {})},
+        )
+
+    def wait(self, timeout: float) -> tuple[int, str]:
+        """Its exit code and all that its processes wrote.
+
+        Raises:
+            AssertionError: it had not ended after *timeout* seconds, and was ended.
+        """
+        try:
+            output, _ = self._process.communicate(timeout=timeout)
+            return self._process.returncode, output
+        except subprocess.TimeoutExpired:
+            self.end()
+            output, _ = self._process.communicate()
+            raise AssertionError(f"torchrun had not ended after {timeout:g} s and was killed:\n{output}") from None
+
+    def end(self) -> None:
+        """Ends what is still there of it; ranks, which torchrun puts into sessions of their own, end with it."""
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)

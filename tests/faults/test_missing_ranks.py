@@ -1,0 +1,34 @@
+"""A rank that never arrives: the others end in time, and say who is missing."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+
+import pytest
+
+from tests.faults.forked_ranks import Ended, Here, Nursery, told
+from tests.faults.training import BOUND, fit, module
+
+# How long (seconds) ranks wait for each other.
+WAIT = 3
+
+
+def waiting(here: Here) -> None:
+    fit("pipeline", here.world_size, module("pipeline"), strategy={"timeout": timedelta(seconds=WAIT)})
+
+
+@pytest.fixture(scope="module")
+def ended(ranks: Nursery) -> list[Ended]:
+    """Two ranks of three."""
+    return ranks.run(waiting, 3, absent=1)
+
+
+def test_the_others_end_in_time(ended: list[Ended]) -> None:
+    assert [one.code for one in ended] == [1, 1], told(ended)
+    assert max(one.seconds for one in ended) < WAIT + BOUND, told(ended)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_says_who_is_missing(rank: int, ended: list[Ended]) -> None:
+    assert re.search(r"SetupError: of 3 ranks 2 did not arrive in 3 s", str(ended[rank].value)), told(ended)
