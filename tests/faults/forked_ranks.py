@@ -219,6 +219,8 @@ def _rank(call: bytes, rank: int, world_size: int, folder: Path, port: int) -> N
         os.dup2(output, stream.fileno())
     faulthandler.enable(output)
     faulthandler.register(signal.SIGUSR1, output, chain=True)
+    # A shell ignores it for what it starts in the background, and so would these processes.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ |= _environment(rank, world_size, port)
     fn, args = pickle.loads(call)
     value: Any = None
