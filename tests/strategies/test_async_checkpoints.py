@@ -5,6 +5,7 @@ The writer waits until it is let go, so that training is known to have gone on b
 
 from __future__ import annotations
 
+import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -241,7 +242,8 @@ def test_an_error_of_the_users_waits_for_the_save_under_way(ranks: list[dict[str
     for result in ranks:
         assert result["errors"]["of the user"] == "of the user"
         assert result["errors"]["left"]["user"] == {"step=2.ckpt"}
-        (note,) = result["errors"]["of both"]
+        where, note = result["errors"]["of both"]
+        assert re.match(r"batch \d of epoch 0 failed on rank", where)
         assert "step=2.ckpt' cannot be written: no room (on rank 1)." in note
         assert result["errors"]["left"]["both"] == set()
 
