@@ -68,14 +68,15 @@ class HFCausalLM(PipelineModule):
             model = empty_causal_lm(self.config, self.attention)
             load_into(model, self._weights)
         head = model.get_output_embeddings()
-        if head is None:
+        name = next((name for name, part in model.named_children() if part is head), None)
+        if head is None or name is None:
             raise SetupError(
                 f"the config's model_type is {self.config.model_type!r}, whose {type(model).__name__} has no head for"
-                " the next token; needed is the config of a causal language model, such as llama, qwen3 or gpt_neox"
+                " the next token beside its layers; needed is the config of a causal language model, such as llama,"
+                " qwen3 or gpt_neox"
             )
         plain = not any(getattr(self.config, name, None) for name in _CHANGE_LOGITS)
         if plain:
-            name = next(name for name, part in model.named_children() if part is head)
             setattr(model, name, _ChunkedHead(head))
         return cast(nn.Module, model)
 

@@ -145,9 +145,36 @@ class Fractional(Tiny):
         return super().loss_tokens(micro_batch) / 1
 
 
+class Averaging(Tiny):
+    def summed_loss(self, output: Tensor, micro_batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1), micro_batch["labels"].flatten())
+
+
+class OwnBackward(Tiny):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+def test_a_backward_of_the_modules_own_is_refused() -> None:
+    with pytest.raises(SetupError, match="OwnBackward overrides backward, which no schedule calls"):
+        fit(OwnBackward(), llm("gpipe"), row_batches(1))
+
+
+def test_half_precision_without_a_scale_is_refused() -> None:
+    with pytest.raises(SetupError, match=r"precision is '16-true'.*needed is '16-mixed'"):
+        fit(Tiny(), llm("gpipe"), row_batches(1), precision="16-true")
+
+
+def test_a_hugging_face_model_without_a_head_for_the_next_token_is_refused() -> None:
+    bert = {"model_type": "bert", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 19}
+    with pytest.raises(SetupError, match=r"model_type is 'bert', .* no head for the next token"):
+        fit(TinyHF(bert), llm("gpipe"), row_batches(1))
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
+        (Averaging, r"summed_loss gives .* for twice its rows, as a mean does"),
         (Adding, "a loss with a gradient of its own.*Put it into summed_loss"),
         (Nothing, r"training_step returned None.*return -1"),
         (Fractional, r"loss_tokens gave .*needed is an int"),
