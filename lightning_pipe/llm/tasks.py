@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, State, TaskSchedule
 
-__all__ = ["llm_plan"]
+__all__ = ["llm_evaluation_plan", "llm_plan"]
 
 PARAMETERS = State("parameters")
 GRADIENTS = State("gradients")
@@ -28,12 +28,6 @@ def llm_plan(transfer: Callable[[Any], Any], prepare: Callable[[Any], Any]) -> P
         prepare: cuts a batch and begins what ranks agree on for it; its result is the context's ``prepared``.
     """
 
-    def copy(ctx: IterContext) -> None:
-        ctx.batch = transfer(ctx.batch)
-
-    def cut(ctx: IterContext) -> None:
-        ctx.prepared = None if ctx.batch is None else prepare(ctx.batch)
-
     def step(ctx: IterContext) -> None:
         # A batch that a hook skips comes here without one.
         ctx.output = ctx.training_step() if "training_step" in ctx.__dict__ else None
@@ -45,12 +39,40 @@ def llm_plan(transfer: Callable[[Any], Any], prepare: Callable[[Any], Any]) -> P
     def optimize(ctx: IterContext) -> None:
         """The caller's part."""
 
-    ahead, now = TaskSchedule(stage=1, stream="memcpy"), TaskSchedule()
+    now = TaskSchedule()
     tasks = {
-        PipelineTask("H2D", copy, reads=("batch",), writes=("batch",)): ahead,
-        PipelineTask("Prepare", cut, reads=("batch",), writes=("prepared",)): TaskSchedule(stage=1),
+        **_ahead(transfer, prepare),
         PipelineTask("ScheduleStep", step, reads=("batch", "prepared", PARAMETERS), writes=("output", GRADIENTS)): now,
         PipelineTask("ScaleGradients", scale, reads=("output", GRADIENTS), writes=(GRADIENTS,)): now,
         PipelineTask("OptimStep", optimize, reads=(GRADIENTS,), writes=(PARAMETERS,)): now,
     }
     return PipelinePlan(tasks, name="llm")
+
+
+def llm_evaluation_plan(transfer: Callable[[Any], Any], prepare: Callable[[Any], Any], name: str) -> PipelinePlan:
+    """Copy and preparation of the next batch run ahead of this one's way through the stages.
+
+    Args:
+        transfer: as of :func:`llm_plan`.
+        prepare: see there.
+        name: of the plan.
+    """
+
+    def forward(ctx: IterContext) -> None:
+        """The caller's part, between begin_task and end_task."""
+
+    forward_task = PipelineTask("ScheduleForward", forward, reads=("batch", "prepared", PARAMETERS))
+    return PipelinePlan({**_ahead(transfer, prepare), forward_task: TaskSchedule()}, name=name)
+
+
+def _ahead(transfer: Callable[[Any], Any], prepare: Callable[[Any], Any]) -> dict[PipelineTask, TaskSchedule]:
+    def copy(ctx: IterContext) -> None:
+        ctx.batch = transfer(ctx.batch)
+
+    def cut(ctx: IterContext) -> None:
+        ctx.prepared = None if ctx.batch is None else prepare(ctx.batch)
+
+    return {
+        PipelineTask("H2D", copy, reads=("batch",), writes=("batch",)): TaskSchedule(stage=1, stream="memcpy"),
+        PipelineTask("Prepare", cut, reads=("batch",), writes=("prepared",)): TaskSchedule(stage=1),
+    }

@@ -1,8 +1,18 @@
-"""Lightning's training loop, driven by the engine: hooks, callbacks and loggers see an ordinary loop."""
+"""Lightning's loops, driven by the engine: hooks, callbacks and loggers see an ordinary loop."""
 
+from lightning_pipe.loops.evaluation_loop import PipelineEvaluationLoop, PipelinePredictionLoop
 from lightning_pipe.loops.fit_loop import PipelineFitLoop
 from lightning_pipe.loops.ledger import InFlightLedger, LedgerEntry
-from lightning_pipe.loops.program import TrainingProgram
+from lightning_pipe.loops.program import EvaluationProgram, TrainingProgram
 from lightning_pipe.loops.training_epoch_loop import PipelineTrainingEpochLoop
 
-__all__ = ["InFlightLedger", "LedgerEntry", "PipelineFitLoop", "PipelineTrainingEpochLoop", "TrainingProgram"]
+__all__ = [
+    "EvaluationProgram",
+    "InFlightLedger",
+    "LedgerEntry",
+    "PipelineEvaluationLoop",
+    "PipelineFitLoop",
+    "PipelinePredictionLoop",
+    "PipelineTrainingEpochLoop",
+    "TrainingProgram",
+]

@@ -32,7 +32,12 @@ Fetched = tuple[Any, bool, dict[str, Any]]
 # What becomes of an epoch in which some ranks have fewer batches.
 Uneven = Literal["shortest", "error"]
 
-_HAS, _ENDED = 1, 0  # a rank that could not fetch says minus its number, minus one
+_HAS, _ENDED = 1, 0  # and the batch's kind is added; a rank that could not fetch says minus its number, minus one
+
+_ADVICE = (
+    "Give every rank as many (drop_last=True, or a sampler that fills up), or let epochs end with the shortest"
+    " (uneven_batches='shortest')"
+)
 
 
 class Source(Protocol):
@@ -76,6 +81,9 @@ class AgreedSource:
         uneven: ``shortest`` ends the epoch where the first rank's data ends, and says what the others leave;
             ``error`` raises there.
         told_to_end: whether this rank was told to end training.
+        kind: of a batch: a number from 0 on. Where ranks have batches of different kinds, they are uneven there.
+        of: what it is that errors count batches of.
+        advice: what they say to do about uneven numbers.
 
     Attributes:
         to_end: whether any rank was, when it read a batch that all have agreed on. It changes on all ranks together.
@@ -88,8 +96,15 @@ class AgreedSource:
         remaining: Callable[[], int | None],
         uneven: Uneven = "shortest",
         told_to_end: Callable[[], bool] = lambda: False,
+        *,
+        kind: Callable[[Fetched], int] = lambda _: 0,
+        of: str = "epoch",
+        advice: str = _ADVICE,
     ) -> None:
         self.to_end = False
+        self._kind = kind
+        self._of = of
+        self._advice = advice
         self._told_to_end = told_to_end
         self._source = source
         self._group = group
@@ -133,6 +148,7 @@ class AgreedSource:
         says = _HAS
         try:
             self._ahead.append(self._source())
+            says += self._kind(self._ahead[-1])
             self._read_here += 1
         except StopIteration:
             says = _ENDED
@@ -150,9 +166,9 @@ class AgreedSource:
         except RuntimeError as error:
             if self._error is None:
                 raise InputError(
-                    f"the ranks could not agree on batch {self._had_by_all} of the epoch: one of them has ended, or did"
-                    f" not answer in time ({error}). Its own output says why; start all ranks again from the last"
-                    " checkpoint"
+                    f"the ranks could not agree on batch {self._had_by_all} of the {self._of}: one of them has ended,"
+                    f" or did not answer in time ({error}). Its own output says why; start all ranks again from the"
+                    " last checkpoint"
                 ) from error
         if self._error is not None:
             raise self._error
@@ -160,12 +176,15 @@ class AgreedSource:
         self.to_end |= int(said[2]) < 0
         if least < _ENDED:
             raise InputError(
-                f"rank {-least - 1} could not fetch its batch {self._had_by_all} of the epoch; its own error says why"
+                f"rank {-least - 1} could not fetch its batch {self._had_by_all} of the {self._of}; its own error says"
+                " why"
             )
-        if least == _ENDED and most == _HAS:
+        even = least == most
+        if not even:
             self._say_what_is_left()
-        self._had_by_all += least
-        return least == _HAS
+        had = even and least != _ENDED
+        self._had_by_all += had
+        return had
 
     def _say_what_is_left(self) -> None:
         had, remaining = self._had_by_all, self._remaining()
@@ -177,10 +196,7 @@ class AgreedSource:
         )
         said = f"anks have uneven numbers of batches: all have {had}, and beyond those there are {counts}"
         if self._uneven == "error":
-            raise InputError(
-                f"r{said}. Give every rank as many (drop_last=True, or a sampler that fills up), or let epochs end with"
-                " the shortest (uneven_batches='shortest')"
-            )
+            raise InputError(f"r{said}. {self._advice}")
         rank_zero_info(f"R{said}. The epoch ends after {had} on every rank.")
 
 

@@ -1,4 +1,4 @@
-"""The program for a strategy that brings none: the next batch is moved to the device while this one trains."""
+"""The programs for a strategy that brings none: the next batch is moved to the device while this one is at work."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, State, SWPipeline, TaskSchedule
-from lightning_pipe.loops.program import TrainingProgram
+from lightning_pipe.loops.program import EvaluationProgram, TrainingProgram
 
 
 def default_plan(transfer: Callable[[Any], Any]) -> PipelinePlan:
@@ -29,6 +29,33 @@ def default_plan(transfer: Callable[[Any], Any]) -> PipelinePlan:
         PipelineTask("TrainBatch", train, reads=("batch",), writes=(State("model"),)): TaskSchedule(),
     }
     return PipelinePlan(tasks, name="copy_ahead")
+
+
+def default_evaluation(
+    trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str, *, ahead: bool = True
+) -> EvaluationProgram:
+    """The program that evaluates one batch while the next one is moved to the device.
+
+    Args:
+        trainer: the trainer whose strategy evaluates.
+        transfer: moves a batch to the device.
+        step: the module's method, which the caller calls.
+        ahead: whether the next batch is moved meanwhile, or when its turn comes.
+    """
+
+    def copy(ctx: IterContext) -> None:
+        ctx.batch = transfer(ctx.batch)
+
+    def evaluate(ctx: IterContext) -> None:
+        """The caller's part, done between begin_step and end_step."""
+
+    where = TaskSchedule(stage=1, stream="memcpy") if ahead else TaskSchedule()
+    tasks = {
+        PipelineTask("H2D", copy, reads=("batch",), writes=("batch",)): where,
+        PipelineTask("EvaluateBatch", evaluate, reads=("batch", State("model"))): TaskSchedule(),
+    }
+    pipeline = SWPipeline(PipelinePlan(tasks, name=step), trainer.strategy.root_device)
+    return EvaluationProgram(pipeline, transfer="H2D", step="EvaluateBatch")
 
 
 def default_program(trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> TrainingProgram:

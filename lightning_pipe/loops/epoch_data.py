@@ -12,18 +12,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
-from lightning.pytorch.trainer import call
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_pipe.loops.batch_hooks import BatchHooks
 from lightning_pipe.loops.batch_source import AgreedSource, BatchSource, Fetched, Source, Uneven
 from lightning_pipe.loops.ledger import InFlightLedger
 from lightning_pipe.loops.random_streams import RandomStreams, get_states, set_states
 from lightning_pipe.loops.resumable_loader import State, end_of_epoch, is_resumable, load_states, snapshot
 from lightning_pipe.loops.resume import ResumePoint
 from lightning_pipe.loops.termination import AgreedTermination
-
-_PREPARES = ("on_before_batch_transfer",)
-_TRANSFERS = ("transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class EpochData:
@@ -49,7 +45,7 @@ class EpochData:
         self._initial: dict[str, Any] = {}
         self._resumed: ResumePoint | None = None
         self._iterators_due = False
-        self._draws: dict[str, bool] = {}
+        self._hooks: BatchHooks | None = None
         self._left: ResumePoint | None = None
 
     # ------------------------------------------------------------------ an epoch
@@ -74,7 +70,7 @@ class EpochData:
         if self._streams is None:
             self._streams = RandomStreams(self._trainer.strategy.root_device)
         self._streams.restart(None if self._resumed is None else self._resumed.streams)
-        self._draws = {"prepare": self._overrides(_PREPARES), "transfer": self._overrides(_TRANSFERS)}
+        self._hooks = BatchHooks(self._trainer, self._streams)
         self._initial = self._now()
         kept, self._kept = self._kept, []
         fetcher.fetched += len(kept)
@@ -159,15 +155,15 @@ class EpochData:
 
     def transfer(self, batch: Any) -> Any:
         """Move a batch to the device through the user's hooks; batches come in their order."""
-        assert self.ledger is not None and self._streams is not None
-        moved = self._drawing("transfer", partial(self._moved, batch))
+        assert self.ledger is not None and self._streams is not None and self._hooks is not None
+        moved = self._hooks.move(batch)
         if (entry := self.ledger.next_transferred()) is not None:
             entry.after["transfer"] = self._streams.states("transfer")
         return moved
 
     def _fetch(self) -> Fetched:
-        fetcher, streams = self._fetcher, self._streams
-        assert fetcher is not None and streams is not None
+        fetcher, streams, hooks = self._fetcher, self._streams, self._hooks
+        assert fetcher is not None and streams is not None and hooks is not None
         # Where it does not know the end, Lightning's fetcher is one batch ahead: what it loads now is the next one, and
         # a run that goes on behind this batch loads that again.
         ahead = bool(getattr(fetcher, "batches", ()))
@@ -176,33 +172,14 @@ class EpochData:
             batch, _, _ = next(fetcher)
             is_last = fetcher.done
         after = before or {"loaders": _snapshots(fetcher), "fetch": streams.states("fetch")}
-        batch = self._drawing("prepare", partial(self._prepared, batch))
+        batch = hooks.prepare(batch)
         after["prepare"] = streams.states("prepare")
         return batch, is_last, after
 
-    def _drawing(self, stream: Any, work: Callable[[], Any]) -> Any:
-        """Do what may draw from a stream; where no hook of the user's is called, nothing does."""
-        assert self._streams is not None
-        if not self._draws[stream]:
-            return work()
-        with self._streams.active(stream):
-            return work()
-
-    def _prepared(self, batch: Any) -> Any:
-        batch = self._trainer.precision_plugin.convert_input(batch)
-        return self._trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-
-    def _moved(self, batch: Any) -> Any:
-        return call._call_strategy_hook(self._trainer, "batch_to_device", batch, dataloader_idx=0)
-
     def _read_before(self, batch: Any) -> Fetched:
         """What Lightning's fetcher read ahead of an iterator in the epoch before."""
-        return self._drawing("prepare", partial(self._prepared, batch)), False, {"loaders": []}
-
-    def _overrides(self, hooks: tuple[str, ...]) -> bool:
-        datamodule = getattr(self._trainer, "datamodule", None)
-        holders = [one for one in (self._trainer.lightning_module, datamodule) if one is not None]
-        return any(is_overridden(name, holder) for name in hooks for holder in holders)
+        assert self._hooks is not None
+        return self._hooks.prepare(batch), False, {"loaders": []}
 
     # ------------------------------------------------------------------ what it stands on
 

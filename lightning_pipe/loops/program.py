@@ -13,6 +13,7 @@ the period on::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning_pipe.engine import IterContext, SetupError, SWPipeline
@@ -131,3 +132,31 @@ class TrainingProgram:
                 " there, or let Trainer.fit call the strategy"
             )
         return self.current
+
+
+class EvaluationProgram(TrainingProgram):
+    """A pipeline that evaluates: its *forward* and *step* are the task that calls the user's step.
+
+    Args:
+        pipeline: see :class:`TrainingProgram`, as for the others.
+        transfer: see there.
+        step: see there.
+        forward: see there.
+        alone: see there.
+        around: entered for each run of the evaluation, and left when it is over.
+        on_close: see there.
+    """
+
+    def __init__(
+        self,
+        pipeline: SWPipeline,
+        *,
+        transfer: str,
+        step: str,
+        forward: str | None = None,
+        alone: Callable[[], bool] | None = None,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(pipeline, transfer=transfer, step=step, forward=forward, alone=alone, on_close=on_close)
+        self.around = around

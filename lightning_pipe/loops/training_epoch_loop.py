@@ -7,14 +7,12 @@ from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_pipe.engine import IterContext, PipelineError, TaskError
-from lightning_pipe.engine.plan import MAIN
+from lightning_pipe.engine import IterContext, TaskError
 from lightning_pipe.loops.default_program import default_program
 from lightning_pipe.loops.epoch_data import EpochData
 from lightning_pipe.loops.fit_loop import PipelineFitLoop
@@ -22,6 +20,7 @@ from lightning_pipe.loops.ledger import InFlightLedger
 from lightning_pipe.loops.program import TrainingProgram
 from lightning_pipe.loops.resume import ResumePoint
 from lightning_pipe.loops.termination import AgreedTermination
+from lightning_pipe.loops.user_errors import note_lost_rank, user_error
 
 Transfer = Callable[[Any], Any]
 
@@ -157,23 +156,17 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
             try:
                 self._advance()
             except TaskError as error:
-                raised = self._user_error(error)
-                self._note_lost_rank(raised)
+                assert self._program is not None
+                raised = user_error(error, self._program.pipeline.plan)
+                note_lost_rank(raised, self.trainer.world_size)
                 raise raised from raised.__cause__
             except StopIteration:
                 raise
             except Exception as error:  # of a hook between tasks, or of the work that Lightning does in one
                 epoch, rank = self.trainer.current_epoch, self.trainer.global_rank
                 error.add_note(f"batch {self.batch_idx} of epoch {epoch} failed on rank {rank}")
-                self._note_lost_rank(error)
+                note_lost_rank(error, self.trainer.world_size)
                 raise
-
-    def _note_lost_rank(self, error: BaseException) -> None:
-        """Say in a user's words what a process group says in its own."""
-        text = str(error)
-        of_group = isinstance(error, dist.DistError) or "/gloo/" in text or "pair closure" in text
-        if self.trainer.world_size > 1 and of_group:
-            error.add_note("another rank has ended, or does not answer; its own output says why")
 
     def _advance(self) -> None:
         if self._data.to_end:
@@ -264,19 +257,3 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
             self.val_loop.increment_progress_to_evaluation_end()
         self.val_loop.restarting = False
         return False
-
-    def _user_error(self, error: TaskError) -> BaseException:
-        """What to raise for a failed task: users' own exceptions keep their type, as in Lightning's loop.
-
-        What the main thread runs are users' hooks and datasets, and users expect to catch what those raise; so does an
-        error of this project's own say enough wherever it comes from. The task, its iteration, stage and rank are added
-        as a note. Anything else that a worker thread raised stays what it is.
-        """
-        cause = error.__cause__
-        assert self._program is not None
-        where = self._program.pipeline.plan.schedule.get(error.task)  # none for the data iterator: the main thread's
-        on_worker = where is not None and where.thread_group != MAIN
-        if cause is None or (on_worker and not isinstance(cause, PipelineError)):
-            return error
-        cause.add_note(error.where)
-        return cause

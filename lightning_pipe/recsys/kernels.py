@@ -13,7 +13,7 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
-__all__ = ["evaluating", "fused_kernels", "moves_rows_at_zero_gradient", "take_back_step"]
+__all__ = ["evaluating", "fused_kernels", "moves_rows_at_zero_gradient", "prefetches_set_aside", "take_back_step"]
 
 
 def fused_kernels(module: torch.nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
@@ -51,6 +51,24 @@ def take_back_step(module: torch.nn.Module) -> None:
         if kernel.iter_cpu.item() > 0:  # an optimiser that counts has counted the lookup
             kernel.iter_cpu.sub_(1)
             kernel.iter.sub_(1)
+
+
+@contextmanager
+def prefetches_set_aside(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Within it the lookups of ``modules`` fetch rows for themselves, though rows were fetched ahead for others.
+
+    A kernel with a cache keeps what was prefetched in a queue, and each lookup takes the first, whichever batch it is
+    for. Lookups between the prefetch of a training batch and its lookup would take that batch's.
+    """
+    kernels = [kernel for module in modules for kernel in fused_kernels(module)]
+    queues = [(kernel, kernel.timesteps_prefetched, kernel.lxu_cache_locations_list) for kernel in kernels]
+    for kernel in kernels:
+        kernel.timesteps_prefetched, kernel.lxu_cache_locations_list = [], []
+    try:
+        yield
+    finally:
+        for kernel, timesteps, locations in queues:
+            kernel.timesteps_prefetched, kernel.lxu_cache_locations_list = timesteps, locations
 
 
 @contextmanager

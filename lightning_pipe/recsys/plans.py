@@ -75,6 +75,35 @@ def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) 
     return found
 
 
+# What an evaluation runs of them.
+_EVALUATION = ("H2DAndShuffle", "EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch", "EmbForward", "DenseForward")
+
+
+def evaluation_plan(training: PipelinePlan, tasks: Sequence[PipelineTask]) -> PipelinePlan:
+    """The plan in which a model is evaluated that is trained under *training*: its tasks up to ``DenseForward``.
+
+    That one comes last in a period, for all that is begun before it to go on beside it: there is no backward pass.
+
+    Args:
+        training: the plan of training, which says how far ahead each task runs, and where.
+        tasks: the recsys tasks, in serial order.
+    """
+    kept = [(task, training.schedule[task.name]) for task in tasks if task.name in _EVALUATION]
+    order = [task for task in training.order if task in _EVALUATION and task != "DenseForward"]
+    edges = [
+        (one.upstream, one.downstream, one.distance)
+        for one in (*training.deps, *training.cross_iter_deps)
+        if one.upstream in _EVALUATION and one.downstream in _EVALUATION and one.upstream != "DenseForward"
+    ]
+    return PipelinePlan(
+        kept,
+        deps=[edge[:2] for edge in edges if not edge[2]],
+        cross_iter_deps=[edge for edge in edges if edge[2]],
+        name=f"{training.name}_evaluation",
+        order=[*order, "DenseForward"],
+    )
+
+
 def _find(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) -> PipelinePlan:
     if isinstance(plan, PipelinePlan):
         return _from_yaml(plan.to_yaml(), tasks)

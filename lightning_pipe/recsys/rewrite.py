@@ -28,7 +28,7 @@ from lightning_pipe.recsys.call_arguments import Arguments, CallArguments, Postp
 from lightning_pipe.recsys.embeddings import Embeddings, Features, Inputs, Requests, Splits, record_stream
 from lightning_pipe.recsys.input_dist import answer_without_splits, fusing, send_splits
 from lightning_pipe.recsys.kernel_calls import LookupCalls, capture_calls, check_capturable
-from lightning_pipe.recsys.kernels import evaluating
+from lightning_pipe.recsys.kernels import evaluating, prefetches_set_aside
 from lightning_pipe.recsys.outputs import wait_output
 from lightning_pipe.recsys.record import Recorder
 from lightning_pipe.recsys.resolution import Method, Resolution
@@ -357,7 +357,7 @@ class ModelRewrite:
     def _call_now(self, entry: Sharded, call: Arguments) -> Any:
         """The whole call at once, on the module's own process group; ranks agree first that all can."""
         error: Exception | None = None
-        with _lookup_mode(entry.module):
+        with _lookup_mode(entry.module), prefetches_set_aside([entry.module]):
             try:
                 call = self._prepare(entry, call)
             except InputError as wrong_input:

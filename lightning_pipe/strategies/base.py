@@ -21,6 +21,8 @@ class DistributedStrategy(DDPStrategy):
 
     # Lightning shards data for strategies it knows, and for those that say so.
     is_distributed = True
+    # Whether ranks wait for each other in every batch that they evaluate.
+    evaluates_together = False
     # Where some ranks have fewer batches, an epoch ends with the shortest, or an error.
     uneven_batches: Uneven = "shortest"
 

@@ -38,9 +38,10 @@ from lightning_pipe.llm.runner import PipelineRunner
 from lightning_pipe.llm.schedule_checks import check_combination, check_microbatches, splits_backward
 from lightning_pipe.llm.schedule_step import check_shared_parameters
 from lightning_pipe.llm.schedules import ScheduleSpec, count_stages, find_schedule, place_stages, stages_of_rank
-from lightning_pipe.llm.tasks import llm_plan
-from lightning_pipe.loops import PipelineTrainingEpochLoop, TrainingProgram
+from lightning_pipe.llm.tasks import llm_evaluation_plan, llm_plan
+from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.batch_source import Uneven
+from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.zero_grad_first import ZeroGradFirst
 from lightning_pipe.strategies.batch_runs import BatchRuns
 from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy, on_all_ranks
@@ -53,7 +54,6 @@ from lightning_pipe.strategies.stage_checkpoint import load_stage_checkpoint, sa
 from lightning_pipe.strategies.stage_gradients import StageGradients
 from lightning_pipe.strategies.stage_parallel import StageParallelism
 from lightning_pipe.strategies.stage_split import Example, SplitModel, SplitOptions, split_model
-from lightning_pipe.strategies.together import LastPrediction, check_even
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,8 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         timeout: see there.
         start_method: see there.
     """
+
+    evaluates_together = True
 
     def __init__(
         self,
@@ -248,7 +250,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         self._scaling: LossScaling | None = None
         self._program: TrainingProgram | None = None
         self._record: DeferredInit | None = None
-        self._last_prediction: LastPrediction | None = None
+        self._evaluations: list[EvaluationProgram] = []
 
     # ------------------------------------------------------------------ set-up
 
@@ -376,6 +378,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             "ignore", r"It is recommended to use `self\.log\('(val|test)_loss', \.\.\., sync_dist=True"
         )
         module._run_in_stages, module._predict_in_stages = self._run_batch, self._predict
+        install_evaluation_loops(trainer)
         if fitting:
             PipelineTrainingEpochLoop.install(trainer)
             assert self._runs is not None
@@ -515,6 +518,14 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         )
         return self._program
 
+    def evaluation_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str) -> EvaluationProgram:
+        """Build tasks and plan for evaluating the batches of one dataloader."""
+        assert self._preparation is not None
+        plan = llm_evaluation_plan(transfer, self._preparation.begin, name=step)
+        program = EvaluationProgram(SWPipeline(plan, self.root_device), transfer="H2D", step="ScheduleForward")
+        self._evaluations.append(program)
+        return program
+
     @property
     def pipeline(self) -> SWPipeline:
         """The tasks at work, while ``Trainer.fit`` runs."""
@@ -530,38 +541,18 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         assert self._runs is not None
         return self._runs.predict(batch, self._prepared_ahead())
 
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        check_even(self._trainer())
-
-    def on_test_start(self) -> None:
-        super().on_test_start()
-        check_even(self._trainer())
-
-    def on_predict_start(self) -> None:
-        super().on_predict_start()
-        self._last_prediction = LastPrediction(self._trainer().predict_loop.max_batches)
-
-    def on_predict_end(self) -> None:
-        assert self._last_prediction is not None
-        self._last_prediction.finish()
-        self._last_prediction = None
-        super().on_predict_end()
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        step = super().predict_step
-        if self._last_prediction is not None:
-            self._last_prediction.predicted(lambda: step(*args, **kwargs))
-        return step(*args, **kwargs)
-
     def _trainer(self) -> pl.Trainer:
         module = self.lightning_module
         assert module is not None
         return module.trainer
 
     def _prepared_ahead(self) -> PreparedBatch | None:
-        ctx = None if self._program is None else self._program.current
-        return None if ctx is None else ctx.__dict__.pop("prepared", None)
+        programs = [*self._evaluations, *([] if self._program is None else [self._program])]
+        for ctx in (program.current for program in programs):
+            if ctx is not None:
+                prepared: PreparedBatch | None = ctx.__dict__.pop("prepared", None)
+                return prepared
+        return None
 
     # ------------------------------------------------------------------ Lightning's calls during a batch
 
@@ -646,6 +637,9 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         if self._program is not None:
             self._program.close()
             self._program = None
+        for evaluation in self._evaluations:
+            evaluation.close()
+        self._evaluations = []
         module = self.lightning_module
         if isinstance(module, PipelineModule):
             module._run_in_stages = module._predict_in_stages = None

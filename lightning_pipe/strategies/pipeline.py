@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_pipe.engine import SetupError
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.loops.batch_source import Uneven
+from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.strategies.base import DistributedStrategy
 
 
@@ -33,6 +34,7 @@ class PipelineStrategy(DistributedStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         self._leave_loaders_of_one_process(trainer)
+        install_evaluation_loops(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             PipelineTrainingEpochLoop.install(trainer)
         super().setup(trainer)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,14 +20,16 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from lightning_pipe.engine import IterContext, PipelinePlan, PlanError, SetupError, SWPipeline, TaskSpan
-from lightning_pipe.loops import PipelineTrainingEpochLoop, TrainingProgram
+from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.batch_source import Uneven
+from lightning_pipe.loops.default_program import default_evaluation
+from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.kernel_calls import check_tables_wait
-from lightning_pipe.recsys.kernels import evaluating
+from lightning_pipe.recsys.kernels import evaluating, prefetches_set_aside
 from lightning_pipe.recsys.loss_check import check_finite_loss
 from lightning_pipe.recsys.optimizers import base_learning_rate, learning_rate_factor, take_tables_out
-from lightning_pipe.recsys.plans import recsys_plan
+from lightning_pipe.recsys.plans import evaluation_plan, recsys_plan
 from lightning_pipe.recsys.rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding import ShardedModel
 from lightning_pipe.recsys.table_schedule import TableSchedule
@@ -37,7 +40,6 @@ from lightning_pipe.strategies.refusals import clips_gradients, refuse_other_pre
 from lightning_pipe.strategies.shard_once import shard_once
 from lightning_pipe.strategies.sharded_checkpoint import load_sharded_checkpoint, save_sharded_checkpoint
 from lightning_pipe.strategies.table_gradients import TableGradients, loss_scaler
-from lightning_pipe.strategies.together import LastPrediction, check_even
 
 _log = pl.utilities.rank_zero.rank_zero_info
 
@@ -74,6 +76,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         validate_ids: check that every id is inside its table before the lookup; costs a pass over the ids.
         detect_nan: check the loss on all ranks together; costs a small all-reduce and, on a GPU, a synchronisation.
         uneven_batches: where some ranks have fewer batches, end the epoch with the ``shortest``, or raise an ``error``.
+        pipelined_evaluation: validate, test and predict under the same plan, as far as it concerns them; or without,
+            for steps that call the sharded modules in another way from batch to batch.
         async_checkpoints: while training, copy what is saved to the host and write it as training goes on. The next
             save, and the end of training, wait for it and raise what went wrong. Costs the memory of the copy.
         accelerator: as Lightning's ``DDPStrategy``, and so are the others.
@@ -84,6 +88,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         timeout: see there.
         start_method: see there.
     """
+
+    evaluates_together = True
 
     def __init__(
         self,
@@ -98,6 +104,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         validate_ids: bool = False,
         detect_nan: bool = False,
         uneven_batches: Uneven = "shortest",
+        pipelined_evaluation: bool = True,
         async_checkpoints: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -125,6 +132,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         self._method: Literal["auto", "record", "direct", "fx"] = rewrite
         self._validate_ids = validate_ids
         self._detect_nan = detect_nan
+        self._pipelined_evaluation = pipelined_evaluation
         self._asked = {
             "sparse_optimizer": sparse_optimizer,
             "sharding_plan": sharding_plan,
@@ -138,7 +146,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         self._sparse_lr_scheduler: TableSchedule | None = None
         self._table_gradients: TableGradients | None = None
         self._base_learning_rate: float | None = None
-        self._last_prediction: LastPrediction | None = None
+        self._rewrite: ModelRewrite | None = None
+        self._evaluations: list[EvaluationProgram] = []
 
     # ------------------------------------------------------------------ set-up
 
@@ -181,6 +190,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         )
         self.model_to_device()
         self._evaluate_without_inference_mode(trainer)
+        install_evaluation_loops(trainer)
         if fitting:
             PipelineTrainingEpochLoop.install(trainer)
             self.setup_optimizers(trainer)
@@ -233,20 +243,11 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         module = self.lightning_module
         assert module is not None
         sharded = self.sharded_model
-        datamodule = getattr(trainer, "datamodule", None)
-        own_transfer = is_overridden("transfer_batch_to_device", module) or (
-            datamodule is not None and is_overridden("transfer_batch_to_device", datamodule)
-        )
         scaled_late = self._scaled_late(trainer)
         if scaled_late:
             check_tables_wait(sharded.sharded_modules)
 
-        def move(batch: Any) -> Any:
-            if not own_transfer:
-                check_movable(batch)
-            return transfer(batch)
-
-        rewrite = ModelRewrite(
+        rewrite = self._rewrite = ModelRewrite(
             module,
             method=self._method,
             step="training_step",
@@ -262,13 +263,14 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         )
 
         def close() -> None:
+            self._rewrite = None
             rewrite.restore()
             if tables is not None:
                 tables.close()
 
         actions = RecsysActions(
             rewrite,
-            transfer=move,
+            transfer=self._checked(trainer, transfer),
             loss_of=_lightning_loss,
             reducer=self._reducer,
             before_lookup=self._update_table_learning_rates,
@@ -295,6 +297,76 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             on_close=close,
         )
         return self._program
+
+    def evaluation_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str) -> EvaluationProgram:
+        """Build tasks and plan for evaluating the batches of one dataloader."""
+        module = self.lightning_module
+        assert module is not None
+        if not self._pipelined_evaluation:
+            return default_evaluation(trainer, transfer, step, ahead=False)
+        with self._training_set_aside():
+            rewrite = ModelRewrite(
+                module,
+                method=self._method,
+                step=step,
+                input_group=self._group("input"),
+                agree_group=dist.group.WORLD,
+                validate_ids=self._validate_ids,
+            )
+            rewrite.detach()
+
+        @contextmanager
+        def around() -> Generator[None, None, None]:
+            with self._training_set_aside():
+                rewrite.attach()
+                try:
+                    yield
+                finally:
+                    rewrite.detach()
+
+        actions = RecsysActions(
+            rewrite,
+            transfer=self._checked(trainer, transfer),
+            loss_of=_lightning_loss,
+            lookup_context=self.precision_plugin.forward_context,
+        )
+        training = recsys_plan(self._plan, recsys_tasks())
+        pipeline = SWPipeline(evaluation_plan(training, recsys_tasks(actions)), self.root_device, dist.group.WORLD)
+        program = EvaluationProgram(
+            pipeline,
+            transfer="H2DAndShuffle",
+            forward="DenseForward",
+            step="DenseForward",
+            alone=lambda: rewrite.records and not rewrite.resolved,
+            around=around,
+        )
+        self._evaluations.append(program)
+        return program
+
+    @contextmanager
+    def _training_set_aside(self) -> Generator[None, None, None]:
+        """In the body the module is as if no batch were in training."""
+        rewrite = self._rewrite
+        with prefetches_set_aside(self.sharded_model.sharded_modules.values()):
+            if rewrite is not None:
+                rewrite.detach()
+            try:
+                yield
+            finally:
+                if rewrite is not None:
+                    rewrite.attach()
+
+    def _checked(self, trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """*transfer*, of batches that Lightning can move, where it is Lightning that moves them."""
+        holders = (self.lightning_module, getattr(trainer, "datamodule", None))
+        if any(one is not None and is_overridden("transfer_batch_to_device", one) for one in holders):
+            return transfer
+
+        def move(batch: Any) -> Any:
+            check_movable(batch)
+            return transfer(batch)
+
+        return move
 
     def _batch_in_training(self) -> IterContext | None:
         return None if self._program is None else self._program.current
@@ -364,48 +436,30 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             yield
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluating():
-            return super().validation_step(*args, **kwargs)
+        return self._evaluate(partial(super().validation_step, *args, **kwargs))
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluating():
-            return super().test_step(*args, **kwargs)
+        return self._evaluate(partial(super().test_step, *args, **kwargs))
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        def predict() -> Any:
-            with self._evaluating():
-                return super(RecsysPipelineStrategy, self).predict_step(*args, **kwargs)
+        return self._evaluate(partial(super().predict_step, *args, **kwargs))
 
-        if self._last_prediction is not None:
-            self._last_prediction.predicted(predict)
-        return predict()
+    def _evaluate(self, step: Callable[[], Any]) -> Any:
+        for program in self._evaluations:
+            if program.current is not None and not program.steps_whole_batch:
+                return program.run_forward(step)
+        # Lookups of the sharded modules' own forwards: those of training leave the counters to the rewrite.
+        with nullcontext() if torch.is_grad_enabled() else evaluating(self.sharded_model.sharded_modules.values()):
+            return step()
 
     def on_validation_start(self) -> None:
-        self._begin_evaluation()
+        self.sharded_model.share_buffers()
 
     def on_test_start(self) -> None:
-        self._begin_evaluation()
-
-    def _begin_evaluation(self) -> None:
-        module = self.lightning_module
-        assert module is not None
-        check_even(module.trainer)
         self.sharded_model.share_buffers()
 
     def on_predict_start(self) -> None:
-        module = self.lightning_module
-        assert module is not None
-        self._last_prediction = LastPrediction(module.trainer.predict_loop.max_batches)
         self.sharded_model.share_buffers()
-
-    def on_predict_end(self) -> None:
-        assert self._last_prediction is not None
-        self._last_prediction.finish()
-        self._last_prediction = None
-
-    def _evaluating(self) -> AbstractContextManager[None]:
-        # Lookups of the sharded modules' own forwards: those of training leave the counters to the rewrite.
-        return nullcontext() if torch.is_grad_enabled() else evaluating(self.sharded_model.sharded_modules.values())
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -446,6 +500,9 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         if self._program is not None:
             self._program.close()
             self._program = None
+        for evaluation in self._evaluations:
+            evaluation.close()
+        self._evaluations = []
         self._table_gradients = None
         if self._reducer is not None:
             self._reducer.close()

@@ -24,7 +24,7 @@ from torch import Tensor
 
 # What moves a batch; it may come before the hooks of earlier batches.
 TRANSFERS = (
-    *("train_dataloader_next", "batch_to_device"),
+    *("train_dataloader_next", "val_next", "test_next", "predict_next", "batch_to_device"),
     *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
 )
 
@@ -78,13 +78,15 @@ class HookRecorder:
     """The recording of one run.
 
     Attributes:
-        calls: in their order, but for those that move a batch of training.
-        transfers: these, in theirs.
+        calls: in their order, but for those that move a batch.
+        transfers: these, in theirs, of training.
+        evaluated: and of anything else.
     """
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.transfers: list[Call] = []
+        self.evaluated: list[Call] = []
         self.profiler = _RecordingProfiler(self)
         self.bar = _SilentBar()
         self._trainer: pl.Trainer | None = None
@@ -113,12 +115,15 @@ class HookRecorder:
         used = self._trainer
         if used is None:
             return  # the trainer is being made
-        call = Call(name, describe(arguments), self._where(used), _metrics(used))
-        (self.transfers if call.is_transfer and used.training else self.calls).append(call)
+        call = Call(name, describe(arguments), {}, {})
+        if not call.is_transfer:
+            # What else has happened by then is what may differ, and to look at metrics changes them.
+            call = dataclasses.replace(call, where=self._where(used), metrics=_metrics(used))
+        (self.calls if not call.is_transfer else self.transfers if used.training else self.evaluated).append(call)
 
     def names(self) -> set[str]:
         """Of the calls."""
-        return {call.name for call in (*self.calls, *self.transfers)}
+        return {call.name for call in (*self.calls, *self.transfers, *self.evaluated)}
 
     def _wrap(self, owner: Any, kind: str, names: Iterable[str]) -> None:
         for name in names:

@@ -74,15 +74,13 @@ def assert_same_transfers(ours: HookRecorder, theirs: HookRecorder, within: floa
         within: as in ``first_difference``.
         given_up: batches that are in flight when the run stops early.
     """
-
-    def moved(calls: Sequence[Call]) -> list[Call]:
-        # What else had happened by then is what may differ.
-        return [replace(call, where={}, metrics={}) for call in calls]
-
     assert theirs.transfers
     surplus = len(theirs.transfers) // moved_batches(theirs) * given_up
     kept = ours.transfers[: len(ours.transfers) - surplus]
-    different = first_difference(moved(kept), moved(theirs.transfers), within)
+    different = first_difference(kept, theirs.transfers, within)
+    assert different is None, different
+    assert theirs.evaluated
+    different = first_difference(ours.evaluated, theirs.evaluated, within)
     assert different is None, different
 
 

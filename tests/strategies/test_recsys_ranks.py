@@ -364,7 +364,7 @@ def test_uneven_ranks_predict_every_row_once(ranks: list[dict[str, Any]]) -> Non
 
 def test_every_rank_says_that_they_have_uneven_numbers_of_batches_to_evaluate(ranks: list[dict[str, Any]]) -> None:
     for message in named(ranks, "uneven validation"):
-        assert "uneven numbers of batches to evaluate, for each dataloader: [3] on rank 0, [2] on rank 1" in message
+        assert "uneven numbers of batches in validation, for each dataloader: [3] on rank 0, [2] on rank 1" in message
 
 
 @pytest.mark.parametrize("plan", PLANS)

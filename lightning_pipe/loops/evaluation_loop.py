@@ -1,0 +1,228 @@
+"""Lightning's loops of validation, test and prediction, driven by the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_pipe.loops.evaluation_data import EvaluationData
+from lightning_pipe.loops.user_errors import note_lost_rank
+
+__all__ = ["PipelineEvaluationLoop", "PipelinePredictionLoop", "install_evaluation_loops"]
+
+
+class PipelineEvaluationLoop(_EvaluationLoop):
+    """Drop-in for Lightning's loop of validation or test that takes its batches from a pipeline.
+
+    Every hook, callback and logger sees what it would see in Lightning's loop, for the batch being evaluated; only the
+    batch-transfer hooks run earlier, for the batch being copied.
+
+    Takes the same arguments as Lightning's.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self._ahead = EvaluationData(self.trainer, "test" if self._stage.value == "test" else "validation")
+
+    def setup_data(self) -> None:
+        before = self._max_batches
+        super().setup_data()
+        if self._max_batches is not before:
+            self._ahead.agree(self._max_batches, predicting=False)
+
+    def reset(self) -> None:
+        super().reset()
+        if not isinstance(self._data_fetcher, _DataLoaderIterDataFetcher):
+            assert self._data_fetcher is not None
+            self._ahead.begin(self._data_fetcher, self.max_batches, self._step_name)
+            self._data_fetcher = self._ahead  # type: ignore[assignment]
+
+    def run(self) -> Any:
+        try:
+            return super().run()
+        finally:
+            self._ahead.end()
+
+    def teardown(self) -> None:
+        self._ahead.close()
+        super().teardown()
+
+    @property
+    def _step_name(self) -> str:
+        return "test_step" if self.trainer.testing else "validation_step"
+
+    def _evaluation_step(
+        self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Iterator[Any] | None
+    ) -> None:
+        if dataloader_iter is not None:
+            # The user's step fetches for itself: there is nothing to run ahead.
+            super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+            return
+        trainer, stage = self.trainer, "test" if self.trainer.testing else "validation"
+        with _noting(trainer, stage, batch_idx, dataloader_idx):
+            loader = dataloader_idx if self._is_sequential and self.num_dataloaders > 1 else None
+            hook_kwargs = self._build_kwargs(batch, batch_idx, loader)
+            self.batch_progress.increment_ready()
+            trainer._logger_connector.on_batch_start(batch, loader)
+            call._call_callback_hooks(trainer, f"on_{stage}_batch_start", *hook_kwargs.values())
+            call._call_lightning_module_hook(trainer, f"on_{stage}_batch_start", *hook_kwargs.values())
+            self.batch_progress.increment_started()
+
+            arguments = self._build_step_args_from_hook_kwargs(hook_kwargs, self._step_name)
+            output = self._ahead.run_step(lambda: call._call_strategy_hook(trainer, self._step_name, *arguments))
+            self._ahead.finish()
+            self.batch_progress.increment_processed()
+
+            call._call_callback_hooks(trainer, f"on_{stage}_batch_end", output, *hook_kwargs.values())
+            call._call_lightning_module_hook(trainer, f"on_{stage}_batch_end", output, *hook_kwargs.values())
+            trainer._logger_connector.on_batch_end()
+            self.batch_progress.increment_completed()
+            if not trainer.sanity_checking:
+                self._has_run = True
+                trainer._logger_connector.update_eval_step_metrics(self._seen_batches_per_dataloader[dataloader_idx])
+                self._seen_batches_per_dataloader[dataloader_idx] += 1
+        if not self.batch_progress.is_last_batch and trainer.received_sigterm:
+            raise SIGTERMException
+
+    def _on_before_fetch(self) -> None:
+        self.trainer.profiler.start(self._fetch_name)  # type: ignore[attr-defined]
+
+    def _on_after_fetch(self) -> None:
+        self.trainer.profiler.stop(self._fetch_name)  # type: ignore[attr-defined]
+
+    @property
+    def _fetch_name(self) -> str:
+        # Profiles name a fetch as they do without this loop.
+        return f"[{_EvaluationLoop.__name__}].{self._stage.dataloader_prefix}_next"
+
+
+class PipelinePredictionLoop(_PredictionLoop):
+    """Drop-in for Lightning's loop of prediction that takes its batches from a pipeline.
+
+    Every hook and callback sees what it would see in Lightning's loop, for the batch being predicted; only the
+    batch-transfer hooks run earlier, for the batch being copied.
+
+    Takes the same arguments as Lightning's.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self._ahead = EvaluationData(self.trainer, "prediction")
+
+    def setup_data(self) -> None:
+        before = self.max_batches
+        super().setup_data()
+        if self.max_batches is not before:
+            self._ahead.agree(self.max_batches, predicting=True)
+
+    def reset(self) -> None:
+        super().reset()
+        if not isinstance(self._data_fetcher, _DataLoaderIterDataFetcher):
+            assert self._data_fetcher is not None
+            self._ahead.begin(self._data_fetcher, self.max_batches, "predict_step", self._predict_for_others)
+            self._data_fetcher = self._ahead  # type: ignore[assignment]
+
+    def run(self) -> Any:
+        try:
+            return super().run()
+        finally:
+            self._ahead.end()
+
+    def teardown(self) -> None:
+        self._ahead.close()
+        super().teardown()
+
+    def _predict_step(
+        self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Iterator[Any] | None
+    ) -> None:
+        if dataloader_iter is not None:
+            super()._predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+            return
+        trainer = self.trainer
+        with _noting(trainer, "prediction", batch_idx, dataloader_idx):
+            self.batch_progress.increment_ready()
+            keeps = self._store_data_for_prediction_writer(batch_idx, dataloader_idx)
+            hook_kwargs = self._build_kwargs(batch, batch_idx, dataloader_idx if self.num_dataloaders > 1 else None)
+            call._call_callback_hooks(trainer, "on_predict_batch_start", *hook_kwargs.values())
+            call._call_lightning_module_hook(trainer, "on_predict_batch_start", *hook_kwargs.values())
+            self.batch_progress.increment_started()
+
+            predictions = self._ahead.run_step(lambda: self._predict(hook_kwargs))
+            self._ahead.finish()
+            if predictions is None:
+                self._warning_cache.warn("predict returned None if it was on purpose, ignore this warning...")
+            self.batch_progress.increment_processed()
+
+            call._call_callback_hooks(trainer, "on_predict_batch_end", predictions, *hook_kwargs.values())
+            call._call_lightning_module_hook(trainer, "on_predict_batch_end", predictions, *hook_kwargs.values())
+            self.batch_progress.increment_completed()
+            if self._return_predictions or keeps:
+                self._predictions[dataloader_idx].append(move_data_to_device(predictions, torch.device("cpu")))
+
+    def _predict(self, hook_kwargs: Any) -> Any:
+        arguments = self._build_step_args_from_hook_kwargs(hook_kwargs, "predict_step")
+        return call._call_strategy_hook(self.trainer, "predict_step", *arguments)
+
+    def _predict_for_others(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        self._predict(self._build_kwargs(batch, batch_idx, dataloader_idx if self.num_dataloaders > 1 else None))
+
+    def _on_before_fetch(self) -> None:
+        self.trainer.profiler.start(_PREDICT_FETCH)  # type: ignore[attr-defined]
+
+    def _on_after_fetch(self) -> None:
+        self.trainer.profiler.stop(_PREDICT_FETCH)  # type: ignore[attr-defined]
+
+
+_PREDICT_FETCH = f"[{_PredictionLoop.__name__}].predict_next"
+
+
+def install_evaluation_loops(trainer: pl.Trainer) -> None:
+    """Put pipelined loops in the place of the trainer's of validation (in fit too), test and prediction.
+
+    They take over all that those hold.
+    """
+    trainer.fit_loop.epoch_loop.val_loop = _taken_over(trainer.fit_loop.epoch_loop.val_loop, PipelineEvaluationLoop)
+    trainer.validate_loop = _taken_over(trainer.validate_loop, PipelineEvaluationLoop)
+    trainer.test_loop = _taken_over(trainer.test_loop, PipelineEvaluationLoop)
+    trainer.predict_loop = _taken_over(trainer.predict_loop, PipelinePredictionLoop)
+
+
+def _taken_over(present: Any, kind: Any) -> Any:
+    if isinstance(present, kind):
+        return present
+    loop = kind.__new__(kind)
+    # Others know its progress and results by now: the same objects.
+    loop.__dict__.update(present.__dict__)
+    loop._prepare()
+    return loop
+
+
+@contextmanager
+def _noting(trainer: pl.Trainer, what: str, batch_idx: int, dataloader_idx: int) -> Iterator[None]:
+    """Add to what a hook or a step raises which batch it was for."""
+    try:
+        yield
+    except StopIteration:
+        raise
+    except Exception as error:
+        error.add_note(
+            f"batch {batch_idx} of dataloader {dataloader_idx} failed in {what} on rank {trainer.global_rank}"
+        )
+        note_lost_rank(error, trainer.world_size)
+        raise
