@@ -37,6 +37,8 @@ from lightning_pipe.recsys.table_backward import TableBackward
 
 __all__ = ["ModelRewrite"]
 
+_ADVICE = " Or evaluate batch by batch, as the step comes: the strategy's pipelined_evaluation=False."
+
 
 class ModelRewrite:
     """Replaces the forwards of a model's sharded modules until ``restore``.
@@ -342,6 +344,7 @@ class ModelRewrite:
                     f"sharded module {entry.name!r} was called with something else than was distributed for it ahead of"
                     f" the step: {entry.arguments}. Pass it that piece of the batch, unchanged; or find its input with"
                     " method='record', which takes it out of the pipeline if the step makes it."
+                    + ("" if torch.is_grad_enabled() else _ADVICE)
                 )
             output = embeddings.take(entry.name)
             record_stream(output, self._current_stream())

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torchrec
 
-from lightning_pipe.recsys.kernels import fused_kernels, moves_rows_at_zero_gradient
+from lightning_pipe.recsys.kernels import fused_kernels, moves_rows_at_zero_gradient, prefetches_set_aside
 from tests.recsys.rewrite_cases import Bags, batches, shard, table_values
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -46,3 +46,17 @@ def test_replicated_tables_have_no_fused_kernel() -> None:
     model = shard(Bags(), "data_parallel")
     assert fused_kernels(model.module.a) == []
     assert not moves_rows_at_zero_gradient(model.module.a)
+
+
+def test_a_lookup_between_a_prefetch_and_its_own_leaves_what_was_prefetched() -> None:
+    """Only kernels with a cache, on a GPU, fill these queues: here they are filled by hand."""
+    model = shard(Bags(), optimizer=torch.optim.SGD)
+    module, (batch,) = model.module.a, batches(1)
+    (kernel,) = fused_kernels(module)
+    expected = module(batch.sparse).wait().values()
+    kernel.timesteps_prefetched, kernel.lxu_cache_locations_list = [7], [torch.zeros(1)]
+    with prefetches_set_aside([module]):
+        assert torch.equal(module(batch.sparse).wait().values(), expected)
+        kernel.timesteps_prefetched.append(8)  # of an evaluation that is given up
+    assert kernel.timesteps_prefetched == [7]
+    assert len(kernel.lxu_cache_locations_list) == 1

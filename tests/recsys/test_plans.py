@@ -11,6 +11,7 @@ import pytest
 
 from lightning_pipe.engine import PipelinePlan, PlanError, TaskSchedule
 from lightning_pipe.recsys import PLANS, recsys_plan, recsys_tasks
+from lightning_pipe.recsys.plans import evaluation_plan
 from tests.distributed import run_ranks
 from tests.recsys.pipeline_cases import CASES, DEPTHS, STEPS, Case, difference, outcome
 
@@ -257,3 +258,19 @@ def test_a_plan_over_other_tasks_is_refused() -> None:
     tasks = recsys_tasks()
     with pytest.raises(PlanError, match="unknown task 'OptimStep'"):
         recsys_plan(recsys_plan("base", tasks), tasks[:-1])
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_an_evaluation_runs_its_tasks_as_far_ahead_as_training_with_the_dense_part_last(name: str) -> None:
+    training = recsys_plan(name, recsys_tasks())
+    plan = evaluation_plan(training, recsys_tasks())
+    assert plan.order[-1] == "DenseForward"
+    assert {"DenseBackward", "OptimStep", "LossPostprocess"}.isdisjoint(plan.tasks)
+    assert {task: training.schedule[task] for task in plan.schedule} == plan.schedule
+    assert plan.pipeline_depth == training.max_stage + 1
+
+
+def test_an_evaluation_keeps_what_a_plan_adds_between_its_tasks() -> None:
+    text = edited("order:", "deps:\n- [EmbInputDistStart, EmbPrefetch]\n- [EmbPrefetch, OptimStep]\norder:")
+    plan = evaluation_plan(PipelinePlan.from_yaml(text, recsys_tasks()), recsys_tasks())
+    assert [(one.upstream, one.downstream) for one in plan.deps] == [("EmbInputDistStart", "EmbPrefetch")]
