@@ -3,8 +3,8 @@
     python -m tests.loops.run_lightnings_tests PATH_OF_A_LIGHTNING_CHECKOUT [-- PYTEST_OPTIONS]
 
 They are in no package, so they come from a checkout of Lightning (https://github.com/Lightning-AI/pytorch-lightning);
-the Lightning that runs is the installed one. They run twice, with Lightning's ``_TrainingEpochLoop`` and ``_FitLoop``,
-and with ``PipelineTrainingEpochLoop`` and ``PipelineFitLoop`` under their names. The exit status is 1 if a test that
+the Lightning that runs is the installed one. They run twice, with Lightning's loops, and with this project's under
+their names (``CLASSES``). The exit status is 1 if a test that
 passes with the first fails with the second, unless ``DIFFERENT`` says why it must.
 """
 
@@ -41,8 +41,16 @@ DIFFERENT: dict[str, str] = {
 }
 
 # Where Lightning looks the classes up, and where tests may.
-MODULES = ("loops.training_epoch_loop", "loops.fit_loop", "loops", "trainer.trainer")
-CLASSES = {"_TrainingEpochLoop": "PipelineTrainingEpochLoop", "_FitLoop": "PipelineFitLoop"}
+MODULES = (
+    *("loops.training_epoch_loop", "loops.fit_loop", "loops.evaluation_loop", "loops.prediction_loop"),
+    *("loops", "trainer.trainer"),
+)
+CLASSES = {
+    "_TrainingEpochLoop": "PipelineTrainingEpochLoop",
+    "_FitLoop": "PipelineFitLoop",
+    "_EvaluationLoop": "PipelineEvaluationLoop",
+    "_PredictionLoop": "PipelinePredictionLoop",
+}
 
 
 @dataclass(eq=False)  # pytest keeps its plugins in sets
@@ -138,9 +146,10 @@ def _swap() -> None:
         for module in modules:
             if hasattr(module, theirs):
                 setattr(module, theirs, getattr(loops, ours))
-    loop = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False).fit_loop
-    found = {type(loop), type(loop.epoch_loop)}
-    assert found == {loops.PipelineFitLoop, loops.PipelineTrainingEpochLoop}, "Lightning finds its loops elsewhere"
+    used = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    loop = used.fit_loop
+    found = {type(one) for one in (loop, loop.epoch_loop, loop.epoch_loop.val_loop, used.test_loop, used.predict_loop)}
+    assert found == {getattr(loops, ours) for ours in CLASSES.values()}, "Lightning finds its loops elsewhere"
 
 
 def in_a_process(folder: Path, options: Sequence[str], pipelined: bool) -> tuple[Outcomes, list[str]]:
