@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from lightning.pytorch.strategies import StrategyRegistry
 
@@ -21,6 +22,7 @@ from lightning_pipe.recsys.plans import PLANS, recsys_plan
 from lightning_pipe.recsys.tasks import recsys_tasks
 from lightning_pipe.strategies.registry import STRATEGIES
 from tests.running_in import running_in
+from tests.strategies.cases import Clicks, fit, loader, recsys
 
 # A user's file, in the folder where the command runs.
 MODULE = """
@@ -297,6 +299,27 @@ trainer:
     - class_path: language.Loud
 ckpt_path: gone.ckpt
 """
+
+
+def test_checkpoint_export_makes_a_file_that_an_unsharded_module_is_made_of(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    used = fit(Clicks(), recsys(), loader(8), max_epochs=1)
+    used.save_checkpoint(folder / "saved")
+    tables = {name: used.strategy.sharded_model.full_table(name) for name in ("people", "things")}  # type: ignore[attr-defined]
+    capsys.readouterr()
+    assert main(["checkpoint", "export", "saved", "one.ckpt"]) == 0
+    assert "lightning-pipe:" not in capsys.readouterr().err
+    values = Clicks.load_from_checkpoint(folder / "one.ckpt").state_dict()
+    for name, table in tables.items():
+        (value,) = [one for key, one in values.items() if f".{name}." in key]
+        assert torch.equal(value, table)
+
+
+def test_checkpoint_export_of_nothing_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(["checkpoint", "export", "nowhere", "one.ckpt"], capsys)
+    assert "nowhere" in said
+    assert not (folder / "one.ckpt").exists()
 
 
 def test_bubble_trains_a_few_steps_and_prints_their_table_and_writes_nothing(

@@ -10,6 +10,7 @@ from typing import get_args
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_pipe.engine import SetupError
@@ -38,6 +39,7 @@ class DistributedStrategy(DDPStrategy):
         own, as it does without a strategy.
         """
         if self.num_nodes * self.num_processes > 1:
+            self._warn_of_stale_addresses()
             # Kept meanwhile: rank 0's is the server of the one that PyTorch makes.
             store = None if dist.is_initialized() else self._wait_for_all_ranks()
             super().setup_distributed()
@@ -45,6 +47,17 @@ class DistributedStrategy(DDPStrategy):
         else:
             with isolate_rng():
                 super().setup_distributed()
+
+    def _warn_of_stale_addresses(self) -> None:
+        """Say that torchrun's restarts will fail. Seen with PyTorch 2.13 and Gloo."""
+        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+        shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+        if shared and restarts not in ("", "0") and "gloo" in (self._get_process_group_backend() or ""):
+            rank_zero_warn(
+                f"torchrun may restart this job {restarts} time(s), and keeps the addresses of ended ranks, which Gloo's"
+                " new ones then try to reach. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, and restarts work",
+                category=RuntimeWarning,
+            )
 
     def _wait_for_all_ranks(self) -> dist.Store:
         """Raise on every rank that is there, where one is not.
