@@ -54,8 +54,9 @@ class DistributedStrategy(DDPStrategy):
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
         if shared and restarts not in ("", "0") and "gloo" in (self._get_process_group_backend() or ""):
             rank_zero_warn(
-                f"torchrun may restart this job {restarts} time(s), and keeps the addresses of ended ranks, which Gloo's"
-                " new ones then try to reach. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, and restarts work",
+                f"torchrun may restart this job {restarts} time(s), and keeps the addresses of ended ranks, which new"
+                " ones then try to reach (Gloo). Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, and restarts"
+                " work",
                 category=RuntimeWarning,
             )
 
