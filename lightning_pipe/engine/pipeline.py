@@ -13,7 +13,7 @@ How one task runs is :mod:`.executor`'s business.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from lightning_pipe.engine.agreement import check_agreement
 from lightning_pipe.engine.errors import PlanError
 from lightning_pipe.engine.executor import Executor, Operation, Slot
 from lightning_pipe.engine.plan import MAIN, PipelinePlan
-from lightning_pipe.engine.task import IterContext
+from lightning_pipe.engine.shortcut import Key, Shortcut
+from lightning_pipe.engine.task import IterContext, PipelineTask
 from lightning_pipe.engine.trace import TaskSpan, Trace
 
 
@@ -217,6 +218,8 @@ class SWPipeline:
         """
         self._check_running()
         target = self._position(task)
+        if isinstance(self._ops[target].fn, Shortcut):
+            raise PlanError(f"task {task!r} is replayed, but the caller does its work; call disable_shortcut({task!r})")
         where = self.plan.schedule[task]
         if where.stage != 0 or where.thread_group != MAIN or where.stream is not None or where.globally_ordered:
             raise PlanError(
@@ -260,6 +263,58 @@ class SWPipeline:
         self._trained += 1
         self._open = False
         return ctx
+
+    # ------------------------------------------------------------------ shortcuts
+
+    @property
+    def shortcuts(self) -> tuple[str, ...]:
+        """The tasks that are replayed."""
+        return tuple(op.name for op in self._serial_ops if isinstance(op.fn, Shortcut))
+
+    def enable_shortcut(self, *tasks: str | PipelineTask, key: Key | None = None) -> None:
+        """Replay tasks: each runs once more, for each *key*, and what it did is captured; then it runs no more.
+
+        Every rank calls this at the same point, between periods.
+
+        Args:
+            tasks: of the plan.
+            key: of an iteration; those with one key must have the same values upstream of the tasks. None where all
+                have the same: one batch, again and again.
+
+        Raises:
+            PlanError: there is no such task, it cannot be replayed, a period is open, or other ranks replay others.
+        """
+        self._check_usable()
+        names = self._agreed_names("tasks to shortcut", tasks)
+        for name in names:
+            self._position(name)
+            if reason := self.plan.tasks[name].not_replayable:
+                raise PlanError(
+                    f"task {name!r} cannot be replayed, since {reason}; shortcut others, or measure its time"
+                )
+        for op in self._serial_ops:
+            if op.name in names:
+                op.fn = Shortcut(self.plan.tasks[op.name], key)
+
+    def disable_shortcut(self, *tasks: str | PipelineTask) -> None:
+        """Run tasks again, all of them if none is named; what was captured is forgotten. Between periods, on all ranks.
+
+        Raises:
+            PlanError: there is no such task, a period is open, or other ranks replay others.
+        """
+        self._check_usable()
+        names = self._agreed_names("tasks to run again", tasks) or list(self.plan.tasks)
+        for name in names:
+            self._position(name)
+        for op in self._serial_ops:
+            if op.name in names:
+                op.fn = self.plan.tasks[op.name].fn
+
+    def _agreed_names(self, what: str, tasks: Sequence[str | PipelineTask]) -> list[str]:
+        names = [task if isinstance(task, str) else task.name for task in tasks]
+        # A set that differs would leave ranks waiting in the collectives that others leave out.
+        check_agreement([(name, "") for name in sorted(names)], f"list of {what}", self._group)
+        return names
 
     # ------------------------------------------------------------------ trace and end
 

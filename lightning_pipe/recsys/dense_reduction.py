@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -69,6 +69,7 @@ class DenseGradientReducer:
         self._sync = True
         self._armed = False
         self._launched = 0
+        self._left: list[dist.Work] = []
         self._follow_requires_grad()
 
     def prepare(self) -> None:
@@ -77,6 +78,9 @@ class DenseGradientReducer:
         What an earlier backward left, because it raised, is brought to its end first, as :meth:`reset` does.
         """
         self.reset()
+        left, self._left = self._left, []
+        for work in left:
+            work.wait()
         if self._sync:
             self._follow_requires_grad()
             self._armed = True
@@ -99,6 +103,23 @@ class DenseGradientReducer:
                 f"the gradients of {', '.join(sparse)} are sparse tensors, which are not averaged over ranks. Make the"
                 " embedding with sparse=False, or use TorchRec's EmbeddingBagCollection, whose tables are sharded"
             )
+
+    def received(self, parameters: Iterable[Parameter]) -> None:
+        """In place of a backward, after :meth:`prepare`: the gradients that these have came in it."""
+        if not (self._armed and self._sync):
+            return
+        there = {id(parameter) for parameter in parameters if parameter.grad is not None}
+        for bucket in self._buckets:
+            bucket.missing.difference_update([name for name, one in bucket.parameters if id(one) in there])
+        self._launch_full()
+
+    def leave(self) -> None:
+        """In place of :meth:`finalize`: leaves ``.grad`` as it is, and waits only when the next step begins."""
+        if not self._armed:
+            return
+        self._launch_rest()
+        self._left = [bucket.work for bucket in self._buckets if bucket.work is not None]
+        self._disarm()
 
     def reset(self) -> None:
         """In place of :meth:`finalize` after a backward that raised: leaves ``.grad`` as it is on this rank.
@@ -168,8 +189,11 @@ class DenseGradientReducer:
                 )
             if self._sync:
                 bucket.missing.discard(name)
-                while self._launched < len(self._buckets) and not self._buckets[self._launched].missing:
-                    self._launch_next()
+                self._launch_full()
+
+    def _launch_full(self) -> None:
+        while self._launched < len(self._buckets) and not self._buckets[self._launched].missing:
+            self._launch_next()
 
     def _launch_rest(self) -> None:
         while self._launched < len(self._buckets):
@@ -192,6 +216,7 @@ class _Bucket:
     Attributes:
         parameters: names and parameters.
         missing: names of the parameters whose gradient has not come in this step.
+        work: what was sent, since it was.
     """
 
     def __init__(self, parameters: list[tuple[str, Parameter]], group: dist.ProcessGroup) -> None:
@@ -203,17 +228,17 @@ class _Bucket:
         *views, self._kinds = self._buffer.split([*sizes, len(sizes)])
         self._views = [view.view(parameter.shape) for view, (_, parameter) in zip(views, parameters, strict=True)]
         self._own_kinds: list[float] = []
-        self._work: dist.Work | None = None
+        self.work: dist.Work | None = None
         self.missing: set[str] = set()
         self.clear()
 
     @property
     def launched(self) -> bool:
-        return self._work is not None
+        return self.work is not None
 
     def clear(self) -> None:
         """Ready for the next step."""
-        self._work = None
+        self.work = None
         self.missing = {name for name, _ in self.parameters}
 
     @torch.no_grad()
@@ -232,11 +257,11 @@ class _Bucket:
             self._kinds.fill_(_DENSE)
         else:
             self._kinds.copy_(torch.tensor(self._own_kinds, dtype=self._kinds.dtype))
-        self._work = dist.all_reduce(self._buffer, group=self._group, async_op=True)
+        self.work = dist.all_reduce(self._buffer, group=self._group, async_op=True)
 
     def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
+        if self.work is not None:
+            self.work.wait()
 
     @torch.no_grad()
     def finish(self) -> list[str]:

@@ -110,6 +110,11 @@ class Embeddings:
     def keep_ready(self, name: str, output: Any, lookups: LookupCalls | None = None) -> None:
         self._ready[name] = self.add(name, output, lookups)
 
+    @property
+    def ready(self) -> dict[str, Any]:
+        """The outputs looked up ahead and not taken yet, by module."""
+        return self._ready
+
     def is_ready(self, name: str) -> bool:
         return name in self._ready
 

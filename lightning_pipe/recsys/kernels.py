@@ -13,7 +13,16 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
-__all__ = ["evaluating", "fused_kernels", "moves_rows_at_zero_gradient", "prefetches_set_aside", "take_back_step"]
+__all__ = [
+    "count_step",
+    "evaluating",
+    "fused_kernels",
+    "moves_rows_at_zero_gradient",
+    "newest_prefetches",
+    "prefetch_again",
+    "prefetches_set_aside",
+    "take_back_step",
+]
 
 
 def fused_kernels(module: torch.nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
@@ -43,6 +52,29 @@ def _moves_at_zero(kernel: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
     else:
         return True
     return divides_by_zero or kernel.optimizer_args.weight_decay != 0
+
+
+def count_step(module: torch.nn.Module) -> None:
+    """Counts a lookup that was not run, as one in training counts itself, where the kernels' optimisers count."""
+    for kernel in fused_kernels(module):
+        if kernel.iter_cpu.item() > 0:  # an optimiser that counts has counted a lookup before
+            kernel.iter_cpu.add_(1)
+            kernel.iter.add_(1)
+
+
+def newest_prefetches(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor | None]:
+    """For each kernel with a cache where the rows prefetched last are in it, None for others."""
+    queues = [kernel.lxu_cache_locations_list for module in modules for kernel in fused_kernels(module)]
+    return [queue[-1] if queue else None for queue in queues]
+
+
+def prefetch_again(modules: Iterable[torch.nn.Module], locations: Iterable[torch.Tensor | None]) -> None:
+    """Tells kernels with a cache that rows are in it, which were prefetched before."""
+    kernels = [kernel for module in modules for kernel in fused_kernels(module)]
+    for kernel, where in zip(kernels, locations, strict=True):
+        if where is not None:
+            kernel.lxu_cache_locations_list.append(where)
+            kernel.timesteps_prefetched.append(kernel.timestep)
 
 
 def take_back_step(module: torch.nn.Module) -> None:

@@ -94,6 +94,11 @@ class ModelRewrite:
         self.attach()
 
     @property
+    def model(self) -> torch.nn.Module:
+        """The model, without wrappers."""
+        return self._model
+
+    @property
     def resolved(self) -> bool:
         """Whether it is known which modules are pipelined. Until then a batch must be trained serially."""
         return self._resolution.done
@@ -238,6 +243,20 @@ class ModelRewrite:
             length = sum(entry.splits for entry in pipelined)
             splits.answer = answer_without_splits(length, self._group, self._device)
         return splits
+
+    def inputs_again(self, batch: Any, contexts: dict[str, Any]) -> Inputs:
+        """The pipelined modules' arguments in a batch whose features are distributed already.
+
+        Args:
+            batch: the transferred batch, with the features of the one that was distributed.
+            contexts: of that one.
+        """
+        inputs = self._inputs(batch)
+        inputs.contexts = contexts
+        for entry in self._sharded.values():
+            if entry.arguments is not None:
+                inputs.arguments[entry.name] = entry.take_arguments(batch, inputs.postprocessed)
+        return inputs
 
     def wait_splits(self, splits: Splits) -> Requests:
         """Waits for the splits and submits the tensors of all modules.

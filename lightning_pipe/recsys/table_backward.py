@@ -98,9 +98,12 @@ def _to_kernels(calls: Sequence[ModuleCall]) -> KernelGradients:
     # A rank without a kernel must go through the output dist's backward too: the others wait for it there.
     ends = [output for lookups in captured for output in lookups.outputs]
     cuts = [cut for call in calls for cut in call.cuts]
+    inputs = [*(call.output for call in kernels), *replicated, *ends]
+    if not inputs:  # a replayed lookup: no kernel was called
+        return KernelGradients([], [], [])
     gradients = torch.autograd.grad(
         [cut.source for cut in cuts],
-        [*(call.output for call in kernels), *replicated, *ends],
+        inputs,
         [cut.scaled_gradient(None) for cut in cuts],
         materialize_grads=True,
     )

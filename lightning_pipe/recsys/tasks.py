@@ -17,6 +17,7 @@ from lightning_pipe.engine.record_use import record_use
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.embeddings import Embeddings
 from lightning_pipe.recsys.kernels import moves_rows_at_zero_gradient
+from lightning_pipe.recsys.replays import RecsysReplays
 from lightning_pipe.recsys.rewrite import ModelRewrite
 
 TABLES = State("tables")
@@ -103,6 +104,7 @@ class RecsysActions:
         self._lookup_context = lookup_context
         self._clip = clip
         self._agree_overflow = agree_overflow
+        self.replays = RecsysReplays(rewrite, reducer)
         # An output that no rank used has zeros for its gradient, which is nothing to some table optimisers only.
         self._agree_unused = any(moves_rows_at_zero_gradient(module) for module in rewrite.modules.values())
 
@@ -235,7 +237,8 @@ def recsys_tasks(actions: RecsysActions | None = None, *, scaled_late: bool = Fa
             reads, writes = (*reads, "embeddings"), (*writes, "gradient_scale", "tables_skipped")
         elif scaled_late and name == "EmbBackward":
             reads, writes = (*reads, "gradient_scale"), ("embeddings", TABLES)
-        tasks.append(PipelineTask(name, _function(actions, name), reads=reads, writes=writes))
+        io = () if actions is None else actions.replays.of(name)
+        tasks.append(PipelineTask(name, _function(actions, name), io, reads=reads, writes=writes))
     return tasks
 
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pickle
 
+from typing import Any
+
 import pytest
 
 from lightning_pipe.engine import IterContext, PipelineTask, PlanError, State
@@ -26,7 +28,7 @@ def test_a_tasks_text_says_what_it_reads_and_writes() -> None:
 
 
 @pytest.mark.parametrize("arguments", [{"reads": "batch"}, {"writes": State("tables")}])
-def test_one_name_instead_of_a_list_of_names_is_refused(arguments: dict[str, str]) -> None:
+def test_one_name_instead_of_a_list_of_names_is_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(PlanError, match=r"single name .* give a list"):
         PipelineTask("a", nothing, **arguments)
 

@@ -1,0 +1,207 @@
+"""Values kept for later, detached from what made them: copied through any nesting, and handed out as new each time."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections import deque
+from collections.abc import Callable, MutableMapping
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = ["ByReference", "Captured", "capture"]
+
+Grafts = Callable[[Tensor], Tensor]
+
+# Never looked into: they hold no data of an iteration, or are one for all.
+_AS_THEY_ARE = (
+    *(type(None), bool, int, float, complex, str, bytes, Enum, type, slice, range),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.Generator, torch.Stream, torch.Event),
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, types.GeneratorType),
+    *(nn.Module, torch.optim.Optimizer, dist.ProcessGroup, dist.Work, torch.futures.Future),
+)
+
+
+class ByReference:
+    """Marks a value that is handed out as the object it is.
+
+    Args:
+        value: whatever can be used by several iterations at a time.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Captured:
+    """A value as it was when it was captured."""
+
+    def give(self, graft: Grafts | None = None) -> Any:
+        """The value anew; changes of what was given before do not show in it.
+
+        Args:
+            graft: applied to tensors that required grad; the others, or all without it, are detached.
+        """
+        raise NotImplementedError
+
+
+def capture(value: Any) -> Captured:
+    """Keep *value*: tensors detached and cloned, lists, tuples, sets, mappings and objects that hold any rebuilt.
+
+    Modules, process groups, functions and the like are kept as they are, and so are objects that hold no tensor at
+    any depth. What one value holds twice is one object in what is given, too.
+    """
+    return _Root(_capture(value, {}))
+
+
+class _Root(Captured):
+    def __init__(self, node: _Node) -> None:
+        self._node = node
+
+    def give(self, graft: Grafts | None = None) -> Any:
+        return self._node.give(graft, {})
+
+
+class _Node:
+    """Part of a captured value."""
+
+    @property
+    def holds_tensor(self) -> bool:
+        return False
+
+    def give(self, graft: Grafts | None, given: dict[int, Any]) -> Any:
+        """The part anew; *given* has those of this giving, by node."""
+        raise NotImplementedError
+
+
+class _AsItIs(_Node):
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def give(self, graft: Grafts | None, given: dict[int, Any]) -> Any:
+        return self._value
+
+
+class _Tensor(_Node):
+    """Copied a second time only where what was handed out was changed in place since."""
+
+    @property
+    def holds_tensor(self) -> bool:
+        return True
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._requires_grad = tensor.requires_grad
+        self._kept = tensor.detach().clone()
+        self._out: Tensor | None = None
+        self._version = 0
+
+    def give(self, graft: Grafts | None, given: dict[int, Any]) -> Any:
+        if id(self) not in given:
+            out = self._out
+            # Tensors of inference mode count no changes.
+            if out is None or out.is_inference() or out._version != self._version:
+                out = self._out = self._kept.clone()
+                self._version = 0 if out.is_inference() else out._version
+            detached = out.detach()
+            given[id(self)] = graft(detached) if graft is not None and self._requires_grad else detached
+        return given[id(self)]
+
+
+class _Built(_Node):
+    """Something with parts, which are there when it is made."""
+
+    @property
+    def holds_tensor(self) -> bool:
+        return any(part.holds_tensor for part in self._parts)
+
+    def __init__(self, parts: list[_Node], build: Callable[[list[Any]], Any]) -> None:
+        self._parts = parts
+        self._build = build
+
+    def give(self, graft: Grafts | None, given: dict[int, Any]) -> Any:
+        if id(self) not in given:
+            given[id(self)] = self._build([part.give(graft, given) for part in self._parts])
+        return given[id(self)]
+
+
+class _Object(_Node):
+    """An object with attributes, among which it may be itself."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self.attributes: dict[str, _Node] = {}
+
+    def give(self, graft: Grafts | None, given: dict[int, Any]) -> Any:
+        if id(self) not in given:
+            made = given[id(self)] = copy.copy(self._value)
+            for name, part in self.attributes.items():
+                object.__setattr__(made, name, part.give(graft, given))
+        return given[id(self)]
+
+
+def _capture(value: Any, seen: dict[int, tuple[Any, _Node]]) -> _Node:
+    """The node of *value*; *seen* keeps the values too, whose ids are not free as long."""
+    if isinstance(value, ByReference):
+        return _AsItIs(value.value)
+    if isinstance(value, _AS_THEY_ARE) and not isinstance(value, nn.Parameter):
+        return _AsItIs(value)
+    if id(value) in seen:
+        return seen[id(value)][1]
+    if isinstance(value, Tensor):
+        node: _Node = _AsItIs(value) if isinstance(value, nn.Parameter) else _Tensor(value)
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        node = _Built([_capture(one, seen) for one in value], _builder(value))
+    elif isinstance(value, MutableMapping):
+        keys = list(value)
+        node = _Built([_capture(value[key], seen) for key in keys], _mapping_builder(value, keys))
+    else:
+        return _capture_object(value, seen)
+    seen[id(value)] = value, node
+    return node
+
+
+def _capture_object(value: Any, seen: dict[int, tuple[Any, _Node]]) -> _Node:
+    found = _attributes(value)
+    node = _Object(value)
+    seen[id(value)] = value, node
+    for name, attribute in found.items():
+        node.attributes[name] = _capture(attribute, seen)
+    if any(part.holds_tensor for part in node.attributes.values()):
+        return node
+    seen[id(value)] = value, _AsItIs(value)
+    return seen[id(value)][1]
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    slots = [name for kind in type(value).__mro__ for name in _names(getattr(kind, "__slots__", ()))]
+    found = {name: getattr(value, name) for name in slots if name != "__weakref__" and hasattr(value, name)}
+    return {**found, **getattr(value, "__dict__", {})}
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _builder(value: Any) -> Callable[[list[Any]], Any]:
+    kind = type(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return lambda parts: kind(*parts)
+    if isinstance(value, deque):
+        return lambda parts: kind(parts, value.maxlen)
+    return kind
+
+
+def _mapping_builder(value: MutableMapping[Any, Any], keys: list[Any]) -> Callable[[list[Any]], Any]:
+    def build(parts: list[Any]) -> Any:
+        made: Any = copy.copy(value)
+        for key, part in zip(keys, parts, strict=True):
+            made[key] = part
+        return made
+
+    return build
