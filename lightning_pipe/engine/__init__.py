@@ -5,10 +5,11 @@ from lightning_pipe.engine.errors import InputError, PipelineError, PlanError, S
 from lightning_pipe.engine.pipeline import SWPipeline
 from lightning_pipe.engine.plan import PipelinePlan, TaskSchedule
 from lightning_pipe.engine.sequencer import submitted
-from lightning_pipe.engine.task import IterContext, PipelineTask, State
+from lightning_pipe.engine.task import DeclaredIO, IterContext, PipelineTask, State
 from lightning_pipe.engine.trace import TaskSpan
 
 __all__ = [
+    "DeclaredIO",
     "Dependency",
     "InputError",
     "IterContext",
