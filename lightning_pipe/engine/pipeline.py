@@ -314,6 +314,9 @@ class SWPipeline:
         names = [task if isinstance(task, str) else task.name for task in tasks]
         # A set that differs would leave ranks waiting in the collectives that others leave out.
         check_agreement([(name, "") for name in sorted(names)], f"list of {what}", self._group)
+        # What workers were given still runs as it was meant when it was submitted: on every rank alike.
+        for slot in self._in_flight.values():
+            slot.join()
         return names
 
     # ------------------------------------------------------------------ trace and end
