@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import types
 from collections import deque
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from enum import Enum
 from typing import Any
 
@@ -50,6 +50,10 @@ class Captured:
         """
         raise NotImplementedError
 
+    def tensors(self) -> list[Tensor]:
+        """The tensors in it, as they were, each once, in the order in which they were found."""
+        raise NotImplementedError
+
 
 def capture(value: Any) -> Captured:
     """Keep *value*: tensors detached and cloned, lists, tuples, sets, mappings and objects that hold any rebuilt.
@@ -67,6 +71,11 @@ class _Root(Captured):
     def give(self, graft: Grafts | None = None) -> Any:
         return self._node.give(graft, {})
 
+    def tensors(self) -> list[Tensor]:
+        found: dict[int, Tensor] = {}
+        self._node.collect(found, set())
+        return list(found.values())
+
 
 class _Node:
     """Part of a captured value."""
@@ -78,6 +87,15 @@ class _Node:
     def give(self, graft: Grafts | None, given: dict[int, Any]) -> Any:
         """The part anew; *given* has those of this giving, by node."""
         raise NotImplementedError
+
+    def parts(self) -> Iterable[_Node]:
+        return ()
+
+    def collect(self, found: dict[int, Tensor], seen: set[int]) -> None:
+        if id(self) not in seen:
+            seen.add(id(self))
+            for part in self.parts():
+                part.collect(found, seen)
 
 
 class _AsItIs(_Node):
@@ -112,6 +130,9 @@ class _Tensor(_Node):
             given[id(self)] = graft(detached) if graft is not None and self._requires_grad else detached
         return given[id(self)]
 
+    def collect(self, found: dict[int, Tensor], seen: set[int]) -> None:
+        found[id(self)] = self._kept
+
 
 class _Built(_Node):
     """Something with parts, which are there when it is made."""
@@ -129,6 +150,9 @@ class _Built(_Node):
             given[id(self)] = self._build([part.give(graft, given) for part in self._parts])
         return given[id(self)]
 
+    def parts(self) -> Iterable[_Node]:
+        return self._parts
+
 
 class _Object(_Node):
     """An object with attributes, among which it may be itself."""
@@ -143,6 +167,9 @@ class _Object(_Node):
             for name, part in self.attributes.items():
                 object.__setattr__(made, name, part.give(graft, given))
         return given[id(self)]
+
+    def parts(self) -> Iterable[_Node]:
+        return self.attributes.values()
 
 
 def _capture(value: Any, seen: dict[int, tuple[Any, _Node]]) -> _Node:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -21,13 +22,17 @@ import torch.distributed as dist
 from lightning_pipe.engine.devices import DeviceStreams
 from lightning_pipe.engine.errors import TaskError
 from lightning_pipe.engine.plan import MAIN, PipelinePlan
+from lightning_pipe.engine.ranges import task_range
 from lightning_pipe.engine.sequencer import SubmissionSequencer
 from lightning_pipe.engine.task import IterContext
 from lightning_pipe.engine.thread_state import ThreadState, capture, entered
-from lightning_pipe.engine.trace import Trace
+from lightning_pipe.engine.trace import Begun, Trace
 from lightning_pipe.engine.worker import Worker
 
 _log = logging.getLogger(__name__)
+
+# What :meth:`Executor.enter` hands to :meth:`Executor.leave`.
+Entered = tuple[AbstractContextManager[Any], Trace | None, Begun | None]
 
 
 class Operation:
@@ -160,18 +165,23 @@ class Executor:
             if ticket is not None:
                 self._sequencer.end(ticket)
 
-    def enter(self, op: Operation, slot: Slot) -> tuple[int, float] | None:
+    def enter(self, op: Operation, slot: Slot) -> Entered:
         """Wait for what *op* depends on, for a caller that does its work; returns what :meth:`leave` needs."""
         self._wait(op, slot)
         self.raise_failure()
-        return self.trace.now() if self.trace else None
+        trace = self.trace
+        shown = task_range(op.name, trace is not None)
+        shown.__enter__()
+        return shown, trace, trace.begin() if trace else None
 
-    def leave(self, op: Operation, slot: Slot, start: tuple[int, float] | None) -> None:
+    def leave(self, op: Operation, slot: Slot, entered: Entered) -> None:
         """End what :meth:`enter` began."""
+        shown, trace, begun = entered
         if op.records:
             self.streams.record(slot.events[op.index])
-        if self.trace and start:
-            self.trace.add(op.name, slot.iteration, MAIN, None, start)
+        if trace and begun:
+            trace.end(op.name, slot.iteration, MAIN, None, begun)
+        shown.__exit__(None, None, None)
 
     def retire(self, slot: Slot) -> IterContext:
         """Wait until the iteration of *slot* is done; the current stream then comes after all of it.
@@ -244,17 +254,13 @@ class Executor:
         if ticket is not None:
             self._sequencer.begin(ticket)
         trace = self.trace
-        start = trace.now() if trace else None
-        if stream is None:
+        with task_range(op.name, trace is not None), self.streams.named(stream):
+            begun = trace.begin() if trace else None
             op.fn(slot.ctx)  # type: ignore[arg-type]
             if op.records:
                 self.streams.record(slot.events[op.index])
-        else:
-            with self.streams.named(stream):
-                op.fn(slot.ctx)  # type: ignore[arg-type]
-                self.streams.record(slot.events[op.index])
-        if trace and start:
-            trace.add(op.name, slot.iteration, group, stream, start)
+            if trace and begun:
+                trace.end(op.name, slot.iteration, group, stream, begun)
 
     def _slot(self, iteration: int) -> Slot:
         return self._slots[iteration % len(self._slots)]

@@ -13,19 +13,24 @@ How one task runs is :mod:`.executor`'s business.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from lightning_pipe.engine.agreement import check_agreement
+from lightning_pipe.engine.device_clock import DeviceClock
 from lightning_pipe.engine.errors import PlanError
-from lightning_pipe.engine.executor import Executor, Operation, Slot
+from lightning_pipe.engine.executor import Entered, Executor, Operation, Slot
 from lightning_pipe.engine.plan import MAIN, PipelinePlan
 from lightning_pipe.engine.shortcut import Key, Shortcut
 from lightning_pipe.engine.task import IterContext, PipelineTask
 from lightning_pipe.engine.trace import TaskSpan, Trace
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class SWPipeline:
@@ -49,7 +54,8 @@ class SWPipeline:
     ) -> None:
         self.plan = plan
         self._group = group
-        self._executor = Executor(plan, torch.device("cpu" if device is None else device))
+        self._device = torch.device("cpu" if device is None else device)
+        self._executor = Executor(plan, self._device)
         self._serial_ops = self._executor.operations
         by_name = {op.name: op for op in self._serial_ops}
         self._plan_ops = [by_name[name] for name in plan.order]
@@ -66,7 +72,7 @@ class SWPipeline:
         self._serial = False  # whether that one runs alone, in serial order,
         self._ops = self._plan_ops  # what the period runs,
         self._cursor = 0  # how far it has come,
-        self._begun: tuple[Operation, tuple[int, float] | None] | None = None  # and what the caller runs itself
+        self._begun: tuple[Operation, Entered] | None = None  # and what the caller runs itself
 
     # ------------------------------------------------------------------ whole periods
 
@@ -74,6 +80,21 @@ class SWPipeline:
     def in_flight(self) -> tuple[IterContext, ...]:
         """Contexts of the iterations started and not yet retired, oldest first: never more than the plan's depth."""
         return tuple(slot.ctx for slot in self._in_flight.values() if slot.ctx is not None)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the plan's streams live."""
+        return self._device
+
+    @property
+    def started(self) -> int:
+        """How many iterations have been started so far: the index of the next one."""
+        return self._fetched
+
+    @property
+    def failed(self) -> bool:
+        """Whether a task has raised, which ends the pipeline."""
+        return self._executor.failure is not None
 
     def fill_pipeline(self, data_iter: Iterator[Any]) -> None:
         """Start the iterations that run ahead, so that the next period can train the oldest; nothing if that is done.
@@ -243,10 +264,10 @@ class SWPipeline:
         """
         if self._begun is None or self._begun[0].name != task:
             raise PlanError(f"task {task!r} was not begun; call begin_task({task!r}) first")
-        op, start = self._begun
+        op, entered = self._begun
         self._begun = None
         self._cursor += 1
-        self._executor.leave(op, self._in_flight[self._trained], start)
+        self._executor.leave(op, self._in_flight[self._trained], entered)
 
     def finish(self) -> IterContext:
         """Run what is left of the open period and retire the iteration it trained.
@@ -271,7 +292,7 @@ class SWPipeline:
         """The tasks that are replayed."""
         return tuple(op.name for op in self._serial_ops if isinstance(op.fn, Shortcut))
 
-    def enable_shortcut(self, *tasks: str | PipelineTask, key: Key | None = None) -> None:
+    def enable_shortcut(self, *tasks: str | PipelineTask, key: Key | None = None, rehearse: bool = False) -> None:
         """Replay tasks: each runs once more, for each *key*, and what it did is captured; then it runs no more.
 
         Every rank calls this at the same point, between periods.
@@ -280,6 +301,7 @@ class SWPipeline:
             tasks: of the plan.
             key: of an iteration; those with one key must have the same values upstream of the tasks. None where all
                 have the same: one batch, again and again.
+            rehearse: see :class:`~lightning_pipe.engine.shortcut.Shortcut`; to compare iterations with.
 
         Raises:
             PlanError: there is no such task, it cannot be replayed, a period is open, or other ranks replay others.
@@ -294,7 +316,7 @@ class SWPipeline:
                 )
         for op in self._serial_ops:
             if op.name in names:
-                op.fn = Shortcut(self.plan.tasks[op.name], key)
+                op.fn = Shortcut(self.plan.tasks[op.name], key, rehearse=rehearse)
 
     def disable_shortcut(self, *tasks: str | PipelineTask) -> None:
         """Run tasks again, all of them if none is named; what was captured is forgotten. Between periods, on all ranks.
@@ -310,6 +332,29 @@ class SWPipeline:
             if op.name in names:
                 op.fn = self.plan.tasks[op.name].fn
 
+    @contextmanager
+    def watched(self, tasks: Iterable[str], read: Callable[[str, IterContext], Mapping[K, V]]) -> Iterator[dict[K, V]]:
+        """Read the context behind each run of some tasks, between periods.
+
+        Args:
+            tasks: of the plan.
+            read: called with the task's name and the context, in the task's thread; returns entries.
+
+        Yields:
+            all entries read so far.
+        """
+        self._check_usable()
+        found: dict[K, V] = {}
+        watched = [op for op in self._serial_ops if op.name in set(tasks)]
+        functions = [op.fn for op in watched]
+        for op in watched:
+            op.fn = _Watched(op.name, op.fn, read, found)
+        try:
+            yield found
+        finally:
+            for op, fn in zip(watched, functions, strict=True):
+                op.fn = fn
+
     def _agreed_names(self, what: str, tasks: Sequence[str | PipelineTask]) -> list[str]:
         names = [task if isinstance(task, str) else task.name for task in tasks]
         # A set that differs would leave ranks waiting in the collectives that others leave out.
@@ -321,14 +366,15 @@ class SWPipeline:
 
     # ------------------------------------------------------------------ trace and end
 
-    def start_trace(self) -> None:
-        """Record a :class:`TaskSpan` for every task from now on."""
-        self._executor.trace = Trace()
+    def start_trace(self, keep: int | None = None) -> None:
+        """Record a :class:`TaskSpan` for every task from now on; keep the latest *keep*, or all."""
+        has_streams = self._executor.streams.available
+        self._executor.trace = Trace(keep, DeviceClock(self._device) if has_streams else None)
 
     def stop_trace(self) -> list[TaskSpan]:
         """Stop recording; returns the spans in the order in which they ended, without those still open."""
         trace, self._executor.trace = self._executor.trace, None
-        return list(trace.spans) if trace else []
+        return trace.spans() if trace else []
 
     def close(self) -> None:
         """Give up what is in flight and end the worker threads. May be called again, and after a failure."""
@@ -424,3 +470,20 @@ class SWPipeline:
                 f"pipeline {self.plan.name!r} has {len(self._in_flight)} batches in flight; a serial iteration needs"
                 " none: call drain() first"
             )
+
+
+class _Watched:
+    """A task's function, and what is read of the context behind it."""
+
+    def __init__(
+        self,
+        name: str,
+        fn: Callable[[IterContext], None],
+        read: Callable[[str, IterContext], Mapping[Any, Any]],
+        found: dict[Any, Any],
+    ) -> None:
+        self._name, self._fn, self._read, self._found = name, fn, read, found
+
+    def __call__(self, ctx: IterContext) -> None:
+        self._fn(ctx)
+        self._found.update(self._read(self._name, ctx))

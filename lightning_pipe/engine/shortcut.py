@@ -39,21 +39,29 @@ class Shortcut:
         task: whose function it is.
         key: of an iteration: those with one key have the same values upstream, and one run is captured for each. None
             where all have the same.
+        rehearse: let what comes later in a captured iteration find what it finds in a replayed one, gradients that end
+            at the task included: what it does otherwise then comes of effects that are not declared.
     """
 
-    def __init__(self, task: PipelineTask, key: Key | None = None) -> None:
+    def __init__(self, task: PipelineTask, key: Key | None = None, *, rehearse: bool = False) -> None:
         self._task = task
         self._key = key
+        self._rehearse = rehearse
         self._owned = frozenset(name for io in task.io for name in io.fields)
         self._runs: dict[Hashable, _Run] = {}
 
     def __call__(self, ctx: IterContext) -> None:
         key = None if self._key is None else self._key(ctx)
         run = self._runs.get(key)
-        if run is None:
-            self._runs[key] = self._capture(ctx)
-        else:
+        if run is not None:
             self._replay(ctx, run)
+        elif self._rehearse:
+            aside = IterContext()
+            vars(aside).update(vars(ctx))
+            run = self._runs[key] = self._capture(aside)
+            self._replay(ctx, run)
+        else:
+            self._runs[key] = self._capture(ctx)
 
     def _capture(self, ctx: IterContext) -> _Run:
         before = dict(vars(ctx))

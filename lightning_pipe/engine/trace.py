@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from dataclasses import dataclass
+from typing import Any
+
+from lightning_pipe.engine.device_clock import DeviceClock
+
+# What :meth:`Trace.begin` hands to :meth:`Trace.end`: place in the order, host clock, mark in the stream.
+Begun = tuple[int, float, Any]
 
 
 @dataclass(frozen=True)
@@ -20,6 +27,8 @@ class TaskSpan:
         end: the same when it was left; on a device with streams the device may still be at work.
         start_order: position of the start among all starts and ends of this trace: an order without a clock.
         end_order: position of the end among them.
+        device_start: when its stream came to its work, by the same clock; ``None`` on a device without streams.
+        device_end: the same when the stream had done it.
     """
 
     task: str
@@ -30,21 +39,45 @@ class TaskSpan:
     end: float
     start_order: int
     end_order: int
+    device_start: float | None = None
+    device_end: float | None = None
 
 
 class Trace:
-    """Collects spans from any thread."""
+    """Collects what tasks note, from any thread.
 
-    def __init__(self) -> None:
-        self.spans: list[TaskSpan] = []
-        # next() on a count and append on a list are atomic under the interpreter lock: no lock of our own.
+    Args:
+        keep: the number of spans to keep, the latest; ``None`` for all.
+        device_clock: for spans on a device with streams.
+    """
+
+    def __init__(self, keep: int | None = None, device_clock: DeviceClock | None = None) -> None:
+        # next() on a count and append on a deque are atomic under the interpreter lock: no lock of our own.
         self._order = itertools.count()
+        self._records: deque[tuple[str, int, str, str | None, int, float, Any, int, float, Any]] = deque(maxlen=keep)
+        self._device_clock = device_clock
 
-    def now(self) -> tuple[int, float]:
-        """Next position in the order, and the host clock in seconds."""
-        return next(self._order), time.perf_counter()
+    def begin(self) -> Begun:
+        """Begin a span, in the stream that the task runs on."""
+        mark = self._device_clock.now() if self._device_clock else None
+        return next(self._order), time.perf_counter(), mark
 
-    def add(self, task: str, iteration: int, thread: str, stream: str | None, start: tuple[int, float]) -> None:
-        """Close the span that began at *start* (a value of :meth:`now`)."""
-        end_order, end = self.now()
-        self.spans.append(TaskSpan(task, iteration, thread, stream, start[1], end, start[0], end_order))
+    def end(self, task: str, iteration: int, thread: str, stream: str | None, begun: Begun) -> None:
+        """End the span that *begun* began, in the same stream. The other arguments are :class:`TaskSpan`'s."""
+        end = time.perf_counter()
+        mark = self._device_clock.now() if self._device_clock else None
+        self._records.append((task, iteration, thread, stream, *begun, next(self._order), end, mark))
+
+    def spans(self) -> list[TaskSpan]:
+        """What has ended so far, in that order; waits for the device."""
+        records = list(self._records.copy())  # a worker may still append to the original
+        times: list[tuple[float | None, float | None]] = [(None, None)] * len(records)
+        if self._device_clock:
+            resolved = self._device_clock.resolve([mark for record in records for mark in (record[6], record[9])])
+            times = list(zip(resolved[::2], resolved[1::2], strict=True))
+        return [
+            TaskSpan(task, iteration, thread, stream, start, end, start_order, end_order, *device)
+            for (task, iteration, thread, stream, start_order, start, _, end_order, end, _), device in zip(
+                records, times, strict=True
+            )
+        ]

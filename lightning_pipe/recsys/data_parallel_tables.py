@@ -123,6 +123,17 @@ class DataParallelTables:
             self._kernels.append(kernel)
             self._tables.append(tables)
 
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """One for each table."""
+        return [table.optimizer for tables in self._tables for table in tables]
+
+    def forget_gradients(self) -> None:
+        """Lets go of what the tables' backward left."""
+        for kernel in self._kernels:
+            kernel.emb_module.weights.grad = None
+        self._averaged = []
+
     @torch.no_grad()
     def average(self) -> list[torch.Tensor]:
         """Averages the gradients over the ranks, unless those of this step are averaged already.

@@ -50,7 +50,7 @@ PLANS: dict[str, tuple[str, dict[str, TaskSchedule], tuple[str, ...]]] = {
 
 # What may have a thread of its own: it waits, and submits nothing. The others submit to process groups, which two
 # threads may not use in turn, or run what users wrote, which draws random numbers and expects the main thread.
-_ON_WORKERS = frozenset({"EmbPrefetch"})
+ON_WORKERS = frozenset({"EmbPrefetch"})
 
 
 def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) -> PipelinePlan:
@@ -66,11 +66,11 @@ def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) 
     """
     found = _find(plan, tasks)
     for task, where in found.schedule.items():
-        if where.thread_group != MAIN and task not in _ON_WORKERS:
+        if where.thread_group != MAIN and task not in ON_WORKERS:
             raise PlanError(
                 f"plan {found.name!r} gives task {task!r} to the thread group {where.thread_group!r}; it submits to"
                 f" process groups or runs users' code, which is the main thread's: give it thread_group {MAIN!r}. Of"
-                f" the recsys tasks {', '.join(sorted(_ON_WORKERS))} can have a thread of its own"
+                f" the recsys tasks {', '.join(sorted(ON_WORKERS))} can have a thread of its own"
             )
     return found
 

@@ -86,6 +86,17 @@ class ShardedModel:
         """Which parameters are tables: those of the sharded module, and those that it held before it was sharded."""
         return self._table_parameters
 
+    @property
+    def replicated_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that step the replicated tables."""
+        return self._data_parallel.optimizers
+
+    def forget_gradients(self) -> None:
+        """Lets go of the gradients of all parameters, those of replicated tables included."""
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        self._data_parallel.forget_gradients()
+
     def step_data_parallel_tables(self) -> None:
         """Trains the replicated tables with the gradients that the tables' backward left.
 

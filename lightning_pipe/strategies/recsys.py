@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -19,11 +19,21 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
-from lightning_pipe.engine import IterContext, PipelinePlan, PlanError, SetupError, SWPipeline, TaskSpan
+from lightning_pipe.engine import (
+    IterContext,
+    PipelinePlan,
+    PlanError,
+    ProfileResult,
+    SetupError,
+    SWPipeline,
+    TaskSpan,
+)
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
+from lightning_pipe.loops.auto_program import AutoProgram, PlanChoice
 from lightning_pipe.loops.batch_source import Uneven
 from lightning_pipe.loops.default_program import default_evaluation
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
+from lightning_pipe.recsys.auto_plan import hand_written_plans, propose_plans
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.kernel_calls import check_tables_wait
 from lightning_pipe.recsys.kernels import evaluating, prefetches_set_aside
@@ -35,11 +45,13 @@ from lightning_pipe.recsys.sharding import ShardedModel
 from lightning_pipe.recsys.table_schedule import TableSchedule
 from lightning_pipe.recsys.tasks import RecsysActions, recsys_tasks
 from lightning_pipe.recsys.transfer import check_movable
+from lightning_pipe.strategies.auto import AUTO, exploration_of, print_choice, write_plan
 from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
 from lightning_pipe.strategies.refusals import clips_gradients, refuse_other_precision, refuse_training
 from lightning_pipe.strategies.shard_once import shard_once
 from lightning_pipe.strategies.sharded_checkpoint import load_sharded_checkpoint, save_sharded_checkpoint
 from lightning_pipe.strategies.table_gradients import TableGradients, loss_scaler
+from lightning_pipe.strategies.table_profile import Profiled, profile_tables
 
 _log = pl.utilities.rank_zero.rank_zero_info
 
@@ -61,7 +73,9 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
     sparse optimiser, plan of sharding, constraints or topology is refused.
 
     Args:
-        plan: ``"serial"``, ``"base"``, ``"prefetch"``, the path of a plan in YAML, or a plan.
+        plan: ``"serial"``, ``"base"``, ``"prefetch"``, the path of a plan in YAML, or a plan; or ``"auto"``: the first
+            iterations train under each of these, and under plans found for what the tasks take, and the rest under the
+            fastest. All train the same.
         sparse_optimizer: ``class_path`` and ``init_args`` of the tables' optimiser, for tables that name none in
             TorchRec's way (``apply_optimizer_in_backward``).
         sparse_lr_scheduler: ``class_path`` and ``init_args`` of a learning-rate scheduler for the tables, stepped after
@@ -76,6 +90,10 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         validate_ids: check that every id is inside its table before the lookup; costs a pass over the ids.
         detect_nan: check the loss on all ranks together; costs a small all-reduce and, on a GPU, a synchronisation.
         uneven_batches: where some ranks have fewer batches, end the epoch with the ``shortest``, or raise an ``error``.
+        exploration: of ``"auto"``: ``iterations``, ``rounds``, ``found`` and ``replan_above`` of
+            :class:`~lightning_pipe.loops.auto_program.Exploration`.
+        max_in_flight: of ``"auto"``: the most batches in flight, each of which takes its memory.
+        save_plan: of ``"auto"``: where to write the plan that was chosen, in YAML, for ``plan`` to name later.
         pipelined_evaluation: validate, test and predict under the same plan, as far as it concerns them; or without,
             for steps that call the sharded modules in another way from batch to batch.
         async_checkpoints: while training, copy what is saved to the host and write it as training goes on. The next
@@ -104,6 +122,9 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         validate_ids: bool = False,
         detect_nan: bool = False,
         uneven_batches: Uneven = "shortest",
+        exploration: Mapping[str, Any] | None = None,
+        max_in_flight: int = 3,
+        save_plan: str | Path | None = None,
         pipelined_evaluation: bool = True,
         async_checkpoints: bool = False,
         accelerator: Accelerator | None = None,
@@ -126,7 +147,16 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         )
         self._take_uneven_batches(uneven_batches)
         # A name that does not exist is said when the strategy is made, not when training begins.
-        recsys_plan(plan, recsys_tasks())
+        recsys_plan("serial" if plan == AUTO else plan, recsys_tasks())
+        if plan != AUTO and (save_plan is not None or exploration is not None or max_in_flight != 3):
+            raise SetupError(
+                f"plan is {plan!r}, but exploration, max_in_flight and save_plan are for plan='auto', which looks for"
+                " one; leave them out, or give plan='auto'"
+            )
+        self._exploration = exploration_of(exploration)
+        self._max_in_flight = max_in_flight
+        self._save_plan = save_plan
+        self.plan_choice: PlanChoice | None = None
         self._plan = plan
         self._sparse_lr_scheduler_config = sparse_lr_scheduler
         self._method: Literal["auto", "record", "direct", "fx"] = rewrite
@@ -247,15 +277,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         if scaled_late:
             check_tables_wait(sharded.sharded_modules)
 
-        rewrite = self._rewrite = ModelRewrite(
-            module,
-            method=self._method,
-            step="training_step",
-            input_group=self._group("input"),
-            agree_group=dist.group.WORLD,
-            validate_ids=self._validate_ids,
-            split_backward=clips_gradients(trainer),
-        )
+        rewrite = self._rewrite = self._make_rewrite("training_step", split_backward=clips_gradients(trainer))
         tables = self._table_gradients = (
             TableGradients(self.precision_plugin, sharded, self.root_device, self._batch_in_training)
             if scaled_late
@@ -279,7 +301,34 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             lookup_context=self.precision_plugin.forward_context,
             agree_overflow=loss_scaler(self.precision_plugin) is not None,
         )
-        plan = recsys_plan(self._plan, recsys_tasks(actions, scaled_late=scaled_late))
+        tasks = recsys_tasks(actions, scaled_late=scaled_late)
+        arguments: dict[str, Any] = {
+            "transfer": "H2DAndShuffle",
+            "forward": "LossPostprocess",
+            "backward": "FinalizeGrads",
+            "step": "OptimStep",
+            "alone": lambda: rewrite.records and not rewrite.resolved,
+            "on_close": close,
+        }
+        if self._plan == AUTO:
+            self._program = AutoProgram(
+                hand_written_plans(tasks),
+                partial(
+                    propose_plans,
+                    tasks,
+                    max_in_flight=self._max_in_flight,
+                    peers=self.world_size > 1,
+                    device=self.root_device,
+                    keep=self._exploration.found + 3,  # the hand-written ones may be among them
+                ),
+                self.root_device,
+                dist.group.WORLD,
+                self._exploration,
+                self._plan_chosen,
+                **arguments,
+            )
+            return self._program
+        plan = recsys_plan(self._plan, tasks)
         if plan.schedule["EmbForward"].stage:
             raise PlanError(
                 f"plan {plan.name!r} runs EmbForward {plan.schedule['EmbForward'].stage} batch(es) ahead, but under a"
@@ -287,16 +336,16 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
                 " give EmbForward stage 0, or use TrainPipeline, which runs without a Trainer"
             )
         pipeline = SWPipeline(plan, self.root_device, dist.group.WORLD)
-        self._program = TrainingProgram(
-            pipeline,
-            transfer="H2DAndShuffle",
-            forward="LossPostprocess",
-            backward="FinalizeGrads",
-            step="OptimStep",
-            alone=lambda: rewrite.records and not rewrite.resolved,
-            on_close=close,
-        )
+        self._program = TrainingProgram(pipeline, **arguments)
         return self._program
+
+    def _plan_chosen(self, choice: PlanChoice) -> None:
+        """Say so, and write it down."""
+        self.plan_choice = choice
+        if self.global_rank == 0:
+            print_choice(choice)
+            if self._save_plan is not None:
+                write_plan(choice.plan, self._save_plan)
 
     def evaluation_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str) -> EvaluationProgram:
         """Build tasks and plan for evaluating the batches of one dataloader."""
@@ -305,14 +354,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         if not self._pipelined_evaluation:
             return default_evaluation(trainer, transfer, step, ahead=False)
         with self._training_set_aside():
-            rewrite = ModelRewrite(
-                module,
-                method=self._method,
-                step=step,
-                input_group=self._group("input"),
-                agree_group=dist.group.WORLD,
-                validate_ids=self._validate_ids,
-            )
+            rewrite = self._make_rewrite(step)
             rewrite.detach()
 
         @contextmanager
@@ -330,7 +372,9 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             loss_of=_lightning_loss,
             lookup_context=self.precision_plugin.forward_context,
         )
-        training = recsys_plan(self._plan, recsys_tasks())
+        # Where the plan is still to be found, the one that runs most ahead.
+        found = None if self.plan_choice is None else self.plan_choice.plan
+        training = found or recsys_plan("prefetch" if self._plan == AUTO else self._plan, recsys_tasks())
         pipeline = SWPipeline(evaluation_plan(training, recsys_tasks(actions)), self.root_device, dist.group.WORLD)
         program = EvaluationProgram(
             pipeline,
@@ -342,6 +386,56 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         )
         self._evaluations.append(program)
         return program
+
+    def profile(
+        self, batches: Sequence[Any], tasks: Sequence[str] | None = None, *, rounds: int = 7, iterations: int = 10
+    ) -> ProfileResult:
+        """What each task costs an iteration of the present plan, by replaying it. Trains nothing: all is put back.
+
+        ``training_step`` is called, without Lightning's hooks, and what it logs is thrown away; the optimisers step,
+        and tables, dense parameters, their optimisers, metrics and random generators are as before. Every rank calls
+        this at the same point between two batches, as in a callback's ``on_train_batch_end``. It takes memory on the
+        host for a copy of the rank's tables and all else that is trained.
+
+        Args:
+            batches: on the host, as a loader gives them; some are better than one.
+            tasks: their names; all by default.
+            rounds: how often each is measured.
+            iterations: of each measurement.
+
+        Raises:
+            SetupError: training has not begun, gradients of some batches are accumulated, losses are scaled
+                (16-mixed), or a task has effects that it does not declare.
+            PlanError: there is no such task, no batch, or a number is too small.
+        """
+        plan, module = self.pipeline.plan, self.lightning_module
+        assert module is not None
+        of = Profiled(
+            trainer=module.trainer,
+            module=module,
+            sharded=self.sharded_model,
+            reducer=self._reducer,
+            optimizers=self.optimizers,
+            precision=self.precision_plugin,
+            rewrite=partial(self._make_rewrite, "training_step", split_backward=clips_gradients(module.trainer)),
+            before_lookup=self._update_table_learning_rates,
+            plan=plan,
+            device=self.root_device,
+        )
+        with self._training_set_aside():
+            return profile_tables(of, batches, tasks, rounds, iterations)
+
+    def _make_rewrite(self, step: str, *, split_backward: bool = False) -> ModelRewrite:
+        assert self.lightning_module is not None
+        return ModelRewrite(
+            self.lightning_module,
+            method=self._method,
+            step=step,
+            input_group=self._group("input"),
+            agree_group=dist.group.WORLD,
+            validate_ids=self._validate_ids,
+            split_backward=split_backward,
+        )
 
     @contextmanager
     def _training_set_aside(self) -> Generator[None, None, None]:

@@ -43,6 +43,7 @@ STRATEGIES = (
     _recsys("serial", ", one batch at a time"),
     _recsys("base", ", copy and input dist ahead"),
     _recsys("prefetch", "; copy, input dist and cache prefetch ahead"),
+    _recsys("auto", "; the plan found in the first iterations"),
     _llm("gpipe", "language model in stages: all forwards, then all backwards"),
     _llm("1f1b", "language model in stages: one forward, one backward in turn, fewer activations held"),
     _llm("interleaved_1f1b", "several stages a rank in loop order, a smaller bubble"),

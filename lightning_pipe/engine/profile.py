@@ -1,0 +1,126 @@
+"""What a profile found, as data and as a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from lightning_pipe.engine.errors import PlanError
+
+__all__ = ["ProfileResult", "TaskProfile"]
+
+
+@dataclass(frozen=True)
+class TaskProfile:
+    """One task's times, in seconds an iteration.
+
+    Args:
+        own: the task's time in its thread, all waits inside it included; median over iterations.
+        exposed: by how much an iteration is shorter without the task; None where that was not, or cannot be, measured.
+        low: lower end of the interval in which *exposed* lies with 95 % confidence.
+        high: upper end.
+        with_it: tasks that have little left to do where this one is replayed: the backward of a forward, say. What
+            *exposed* says includes them.
+        not_measured: why *exposed* is None.
+    """
+
+    own: float
+    exposed: float | None = None
+    low: float | None = None
+    high: float | None = None
+    with_it: tuple[str, ...] = ()
+    not_measured: str = ""
+
+
+@dataclass(frozen=True)
+class ProfileResult:
+    """A profile of a plan.
+
+    Args:
+        plan: its name.
+        seconds: of an iteration; median over rounds of each round's mean.
+        tasks: by name, in serial order.
+        rounds: in how many rounds each was measured.
+        iterations: of each round.
+    """
+
+    plan: str
+    seconds: float
+    tasks: Mapping[str, TaskProfile] = field(default_factory=dict)
+    rounds: int = 0
+    iterations: int = 0
+
+    @property
+    def exposed(self) -> dict[str, float]:
+        """Seconds an iteration by which each task that was measured makes it longer; none below zero."""
+        return {name: max(0.0, one.exposed) for name, one in self.tasks.items() if one.exposed is not None}
+
+    @property
+    def own(self) -> dict[str, float]:
+        """Seconds that each task takes in its thread."""
+        return {name: one.own for name, one in self.tasks.items()}
+
+    def to_json(self) -> str:
+        """Text that :meth:`from_json` reads back."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> ProfileResult:
+        """What :meth:`to_json` wrote.
+
+        Raises:
+            PlanError: it is no profile.
+        """
+        try:
+            found: dict[str, Any] = json.loads(text)
+            tasks = {
+                name: TaskProfile(**{**one, "with_it": tuple(one.get("with_it", ()))})
+                for name, one in found.pop("tasks").items()
+            }
+            return cls(tasks=tasks, **found)
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            raise PlanError(
+                f"this is no profile ({type(error).__name__}: {error}); needed is what ProfileResult.to_json() wrote"
+            ) from error
+
+    def report(self) -> Group:
+        """The table of the tasks, for a Rich console."""
+        table = Table(box=box.SIMPLE, padding=(0, 1))
+        table.add_column("task", no_wrap=True)
+        for column in ("own", "exposed", "95 %", "share", "hidden"):
+            table.add_column(column, justify="right", no_wrap=True)
+        table.add_column("", style="dim")
+        for name, one in self.tasks.items():
+            table.add_row(name, _ms(one.own), *self._exposed_cells(one))
+        title = (
+            f"plan {self.plan}: {_ms(self.seconds)} ms an iteration"
+            f" ({self.rounds} rounds of {self.iterations} iterations); times in ms"
+        )
+        note = "own: in its thread, waits included. exposed: what an iteration is shorter by without the task."
+        return Group(Text(title, style="bold"), table, Text(note, style="dim"))
+
+    def print_report(self) -> None:
+        """Print the table."""
+        # No markup: names may hold square brackets.
+        Console(markup=False, highlight=False).print(self.report())
+
+    def _exposed_cells(self, one: TaskProfile) -> tuple[str, ...]:
+        if one.exposed is None:
+            return "-", "", "", "", one.not_measured
+        assert one.low is not None and one.high is not None
+        shown = max(0.0, one.exposed)
+        share = f"{100 * shown / self.seconds:.1f} %" if self.seconds else "-"
+        hidden = f"{100 * max(0.0, 1 - shown / one.own):.0f} %" if one.own else "-"
+        along = f"with {', '.join(one.with_it)}" if one.with_it else ""
+        return _ms(one.exposed), f"{_ms(one.low)} .. {_ms(one.high)}", share, hidden, along
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3f}"

@@ -1,0 +1,279 @@
+"""A program that finds its plan while it trains: every plan trains the same batches to the same values.
+
+    iterations   0 ........ 12 ...... 24 ...... 36 ...... 48 ......        ...... 120 ...........
+    plan         serial      base      prefetch  auto_1    base   ... (rounds)     the fastest one
+                 traced: what tasks take; plans are found
+                         each is timed in turns, with the loader, hooks and loggers of the user
+
+Between two plans what is in flight is trained first, so that batches stay in order.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_pipe.engine import IterContext, PipelinePlan, PlanError, SWPipeline
+from lightning_pipe.loops.program import TrainingProgram
+
+__all__ = ["AutoProgram", "Exploration", "PlanChoice", "Proposal"]
+
+# What tasks take, by name, and what an iteration takes beside them, in seconds; gives plans to try, best first.
+Proposal = Callable[[Mapping[str, float], float], Sequence[PipelinePlan]]
+
+# A plan found replaces a hand-written one if it is faster by this part of the time, in this part of the rounds.
+_MARGIN, _OFTEN = 0.01, 0.8
+_KEPT = 200  # iterations by which a slower machine is told
+
+
+@dataclass(frozen=True)
+class Exploration:
+    """How a plan is looked for.
+
+    Args:
+        iterations: timed of each plan in each round.
+        rounds: in each of which every plan has its turn.
+        found: plans of the planner's to try, beside the hand-written ones.
+        replan_above: look again at the begin of an epoch, where an iteration of the last one took this many times what
+            it took when the plan was chosen; None never to.
+
+    Raises:
+        PlanError: a number is too small.
+    """
+
+    iterations: int = 8
+    rounds: int = 5
+    found: int = 3
+    replan_above: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.iterations < 1 or self.rounds < 1 or self.found < 0:
+            raise PlanError(
+                f"plans are to be tried for {self.iterations} iterations in {self.rounds} rounds, {self.found} of the"
+                " planner's; needed are at least 1, 1 and 0"
+            )
+        if self.replan_above is not None and not self.replan_above > 1:
+            raise PlanError(f"replan_above is {self.replan_above}; needed is a factor above 1, or None")
+
+
+@dataclass(frozen=True)
+class PlanChoice:
+    """What was chosen, and why.
+
+    Args:
+        plan: the fastest one.
+        measured: of each plan tried, by name, seconds an iteration in each round; the mean over ranks.
+        hand_written: names of those that were not found by the planner.
+        own: what each task takes, in seconds, when they run one after the other.
+    """
+
+    plan: PipelinePlan
+    measured: Mapping[str, Sequence[float]]
+    hand_written: Sequence[str]
+    own: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Some iterations under one plan."""
+
+    plan: PipelinePlan
+    traced: bool = False
+
+
+class AutoProgram(TrainingProgram):
+    """Tries plans in its first iterations, and goes on with the fastest. Every rank makes the same calls.
+
+    Args:
+        plans: hand-written ones over the same tasks; the first is the serial one, which is traced.
+        propose: finds others.
+        device: see :class:`~lightning_pipe.engine.SWPipeline`.
+        group: of all ranks; they agree on what they have measured.
+        exploration: how much is tried.
+        chosen: called on every rank when a plan is chosen.
+        arguments: those of :class:`TrainingProgram` but for the pipeline.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[PipelinePlan],
+        propose: Proposal,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        exploration: Exploration,
+        chosen: Callable[[PlanChoice], None],
+        **arguments: Any,
+    ) -> None:
+        self._hand_written = list(plans)
+        self._propose = propose
+        self._device = device
+        self._group = group
+        self._exploration = exploration
+        self._chosen = chosen
+        self._pipelines: dict[str, SWPipeline] = {}
+        super().__init__(self._pipeline_of(plans[0]), **arguments)
+        self._source: Iterator[Any] | None = None
+        # Of the present block:
+        self._begun: float | None = None  # when the iteration at work began,
+        self._to_skip = 0  # iterations whose time does not count,
+        self._left = 0  # iterations to time,
+        self._timed: deque[float] = deque(maxlen=_KEPT)
+        self._draining = False  # and whether it is over, but for what is in flight.
+        self._explore()
+
+    def begin(self, source: Iterator[Any]) -> IterContext:
+        self._note_time()
+        if source is not self._source:
+            self._source = source
+            self._begin_epoch()
+        if not self._draining and self._left == 0:
+            self._draining = True
+        while self._draining:
+            try:
+                return super().begin(iter(()))
+            except StopIteration:
+                self._draining = False
+                self._end_block()
+        if self.pipeline.plan.max_stage and not self.pipeline.in_flight:
+            # Until the pipeline is full, an iteration takes less or more than any other.
+            self._to_skip = self.pipeline.plan.pipeline_depth + 1
+        ctx = super().begin(source)
+        self._begun = time.perf_counter()
+        return ctx
+
+    def abandon(self) -> int:
+        self._begun = None
+        return super().abandon()
+
+    def close(self) -> None:
+        for pipeline in self._pipelines.values():
+            pipeline.close()
+        super().close()
+
+    # ------------------------------------------------------------------ blocks of iterations
+
+    def _explore(self) -> None:
+        self._choice: PlanChoice | None = None
+        self._times: dict[str, list[float]] = {}
+        self._own: dict[str, float] = {}
+        self._blocks = deque([_Block(self._hand_written[0], traced=True)])
+        self._begin_block()
+
+    def _begin_block(self) -> None:
+        block = self._blocks[0]
+        self.pipeline = self._pipeline_of(block.plan)
+        self._draining = False
+        self._begun = None
+        self._to_skip = block.plan.pipeline_depth + 1
+        self._left = self._exploration.iterations
+        self._timed.clear()
+        if block.traced:
+            self.pipeline.start_trace()
+
+    def _note_time(self) -> None:
+        """Of the iteration that ends here."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return
+        if self._to_skip:
+            self._to_skip -= 1
+            return
+        self._timed.append(time.perf_counter() - begun)
+        if self._choice is None:
+            self._left -= 1
+
+    def _end_block(self) -> None:
+        block = self._blocks.popleft()
+        seconds = statistics.median(self._timed)
+        if block.traced:
+            self._find_plans(seconds)
+        else:
+            (seconds,) = self._mean_of_ranks([seconds])
+            self._times.setdefault(block.plan.name, []).append(seconds)
+        if self._blocks:
+            self._begin_block()
+        else:
+            self._choose()
+
+    def _find_plans(self, seconds: float) -> None:
+        names = list(self.pipeline.plan.tasks)
+        times: dict[str, list[float]] = {name: [] for name in names}
+        for span in self.pipeline.stop_trace():
+            times[span.task].append(span.end - span.start)
+        own = [statistics.median(times[name]) if times[name] else 0.0 for name in names]
+        *own, seconds = self._mean_of_ranks([*own, seconds])
+        self._own = dict(zip(names, own, strict=True))
+        found: list[PipelinePlan] = []
+        if self._exploration.found:
+            proposed = self._propose(self._own, max(0.0, seconds - sum(own)))
+            known = [_schedule_of(plan) for plan in self._hand_written]
+            found = [plan for plan in proposed if _schedule_of(plan) not in known][: self._exploration.found]
+        plans = [*self._hand_written, *found]
+        self._by_name = {plan.name: plan for plan in plans}
+        self._blocks.extend(_Block(plan) for _ in range(self._exploration.rounds) for plan in plans)
+
+    def _choose(self) -> None:
+        hand_written = [plan.name for plan in self._hand_written]
+        winner = self._by_name[fastest(self._times, hand_written)]
+        self._choice = PlanChoice(winner, self._times, hand_written, self._own)
+        self._blocks = deque([_Block(winner)])
+        self._begin_block()
+        self._left = -1  # to the end
+        for name in [name for name in self._pipelines if name != winner.name]:
+            self._pipelines.pop(name).close()
+        self._chosen(self._choice)
+
+    def _begin_epoch(self) -> None:
+        """Look for a plan again, if iterations have become slower."""
+        above, choice = self._exploration.replan_above, self._choice
+        if above is None or choice is None or len(self._timed) < self._exploration.iterations:
+            return
+        (now,) = self._mean_of_ranks([statistics.median(self._timed)])
+        if now > above * statistics.median(choice.measured[choice.plan.name]):
+            self._explore()
+
+    # ------------------------------------------------------------------ what it stands on
+
+    def _pipeline_of(self, plan: PipelinePlan) -> SWPipeline:
+        if plan.name not in self._pipelines:
+            self._pipelines[plan.name] = SWPipeline(plan, self._device, self._group)
+        return self._pipelines[plan.name]
+
+    def _mean_of_ranks(self, values: list[float]) -> list[float]:
+        """The same on every rank, so that all choose alike."""
+        if self._group is None or not dist.is_initialized() or self._group.size() == 1:
+            return values
+        ranks: list[list[float]] = [[] for _ in range(self._group.size())]
+        dist.all_gather_object(ranks, values, group=self._group)
+        return [statistics.fmean(of_ranks) for of_ranks in zip(*ranks, strict=True)]
+
+
+def fastest(measured: Mapping[str, Sequence[float]], hand_written: Sequence[str]) -> str:
+    """The plan that took the least time; a hand-written one, unless another is faster beyond noise.
+
+    Args:
+        measured: seconds in each round, by name. Plans of one round were measured side by side.
+        hand_written: names of plans.
+    """
+    best = min(hand_written, key=lambda name: statistics.median(measured[name]))
+
+    def ratios(name: str) -> list[float]:
+        return [one / other for one, other in zip(measured[name], measured[best], strict=True)]
+
+    def is_faster(name: str) -> bool:
+        faster = [ratio < 1 - _MARGIN for ratio in ratios(name)]
+        return statistics.median(ratios(name)) < 1 - _MARGIN and sum(faster) >= _OFTEN * len(faster)
+
+    found = [name for name in measured if name not in hand_written and is_faster(name)]
+    return min(found, key=lambda name: statistics.median(ratios(name)), default=best)
+
+
+def _schedule_of(plan: PipelinePlan) -> tuple[Any, ...]:
+    return tuple(plan.schedule.items()), plan.order

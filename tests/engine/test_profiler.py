@@ -1,0 +1,249 @@
+"""A profile says what each task costs an iteration, trains nothing, and refuses what it cannot measure.
+
+Time is a clock that tasks move on, so that figures are exact; with real ones see benchmarks/profiler_accuracy.py.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from lightning_pipe.engine import (
+    DeclaredIO,
+    IterContext,
+    PipelinePlan,
+    PipelineTask,
+    PlanError,
+    ProfileResult,
+    SetupError,
+    State,
+    SWPipeline,
+    TaskError,
+    TaskProfile,
+    TaskProfiler,
+    TaskSchedule,
+)
+
+
+class Clock:
+    """Stands still but for what tasks take."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(time, "perf_counter", made)
+    return made
+
+
+def taking(clock: Clock, name: str, seconds: float, *reads: str, **options: Any) -> PipelineTask:
+    """A task that takes some time, and adds one to what it reads."""
+
+    def run(ctx: IterContext) -> None:
+        clock.now += seconds
+        setattr(ctx, name, sum(getattr(ctx, field) for field in reads) + torch.ones(1))
+
+    return PipelineTask(name, run, reads=reads, writes=[name], **options)
+
+
+def chain(clock: Clock) -> SWPipeline:
+    tasks = [taking(clock, "a", 1.0), taking(clock, "b", 2.0, "a"), taking(clock, "c", 4.0, "b")]
+    return SWPipeline(PipelinePlan([(task, _HERE) for task in tasks], name="chain"))
+
+
+_HERE = TaskSchedule()
+
+
+def test_in_a_serial_plan_each_task_is_exposed_by_all_of_its_time(clock: Clock) -> None:
+    result = TaskProfiler(chain(clock), [0, 1], rounds=3, iterations=4).profile_many()
+    assert result.seconds == pytest.approx(7.0)
+    assert (result.plan, result.rounds, result.iterations) == ("chain", 3, 4)
+    assert result.own == pytest.approx({"a": 1.0, "b": 2.0, "c": 4.0})
+    assert result.exposed == pytest.approx({"a": 1.0, "b": 2.0, "c": 4.0})
+    for one in result.tasks.values():
+        assert (one.low, one.high) == pytest.approx((one.exposed, one.exposed))
+        assert one.with_it == ()
+
+
+def test_one_task_is_measured_alone(clock: Clock) -> None:
+    found = TaskProfiler(chain(clock), [0]).profile("b")
+    assert (found.own, found.exposed) == pytest.approx((2.0, 2.0))
+
+
+def test_a_machine_that_gets_slower_changes_nothing_of_what_tasks_cost(clock: Clock) -> None:
+    """Each pair is measured at one time, and each is a little slower than the one before."""
+    rounds = [0]
+
+    def drifting(ctx: IterContext) -> None:
+        rounds[0] += 1
+        clock.now += 10.0 + rounds[0] // 30
+
+    tasks = [PipelineTask("drifts", drifting, writes=["d"]), taking(clock, "fixed", 2.0)]
+    pipeline = SWPipeline(PipelinePlan([(task, _HERE) for task in tasks]))
+    found = TaskProfiler(pipeline, [0], rounds=9, iterations=5).profile("fixed")
+    assert found.exposed == pytest.approx(2.0, abs=0.5)
+
+
+def test_tasks_whose_work_goes_with_another_are_named(clock: Clock) -> None:
+    def forward(ctx: IterContext) -> None:
+        clock.now += 1.0
+        ctx.work = [3.0]
+
+    def backward(ctx: IterContext) -> None:
+        clock.now += ctx.work.pop() if ctx.work else 0.0
+
+    # What is kept of the work is that it is done.
+    done = DeclaredIO(lambda ctx: None, lambda ctx, _: setattr(ctx, "work", []), ("work",))
+    tasks = [
+        PipelineTask("forward", forward, [done], writes=["work"]),
+        PipelineTask("backward", backward, reads=["work"], writes=["work"]),
+        taking(clock, "other", 1.0),
+    ]
+    pipeline = SWPipeline(PipelinePlan([(task, _HERE) for task in tasks]))
+    result = TaskProfiler(pipeline, [0], rounds=2, iterations=3).profile_many(["forward", "other"])
+    assert result.tasks["forward"].exposed == pytest.approx(4.0)
+    assert result.tasks["forward"].with_it == ("backward",)
+    assert result.tasks["other"].with_it == ()
+
+
+def test_each_batch_is_replayed_with_what_it_was_captured_with(clock: Clock) -> None:
+    found: list[tuple[int, int]] = []
+
+    def first(ctx: IterContext) -> None:
+        ctx.seen = ctx.batch
+
+    def second(ctx: IterContext) -> None:
+        found.append((ctx.batch, ctx.seen))
+
+    tasks = [
+        PipelineTask("first", first, reads=["batch"], writes=["seen"]),
+        PipelineTask("second", second, reads=["batch", "seen"]),
+    ]
+    ahead = TaskSchedule(stage=1)
+    pipeline = SWPipeline(PipelinePlan([(tasks[0], ahead), (tasks[1], _HERE)]))
+    TaskProfiler(pipeline, [10, 20, 30], rounds=2, iterations=5).profile_many()
+    assert {batch for batch, _ in found} == {10, 20, 30}
+    assert all(batch == seen for batch, seen in found)
+
+
+class Weight:
+    """What a task trains, and a keeper of it."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self.kept = 0
+
+    def keep(self) -> int:
+        self.kept += 1
+        return self.value
+
+    def put_back(self, kept: int) -> None:
+        self.value = kept
+
+
+def training(weight: Weight) -> SWPipeline:
+    def step(ctx: IterContext) -> None:
+        weight.value += 1
+
+    return SWPipeline(PipelinePlan({PipelineTask("step", step, writes=[State("weight")]): _HERE}))
+
+
+def test_what_was_trained_is_put_back_also_after_an_error(clock: Clock) -> None:
+    weight = Weight()
+    pipeline = training(weight)
+    TaskProfiler(pipeline, [0], weight, rounds=2, iterations=2).profile_many()
+    assert weight.value == 0
+    assert weight.kept >= 1
+    assert (pipeline.shortcuts, pipeline.in_flight) == ((), ())
+
+    def fail(ctx: IterContext) -> None:
+        weight.value += 1
+        raise ValueError("no such column")
+
+    failing = SWPipeline(PipelinePlan({PipelineTask("step", fail, writes=[State("weight")]): _HERE}))
+    with pytest.raises(TaskError, match="no such column"):
+        TaskProfiler(failing, [0], weight).profile_many()
+    assert weight.value == 0
+
+
+def test_an_effect_that_is_not_declared_is_noticed(clock: Clock) -> None:
+    shelf = [0]
+
+    def put(ctx: IterContext) -> None:
+        shelf[0] += 1
+
+    def take(ctx: IterContext) -> None:
+        ctx.found = torch.tensor(shelf[0])
+        shelf[0] = 0
+
+    def of(*io: DeclaredIO) -> TaskProfiler:
+        state = State("shelf")
+        tasks = [
+            PipelineTask("put", put, io, writes=[state]),
+            PipelineTask("take", take, reads=[state], writes=["found"]),
+        ]
+        return TaskProfiler(SWPipeline(PipelinePlan([(task, _HERE) for task in tasks])), [0], rounds=1, iterations=1)
+
+    with pytest.raises(SetupError, match=r"'put' has effects that it does not declare.*'take' wrote another 'found'"):
+        of().profile_many()
+    declared = DeclaredIO(lambda ctx: shelf[0], lambda ctx, kept: shelf.__setitem__(0, kept))
+    of(declared).check("put")
+    assert of(declared).profile_many().exposed["put"] == 0.0
+
+
+def test_a_task_that_cannot_be_replayed_has_its_own_time_alone(clock: Clock) -> None:
+    tasks = [
+        taking(clock, "a", 1.0),
+        taking(clock, "schedule", 5.0, "a", not_replayable="its neighbours would wait"),
+    ]
+    profiler = TaskProfiler(SWPipeline(PipelinePlan([(task, _HERE) for task in tasks])), [0], rounds=1, iterations=2)
+    result = profiler.profile_many()
+    assert result.exposed == pytest.approx({"a": 1.0})
+    assert result.tasks["schedule"] == TaskProfile(5.0, not_measured="not replayed: its neighbours would wait")
+    with pytest.raises(PlanError, match="'schedule' cannot be replayed, since its neighbours would wait"):
+        profiler.profile("schedule")
+
+
+def test_what_cannot_be_profiled_is_refused(clock: Clock) -> None:
+    pipeline = chain(clock)
+    with pytest.raises(PlanError, match="over 0 batches"):
+        TaskProfiler(pipeline, [])
+    with pytest.raises(PlanError, match="in 0 rounds"):
+        TaskProfiler(pipeline, [0], rounds=0)
+    profiler = TaskProfiler(pipeline, [0])
+    for ask in (profiler.profile, lambda name: profiler.profile_many([name])):
+        with pytest.raises(PlanError, match="no task 'd'; its tasks are a, b, c"):
+            ask("d")
+    pipeline.begin(iter([0]))
+    with pytest.raises(PlanError, match="is open"):
+        profiler.profile("a")
+
+
+def test_a_result_is_read_back_from_its_text() -> None:
+    tasks = {"a": TaskProfile(1e-3, 5e-4, 4e-4, 6e-4, ("b",)), "b": TaskProfile(2e-3, not_measured="not replayed: so")}
+    result = ProfileResult("serial", 3e-3, tasks, 7, 10)
+    assert ProfileResult.from_json(result.to_json()) == result
+    for text in ("", "{}", '{"tasks": 3}', '{"tasks": {}, "colour": 1}', "[1]"):
+        with pytest.raises(PlanError, match="this is no profile"):
+            ProfileResult.from_json(text)
+
+
+def test_the_report_has_a_line_for_each_task() -> None:
+    tasks = {"a": TaskProfile(1e-3, 5e-4, 4e-4, 6e-4, ("b",)), "b": TaskProfile(2e-3, not_measured="not replayed: so")}
+    console = Console(record=True, width=120, markup=False)
+    console.print(ProfileResult("serial", 2e-3, tasks, 7, 10).report())
+    text = console.export_text()
+    assert "plan serial: 2.000 ms an iteration (7 rounds of 10 iterations)" in text
+    lines = {line.split()[0]: line.split() for line in text.splitlines() if line.split()[:1] in (["a"], ["b"])}
+    assert lines["a"] == ["a", "1.000", "0.500", "0.400", "..", "0.600", "25.0", "%", "50", "%", "with", "b"]
+    assert lines["b"] == ["b", "2.000", "-", "not", "replayed:", "so"]

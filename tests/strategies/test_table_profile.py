@@ -1,0 +1,121 @@
+"""A profile in the middle of a training changes nothing of it, on one rank and two, under every plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from lightning_pipe.engine import ProfileResult, SetupError
+from lightning_pipe.recsys import recsys_tasks
+from tests.distributed import run_ranks
+from tests.strategies.cases import ADAGRAD, PLANS, Batch, Clicks, Memory, Mixed, fit, loader, recsys, state_of
+
+TASKS = [task.name for task in recsys_tasks()]
+KINDS = {"people": "row_wise", "things": "data_parallel"}
+
+
+class Measured(Clicks):
+    """Keeps a metric, logs, and draws random numbers in its step."""
+
+    def __init__(self) -> None:
+        super().__init__(Mixed)
+        self.mean = MeanMetric()
+        self.drawn: list[float] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.mean.update(loss.detach())
+        self.log("mean", self.mean, on_step=True, on_epoch=True)
+        return loss
+
+
+class Profiles(Callback):
+    """Profiles the last two batches behind the fourth."""
+
+    def __init__(self, tasks: Any = None, at: int = 3) -> None:
+        self.tasks, self.at = tasks, at
+        self.batches: list[Any] = []
+        self.result: ProfileResult | None = None
+        self.losses_before = 0
+        self.losses_after = 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batches = [*self.batches, batch][-2:]
+        if batch_idx == self.at and self.result is None:
+            self.losses_before = len(pl_module.losses)
+            self.result = trainer.strategy.profile(self.batches, self.tasks, rounds=1, iterations=1)
+            self.losses_after = len(pl_module.losses)
+
+
+def trained(
+    plan: str, profiles: Profiles | None = None, **options: Any
+) -> tuple[list[float], list[Any], dict[str, Tensor]]:
+    module, logger = Measured(), Memory()
+    callbacks = [] if profiles is None else [profiles]
+    strategy = recsys(plan, KINDS, ADAGRAD)
+    used = fit(module, strategy, loader(64), loader(16), callbacks=callbacks, logger=logger, **options)
+    losses = module.losses
+    if profiles is not None:
+        losses = [*losses[: profiles.losses_before], *losses[profiles.losses_after :]]
+    return losses, logger.lines, state_of(used)
+
+
+def same(one: Any, other: Any) -> list[str]:
+    different = [] if one[0] == other[0] else ["losses"]
+    different += [] if one[1] == other[1] else ["logged"]
+    return different + [name for name in other[2] if not torch.equal(one[2][name], other[2][name])]
+
+
+def run_cases(rank: int, world_size: int) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for plan in PLANS:
+        for name, options in (("plain", {}), ("clipped", {"gradient_clip_val": 0.1})):
+            profiles = Profiles()
+            ours = trained(plan, profiles, **options)
+            results[f"{plan}, {name}"] = same(ours, trained(plan, **options))
+            results[f"tasks, {plan}, {name}"] = profiles.result
+            results[f"called, {plan}, {name}"] = profiles.losses_after - profiles.losses_before
+        accumulating = Profiles(["DenseForward"], at=2)
+        try:
+            trained(plan, accumulating, accumulate_grad_batches=2)
+        except SetupError as error:
+            results[f"accumulating, {plan}"] = str(error)
+        behind = Profiles(["DenseForward"])
+        ours = trained(plan, behind, accumulate_grad_batches=2)
+        results[f"{plan}, accumulated"] = same(ours, trained(plan, accumulate_grad_batches=2))
+    return results
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids="{}_ranks".format)
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(run_cases, request.param, timeout=240)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ["plain", "clipped", "accumulated"])
+def test_training_goes_on_to_the_bits_of_one_that_was_not_profiled(
+    ranks: list[dict[str, Any]], plan: str, name: str
+) -> None:
+    assert [results[f"{plan}, {name}"] for results in ranks] == [[]] * len(ranks)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ["plain", "clipped"])
+def test_every_task_is_profiled_as_the_module_trains(ranks: list[dict[str, Any]], plan: str, name: str) -> None:
+    for results in ranks:
+        profile = results[f"tasks, {plan}, {name}"]
+        assert set(profile.tasks) == set(TASKS)
+        assert profile.plan == plan
+        assert all(one.exposed is not None for one in profile.tasks.values())
+        assert results[f"called, {plan}, {name}"] > len(TASKS)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_in_mid_accumulation_every_rank_is_told_why_not(ranks: list[dict[str, Any]], plan: str) -> None:
+    for results in ranks:
+        assert "in the middle of an accumulation" in results[f"accumulating, {plan}"]
