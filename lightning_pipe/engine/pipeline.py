@@ -155,6 +155,11 @@ class SWPipeline:
         self._begun = None
         return given_up
 
+    def settle(self) -> None:
+        """Wait until the workers have done what they were given."""
+        for slot in self._in_flight.values():
+            slot.join()
+
     def run_one_serial_iter(self, batch: Any, idx: int | None = None) -> IterContext:
         """Run all tasks for *batch* one after the other, in serial order, in the calling thread.
 
@@ -360,8 +365,7 @@ class SWPipeline:
         # A set that differs would leave ranks waiting in the collectives that others leave out.
         check_agreement([(name, "") for name in sorted(names)], f"list of {what}", self._group)
         # What workers were given still runs as it was meant when it was submitted: on every rank alike.
-        for slot in self._in_flight.values():
-            slot.join()
+        self.settle()
         return names
 
     # ------------------------------------------------------------------ trace and end

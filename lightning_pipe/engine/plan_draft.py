@@ -8,6 +8,7 @@ and workers are numbered as they come.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -165,6 +166,17 @@ class PlanSpace:
         for task, thread in enumerate(threads):
             held[thread] += self.held(task)
         return max(held)
+
+    def crowding(self, draft: Draft) -> int:
+        """Threads that compute beyond the cores there are: they share them evenly, but wait for each other's slices."""
+        if self.machine.device_streams:
+            return 0
+        computing = {
+            thread
+            for name, thread in zip(self.names, draft.threads, strict=True)
+            if self.costs[name].resource == "compute" and self.costs[name].seconds
+        }
+        return max(0, len(computing) - math.floor(self.machine.cores))
 
     def _group_names(self, draft: Draft) -> dict[int, str]:
         names = {MAIN_THREAD: MAIN}

@@ -56,7 +56,8 @@ def find_plans(
 ) -> list[Candidate]:
     """The best plans within *limits*, best first. Exact ones, unless the limits allow staleness.
 
-    Of plans that are predicted to take the same time, the one with fewer workers and fewer batches in flight is better.
+    Of plans that are predicted to take the same time, the better one has no more threads that compute than there are
+    cores, then fewer workers, then fewer batches in flight.
 
     Args:
         tasks: in the order in which a serial iteration runs them.
@@ -165,7 +166,7 @@ class _Search:
         """For each number of workers and of batches in flight the best draft, best first."""
         good = 0
         for draft in scheduled_drafts(self.space, self.bound.seconds):
-            good += self._add(draft) <= self.good_enough
+            good += self._add(draft) <= self.good_enough and not self.space.crowding(draft)
             if good == _ENOUGH:
                 break
         if not self.drafts:
@@ -176,9 +177,9 @@ class _Search:
             for draft in itertools.islice(every_draft(self.space), _FEW):
                 self._add(draft)
         self._simplify()
-        kinds: dict[tuple[int, int], Draft] = {}
+        kinds: dict[tuple[int, ...], Draft] = {}
         for draft in sorted(self.drafts, key=self._rank):
-            kinds.setdefault((draft.workers, max(draft.stages)), draft)
+            kinds.setdefault((self.space.crowding(draft), draft.workers, max(draft.stages)), draft)
         return [_Found(self.space, draft, self.bound) for draft in sorted(kinds.values(), key=self._rank)]
 
     def _climb(self) -> None:
@@ -205,8 +206,13 @@ class _Search:
         """From the best draft, to a simpler one as long as that is not slower."""
         here = min(self.drafts, key=self._rank)
         limit = self._best() * (1 + _SAME)
-        while simple := next((other for other in simpler(self.space, here) if self._add(other) <= limit), None):
+        while simple := next(
+            (other for other in simpler(self.space, here) if self._is_simpler(other, here, limit)), None
+        ):
             here = simple
+
+    def _is_simpler(self, draft: Draft, than: Draft, limit: float) -> bool:
+        return self.space.crowding(draft) <= self.space.crowding(than) and self._add(draft) <= limit
 
     def _add(self, draft: Draft | None) -> float:
         if draft is None:
@@ -217,10 +223,10 @@ class _Search:
     def _best(self) -> float:
         return min(self.drafts.values())
 
-    def _rank(self, draft: Draft) -> tuple[float, int, int, int, Draft]:
+    def _rank(self, draft: Draft) -> tuple[float, int, int, int, int, Draft]:
         """By seconds, but of those that are as good as the best, the simplest first."""
         over = _unless_best(self.drafts[draft], self._best())
-        return over, draft.workers, max(draft.stages), sum(draft.stages), draft
+        return over, self.space.crowding(draft), draft.workers, max(draft.stages), sum(draft.stages), draft
 
 
 def _unless_best(seconds: float, best: float) -> float:

@@ -127,4 +127,11 @@ def _flows(
         one, other = timeline.bars[source], timeline.bars[target]
         kind = {"name": "plan" if one.kind == TASK else one.kind, "cat": "dependency", "id": number}
         yield {"ph": "s", **kind, "pid": one.rank + 1, "tid": threads[one.rank, one.lane], "ts": departure}
-        yield {"ph": "f", "bp": "e", **kind, "pid": other.rank + 1, "tid": threads[other.rank, other.lane], "ts": arrival}
+        yield {
+            "ph": "f",
+            "bp": "e",
+            **kind,
+            "pid": other.rank + 1,
+            "tid": threads[other.rank, other.lane],
+            "ts": arrival,
+        }

@@ -47,6 +47,7 @@ class EpochData:
         self._iterators_due = False
         self._hooks: BatchHooks | None = None
         self._left: ResumePoint | None = None
+        self._before_batch: dict[str, Any] | None = None
 
     # ------------------------------------------------------------------ an epoch
 
@@ -123,17 +124,23 @@ class EpochData:
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
-    def point(self, *, at_end: bool, of_last_batch: bool = True) -> ResumePoint | None:
+    def batch_begins(self) -> None:
+        """Note where the generators are before anything of a batch has drawn."""
+        self._before_batch = get_states(self._trainer.strategy.root_device)
+
+    def point(self, *, at_end: bool, of_last_batch: bool = True, in_batch: bool = False) -> ResumePoint | None:
         """Where a run goes on that is taken up from a checkpoint written now; None before any data was read.
 
         Args:
             at_end: whether the epoch is over, or none has begun.
             of_last_batch: whether it is over since the data have ended.
+            in_batch: whether a batch has begun that is not trained yet: it will be trained again.
         """
         if self._fetcher is None:
             # Loaded and not gone on from yet; or training is over, and a checkpoint is written of it.
             return self.resume_point or self._left
-        common = get_states(self._trainer.strategy.root_device)
+        common = self._before_batch if in_batch else None
+        common = common or get_states(self._trainer.strategy.root_device)
         loaders = self._fetcher.combined_loader.flattened
         last = None if self.ledger is None else self.ledger.last_trained
         if at_end:

@@ -10,25 +10,30 @@ Each dataloader has a program of its own, since what feeds a model may look diff
 Where ranks work together in every batch, they must evaluate as many. Numbers that are known are compared before
 anything is run; others are agreed on batch by batch. Predictions alone may be uneven, since Lightning gives ranks
 uneven numbers so that no row is predicted twice: a rank that has fewer takes part in the others' with its last batch
-again.
+again, whose predictions are thrown away.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import IterableDataset
 
 from lightning_pipe.engine import InputError, TaskError
+from lightning_pipe.engine.captured import Captured, capture
 from lightning_pipe.loops.batch_hooks import BatchHooks
-from lightning_pipe.loops.batch_source import AgreedSource, BatchSource, Fetched, Source
+from lightning_pipe.loops.batch_source import AgreedSource, BatchSource, Fetched
 from lightning_pipe.loops.default_program import default_evaluation
 from lightning_pipe.loops.program import EvaluationProgram
 from lightning_pipe.loops.random_streams import RandomStreams
@@ -91,7 +96,7 @@ class EvaluationData(Iterator[Any]):
         self._of_loader: Iterator[Any] = iter(())
         self._in_flight: deque[_Entry] = deque()
         self._to_move: deque[_Entry] = deque()
-        self._last_moved: Any = None
+        self._last_moved: Captured | None = None
         self._group: dist.ProcessGroup | None = None
         self._batches_of: list[int | float] = []
         self._unknown = False
@@ -99,11 +104,12 @@ class EvaluationData(Iterator[Any]):
 
     # ------------------------------------------------------------------ a run
 
-    def agree(self, batches: Sequence[int | float], *, predicting: bool) -> None:
+    def agree(self, loader: CombinedLoader, batches: Sequence[int | float], *, predicting: bool) -> None:
         """See that all ranks evaluate as many batches; every rank calls this when its loaders are made.
 
         Args:
-            batches: of this rank, for each dataloader; infinite where that is not known.
+            loader: of this rank.
+            batches: of each dataloader, by its length and the trainer's limits.
             predicting: whether they may be uneven.
 
         Raises:
@@ -112,10 +118,13 @@ class EvaluationData(Iterator[Any]):
         self._unknown, self._wanted = False, None
         if not getattr(self._trainer.strategy, "evaluates_together", False) or self._trainer.world_size == 1:
             return
-        own = list(batches)
+        # A limit says nothing of how many batches a loader has, nor does what an iterable dataset says of its length.
+        own = [many if _knows_length(one) else inf for one, many in zip(loader.flattened, batches, strict=True)]
+        if loader._mode != "sequential":
+            own = [min(own) if loader._mode == "min_size" else max(own)]
         ranks = [own] * self._trainer.world_size
         dist.all_gather_object(ranks, own)
-        self._unknown = any(float("inf") in of_rank for of_rank in ranks)
+        self._unknown = any(inf in of_rank for of_rank in ranks)
         if all(of_rank == own for of_rank in ranks):
             return
         counts = ", ".join(f"{of_rank} on rank {rank}" for rank, of_rank in enumerate(ranks))
@@ -193,13 +202,19 @@ class EvaluationData(Iterator[Any]):
         self._program.finish()
         self._in_flight.popleft()
 
-    def end(self) -> None:
-        """End the run, whatever became of it."""
-        source, self._source = self._source, None
-        self._leave()
-        self._last_moved = None
-        if source is not None:
-            source.close()
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Around a run: lets go of what is in flight behind it, whatever became of it."""
+        try:
+            yield
+            if self._source is not None:
+                # Other ranks still say that they have ended, too. After an error they may say nothing.
+                self._source.close()
+        finally:
+            self._source = self._last_moved = None
+            self._leave()
+            for key in [key for key, program in self._programs.items() if program.pipeline.failed]:
+                self._programs.pop(key).close()
 
     def teardown(self) -> None:
         """As Lightning's fetchers have it."""
@@ -209,7 +224,6 @@ class EvaluationData(Iterator[Any]):
 
     def close(self) -> None:
         """End evaluating: threads and process groups."""
-        self.end()
         for program in self._programs.values():
             program.close()
         self._programs.clear()
@@ -262,17 +276,19 @@ class EvaluationData(Iterator[Any]):
     def _move(self, batch: Any) -> Any:
         entry = self._to_move.popleft()
         if entry.fills:
-            return self._last_moved
+            assert self._last_moved is not None
+            return self._last_moved.give()
         assert self._hooks is not None
         moved = self._hooks.move(batch, entry.dataloader_idx)
-        if self._wanted is not None:
-            self._last_moved = moved
+        if self._wanted is not None and entry.batch_idx == self._batches_of[entry.dataloader_idx] - 1:
+            # A copy: the step may change what it gets.
+            self._last_moved = capture(moved)
         return moved
 
     # ------------------------------------------------------------------ where batches come from
 
-    def _batches(self) -> Source:
-        source: Source = BatchSource(self._fetch)
+    def _batches(self) -> Callable[[], Fetched]:
+        source = BatchSource(self._fetch)
         if self._unknown:
             if self._group is None:
                 timeout = getattr(self._trainer.strategy, "_timeout", None)
@@ -291,6 +307,10 @@ class EvaluationData(Iterator[Any]):
         return batch, is_last, {"batch_idx": batch_idx, "dataloader_idx": dataloader_idx}
 
 
+def _knows_length(loader: Any) -> bool:
+    return sized_len(loader) is not None and not isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+
 def _dataloader(fetched: Fetched) -> int:
     index: int = fetched[2]["dataloader_idx"]
     return index
@@ -299,7 +319,7 @@ def _dataloader(fetched: Fetched) -> int:
 class _Filled:
     """A rank's batches, and its last one of a dataloader again until there are as many as wanted."""
 
-    def __init__(self, source: Source, batches: Sequence[int | float], wanted: Sequence[int]) -> None:
+    def __init__(self, source: Callable[[], Fetched], batches: Sequence[int | float], wanted: Sequence[int]) -> None:
         self._source = source
         self._batches = batches
         self._wanted = wanted
@@ -329,14 +349,11 @@ class _Filled:
         self._last, self._next = following, None
         return following
 
-    def unread(self) -> list[Callable[[], Fetched]]:
-        return self._source.unread()
-
 
 class _Peeking:
     """Batches of which the next one can be looked at."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Callable[[], Fetched]) -> None:
         self._source = source
         self._next: Fetched | None = None
         self._ended = False

@@ -13,9 +13,12 @@ from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipe.loops.evaluation_data import EvaluationData
+from lightning_pipe.loops.random_streams import States, get_states
+from lightning_pipe.loops.termination import AgreedTermination
 from lightning_pipe.loops.user_errors import note_lost_rank
 
 __all__ = ["PipelineEvaluationLoop", "PipelinePredictionLoop", "install_evaluation_loops"]
@@ -36,12 +39,15 @@ class PipelineEvaluationLoop(_EvaluationLoop):
 
     def _prepare(self) -> None:
         self._ahead = EvaluationData(self.trainer, "test" if self._stage.value == "test" else "validation")
+        # Where the generators were when a validation of a fit began that is not over.
+        self.begun_with: States | None = None
 
     def setup_data(self) -> None:
         before = self._max_batches
         super().setup_data()
         if self._max_batches is not before:
-            self._ahead.agree(self._max_batches, predicting=False)
+            assert self._combined_loader is not None
+            self._ahead.agree(self._combined_loader, self._max_batches, predicting=False)
 
     def reset(self) -> None:
         super().reset()
@@ -51,10 +57,14 @@ class PipelineEvaluationLoop(_EvaluationLoop):
             self._data_fetcher = self._ahead  # type: ignore[assignment]
 
     def run(self) -> Any:
-        try:
+        fitting = self._trainer_fn == TrainerFn.FITTING and not self.trainer.sanity_checking
+        self.begun_with = get_states(self.trainer.strategy.root_device) if fitting else None
+        with self._ahead.ending():
             return super().run()
-        finally:
-            self._ahead.end()
+
+    def _on_evaluation_end(self, *args: Any, **kwargs: Any) -> None:
+        self.begun_with = None
+        super()._on_evaluation_end(*args, **kwargs)
 
     def teardown(self) -> None:
         self._ahead.close()
@@ -129,7 +139,8 @@ class PipelinePredictionLoop(_PredictionLoop):
         before = self.max_batches
         super().setup_data()
         if self.max_batches is not before:
-            self._ahead.agree(self.max_batches, predicting=True)
+            assert self._combined_loader is not None
+            self._ahead.agree(self._combined_loader, self.max_batches, predicting=True)
 
     def reset(self) -> None:
         super().reset()
@@ -139,10 +150,8 @@ class PipelinePredictionLoop(_PredictionLoop):
             self._data_fetcher = self._ahead  # type: ignore[assignment]
 
     def run(self) -> Any:
-        try:
+        with self._ahead.ending():
             return super().run()
-        finally:
-            self._ahead.end()
 
     def teardown(self) -> None:
         self._ahead.close()
@@ -174,13 +183,16 @@ class PipelinePredictionLoop(_PredictionLoop):
             self.batch_progress.increment_completed()
             if self._return_predictions or keeps:
                 self._predictions[dataloader_idx].append(move_data_to_device(predictions, torch.device("cpu")))
+        if trainer.received_sigterm:
+            raise SIGTERMException
 
     def _predict(self, hook_kwargs: Any) -> Any:
         arguments = self._build_step_args_from_hook_kwargs(hook_kwargs, "predict_step")
         return call._call_strategy_hook(self.trainer, "predict_step", *arguments)
 
     def _predict_for_others(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-        self._predict(self._build_kwargs(batch, batch_idx, dataloader_idx if self.num_dataloaders > 1 else None))
+        with _noting(self.trainer, "prediction, for ranks that have more", batch_idx, dataloader_idx):
+            self._predict(self._build_kwargs(batch, batch_idx, dataloader_idx if self.num_dataloaders > 1 else None))
 
     def _on_before_fetch(self) -> None:
         self.trainer.profiler.start(_PREDICT_FETCH)  # type: ignore[attr-defined]
@@ -197,6 +209,7 @@ def install_evaluation_loops(trainer: pl.Trainer) -> None:
 
     They take over all that those hold.
     """
+    AgreedTermination.install(trainer)
     trainer.fit_loop.epoch_loop.val_loop = _taken_over(trainer.fit_loop.epoch_loop.val_loop, PipelineEvaluationLoop)
     trainer.validate_loop = _taken_over(trainer.validate_loop, PipelineEvaluationLoop)
     trainer.test_loop = _taken_over(trainer.test_loop, PipelineEvaluationLoop)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_pipe.engine import SetupError
 from lightning_pipe.loops.random_streams import get_states
 from lightning_pipe.loops.resumable_loader import can_resume, is_resumable, load_states, resumable
 from lightning_pipe.loops.resume import ResumePoint
@@ -39,6 +42,24 @@ class PipelineFitLoop(_FitLoop):
         loop.__dict__.update(present.__dict__)
         trainer.fit_loop = loop
         return loop
+
+    @property
+    def restarting(self) -> bool:
+        """Whether an epoch is gone on with that a checkpoint was written in."""
+        found: bool = self._restarting
+        return found
+
+    @restarting.setter
+    def restarting(self, restarting: bool) -> None:
+        # Lightning's says so of every epoch where max_steps is given, and leaves batches of the next one out.
+        current: Any = self.epoch_progress.current
+        finished = current.ready == current.started == current.processed
+        _Loop.restarting.fset(self, restarting and not finished)  # type: ignore[attr-defined]
+
+    def on_run_start(self) -> None:
+        # Lightning does so unless max_steps is given.
+        self.epoch_progress.current.completed = self.epoch_progress.current.processed  # type: ignore[attr-defined]
+        super().on_run_start()
 
     def reset(self) -> None:
         self.update_restart_stage()
@@ -129,7 +150,11 @@ class PipelineFitLoop(_FitLoop):
         own = [one for one, of in zip(point.loaders, loader.flattened, strict=True) if not is_resumable(of)]
         if stateful := [one for one in own if one is not None]:
             state["combined_loader"] = stateful  # where Lightning's own loop looks for them
-        state[_KEY] = {"ranks": _of_all_ranks(point.packed())}
+        # A validation that is not over begins anew, and draws the same.
+        due = getattr(self.epoch_loop.val_loop, "begun_with", None)
+        if due is not None:
+            point = replace(point, common=due)
+        state[_KEY] = {"ranks": _of_all_ranks(point.packed()), "validation_due": due is not None}
         return state
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
@@ -137,6 +162,7 @@ class PipelineFitLoop(_FitLoop):
         ranks = state_dict.get(_KEY, {}).get("ranks")
         if ranks is None:
             return
+        self.epoch_loop.validation_due = bool(state_dict[_KEY].get("validation_due"))  # type: ignore[attr-defined]
         world, rank = self.trainer.world_size, self.trainer.global_rank
         if len(ranks) != world:
             elsewhere = of_other_ranks(ranks[0]["loaders"], rank, world)
@@ -150,7 +176,14 @@ class PipelineFitLoop(_FitLoop):
                 " DistributedSampler has one order for all ranks; or write the checkpoint at the end of an epoch"
             )
             return
-        self.epoch_loop.resume_point = ResumePoint.unpacked(ranks[rank])  # type: ignore[attr-defined]
+        try:
+            point = ResumePoint.unpacked(ranks[rank])
+        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+            raise SetupError(
+                f"the checkpoint's state of rank {rank}'s data and random generators is damaged"
+                f" ({type(error).__name__}: {error}); give another checkpoint, or load the module's values alone"
+            ) from error
+        self.epoch_loop.resume_point = point  # type: ignore[attr-defined]
 
 
 def _of_all_ranks(own: Mapping[str, Any]) -> list[Any]:

@@ -40,10 +40,14 @@ class AgreedTermination(_SignalConnector):
         super().register_signal_handlers()
 
     def _sigterm_notifier_fn(self, signum: int | signal.Signals, frame: FrameType) -> None:
-        if not self.agreed or self.trainer.state.fn != TrainerFn.FITTING:
+        fitting = self.trainer.state.fn == TrainerFn.FITTING
+        if fitting and not self.agreed:
             super()._sigterm_notifier_fn(signum, frame)
             return
         launcher = self.trainer.strategy.launcher
         if launcher is not None and not self.told:
             launcher.kill(signal.Signals(signum))
         self.told = True
+        if not fitting:
+            # Nothing is to be saved: each rank ends by itself, behind its batch.
+            self.received_sigterm = True

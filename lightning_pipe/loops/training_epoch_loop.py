@@ -18,6 +18,7 @@ from lightning_pipe.loops.epoch_data import EpochData
 from lightning_pipe.loops.fit_loop import PipelineFitLoop
 from lightning_pipe.loops.ledger import InFlightLedger
 from lightning_pipe.loops.program import TrainingProgram
+from lightning_pipe.loops.random_streams import get_states, set_states
 from lightning_pipe.loops.resume import ResumePoint
 from lightning_pipe.loops.termination import AgreedTermination
 from lightning_pipe.loops.user_errors import note_lost_rank, user_error
@@ -58,6 +59,8 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         self._program: TrainingProgram | None = None
         self._data = EpochData(self.trainer)
         self._completes = False
+        # Whether a checkpoint was written while a validation was not over, until that has begun anew.
+        self.validation_due = False
 
     @classmethod
     def install(cls, trainer: pl.Trainer) -> PipelineTrainingEpochLoop:
@@ -99,8 +102,11 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
     def point_of_last_trained(self) -> ResumePoint | None:
         """Where a run goes on that is taken up from a checkpoint written now; None before any data was read."""
         epochs: Any = self.trainer.fit_loop.epoch_progress.current
-        is_last = self.batch_progress.is_last_batch
-        return self._data.point(at_end=is_last or epochs.processed == epochs.started, of_last_batch=is_last)
+        batches: Any = self.batch_progress.current
+        in_batch = batches.ready != batches.processed
+        is_last = self.batch_progress.is_last_batch and not in_batch
+        at_end = is_last or epochs.processed == epochs.started
+        return self._data.point(at_end=at_end, of_last_batch=is_last, in_batch=in_batch)
 
     @property
     def restarted_at_last_batch(self) -> bool:
@@ -111,6 +117,13 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         # Lightning goes on with the next batch, or epoch, without the validation and the ending that this one has yet.
         self._completes = isinstance(self.trainer.fit_loop, PipelineFitLoop) and self.restarted_on_train_batch_end
         stepped = self._batches_that_stepped
+        batches: Any = self.batch_progress.current
+        if self.restarting and batches.ready != batches.processed:
+            self.batch_progress.is_last_batch = False  # of a batch that is still to be trained
+        if getattr(self.trainer.fit_loop, "restarted_on_epoch_start", False):
+            # None of the epoch's batches is trained; what is counted is the epoch before.
+            self.restarting = False
+            self.reset_restart_stage()
         if self._completes and self.batch_progress.is_last_batch:
             self.batch_progress.increment_completed()
             self.batch_progress.reset_on_restart()
@@ -178,6 +191,7 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         assert program is not None and ledger is not None
         batch_idx = self.batch_idx + 1
         ctx = program.begin(ledger)
+        self._data.batch_begins()
         batch = ctx.batch
         self.batch_progress.is_last_batch = ledger.oldest.is_last
         self.batch_progress.increment_ready()
@@ -248,12 +262,20 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
 
     def _validation_goes_first(self, data_fetcher: _DataFetcher) -> bool:
         """Lightning's rule for a run resumed where a validation was due: whether to go there without training."""
+        due, self.validation_due = self.validation_due, False
+        if due:
+            self.val_loop.restarting = False
+            return True
         if self.restarting and self._should_check_val_fx(data_fetcher):
             if self.val_loop.restarted_mid_evaluation:
                 return True
             if self.restarted_on_last:
                 self._skip_next_val = True
                 return True
+            # It makes iterators, which draw: the validation that is over has done so before the checkpoint.
+            device = self.trainer.strategy.root_device
+            states = get_states(device)
             self.val_loop.increment_progress_to_evaluation_end()
+            set_states(states, device)
         self.val_loop.restarting = False
         return False

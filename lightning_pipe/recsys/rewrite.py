@@ -379,14 +379,15 @@ class ModelRewrite:
     def _call_now(self, entry: Sharded, call: Arguments) -> Any:
         """The whole call at once, on the module's own process group; ranks agree first that all can."""
         error: Exception | None = None
-        with _lookup_mode(entry.module), prefetches_set_aside([entry.module]):
+        with _lookup_mode(entry.module):
             try:
                 call = self._prepare(entry, call)
             except InputError as wrong_input:
                 error = wrong_input
             self._agreement.raise_together(error)
             positional, named = call
-            return wait_output(entry.forward(*positional, **named))
+            with entry.lock, prefetches_set_aside([entry.module]):
+                return wait_output(entry.forward(*positional, **named))
 
     def _postprocess(self, name: str, forward: Callable[..., Any], call: Arguments) -> Any:
         if self._serving is not None and self._serving.inputs.postprocessed.matches(name, *call):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,8 @@ class Sharded:
         self.reason = "has not been called in a step yet"
         self.splits = 0
         self.form: FeatureForm | None = None
+        # Rows are fetched ahead in a worker, beside calls of the module: one of the two at a time.
+        self.lock = threading.Lock()
         self._fusable: list[FusableAllToAll] = []
         self._changes_features = isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection)
         maps_ids = isinstance(module, BaseShardedManagedCollisionEmbeddingCollection)
@@ -147,7 +150,9 @@ class Sharded:
 
     def prefetch(self, features: Any, context: Any, forward_stream: torch.Stream | None) -> None:
         """Lets cached tables fetch the rows of distributed ``features``, if the module knows how to."""
-        if type(self.module).prefetch is not ShardedModule.prefetch:
+        if type(self.module).prefetch is ShardedModule.prefetch:
+            return
+        with self.lock:
             self.module.prefetch(dist_input=features, ctx=context, forward_stream=forward_stream)
 
     def make_fusable(self, arguments: Arguments, group: dist.ProcessGroup | None) -> str | None:

@@ -441,6 +441,9 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
     def _training_set_aside(self) -> Generator[None, None, None]:
         """In the body the module is as if no batch were in training."""
         rewrite = self._rewrite
+        if self._program is not None:
+            # A worker may be fetching rows for a batch in training.
+            self._program.pipeline.settle()
         with prefetches_set_aside(self.sharded_model.sharded_modules.values()):
             if rewrite is not None:
                 rewrite.detach()
