@@ -58,6 +58,7 @@ class EpochData:
         if point is not None:
             # A new epoch makes its iterators when its first batch is due: a validation may come before.
             has_states = all(hasattr(one, "load_state_dict") for one in fetcher.combined_loader.flattened)
+            has_states &= bool(point.loaders)  # none where it was written before the first epoch
             self._iterators_due = has_states and not point.in_mid_epoch
             states = point.common if self._iterators_due else point.common_behind_iterators
             set_states(states, self._trainer.strategy.root_device)
@@ -88,6 +89,10 @@ class EpochData:
         """
         if self._iterators_due and self._fetcher is not None:
             self._put_loaders_back(self._fetcher)
+            every: int = self._trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+            epoch = self._trainer.current_epoch
+            if every and epoch and epoch % every == 0:
+                iter(self._fetcher)  # which Lightning makes when it has reloaded, and draws a seed for
             iter(self._fetcher)
             self._fetcher.fetched += ready
             self._initial = self._now()

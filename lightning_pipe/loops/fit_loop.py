@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.loops.random_streams import get_states
+from lightning_pipe.loops.random_streams import States, get_states
 from lightning_pipe.loops.resumable_loader import can_resume, is_resumable, load_states, resumable
 from lightning_pipe.loops.resume import ResumePoint
 from lightning_pipe.loops.shared_order import of_other_ranks
@@ -31,6 +31,9 @@ class PipelineFitLoop(_FitLoop):
     were fetched ahead. PyTorch's own loaders over map-style datasets are given a state for it; loaders with a
     ``state_dict`` keep theirs.
     """
+
+    # Where the generators were before the first iterators were made.
+    _before_data: States | None = None
 
     @classmethod
     def install(cls, trainer: pl.Trainer) -> PipelineFitLoop:
@@ -71,7 +74,9 @@ class PipelineFitLoop(_FitLoop):
     def _count_in_batches_of_these_ranks(self) -> None:
         """Count the epoch's batches as if these ranks had trained it from its beginning, where others had begun it."""
         point = self._resume_point
-        if point is None or point.in_mid_epoch or self._combined_loader is None or self.max_batches == float("inf"):
+        if point is None or not point.loaders or point.in_mid_epoch or self._combined_loader is None:
+            return
+        if self.max_batches == float("inf"):
             return
         pairs = zip(self._combined_loader.flattened, point.loaders, strict=True)
         # The rank that has the fewest of what is left is the last one.
@@ -88,6 +93,8 @@ class PipelineFitLoop(_FitLoop):
 
     def setup_data(self) -> None:
         fetcher, point = self._data_fetcher, self._resume_point
+        if self._combined_loader is None:
+            self._before_data = get_states(self.trainer.strategy.root_device)
         if point is None or self._combined_loader is not None:
             super().setup_data()
         else:
@@ -138,6 +145,9 @@ class PipelineFitLoop(_FitLoop):
         state.pop("combined_loader", None)
         point = self.epoch_loop.point_of_last_trained()  # type: ignore[attr-defined]
         if point is None:
+            # Before the first epoch: loaders begin at their beginning.
+            if (before := self._before_data) is not None:
+                state[_KEY] = {"ranks": _of_all_ranks(ResumePoint([], before).packed())}
             return state
         loader, progress = self._combined_loader, self.epoch_loop.batch_progress.current
         assert loader is not None
@@ -147,7 +157,8 @@ class PipelineFitLoop(_FitLoop):
                 f" of {self.trainer.accumulate_grad_batches}: gradients of the batches since the last step are not in"
                 " it. Write it where the optimiser has stepped"
             )
-        own = [one for one, of in zip(point.loaders, loader.flattened, strict=True) if not is_resumable(of)]
+        pairs = zip(point.loaders, loader.flattened, strict=bool(point.loaders))
+        own = [one for one, of in pairs if not is_resumable(of)]
         if stateful := [one for one in own if one is not None]:
             state["combined_loader"] = stateful  # where Lightning's own loop looks for them
         # A validation that is not over begins anew, and draws the same.

@@ -1,0 +1,199 @@
+"""A run goes on exactly from a checkpoint of any moment: in a batch, around a validation, at either end of an epoch."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_pipe.engine import SetupError
+from tests.loops.models import Net, Rows, trainer
+
+
+class Drawing(Net):
+    """Six batches an epoch; draws in every step, validation and fetch of its own order; notes what it did."""
+
+    def __init__(self) -> None:
+        super().__init__(Rows(24))
+        self.validated: list[int] = []
+        self.ended: list[int] = []
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        torch.rand(2)
+        random.random()
+        if batch_idx == 1 and not self.trainer.sanity_checking:
+            self.validated.append(len(self.trained))
+
+    def on_train_epoch_end(self) -> None:
+        self.ended.append(len(self.trained))
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(Rows(8), 4, shuffle=True)
+
+
+class Saves(Callback):
+    """Writes a checkpoint where a hook is called behind so many batches trained, or raises there."""
+
+    def __init__(self, path: Path, hook: str, batches: int, raises: BaseException | None = None) -> None:
+        self.path, self.batches, self.raises = path, batches, raises
+        self.saved = False
+        setattr(self, hook, self._called)
+
+    def _called(self, used: pl.Trainer, module: Any, *args: Any) -> None:
+        if self.saved or len(module.trained) != self.batches or used.sanity_checking:
+            return
+        self.saved = True
+        if self.raises is not None:
+            raise self.raises
+        used.save_checkpoint(self.path)
+
+
+def run(checkpoint: Path | None = None, *callbacks: Callback, **options: Any) -> Drawing:
+    pl.seed_everything(3 if checkpoint is None else 99)
+    torch.manual_seed(3)
+    module = Drawing()
+    if checkpoint is not None:
+        torch.manual_seed(99)
+    used = trainer(strategy="pipeline", callbacks=list(callbacks), **{"max_epochs": 3, **options})
+    used.fit(module, ckpt_path=checkpoint, weights_only=True)
+    return module
+
+
+def assert_goes_on(whole: Drawing, after: Drawing, done: int, due: bool) -> None:
+    """*after* has trained what *whole* had behind *done* batches, to the same bits.
+
+    Args:
+        whole: that was not interrupted.
+        after: that went on.
+        done: batches trained before.
+        due: whether validation and end of an epoch behind these were still to come.
+    """
+    assert after.trained == whole.trained[done:]
+    assert after.losses == whole.losses[done:]
+    for ours, theirs in ((after.validated, whole.validated), (after.ended, whole.ended)):
+        assert [done + count for count in ours] == [one for one in theirs if one > done or (due and one == done)]
+    for one, other in zip(after.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+EVERY_OTHER = {"val_check_interval": 2}
+AT_THE_END = {"val_check_interval": 1.0}
+NONE = {"limit_val_batches": 0}
+
+# A hook; how many batches have begun by then; how many of them are trained.
+MOMENTS = [
+    *[("on_before_optimizer_step", batches, batches - 1) for batches in (1, 3, 5, 6, 7, 12)],
+    *[("on_train_batch_start", batches, batches) for batches in (0, 2, 4, 5, 6, 11)],
+    *[("on_validation_start", batches, batches) for batches in (2, 6)],
+    *[("on_validation_batch_start", batches, batches) for batches in (2, 6)],
+    *[("on_validation_batch_end", batches, batches) for batches in (2, 6)],
+    *[("on_validation_epoch_end", batches, batches) for batches in (2, 6)],
+    *[("on_train_epoch_start", batches, batches) for batches in (0, 6, 12)],
+    ("on_train_start", 0, 0),
+]
+
+
+@pytest.mark.parametrize("options", [EVERY_OTHER, AT_THE_END, NONE], ids=["every 2", "at the end", "none"])
+@pytest.mark.parametrize(("hook", "batches", "done"), MOMENTS)
+def test_from_every_hook(hook: str, batches: int, done: int, options: dict[str, Any], tmp_path: Path) -> None:
+    if "validation" in hook and (options is NONE or (options is AT_THE_END and batches == 2)):
+        pytest.skip("the hook is not called there")
+    whole = run(**options)
+    saves = Saves(tmp_path / "a.ckpt", hook, batches)
+    run(None, saves, **options)
+    assert saves.saved
+    assert_goes_on(whole, run(tmp_path / "a.ckpt", **options), done, due="validation" in hook)
+
+
+@pytest.mark.parametrize("options", [EVERY_OTHER, AT_THE_END, NONE], ids=["every 2", "at the end", "none"])
+@pytest.mark.parametrize(
+    ("hook", "batches"),
+    [
+        *[("on_before_optimizer_step", batches) for batches in (1, 4, 6, 7)],
+        *[("on_validation_start", batches) for batches in (2, 6)],
+        *[("on_validation_batch_end", batches) for batches in (2, 6)],
+    ],
+)
+def test_from_the_checkpoint_of_an_exception(hook: str, batches: int, options: dict[str, Any], tmp_path: Path) -> None:
+    whole = run(**options)
+    saves = Saves(tmp_path / "a.ckpt", hook, batches, ValueError("no such column"))
+    keeps = OnExceptionCheckpoint(tmp_path, "a")
+    if "validation" in hook and (options is NONE or (options is AT_THE_END and batches == 2)):
+        pytest.skip("the hook is not called there")
+    with pytest.raises(ValueError, match="no such column"):
+        run(None, saves, keeps, enable_checkpointing=True, **options)
+    done = batches if "validation" in hook else batches - 1
+    assert_goes_on(whole, run(tmp_path / "a.ckpt", **options), done, due="validation" in hook)
+
+
+@pytest.mark.parametrize("options", [EVERY_OTHER, AT_THE_END, NONE], ids=["every 2", "at the end", "none"])
+@pytest.mark.parametrize("batches", [1, 2, 5, 6, 7])
+def test_from_the_checkpoint_of_a_termination(batches: int, options: dict[str, Any], tmp_path: Path) -> None:
+    ended: list[int] = []
+
+    class Told(Callback):
+        def on_train_batch_end(self, used: pl.Trainer, module: Any, *args: Any) -> None:
+            if len(module.trained) == batches:
+                used._signal_connector.received_sigterm = True
+
+        def on_train_epoch_end(self, used: pl.Trainer, module: Any) -> None:
+            ended.append(len(module.trained))
+
+    whole = run(**options)
+    with pytest.raises(SIGTERMException):
+        run(None, Told(), OnExceptionCheckpoint(tmp_path, "a"), enable_checkpointing=True, **options)
+    after = run(tmp_path / "a.ckpt", **options)
+    done = len(whole.trained) - len(after.trained)
+    assert done in (batches, batches + 1)
+    # It ends where the next batch would begin; where a validation follows, behind that one's first batch.
+    assert_goes_on(whole, after, done, due=done in whole.validated and done not in ended)
+
+
+@pytest.mark.parametrize("options", [{"max_epochs": -1, "max_steps": 18}, {"max_epochs": 3, "max_steps": 40}], ids=str)
+@pytest.mark.parametrize("validation", [EVERY_OTHER, AT_THE_END, NONE], ids=["every 2", "at the end", "none"])
+def test_with_a_limit_of_steps_from_the_end_of_an_epoch(
+    options: dict[str, Any], validation: dict[str, Any], tmp_path: Path
+) -> None:
+    options = {**options, **validation}
+    whole = run(**options)
+    saves = ModelCheckpoint(tmp_path, "{step}", every_n_epochs=1, save_top_k=-1, save_on_train_epoch_end=True)
+    run(None, saves, enable_checkpointing=True, **options)
+    for done in (6, 12):
+        after = run(tmp_path / f"step={done}.ckpt", **options)
+        assert after.trained == whole.trained[done:]
+        assert after.losses == whole.losses[done:]
+        assert [done + count for count in after.ended if count] == [count for count in whole.ended if count > done]
+        assert [done + count for count in after.validated] == [count for count in whole.validated if count > done]
+        for one, other in zip(after.parameters(), whole.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("done", [6, 12])
+def test_with_loaders_that_are_made_anew(every: int, done: int, tmp_path: Path) -> None:
+    options = {"reload_dataloaders_every_n_epochs": every, **AT_THE_END}
+    whole = run(**options)
+    run(None, Saves(tmp_path / "a.ckpt", "on_train_epoch_end", done), **options)
+    after = run(tmp_path / "a.ckpt", **options)
+    # The module's own hook comes behind the callbacks'.
+    assert after.trained == whole.trained[done:]
+    assert after.losses == whole.losses[done:]
+
+
+def test_a_damaged_state_of_the_data_is_an_error_in_words(tmp_path: Path) -> None:
+    run(None, Saves(tmp_path / "a.ckpt", "on_train_batch_end", 2), **NONE)
+    checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    for damage in (None, {}, {"loaders": [], "common": "{", "streams": {}}, {"common": "[]", "streams": {}}):
+        checkpoint["loops"]["fit_loop"]["state_dict"]["lightning_pipe"]["ranks"] = [damage]
+        torch.save(checkpoint, tmp_path / "b.ckpt")
+        with pytest.raises(SetupError, match="state of rank 0's data and random generators is damaged"):
+            run(tmp_path / "b.ckpt", **NONE)
