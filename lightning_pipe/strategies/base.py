@@ -1,4 +1,4 @@
-"""What both strategies are to a Trainer: distributed, and on one process like Lightning's strategy for one device."""
+"""What the strategies are to a Trainer: distributed, and on one process like Lightning's strategy for one device."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def _write(
         return on_all_ranks(lambda: work() if first else None, failed, group)
 
     with _lost_ranks_named(folder):
-        permissions = on_first_rank(lambda: begin_folder(folder))
+        permissions = on_first_rank(lambda: _begin(folder))
         try:
             dcp.save(state, checkpoint_id=beside, planner=planner, process_group=group)
             on_first_rank(lambda: finish(permissions or 0))
@@ -215,6 +215,17 @@ def _write(
             if isinstance(error, SetupError):
                 raise
             raise SetupError(f"{failed}: {reasons(error)}") from error
+
+
+def _begin(folder: Path) -> int:
+    """Make room for the checkpoint; what is in its place must be one, or nothing."""
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / META).exists():
+        found = sorted(one.name for one in folder.iterdir())
+        raise SetupError(
+            f"{str(folder)!r} is a folder with other things in it ({', '.join(found[:3])}), which a checkpoint would"
+            " replace; give the path of a checkpoint, or of nothing"
+        )
+    return begin_folder(folder)
 
 
 @contextmanager

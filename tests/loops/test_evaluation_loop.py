@@ -19,6 +19,7 @@ from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, SWPip
 from lightning_pipe.loops import EvaluationProgram, PipelineEvaluationLoop, PipelinePredictionLoop
 from lightning_pipe.strategies.pipeline import PipelineStrategy
 from tests.loops.models import FEATURES, Net, Rows, Stream, trainer
+from tests.strategies.cases import Memory
 
 
 class Ahead(PipelineStrategy):
@@ -276,3 +277,87 @@ def test_a_callback_that_stops_the_process_is_heard() -> None:
     with pytest.raises(SIGTERMException):
         trainer(strategy="pipeline", callbacks=[Told()]).validate(module, rows())
     assert len(module.seen) == 1
+
+
+def test_hooks_are_told_the_dataloader_and_loggers_the_step() -> None:
+    class Told(Seen):
+        def __init__(self) -> None:
+            super().__init__()
+            self.told: list[Any] = []
+
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            self.told.append(("before", dataloader_idx))
+            return batch
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            self.told.append(("after", dataloader_idx))
+            return batch
+
+        def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("each", batch.sum(), on_step=True, on_epoch=True)
+
+    def run(strategy: Any) -> tuple[list[Any], list[Any]]:
+        module, logger = Told(), Memory()
+        trainer(strategy=strategy, logger=logger).validate(module, [rows(10), rows(8)])
+        return sorted(module.told), [(step, sorted(line)) for step, line in logger.lines]
+
+    told, lines = run("auto")
+    assert run("pipeline") == (told, lines)
+    assert {index for _, index in told} == {0, 1}
+    assert [step for step, _ in lines][:5] == [0, 1, 2, 0, 1]
+
+
+def test_inputs_are_converted_as_the_precision_says() -> None:
+    class Double(Seen):
+        def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.seen.append(batch.dtype)
+
+    module = Double()
+    trainer(strategy="pipeline", precision="64-true").validate(module, rows())
+    assert module.seen == [torch.float64] * 3
+
+
+def test_a_check_before_training_counts_for_nothing() -> None:
+    used = trainer(strategy="pipeline", num_sanity_val_steps=2, max_epochs=1, limit_train_batches=1)
+    logger = Memory()
+    used.loggers = [logger]
+    module = Seen()
+    used.fit(module, rows(), rows())
+    assert not any("loss" in line and step is None for step, line in logger.lines)
+    assert used.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader == {0: 3}
+
+
+def test_a_step_that_ends_the_evaluation_ends_that_one_alone() -> None:
+    class Ending(Seen):
+        ends = True
+
+        def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+            if self.ends and batch_idx == 1:
+                raise StopIteration
+            super().validation_step(batch, batch_idx)
+
+    def evaluated_in(strategy: Any) -> list[Any]:
+        module = Ending()
+        trainer(strategy=strategy, val_check_interval=2, max_epochs=1, num_sanity_val_steps=0).fit(
+            module, rows(24), rows()
+        )
+        return [one[:3] for one in module.seen]
+
+    assert evaluated_in("pipeline") == evaluated_in("auto")
+    assert len(evaluated_in("pipeline")) == 3
+
+
+def test_after_teardown_no_thread_is_left() -> None:
+    class Worker(Ahead):
+        def evaluation_program(self, used: pl.Trainer, transfer: Callable[[Any], Any], step: str) -> EvaluationProgram:
+            tasks = {
+                PipelineTask(
+                    "H2D", lambda ctx: setattr(ctx, "batch", transfer(ctx.batch)), writes=("batch",)
+                ): TaskSchedule(),
+                PipelineTask("Aside", lambda ctx: None, reads=("batch",)): TaskSchedule(thread_group="aside"),
+                PipelineTask("Evaluate", lambda ctx: None, reads=("batch",)): TaskSchedule(),
+            }
+            return EvaluationProgram(SWPipeline(PipelinePlan(tasks)), transfer="H2D", step="Evaluate")
+
+    trainer(strategy=Worker(0)).validate(Seen(), [rows(), rows()])
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_pipe")] == []

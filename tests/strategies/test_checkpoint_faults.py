@@ -147,3 +147,16 @@ def test_the_words_last_and_best_mean_no_folder_that_is_being_written(tmp_path: 
     used = trainer(recsys(), max_epochs=1, **keeping(tmp_path))
     with pytest.warns(UserWarning, match="No checkpoint will be loaded"):
         used.fit(Clicks(), loader(), loader(8), ckpt_path="last")
+
+
+def test_a_folder_with_other_things_in_it_is_not_replaced(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "precious.txt").write_text("not to be lost")
+    used = fit(Clicks(), recsys(), loader(8), max_epochs=1)
+    with pytest.raises(SetupError, match=r"is a folder with other things in it \(precious\.txt\)"):
+        used.save_checkpoint(mine)
+    assert (mine / "precious.txt").read_text() == "not to be lost"
+    (tmp_path / "empty").mkdir()
+    for _ in range(2):  # over nothing, and over a checkpoint
+        used.save_checkpoint(tmp_path / "empty")

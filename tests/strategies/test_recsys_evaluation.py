@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pipe.engine import InputError
 from lightning_pipe.engine.plan import MAIN
+from lightning_pipe.recsys.kernels import fused_kernels
 from tests.distributed import run_ranks
 from tests.strategies.cases import (
     PLANS,
@@ -75,6 +76,13 @@ class Endless(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter([self.rows[index] for index in range(len(self.rows))])
+
+
+class Lying(Endless):
+    """The same, and a length that is not its own."""
+
+    def __len__(self) -> int:
+        return 12
 
 
 def inside(rows: list[Any]) -> dict[str, Batch]:
@@ -207,6 +215,37 @@ def test_a_step_that_passes_something_else_than_the_first_time_is_told_so() -> N
     assert len(module.evaluated) == 4
 
 
+def test_an_evaluation_checks_ids_where_asked_to_and_leaves_the_kernels_counts() -> None:
+    def spoilt(rows: list[Any]) -> Batch:
+        batch = collate(rows)
+        batch.sparse.values().add_(1000)
+        return batch
+
+    with pytest.raises(InputError, match=r"the id 10\d\d, but table"):
+        trainer(recsys(validate_ids=True)).validate(Clicks(), DataLoader(Rows(8), 4, collate_fn=spoilt), verbose=False)
+    strategy = recsys()
+    used = trainer(strategy, max_epochs=1)
+    module = Clicks()
+    used.fit(module, loader(12))
+    modules = strategy.sharded_model.sharded_modules.values()
+    before = [int(kernel.iter_cpu) for one in modules for kernel in fused_kernels(one)]
+    used.validate(module, loader(24), verbose=False)
+    assert [int(kernel.iter_cpu) for one in modules for kernel in fused_kernels(one)] == before
+
+
+def test_lookups_run_in_the_precision_of_training() -> None:
+    losses = [
+        (module := Everything(), trainer(recsys(pipelined_evaluation=ahead), precision="bf16-mixed").validate(
+            module, loader(12), verbose=False
+        ), module.evaluated)[2]
+        for ahead in (True, False)
+    ]  # fmt: skip
+    assert losses[0] == losses[1]
+    plain = Everything()
+    trainer(recsys()).validate(plain, loader(12), verbose=False)
+    assert losses[0] != plain.evaluated
+
+
 # ---------------------------------------------------------------------- several ranks
 
 
@@ -241,9 +280,12 @@ def run_cases(rank: int, world_size: int) -> dict[str, Any]:
                 "test",
             ),
             ("predicted streams", DataLoader(Endless((12, 8)[rank]), 4, collate_fn=collate), "predict"),
+            ("limited streams", DataLoader(Endless((12, 8)[rank]), 4, collate_fn=collate), "validate"),
+            ("a wrong length", DataLoader(Lying((12, 8)[rank]), 4, collate_fn=collate), "validate"),
             ("nothing to predict", [rows_of(rank, (4, 4)), rows_of(rank, (4, 0))], "predict"),
         ):
-            used = trainer(recsys(plan, KINDS), use_distributed_sampler=False)
+            limits = {"limit_val_batches": 5} if name == "limited streams" else {}
+            used = trainer(recsys(plan, KINDS), use_distributed_sampler=False, **limits)
             try:
                 module = Everything()
                 module.allow_zero_length_dataloader_with_multiple_devices = True
@@ -291,6 +333,8 @@ def test_uneven_ranks_predict_each_row_once_of_every_loader(ranks: list[dict[str
     [
         ("uneven", r"uneven numbers of batches in validation, for each dataloader: \[4\] on rank 0, \[2\] on rank 1"),
         ("streams", r"uneven numbers of batches: all have 2, and beyond those there are 1 or more on rank 0"),
+        ("limited streams", r"uneven numbers of batches: all have 2, and beyond those there are 1 or more on rank 0"),
+        ("a wrong length", r"uneven numbers of batches: all have 2, and beyond those there are 1 or more on rank 0"),
         ("second stream", r"uneven numbers of batches: all have 3, and beyond those there are \d or more on rank 1"),
         ("predicted streams", r"uneven numbers of batches: all have 2"),
         ("nothing to predict", r"has no batch to predict where others have.*\[2, 2\] on rank 0, \[2, 0\] on rank 1"),
