@@ -276,6 +276,10 @@ def _plan(name: str) -> PipelinePlan:
     plain = {plan.name: plan for plan in (default_plan(_same), llm_plan(_same, _same))}
     if wanted in plain:
         return plain[wanted]
+    if wanted == "auto":
+        raise PlanError(
+            f"{name!r} finds its plan while it trains; its save_plan writes that down, and 'plan show' takes the file"
+        )
     import_torchrec()  # here, since other commands do without it
     from lightning_pipe.recsys.plans import PLANS, recsys_plan
     from lightning_pipe.recsys.tasks import recsys_tasks

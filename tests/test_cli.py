@@ -137,7 +137,11 @@ def test_strategies_lists_every_name_that_the_trainer_takes_one_a_line(capsys: p
 
 @pytest.mark.parametrize(
     ("name", "plan", "tasks"),
-    [(entry.name, entry.plan, {"copy_ahead": 2, "llm": 5}.get(entry.plan, 11)) for entry in STRATEGIES]
+    [
+        (entry.name, entry.plan, {"copy_ahead": 2, "llm": 5}.get(entry.plan, 11))
+        for entry in STRATEGIES
+        if entry.plan != "auto"
+    ]
     + [("serial", "serial", 11), ("copy_ahead", "copy_ahead", 2)],
 )
 def test_plan_show_takes_a_strategy_or_a_plan(
@@ -149,6 +153,10 @@ def test_plan_show_takes_a_strategy_or_a_plan(
     assert f"timeline of {plan}: " in out
     assert main(["plan", "show", name, "--format", "yaml"]) == 0
     assert len(yaml.safe_load(capsys.readouterr().out)["tasks"]) == tasks
+
+
+def test_a_plan_that_is_found_while_training_cannot_be_shown_before(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "finds its plan while it trains" in refusal(["plan", "show", "recsys_auto_pipeline"], capsys)
 
 
 def test_plan_show_takes_the_path_of_what_it_wrote_as_yaml(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_pipe.callbacks.bubble import BubbleMonitor
+    from lightning_pipe.callbacks.trace import PipelineTrace
 
-__all__ = ["BubbleMonitor"]
+__all__ = ["BubbleMonitor", "PipelineTrace"]
 
 
 def __getattr__(name: str) -> Any:
@@ -17,4 +18,8 @@ def __getattr__(name: str) -> Any:
         from lightning_pipe.callbacks.bubble import BubbleMonitor
 
         return BubbleMonitor
+    if name == "PipelineTrace":
+        from lightning_pipe.callbacks.trace import PipelineTrace
+
+        return PipelineTrace
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -236,6 +236,7 @@ class AutoProgram(TrainingProgram):
         if above is None or choice is None or len(self._timed) < self._exploration.iterations:
             return
         (now,) = self._mean_of_ranks([statistics.median(self._timed)])
+        self._timed.clear()
         if now > above * statistics.median(choice.measured[choice.plan.name]):
             self._explore()
 

@@ -176,6 +176,13 @@ class PipelineFitLoop(_FitLoop):
         self.epoch_loop.validation_due = bool(state_dict[_KEY].get("validation_due"))  # type: ignore[attr-defined]
         world, rank = self.trainer.world_size, self.trainer.global_rank
         if len(ranks) != world:
+            first = ranks[0]
+            if getattr(self.trainer.strategy, "ranks_share_data", False) and all(
+                one["loaders"] == first["loaders"] for one in ranks
+            ):
+                # All ranks read the same batches, then as now.
+                ranks, world, rank = [first], 1, 0
+        if len(ranks) != world:
             elsewhere = of_other_ranks(ranks[0]["loaders"], rank, world)
             if elsewhere is not None:
                 common = get_states(self.trainer.strategy.root_device)

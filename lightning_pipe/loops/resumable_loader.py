@@ -168,9 +168,11 @@ class _Indices:
             set_states(before, _CPU)
         yield from indices
 
-    def batches_left(self, state: State) -> list[list[int]]:
+    def batches_left(self, state: State) -> list[Any]:
         """Of an epoch that other ranks have begun."""
         batches = self._loader.batch_sampler
+        if batches is None:
+            return batches_left(state, self._loader.dataset, None)
         assert isinstance(batches, BatchSampler)
         return batches_left(state, self._loader.dataset, batches.batch_size, batches.drop_last)
 

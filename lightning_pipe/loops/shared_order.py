@@ -20,15 +20,17 @@ State = dict[str, Any]
 def order_of(loader: DataLoader[Any]) -> State | None:
     """What the loader's ranks share: numbers that :func:`batches_left` takes; None for another kind of sampler."""
     batches = loader.batch_sampler
-    sampler = getattr(batches, "sampler", None)
-    if type(batches) is not BatchSampler or type(sampler) is not DistributedSampler:
+    # Without batches of its own the loader gives what the dataset has for each index.
+    sampler: Any = loader.sampler if batches is None else getattr(batches, "sampler", None)
+    if type(batches) not in (BatchSampler, type(None)) or type(sampler) is not DistributedSampler:
         return None
+    batch_size = 1 if batches is None else batches.batch_size  # type: ignore[attr-defined]
     return {
         "seed": sampler.seed,
         "epoch": sampler.epoch,
         "shuffle": sampler.shuffle,
         "length": len(sampler.dataset),  # type: ignore[arg-type]
-        "batch": batches.batch_size * sampler.num_replicas,
+        "batch": batch_size * sampler.num_replicas,
     }
 
 
@@ -55,17 +57,19 @@ def of_other_ranks(states: Sequence[State | None], rank: int, world: int) -> lis
     return found
 
 
-def batches_left(state: State, dataset: Any, batch_size: int, drop_last: bool) -> list[list[int]]:
+def batches_left(
+    state: State, dataset: Any, batch_size: int | None, drop_last: bool = False
+) -> list[list[int]] | list[int]:
     """A rank's batches of what is left.
 
     Args:
         state: of :func:`of_other_ranks`.
         dataset: of the loader.
-        batch_size: samples of a batch.
+        batch_size: samples of a batch; None for samples without one.
         drop_last: leave out a batch that is not full.
     """
     left = state["left"]
     order: DistributedSampler[Any] = DistributedSampler(dataset, 1, 0, shuffle=left["shuffle"], seed=left["seed"])
     order.set_epoch(left["epoch"])
     rest = list(order)[left["trained"] :][state["rank"] :: state["world"]]
-    return list(BatchSampler(rest, batch_size, drop_last))
+    return rest if batch_size is None else list(BatchSampler(rest, batch_size, drop_last))

@@ -24,6 +24,8 @@ class DistributedStrategy(DDPStrategy):
     is_distributed = True
     # Whether ranks wait for each other in every batch that they evaluate.
     evaluates_together = False
+    # Whether all ranks read the same batches.
+    ranks_share_data = False
     # Where some ranks have fewer batches, an epoch ends with the shortest, or an error.
     uneven_batches: Uneven = "shortest"
 

@@ -42,6 +42,7 @@ from lightning_pipe.llm.tasks import llm_evaluation_plan, llm_plan
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.batch_source import Uneven
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
+from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.loops.zero_grad_first import ZeroGradFirst
 from lightning_pipe.strategies.batch_runs import BatchRuns
 from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy, on_all_ranks
@@ -379,6 +380,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         )
         module._run_in_stages, module._predict_in_stages = self._run_batch, self._predict
         install_evaluation_loops(trainer)
+        install_interrupted_saves(trainer)
         if fitting:
             PipelineTrainingEpochLoop.install(trainer)
             assert self._runs is not None
@@ -525,6 +527,11 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         program = EvaluationProgram(SWPipeline(plan, self.root_device), transfer="H2D", step="ScheduleForward")
         self._evaluations.append(program)
         return program
+
+    @property
+    def ranks_share_data(self) -> bool:  # type: ignore[override]
+        """Whether all ranks are of one pipeline, which reads one stream of batches."""
+        return len(self._stage_meshes.same_batch) == 1
 
     @property
     def pipeline(self) -> SWPipeline:

@@ -13,6 +13,7 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.loops.batch_source import Uneven
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
+from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.strategies.base import DistributedStrategy
 
 
@@ -35,6 +36,7 @@ class PipelineStrategy(DistributedStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         self._leave_loaders_of_one_process(trainer)
         install_evaluation_loops(trainer)
+        install_interrupted_saves(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             PipelineTrainingEpochLoop.install(trainer)
         super().setup(trainer)

@@ -33,6 +33,7 @@ from lightning_pipe.loops.auto_program import AutoProgram, PlanChoice
 from lightning_pipe.loops.batch_source import Uneven
 from lightning_pipe.loops.default_program import default_evaluation
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
+from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.recsys.auto_plan import hand_written_plans, propose_plans
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.kernel_calls import check_tables_wait
@@ -221,6 +222,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         self.model_to_device()
         self._evaluate_without_inference_mode(trainer)
         install_evaluation_loops(trainer)
+        install_interrupted_saves(trainer)
         if fitting:
             PipelineTrainingEpochLoop.install(trainer)
             self.setup_optimizers(trainer)

@@ -31,8 +31,17 @@ class FakeEvent:
 
     before: frozenset[Work] | None = None
 
+    def __init__(self, enable_timing: bool = False) -> None:
+        """Times are all the same here."""
+
     def record(self, stream: FakeStream) -> None:
         self.before = stream.before
+
+    def synchronize(self) -> None:
+        """Nothing is ever under way."""
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        return 0.0
 
 
 class FakeDevice:
@@ -57,6 +66,9 @@ class FakeDevice:
         self._local.stream = stream
         yield
         self._local.stream = before
+
+    def synchronize(self, device: object = None) -> None:
+        """Nothing is ever under way."""
 
     def launch(self, work: Work) -> None:
         """Give *work* to the current stream."""

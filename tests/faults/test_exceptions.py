@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from tests.faults.forked_ranks import Ended, Here, Nursery, Raised, told
 from tests.faults.injected import PLACES, broken
@@ -72,6 +73,30 @@ def test_the_rank_that_failed_raises_the_users_own_exception(kind: str, place: s
 def test_the_rank_that_failed_says_where(kind: str, place: str, failed: Run) -> None:
     ended = failed(kind, place)
     assert re.search(WHERE.format(rank=1), str(ended[1].value)), told(ended)
+
+
+def saving_on_the_way_out(here: Here, kind: str, callback: str) -> None:
+    trained = module(kind)
+    folder = f"{here.folder}/{here.rank}"
+    saves = (
+        OnExceptionCheckpoint(folder) if callback == "on exception" else ModelCheckpoint(folder, save_on_exception=True)
+    )
+    if here.rank == 1:
+        with broken(kind, "forward", trained, here.note_fault) as (fault, data):
+            fit(kind, 2, trained, data, callbacks=[fault, saves], enable_checkpointing=True)
+    else:
+        fit(kind, 2, trained, callbacks=[saves], enable_checkpointing=True)
+
+
+@pytest.mark.parametrize("callback", ["on exception", "model checkpoint"])
+@pytest.mark.parametrize("kind", ["pipeline", "recsys"])
+def test_a_checkpoint_on_the_way_out_keeps_no_rank_waiting(kind: str, callback: str, ranks: Nursery) -> None:
+    ended = ranks.run(saving_on_the_way_out, 2, kind, callback)
+    assert [one.code for one in ended] == [1, 1], told(ended)
+    # Five seconds for the other rank to come to the checkpoint.
+    assert max(one.seconds for one in ended) < BOUND + 5, told(ended)
+    assert ended[1].value.kind == "UserError", told(ended)
+    assert "no checkpoint was written on the way out" in str(ended[1].value), told(ended)
 
 
 @pytest.mark.parametrize(("kind", "place"), CASES)

@@ -180,7 +180,7 @@ def test_with_a_limit_of_steps_from_the_end_of_an_epoch(
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("done", [6, 12])
 def test_with_loaders_that_are_made_anew(every: int, done: int, tmp_path: Path) -> None:
-    options = {"reload_dataloaders_every_n_epochs": every, **AT_THE_END}
+    options: dict[str, Any] = {"reload_dataloaders_every_n_epochs": every, **AT_THE_END}
     whole = run(**options)
     run(None, Saves(tmp_path / "a.ckpt", "on_train_epoch_end", done), **options)
     after = run(tmp_path / "a.ckpt", **options)

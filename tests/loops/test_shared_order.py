@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.loops.shared_order import batches_left, of_other_ranks, order_of
+from lightning_pipe.strategies.pipeline import PipelineStrategy
 from tests.distributed import run_ranks
 from tests.loops.models import Net, Rows, trainer
 
@@ -42,7 +43,7 @@ def test_what_is_left_is_shared_out_whole_twice_over(worlds: tuple[int, int, int
     for rank in range(third):
         (again,) = of_other_ranks([state], rank, third) or [None]
         assert again is not None
-        seen += [index for batch in batches_left(again, Rows(ROWS), BATCH, False) for index in batch]
+        seen += [index for batch in batches_left(again, Rows(ROWS), BATCH) for index in batch]  # type: ignore[union-attr]
     assert sorted(seen) == list(range(ROWS))
 
 
@@ -104,3 +105,41 @@ def test_trainers_on_2_3_and_1_ranks_train_an_epoch_together(tmp_path: Path) -> 
     one = fit(1, tmp_path, 10**6, tmp_path / "2.ckpt")
     assert sorted(by_two + rows([one], slice(0, 14))) == list(range(ROWS))
     assert sorted(rows([one], slice(14, None))) == list(range(ROWS))
+
+
+def test_samples_without_batches_are_shared_out_too() -> None:
+    loader = DataLoader(Rows(ROWS), batch_size=None, sampler=DistributedSampler(Rows(ROWS), 2, 0, shuffle=True, seed=3))
+    order = order_of(loader)
+    assert order is not None
+    assert order["batch"] == 2
+    trained = list(DistributedSampler(Rows(ROWS), 1, 0, shuffle=True, seed=3))[: 2 * 3]
+    left = []
+    for rank in range(3):
+        (state,) = of_other_ranks([{"given": 3, "order": order}], rank, 3) or [None]
+        assert state is not None
+        left += batches_left(state, Rows(ROWS), None)
+    assert sorted(trained + left) == list(range(ROWS))  # type: ignore[operator]
+
+
+def test_ranks_that_read_the_same_go_on_on_any_number_of_them(tmp_path: Path) -> None:
+    class OfOnePipeline(PipelineStrategy):
+        ranks_share_data = True
+
+    def run(strategy: Any, ckpt_path: Path | None = None, callbacks: Any = ()) -> Net:
+        torch.manual_seed(3 if ckpt_path is None else 99)
+        module = Net(Rows(ROWS), batch_size=BATCH)
+        used = trainer(strategy=strategy, callbacks=list(callbacks), max_epochs=3, limit_val_batches=0)
+        used.fit(module, ckpt_path=ckpt_path, weights_only=True)
+        return module
+
+    whole = run(OfOnePipeline(), callbacks=[Save(tmp_path, 5)])
+    path = tmp_path / "1.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    mine = checkpoint["loops"]["fit_loop"]["state_dict"]["lightning_pipe"]
+    mine["ranks"] = mine["ranks"] * 4  # as four ranks of one pipeline write it
+    torch.save(checkpoint, path)
+    after = run(OfOnePipeline(), path)
+    done = len(whole.trained) - len(after.trained)
+    assert after.trained == whole.trained[done:]
+    assert after.losses == whole.losses[done:]
+    assert done == len(whole.trained) // 3 + 5

@@ -1,0 +1,90 @@
+"""What recording costs a task: with the trace off, and with it on, measured in the same run.
+
+``python benchmarks/trace_cost.py`` prints microseconds per task, on the main thread and on a worker:
+
+- off, against an engine that has no trace at all (limit: 1 µs more);
+- on, against off (limit: 5 µs more), with a ring buffer that has long been full.
+
+The three take turns, round by round, and the fastest rounds are compared, since what else the machine does can only
+add. Exits with 1 where a limit is passed.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from itertools import repeat
+from unittest import mock
+
+from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from lightning_pipe.engine import pipeline as pipeline_module
+from lightning_pipe.engine.executor import Executor, Operation, Slot
+
+TASKS, PERIODS, ROUNDS = 10, 100, 41
+KEEP = 1000
+OFF_LIMIT, ON_LIMIT = 1.0, 5.0
+
+
+def empty(ctx: IterContext) -> None:
+    """The task: nothing, so that what is left is the engine."""
+
+
+class Untraced(Executor):
+    """Runs a task without a thought of traces and profilers."""
+
+    def _call(self, op: Operation, slot: Slot, group: str, stream: str | None, ticket: int | None) -> None:
+        if ticket is not None:
+            self._sequencer.begin(ticket)
+        with self.streams.named(stream):
+            op.fn(slot.ctx)  # type: ignore[arg-type]
+            if op.records:
+                self.streams.record(slot.events[op.index])
+
+
+def engine(group: str, executor: type[Executor] = Executor) -> SWPipeline:
+    """A chain of empty tasks."""
+    plan = PipelinePlan(
+        [
+            (
+                PipelineTask(f"task{index}", empty, reads=[f"x{index}"], writes=[f"x{index + 1}"]),
+                TaskSchedule(thread_group=group),
+            )
+            for index in range(TASKS)
+        ]
+    )
+    with mock.patch.object(pipeline_module, "Executor", executor):
+        return SWPipeline(plan)
+
+
+def measure(group: str) -> tuple[float, float, float]:
+    """Microseconds per task: without a trace, with it off, with it on."""
+    pipelines = engine(group, Untraced), engine(group), engine(group)
+    pipelines[2].start_trace(KEEP)
+    data = repeat(None)
+    taken: tuple[list[float], ...] = ([], [], [])
+    for _ in range(ROUNDS):
+        for pipeline, times in zip(pipelines, taken, strict=True):
+            start = time.perf_counter()
+            for _ in range(PERIODS):
+                pipeline.progress(data)
+            times.append((time.perf_counter() - start) / (PERIODS * TASKS) * 1e6)
+    assert len(pipelines[2].stop_trace()) == KEEP
+    for pipeline in pipelines:
+        pipeline.close()
+    return min(taken[0]), min(taken[1]), min(taken[2])
+
+
+def main() -> int:
+    """Print the table; returns the exit status."""
+    print(f"{'microseconds per task':24}{'without':>9}{'off':>9}{'on':>9}{'off adds':>10}{'on adds':>9}")
+    passed = True
+    for group in ("main", "worker"):
+        without, off, on = measure(group)
+        print(f"{group:24}{without:9.2f}{off:9.2f}{on:9.2f}{off - without:10.2f}{on - off:9.2f}")
+        passed = passed and off - without <= OFF_LIMIT and on - off <= ON_LIMIT
+    print(f"{'limit':24}{'':27}{OFF_LIMIT:10.1f}{ON_LIMIT:9.1f}")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,332 @@
+"""A timeline as a picture, in which overlap is seen at a glance.
+
+A row is a thread or a stream of a rank. Where batches go through it one after the other, a bar's colour is its batch's;
+in a language model's stages it is the micro-batch's, and what was done with that is told apart by shade and hatching.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.timeline import (
+    BACKWARD,
+    FORWARD,
+    INPUT_BACKWARD,
+    WAITS,
+    WEIGHT_BACKWARD,
+    Bar,
+    Timeline,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+__all__ = ["draw_timeline", "require_matplotlib"]
+
+# Okabe and Ito's colours and two more, told apart by everyone; neighbours never share one.
+_COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#0072B2", "#D55E00", "#999933")
+_WAIT, _OTHER, _GROUND, _TEXT = "#F4F4F4", "#C9C9C9", "#ECECEC", "#333333"
+_WIDTH, _MOST_ROWS = 15.0, 16  # inches; more rows than that no one takes in
+_LEGEND = 11  # entries in one line
+_MUCH = 0.1  # of the time: a row that is busy for less is drawn lower
+_FONT = 7.0
+_LETTER = 0.63 * _FONT / 72  # inches that one takes
+
+
+@dataclass(frozen=True)
+class _Look:
+    """How a kind of work on a micro-batch is drawn: its letter, share of white (or, below 0, black), and hatching."""
+
+    letter: str
+    white: float
+    hatch: str
+    label: str
+
+
+_LOOKS = {
+    FORWARD: _Look("F", 0.45, "", "forward"),
+    BACKWARD: _Look("B", -0.1, "", "backward"),
+    INPUT_BACKWARD: _Look("I", -0.1, "////", "backward for inputs"),
+    WEIGHT_BACKWARD: _Look("W", 0.2, "....", "backward for weights"),
+}
+
+
+def require_matplotlib(path: Path) -> None:
+    """Check that a picture can be drawn to *path*.
+
+    Raises:
+        SetupError: no Matplotlib, or a kind of file that it does not write.
+    """
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise SetupError(
+            f"the picture {str(path)!r} needs Matplotlib, which is not installed: pip install"
+            " 'lightning-pipe[pictures]', or ask for no picture (picture=None)"
+        ) from error
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in known:
+        raise SetupError(
+            f"the picture is to be {str(path)!r}, which is no kind of file that can be drawn; needed is a name that"
+            f" ends with one of {', '.join(f'.{suffix}' for suffix in sorted(known))}"
+        )
+
+
+def draw_timeline(timeline: Timeline, path: Path, title: str, ends: Sequence[float] = ()) -> None:
+    """Draw *timeline* to a file, whose suffix says of what kind (``.png``, ``.svg``, ``.pdf``).
+
+    Args:
+        timeline: what ran when.
+        path: of the file, whose folder is made if it is not there.
+        title: written above.
+        ends: when batches were done, in seconds of the timeline's clock; if there are any, what lies before the first
+            and after the last is left out, and a line is drawn at each.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    figure = _Drawing(timeline, title, ends).figure()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+class _Drawing:
+    def __init__(self, timeline: Timeline, title: str, ends: Sequence[float]) -> None:
+        self._timeline = timeline
+        self._title = title
+        self._ends = ends
+        self._begin = ends[0] if ends else min((bar.start for bar in timeline.bars), default=0.0)
+        self._end = ends[-1] if ends else max((bar.end for bar in timeline.bars), default=0.0)
+        self._by_microbatch = any(bar.stage is not None for bar in timeline.bars)
+        self._several_stages = len({(bar.rank, bar.stage) for bar in timeline.bars if bar.stage is not None}) > len(
+            {bar.rank for bar in timeline.bars if bar.stage is not None}
+        )
+        seen = [p for p, bar in enumerate(timeline.bars) if bar.end > self._begin and bar.start < self._end]
+        self._rows = list(dict.fromkeys((timeline.bars[p].rank, timeline.bars[p].lane) for p in seen))
+        self._left_out = max(0, len(self._rows) - _MOST_ROWS)
+        self._rows = self._rows[:_MOST_ROWS]
+        self._seen = [p for p in seen if (timeline.bars[p].rank, timeline.bars[p].lane) in self._rows]
+        self._shares = [self._busy(row) for row in self._rows]
+        # Tasks have names, written upwards where they are short: the row must be as high as the longest. In inches.
+        high = 0.75 if self._by_microbatch else max(0.5, min(1.45, 11 / max(1, len(self._rows))))
+        self._heights = [high if share > _MUCH else 0.45 * high for share in self._shares]
+        self._tops = [sum(self._heights[:row]) for row in range(len(self._rows) + 1)]
+        # Of the picture, what the rows have in width.
+        self._inches = _WIDTH - 2.6
+
+    def figure(self) -> Figure:
+        from matplotlib.figure import Figure
+
+        height = 1.7 + max(1.0, self._tops[-1])
+        figure = Figure(figsize=(_WIDTH, height), dpi=110, layout="constrained")
+        axes = figure.subplots()
+        for position in self._seen:
+            if position in self._timeline.outer:
+                self._draw_outer(axes, self._timeline.bars[position])
+            else:
+                self._draw_bar(axes, position)
+        self._draw_path(axes)
+        for moment in self._ends[1:-1]:
+            axes.axvline(self._at(moment), color=_TEXT, linewidth=0.8, linestyle=(0, (2, 3)), zorder=0.5)
+        self._draw_frame(axes)
+        self._draw_legend(figure)
+        return figure
+
+    def _draw_bar(self, axes: Axes, position: int) -> None:
+        from matplotlib.patches import Rectangle
+
+        bar = self._timeline.bars[position]
+        row = self._rows.index((bar.rank, bar.lane))
+        start, end = self._at(max(bar.start, self._begin)), self._at(min(bar.end, self._end))
+        colour, hatch = self._look(bar)
+        waits = bar.kind in WAITS
+        high = self._heights[row] * (0.4 if waits else 0.82)
+        middle = self._middle(row)
+        axes.barh(
+            middle,
+            end - start,
+            left=start,
+            height=high,
+            color=colour,
+            hatch=hatch,
+            edgecolor="#B5B5B5" if waits else "#FFFFFF",
+            linewidth=0.4,
+            zorder=1 if waits else 2,
+        )
+        if position in self._timeline.critical:
+            # A strip along the lower edge, which stays legible where bars are narrow, as an outline would not.
+            strip = Rectangle(
+                (start, middle + high / 2 - 0.02), end - start, 0.07, color="black", linewidth=0, zorder=3
+            )
+            axes.add_patch(strip)
+        text, upwards = self._label(bar, (end - start) / max(self._at(self._end), 1e-9) * self._inches, high)
+        if text:
+            axes.text(
+                (start + end) / 2,
+                middle,
+                text,
+                ha="center",
+                va="center",
+                rotation=90 if upwards else 0,
+                fontsize=_FONT,
+                color=_TEXT if waits else _ink(colour),
+                bbox={"facecolor": colour, "edgecolor": "none", "pad": 0.8} if hatch else None,
+                zorder=4,
+                clip_on=True,
+            )
+
+    def _draw_outer(self, axes: Axes, bar: Bar) -> None:
+        """What holds others: the ground that they stand on."""
+        row = self._rows.index((bar.rank, bar.lane))
+        start, end = self._at(max(bar.start, self._begin)), self._at(min(bar.end, self._end))
+        axes.barh(
+            self._middle(row), end - start, left=start, height=self._heights[row] * 0.96, color=_GROUND, zorder=0.4
+        )
+
+    def _look(self, bar: Bar) -> tuple[str, str]:
+        if bar.kind in WAITS:
+            return _WAIT, "xxxx"
+        if bar.microbatch is not None:
+            look = _LOOKS[bar.kind]
+            return _mixed(_COLOURS[bar.microbatch % len(_COLOURS)], look.white), look.hatch
+        if self._by_microbatch or bar.iteration is None:
+            return _OTHER, ""
+        return _COLOURS[bar.iteration % len(_COLOURS)], ""
+
+    def _label(self, bar: Bar, width: float, high: float) -> tuple[str, bool]:
+        """The longest text that has room in a bar as wide and as high (inches); whether it is written upwards."""
+        if bar.kind in WAITS:
+            return "", False
+        if bar.microbatch is not None:
+            short = f"{_LOOKS[bar.kind].letter}{bar.microbatch}"
+            texts = [f"{short}\ns{bar.stage}", short] if self._several_stages else [short]
+        elif self._by_microbatch or bar.iteration is None:
+            texts = [bar.name]
+        else:
+            texts = [f"{bar.name} {bar.iteration}", f"{bar.iteration}"]
+        for text in texts:
+            lines = text.split("\n")
+            long = max(map(len, lines)) * _LETTER
+            across = len(lines) * 1.25 * _FONT / 72
+            if long <= width and across <= high:
+                return text, False
+            if across <= width and long <= high and len(lines) == 1:
+                return text, True
+        return "", False
+
+    def _draw_path(self, axes: Axes) -> None:
+        """Where the critical path goes on in another row."""
+        seen = set(self._seen)
+        for step in self._timeline.critical_steps:
+            one, other = (self._timeline.bars[position] for position in step)
+            rows = [self._rows.index((bar.rank, bar.lane)) for bar in (one, other)] if seen.issuperset(step) else []
+            if not rows or rows[0] == rows[1]:
+                continue
+            axes.annotate(
+                "",
+                xy=(self._at(max(other.start, self._begin)), self._middle(rows[1])),
+                xytext=(self._at(min(one.end, self._end)), self._middle(rows[0])),
+                arrowprops={"arrowstyle": "-|>", "color": "black", "linewidth": 1.4, "shrinkA": 0, "shrinkB": 0},
+                zorder=5,
+            )
+
+    def _draw_frame(self, axes: Axes) -> None:
+        middles = [self._middle(row) for row in range(len(self._rows))]
+        axes.set_yticks(middles, [f"rank {rank} · {lane}" for rank, lane in self._rows])
+        axes.tick_params(axis="y", length=0)
+        axes.set_ylim(max(self._tops[-1], 1.0), 0)
+        axes.set_xlim(0, max(self._at(self._end), 1e-6))
+        axes.set_xlabel("time, ms" + (f" (and {self._left_out} rows more)" if self._left_out else ""))
+        axes.set_title(self._title, loc="left", fontsize=11, fontweight="bold")
+        axes.grid(axis="x", alpha=0.25)
+        axes.set_axisbelow(True)
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+        beside = axes.get_yaxis_transform()
+        for row, (rank, _) in enumerate(self._rows):
+            if row and self._rows[row - 1][0] != rank:
+                axes.axhline(self._tops[row], color="#888888", linewidth=0.8)
+            axes.text(
+                1.006, middles[row], f"{100 * self._shares[row]:.0f} %", transform=beside, va="center", fontsize=9
+            )
+        axes.text(1.006, 1.01, "busy", transform=axes.transAxes, va="bottom", fontsize=9, color=_TEXT)
+
+    def _middle(self, row: int) -> float:
+        return self._tops[row] + self._heights[row] / 2
+
+    def _busy(self, row: tuple[int, str]) -> float:
+        """The share of the time in which a row does something but wait."""
+        of_row = (self._timeline.bars[p] for p in self._seen if p not in self._timeline.outer)
+        done, reached = 0.0, self._begin
+        for bar in of_row:  # by start
+            if (bar.rank, bar.lane) == row and bar.kind not in WAITS:
+                end = min(bar.end, self._end)
+                done += max(0.0, end - max(bar.start, reached))
+                reached = max(reached, end)
+        return done / max(self._end - self._begin, 1e-9)
+
+    def _draw_legend(self, figure: Figure) -> None:
+        from matplotlib.patches import Patch
+
+        shown = [self._timeline.bars[p] for p in self._seen if p not in self._timeline.outer]
+        patches = []
+        if self._by_microbatch:
+            kinds = {bar.kind for bar in shown}
+            for kind, look in _LOOKS.items():
+                if kind in kinds:
+                    colour = _mixed(_COLOURS[0], look.white)
+                    label = f"{look.letter}: {look.label}"
+                    patches.append(Patch(facecolor=colour, hatch=look.hatch, edgecolor="white", label=label))
+            if self._several_stages:
+                patches.append(Patch(alpha=0, label="s: stage"))
+            if kinds & set(WAITS):
+                patches.append(
+                    Patch(facecolor=_WAIT, hatch="xxxx", edgecolor="#B5B5B5", label="waiting for a neighbour")
+                )
+            patches.append(Patch(facecolor=_OTHER, label="other tasks"))
+            for name in sorted({self._timeline.bars[p].name for p in self._timeline.outer.intersection(self._seen)}):
+                patches.append(Patch(facecolor=_GROUND, label=f"in {name}"))
+            patches.extend(_colour_key("micro-batch", {b.microbatch for b in shown if b.microbatch is not None}))
+        else:
+            patches.extend(_colour_key("batch", {bar.iteration for bar in shown if bar.iteration is not None}))
+        patches.append(Patch(color="black", label="critical path"))
+        figure.legend(
+            handles=patches,
+            loc="outside lower center",
+            ncols=len(patches) if len(patches) <= _LEGEND else -(-len(patches) // 2),
+            frameon=False,
+            fontsize=8,
+            handlelength=1.6,
+            columnspacing=1.3,
+        )
+
+    def _at(self, moment: float) -> float:
+        return (moment - self._begin) * 1e3
+
+
+def _colour_key(what: str, numbers: Iterable[int]) -> list[Patch]:
+    from matplotlib.patches import Patch
+
+    in_order = sorted(numbers)
+    if len(in_order) > len(_COLOURS):
+        return []  # each colour stands for several: the numbers on the bars say which
+    return [Patch(facecolor=_COLOURS[number % len(_COLOURS)], label=f"{what} {number}") for number in in_order]
+
+
+def _mixed(colour: str, white: float) -> str:
+    """*colour* with a share of white in it, or of black where that is below 0."""
+    parts = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+    mixed = [part + (255 - part) * white if white >= 0 else part * (1 + white) for part in parts]
+    return "#" + "".join(f"{round(part):02X}" for part in mixed)
+
+
+def _ink(colour: str) -> str:
+    """Black or white, whichever is read better on *colour*."""
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 120 else "#FFFFFF"

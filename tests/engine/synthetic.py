@@ -1,0 +1,206 @@
+"""Random task graphs whose costs are known: for a simulator and a planner, and to run for real.
+
+For real, network, disk and copies are links that make a thread wait on a timer, shared fairly by all who use them at
+once, and compute is a kernel that releases the interpreter lock and was timed before, of which no more run at once than
+the graph's machine has cores. A task's function takes what its :class:`~lightning_pipe.engine.costs.TaskCost` says.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_pipe.engine import IterContext, PipelineTask, State
+from lightning_pipe.engine.costs import Machine, Resource, TaskCost
+from lightning_pipe.engine.plan_limits import PlanLimits
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Tasks, what they cost, what a planner may do with them and the machine they are meant for."""
+
+    name: str
+    tasks: list[PipelineTask]
+    costs: dict[str, TaskCost]
+    limits: PlanLimits
+    machine: Machine
+
+
+class Link:
+    """A resource of one lane on which waiting is all the work; users share it fairly.
+
+    The arithmetic is that of fair queueing: with *n* users virtual time runs at 1/n of the clock's speed, and a user is
+    done when it has advanced by what the user needs.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._virtual = 0.0
+        self._since = 0.0
+        self._users: list[float] = []
+
+    def begin(self, seconds: float) -> float:
+        """Take up work of that many seconds; returns what :meth:`wait` needs."""
+        with self._changed:
+            self._advance()
+            target = self._virtual + seconds
+            heapq.heappush(self._users, target)
+            self._changed.notify_all()  # for the others it takes longer now
+            return target
+
+    def wait(self, target: float) -> None:
+        """Wait until that work is done."""
+        with self._changed:
+            while True:
+                self._advance()
+                if self._virtual >= target - 1e-9:
+                    return
+                # Until the next of all is done: from then on the others go on faster.
+                self._changed.wait((self._users[0] - self._virtual) * len(self._users))
+
+    def _advance(self) -> None:
+        now = self._clock()
+        while self._users:
+            until = self._since + (self._users[0] - self._virtual) * len(self._users)
+            if until > now:
+                self._virtual += (now - self._since) / len(self._users)
+                break
+            self._since, self._virtual = until, heapq.heappop(self._users)
+        self._since = now
+
+
+class Kernel:
+    """Compute of a known duration: so many passes of a matrix product that does not hold the interpreter lock."""
+
+    def __init__(self, size: int = 192) -> None:
+        self._matrix = torch.full((size, size), 1.0 / size)
+        self._buffers = threading.local()
+        self.seconds_per_pass = 0.0
+        self._run(200)
+        self.calibrate()
+
+    def calibrate(self) -> float:
+        """Time a pass; returns its seconds."""
+        times = []
+        for _ in range(15):
+            begin = time.perf_counter()
+            self._run(100)
+            times.append((time.perf_counter() - begin) / 100)
+        self.seconds_per_pass = statistics.median(times)
+        return self.seconds_per_pass
+
+    def __call__(self, seconds: float) -> None:
+        self._run(round(seconds / self.seconds_per_pass))
+
+    def _run(self, passes: int) -> None:
+        out = getattr(self._buffers, "out", None)
+        if out is None:
+            out = self._buffers.out = torch.empty_like(self._matrix)
+        for _ in range(passes):
+            torch.mm(self._matrix, self._matrix, out=out)
+
+
+def random_graph(seed: int, *, most_tasks: int = 9, unit: float = 1e-3, kernel: Kernel | None = None) -> Graph:
+    """A graph of four to *most_tasks* tasks.
+
+    The last one is run by the caller, like an optimiser step, and leaves state to a task of the next iteration.
+
+    Args:
+        seed: of everything random.
+        most_tasks: how many at most.
+        unit: seconds that durations are whole multiples of; tasks take 2 to 12.
+        kernel: what compute tasks run; without one the tasks' functions do nothing.
+    """
+    draw = random.Random(seed)
+    count = draw.randint(4, most_tasks)
+    cores = draw.choice([1, 2])
+    links = {name: Link() for name in ("network", "disk", "copy")}
+    lanes = threading.Semaphore(cores)
+    costs: dict[str, TaskCost] = {}
+    fields: list[tuple[list[str], list[str]]] = []  # what each reads and writes
+    for index in range(count - 1):
+        resource: Resource = draw.choices(("compute", "network", "disk", "copy"), (5, 3, 2, 2))[0]
+        seconds = draw.randint(2, 12) * unit
+        reads = draw.sample(
+            [f"x{before}" for before in range(max(0, index - 3), index)], min(index, draw.randint(1, 2))
+        )
+        name = f"{resource}{index}"
+        costs[name] = TaskCost(seconds, resource)
+        fields.append((reads or ["batch"], [f"x{index}"]))
+    if draw.random() < 0.4:  # one exchange goes on in the background
+        _go_on_in_background(costs, fields, draw, unit)
+    names = list(costs)
+    used = {name for reads, _ in fields for name in reads}
+    left = [f"x{index}" for index in range(count - 1) if f"x{index}" not in used]
+    costs["step"] = TaskCost(draw.randint(2, 8) * unit)
+    fields.append(([*left, State("parameters")], [State("parameters")]))
+    # As in training: the first half of an iteration brings its input, what outlives it is touched in the second.
+    half = range(len(names) // 2, len(names))
+    fields[draw.choice(half)][0].append(State("parameters"))
+    if len(half) > 1 and draw.random() < 0.5:
+        early, late = sorted(draw.sample(half, 2))
+        fields[early][0].append(State("tables"))
+        fields[late][1].append(State("tables"))
+    tasks = [
+        PipelineTask(name, _function(name, costs, links, lanes, kernel), reads=reads, writes=writes)
+        for name, (reads, writes) in zip(costs, fields, strict=True)
+    ]
+    on_workers = frozenset(names)
+    limits = PlanLimits(
+        max_in_flight=draw.randint(3, 4), on_workers=on_workers, by_caller=frozenset({"step"}), max_workers=4
+    )
+    return Graph(f"graph {seed}", tasks, costs, limits, Machine(cores=cores))
+
+
+def _go_on_in_background(
+    costs: dict[str, TaskCost], fields: list[tuple[list[str], list[str]]], draw: random.Random, unit: float
+) -> None:
+    """Let a task submit an exchange that the first of those which read its field waits for."""
+    names = list(costs)
+    pairs = [
+        (early, late)
+        for early, (_, written) in enumerate(fields)
+        for late, (reads, _) in enumerate(fields)
+        if late > early and set(written) & set(reads)
+    ]
+    if pairs:
+        early, late = draw.choice(pairs)
+        cost = costs[names[early]]
+        seconds = draw.randint(2, 8) * unit
+        costs[names[early]] = TaskCost(cost.seconds, cost.resource, seconds, waited_by=names[late])
+
+
+def _function(
+    name: str,
+    costs: dict[str, TaskCost],
+    links: dict[str, Link],
+    lanes: threading.Semaphore,
+    kernel: Kernel | None,
+) -> Callable[[IterContext], None]:
+    if kernel is None:
+        return lambda ctx: None
+    cost = costs[name]
+    waits_for = [other for other, its in costs.items() if its.waited_by == name]
+
+    def fn(ctx: IterContext) -> Any:
+        for submitter in waits_for:
+            links["network"].wait(getattr(ctx, f"begun_by_{submitter}"))
+        if cost.resource == "compute":
+            with lanes:
+                kernel(cost.seconds)
+        else:
+            links[cost.resource].wait(links[cost.resource].begin(cost.seconds))
+        if cost.background:
+            assert isinstance(cost.background, float | int)
+            setattr(ctx, f"begun_by_{name}", links["network"].begin(cost.background))
+
+    return fn

@@ -1,0 +1,74 @@
+"""``recsys_auto_pipeline`` trains what every plan trains, says what it chose, and writes it down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_pipe.engine import PlanError, SetupError
+from lightning_pipe.recsys.auto_plan import recsys_costs
+from tests.distributed import run_ranks
+from tests.strategies.cases import Clicks, Mixed, fit, loader, recsys, state_of
+
+QUICK = {"iterations": 1, "rounds": 1, "found": 2}
+
+
+def trained(plan: Any, **options: Any) -> tuple[list[float], dict[str, torch.Tensor], Any]:
+    module = Clicks(Mixed)
+    used = fit(module, recsys(plan, **options), loader(256), loader(12), val_check_interval=17)
+    return module.losses, state_of(used), used.strategy
+
+
+def test_it_trains_to_the_bits_of_the_serial_plan_and_says_and_writes_what_it_chose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plans" / "mine.yaml"
+    losses, state, strategy = trained("auto", exploration=QUICK, save_plan=path)
+    expected, its, _ = trained("serial")
+    assert losses == expected
+    assert all(torch.equal(state[name], its[name]) for name in its)
+    chosen = strategy.plan_choice.plan
+    assert f"plan {chosen.name} is the fastest" in capsys.readouterr().out
+    assert set(strategy.plan_choice.measured) >= {"serial", "base", "prefetch"}
+    again, _, _ = trained(path)
+    assert again == expected
+
+
+def run_case(rank: int, world_size: int) -> Any:
+    losses, state, strategy = trained("auto", exploration=QUICK)
+    expected, its, _ = trained("serial")
+    same = losses == expected and all(torch.equal(state[name], its[name]) for name in its)
+    return same, strategy.plan_choice.plan.name, strategy.plan_choice.measured
+
+
+def test_two_ranks_choose_the_same_plan() -> None:
+    first, second = run_ranks(run_case, 2, timeout=180)
+    assert first == second
+    assert first[0]
+
+
+def test_a_plan_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="cannot be written"):
+        trained("auto", exploration=QUICK, save_plan=tmp_path / "file" / "plan.yaml")
+
+
+def test_arguments_without_a_plan_to_find_are_refused() -> None:
+    with pytest.raises(SetupError, match="plan='auto', which looks for one"):
+        recsys("prefetch", save_plan="plan.yaml")
+    with pytest.raises(SetupError, match="its keys are iterations, rounds, found, replan_above"):
+        recsys("auto", exploration={"steps": 3})
+    with pytest.raises(PlanError, match="needed are at least 1"):
+        recsys("auto", exploration={"rounds": 0})
+
+
+def test_what_one_task_submits_and_another_waits_for_is_work_of_the_network() -> None:
+    own = {"EmbInputDistStart": 1.0, "EmbInputDistWait": 2.0, "EmbPrefetch": 3.0, "DenseForward": 4.0}
+    costs = recsys_costs(own, peers=True, device=torch.device("cpu"))
+    assert (costs["EmbInputDistStart"].background, costs["EmbInputDistStart"].waited_by) == (2.0, "EmbInputDistWait")
+    assert costs["EmbInputDistWait"].seconds == 0.0
+    alone = recsys_costs(own, peers=False, device=torch.device("cpu"))
+    assert [alone[name].seconds for name in own] == [1.0, 2.0, 3.0, 4.0]
