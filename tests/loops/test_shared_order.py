@@ -36,14 +36,15 @@ def test_what_is_left_is_shared_out_whole_twice_over(worlds: tuple[int, int, int
     (moved,) = of_other_ranks([state], 0, second) or [None]
     assert moved is not None
     for rank in range(second):
-        of_rank = batches_left(moved | {"rank": rank}, Rows(ROWS), BATCH, False)
+        of_rank: list[Any] = batches_left(moved | {"rank": rank}, Rows(ROWS), BATCH)
         seen += [index for batch in of_rank[:2] for index in batch]
     state = moved | {"given": 2, "order": moved["left"] | {"batch": BATCH * second}}
 
     for rank in range(third):
         (again,) = of_other_ranks([state], rank, third) or [None]
         assert again is not None
-        seen += [index for batch in batches_left(again, Rows(ROWS), BATCH) for index in batch]  # type: ignore[union-attr]
+        rest: list[Any] = batches_left(again, Rows(ROWS), BATCH)
+        seen += [index for batch in rest for index in batch]
     assert sorted(seen) == list(range(ROWS))
 
 
@@ -112,13 +113,13 @@ def test_samples_without_batches_are_shared_out_too() -> None:
     order = order_of(loader)
     assert order is not None
     assert order["batch"] == 2
-    trained = list(DistributedSampler(Rows(ROWS), 1, 0, shuffle=True, seed=3))[: 2 * 3]
-    left = []
+    trained: list[Any] = list(DistributedSampler(Rows(ROWS), 1, 0, shuffle=True, seed=3))[: 2 * 3]
+    left: list[Any] = []
     for rank in range(3):
         (state,) = of_other_ranks([{"given": 3, "order": order}], rank, 3) or [None]
         assert state is not None
         left += batches_left(state, Rows(ROWS), None)
-    assert sorted(trained + left) == list(range(ROWS))  # type: ignore[operator]
+    assert sorted(trained + left) == list(range(ROWS))
 
 
 def test_ranks_that_read_the_same_go_on_on_any_number_of_them(tmp_path: Path) -> None:

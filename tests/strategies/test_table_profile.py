@@ -74,10 +74,11 @@ def same(one: Any, other: Any) -> list[str]:
 def run_cases(rank: int, world_size: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for plan in PLANS:
-        for name, options in (("plain", {}), ("clipped", {"gradient_clip_val": 0.1})):
+        cases: dict[str, dict[str, Any]] = {"plain": {}, "clipped": {"gradient_clip_val": 0.1}}
+        for name, options in cases.items():
             profiles = Profiles()
             ours = trained(plan, profiles, **options)
-            results[f"{plan}, {name}"] = same(ours, trained(plan, **options))
+            results[f"{plan}, {name}"] = same(ours, trained(plan, None, **options))
             results[f"tasks, {plan}, {name}"] = profiles.result
             results[f"called, {plan}, {name}"] = profiles.losses_after - profiles.losses_before
         accumulating = Profiles(["DenseForward"], at=2)
