@@ -324,6 +324,12 @@ def test_checkpoint_export_makes_a_file_that_an_unsharded_module_is_made_of(
         assert torch.equal(value, table)
 
 
+def test_checkpoint_export_to_a_folder_that_is_not_there_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "there is no folder 'nowhere'" in refusal(["checkpoint", "export", "saved", "nowhere/one.ckpt"], capsys)
+
+
 def test_checkpoint_export_of_nothing_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refusal(["checkpoint", "export", "nowhere", "one.ckpt"], capsys)
     assert "nowhere" in said

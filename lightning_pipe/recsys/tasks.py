@@ -186,9 +186,18 @@ class RecsysActions:
         if ctx.tables_skipped or not ctx.has_gradients:
             self._tables_backward.discard(ctx.embeddings)
         else:
-            self._rewrite.backward(
-                ctx.embeddings, scale=ctx.__dict__.get("gradient_scale"), agree_unused=self._agree_unused
-            )
+            try:
+                self._rewrite.backward(
+                    ctx.embeddings, scale=ctx.__dict__.get("gradient_scale"), agree_unused=self._agree_unused
+                )
+            except RuntimeError as error:
+                if "invalid tensor size" in str(error):
+                    error.add_note(
+                        "ranks had batches of different numbers of rows, whose gradients Gloo cannot exchange for"
+                        " tables sharded by rows. Give every rank as many (drop_last=True), or shard these tables"
+                        " table_wise or column_wise (constraints)"
+                    )
+                raise
             if self._after_embedding_backward is not None:
                 self._after_embedding_backward()
         del ctx.embeddings

@@ -53,6 +53,10 @@ def export_checkpoint(folder: str | Path, file: str | Path, *, weights_only: boo
         SetupError: there is no such folder, it is damaged, or holds a class that is not allowed.
     """
     source, target = Path(folder), Path(file)
+    if not target.absolute().parent.is_dir():
+        raise SetupError(
+            f"there is no folder {str(target.parent)!r} to write {target.name!r} to; make it, or name another"
+        )
     saved = read_metadata(source, (MODEL, _SHARDED_MODEL), _ANY_KIND)
     of_stages = any(path[0] == MODEL for path in saved.planner_data.values())
     checkpoint = read_rest(source, weights_only)

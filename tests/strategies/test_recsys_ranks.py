@@ -234,6 +234,13 @@ def run_cases(rank: int, world_size: int) -> dict[str, Any]:
         results[f"uneven, {plan}"] = len(shorter.losses)
         refusing = recsys(plan, KINDS, uneven_batches="error")
         results[f"uneven refused, {plan}"] = failure(Clicks(), refusing, train=Endless((20, 16)[rank]))
+    rows = DataLoader(Rows((8, 7)[rank]), 4, collate_fn=collate)
+    used = trainer(recsys("prefetch", {"people": "row_wise"}), use_distributed_sampler=False, max_epochs=1)
+    try:
+        used.fit(Clicks(), rows)
+        results["rows of a batch differ"] = "trained"
+    except RuntimeError as error:
+        results["rows of a batch differ"] = f"{error} {error.__notes__}"
     for accumulate in (1, 2):
         for everywhere in (True, False):
             for plan in PLANS:
@@ -353,6 +360,13 @@ def test_a_step_may_have_no_loss(ranks: list[dict[str, Any]], accumulate: int, e
             assert len(losses) == 12
             assert losses == expected_losses, plan
             assert difference(found, expected) == [], plan
+
+
+def test_batches_of_different_numbers_of_rows_are_explained_where_gloo_cannot_exchange_them(
+    ranks: list[dict[str, Any]],
+) -> None:
+    said = named(ranks, "rows of a batch differ")
+    assert any("batches of different numbers of rows" in one for one in said), said
 
 
 def test_uneven_ranks_predict_every_row_once(ranks: list[dict[str, Any]]) -> None:
