@@ -234,10 +234,10 @@ def run_cases(rank: int, world_size: int) -> dict[str, Any]:
         results[f"uneven, {plan}"] = len(shorter.losses)
         refusing = recsys(plan, KINDS, uneven_batches="error")
         results[f"uneven refused, {plan}"] = failure(Clicks(), refusing, train=Endless((20, 16)[rank]))
-    rows = DataLoader(Rows((8, 7)[rank]), 4, collate_fn=collate)
+    differing = DataLoader(Rows((8, 7)[rank]), 4, collate_fn=collate)
     used = trainer(recsys("prefetch", {"people": "row_wise"}), use_distributed_sampler=False, max_epochs=1)
     try:
-        used.fit(Clicks(), rows)
+        used.fit(Clicks(), differing)
         results["rows of a batch differ"] = "trained"
     except RuntimeError as error:
         results["rows of a batch differ"] = f"{error} {error.__notes__}"
