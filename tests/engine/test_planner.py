@@ -78,6 +78,13 @@ def test_no_plan_of_a_small_graph_is_better_than_the_one_found(seed: int) -> Non
     assert found(graph)[0].seconds <= exhaustive.seconds * (1 + 1e-3)
 
 
+@pytest.mark.parametrize("seed", [195, 227, 291])
+def test_where_no_schedule_is_found_small_changes_come_near_the_bound(seed: int) -> None:
+    graph = random_graph(seed)
+    bound = lower_bound(graph.tasks, graph.costs, graph.limits.max_in_flight, graph.machine)
+    assert found(graph)[0].seconds <= 1.05 * bound.seconds
+
+
 def test_the_same_costs_give_the_same_plans() -> None:
     for seed in (3, 8, 14):
         assert text(found(random_graph(seed))) == text(found(random_graph(seed)))
@@ -121,6 +128,14 @@ def test_input_goes_ahead_in_workers_until_training_is_all_that_is_left() -> Non
     # The simplest of those: both in one worker, one batch ahead.
     assert best.plan.thread_groups == ("main", "copy_network")
     assert best.plan.pipeline_depth == 2
+
+
+@pytest.mark.parametrize("seed", [14, 22, 28])
+def test_of_equal_plans_that_one_is_best_whose_threads_need_not_share_cores(seed: int) -> None:
+    graph = random_graph(seed)
+    best = found(graph)[0].plan
+    computing = {where.thread_group for name, where in best.schedule.items() if graph.costs[name].resource == "compute"}
+    assert len(computing) <= graph.machine.cores
 
 
 def test_with_one_batch_in_flight_or_no_workers_little_can_be_done() -> None:
@@ -321,7 +336,8 @@ def test_a_modulo_schedule_keeps_dependencies_and_uses_nothing_twice_at_once(see
 
 def test_drafts_that_differ_in_names_or_in_when_a_worker_is_told_are_one() -> None:
     tasks, costs = input_then_training()
-    space = PlanSpace(tasks, costs, PlanLimits(3, frozenset({"copy", "exchange"})), Machine())
+    limits = PlanLimits(3, frozenset({"copy", "exchange"}), frozenset({"step"}))
+    space = PlanSpace(tasks, costs, limits, Machine())
     same = {
         space.draft([2, 1, 0, 0], threads, order)
         for threads in ([1, 2, 0, 0], [2, 1, 0, 0], [3, 1, 0, 0])
@@ -330,6 +346,8 @@ def test_drafts_that_differ_in_names_or_in_when_a_worker_is_told_are_one() -> No
     assert len(same) == 1
     assert space.draft([1, 2, 0, 0], [0, 0, 0, 0], range(4)) is None  # needs what is not there yet
     assert space.draft([3, 1, 0, 0], [0, 0, 0, 0], range(4)) is None  # too far ahead
+    assert space.draft([1, 1, 1, 0], [0, 0, 0, 0], range(4)) is not None
+    assert space.draft([1, 1, 1, 1], [0, 0, 0, 0], range(4)) is None  # the caller's step has its place
 
 
 # ---------------------------------------------------------------------- the choice
@@ -386,6 +404,12 @@ def test_of_equals_the_hand_written_plan_is_kept() -> None:
         for _ in range(200)
     ]
     assert sum(choice.plan.name != "plan0" for choice in kept) <= 20
+
+
+def test_a_plan_that_wins_most_rounds_and_yet_has_the_higher_median_is_not_chosen() -> None:
+    hand = [float(index) for index in range(1, 10)]
+    auto = [100.0, *(time - 0.1 for time in hand[1:])]
+    assert chosen([hand], [auto]).plan.name == "plan0"
 
 
 def test_few_rounds_prove_nothing() -> None:

@@ -224,6 +224,17 @@ def test_kernels_share_the_device() -> None:
     assert seconds(plan, {"here": 4.0, "there": 4.0}, DEVICE) == pytest.approx(8.0)
 
 
+def test_an_iteration_is_done_when_every_stream_is() -> None:
+    plan = PipelinePlan([(task("here"), TaskSchedule()), (task("there"), TaskSchedule(stream="side"))])
+    assert seconds(plan, {"here": 2.0, "there": TaskCost(4.0, "copy")}, DEVICE) == pytest.approx(4.0)
+
+
+def test_a_thread_works_beside_the_device() -> None:
+    plan = PipelinePlan([(task("log"), TaskSchedule()), (task("train"), TaskSchedule())])
+    assert seconds(plan, {"log": TaskCost(3.0, "host"), "train": 5.0}, DEVICE) == pytest.approx(5.0)
+    assert seconds(plan, {"log": TaskCost(6.0, "disk"), "train": 5.0}, DEVICE) == pytest.approx(6.0)
+
+
 def test_a_thread_that_submits_more_slowly_than_the_device_works_is_what_counts() -> None:
     plan = PipelinePlan([(one, TaskSchedule()) for one in chain("a", "b")])
     costs = {"a": TaskCost(1.0, launch=3.0), "b": TaskCost(2.0, launch=0.5)}
