@@ -1,6 +1,6 @@
 """A profile says what each task costs an iteration, trains nothing, and refuses what it cannot measure.
 
-Time is a clock that tasks move on, so that figures are exact; with real ones see benchmarks/profiler_accuracy.py.
+Time is a clock that tasks move on, so that figures are exact.
 """
 
 from __future__ import annotations
