@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, MutableMapping
 from enum import Enum
@@ -40,7 +41,10 @@ class ByReference:
 
 
 class Captured:
-    """A value as it was when it was captured."""
+    """A value as it was when it was captured; :func:`capture` makes it."""
+
+    def __init__(self, node: _Node) -> None:
+        self._node = node
 
     def give(self, graft: Grafts | None = None) -> Any:
         """The value anew; changes of what was given before do not show in it.
@@ -48,11 +52,13 @@ class Captured:
         Args:
             graft: applied to tensors that required grad; the others, or all without it, are detached.
         """
-        raise NotImplementedError
+        return self._node.give(graft, {})
 
     def tensors(self) -> list[Tensor]:
         """The tensors in it, as they were, each once, in the order in which they were found."""
-        raise NotImplementedError
+        found: dict[int, Tensor] = {}
+        self._node.collect(found, set())
+        return list(found.values())
 
 
 def capture(value: Any) -> Captured:
@@ -61,32 +67,19 @@ def capture(value: Any) -> Captured:
     Modules, process groups, functions and the like are kept as they are, and so are objects that hold no tensor at
     any depth. What one value holds twice is one object in what is given, too.
     """
-    return _Root(_capture(value, {}))
+    return Captured(_capture(value, {}))
 
 
-class _Root(Captured):
-    def __init__(self, node: _Node) -> None:
-        self._node = node
-
-    def give(self, graft: Grafts | None = None) -> Any:
-        return self._node.give(graft, {})
-
-    def tensors(self) -> list[Tensor]:
-        found: dict[int, Tensor] = {}
-        self._node.collect(found, set())
-        return list(found.values())
-
-
-class _Node:
+class _Node(ABC):
     """Part of a captured value."""
 
     @property
     def holds_tensor(self) -> bool:
         return False
 
+    @abstractmethod
     def give(self, graft: Grafts | None, given: dict[int, Any]) -> Any:
         """The part anew; *given* has those of this giving, by node."""
-        raise NotImplementedError
 
     def parts(self) -> Iterable[_Node]:
         return ()

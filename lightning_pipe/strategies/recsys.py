@@ -421,6 +421,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             precision=self.precision_plugin,
             rewrite=partial(self._make_rewrite, "training_step", split_backward=clips_gradients(module.trainer)),
             before_lookup=self._update_table_learning_rates,
+            loss_of=_lightning_loss,
             plan=plan,
             device=self.root_device,
         )

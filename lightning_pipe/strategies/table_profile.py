@@ -43,6 +43,7 @@ class Profiled:
         precision: the plugin.
         rewrite: makes one of the module, in the place of the training's, which must be set aside.
         before_lookup: as of training.
+        loss_of: as of training.
         plan: that is measured.
         device: where it trains.
     """
@@ -55,6 +56,7 @@ class Profiled:
     precision: Precision
     rewrite: Callable[[], ModelRewrite]
     before_lookup: Callable[[], None]
+    loss_of: Callable[[Any], torch.Tensor | None]
     plan: PipelinePlan
     device: torch.device
 
@@ -83,7 +85,7 @@ def profile_tables(
             rewrite,
             transfer=partial(_transfer, of.trainer),
             training_step=partial(_step, of),
-            loss_of=lambda output: output["loss"] if isinstance(output, dict) else output,
+            loss_of=of.loss_of,
             optimizer_step=partial(_optimize, of.optimizers),
             reducer=of.reducer,
             before_lookup=of.before_lookup,

@@ -102,11 +102,20 @@ MOMENTS = [
 ]
 
 
-@pytest.mark.parametrize("options", [EVERY_OTHER, AT_THE_END, NONE], ids=["every 2", "at the end", "none"])
-@pytest.mark.parametrize(("hook", "batches", "done"), MOMENTS)
-def test_from_every_hook(hook: str, batches: int, done: int, options: dict[str, Any], tmp_path: Path) -> None:
-    if "validation" in hook and (options is NONE or (options is AT_THE_END and batches == 2)):
-        pytest.skip("the hook is not called there")
+VALIDATIONS: dict[str, dict[str, Any]] = {"every 2": EVERY_OTHER, "at the end": AT_THE_END, "none": NONE}
+
+
+def is_called(hook: str, batches: int, validation: str) -> bool:
+    """Whether a hook of validation is called behind so many batches."""
+    return "validation" not in hook or validation == "every 2" or (validation == "at the end" and batches == 6)
+
+
+@pytest.mark.parametrize(
+    ("hook", "batches", "done", "validation"),
+    [(*moment, validation) for moment in MOMENTS for validation in VALIDATIONS if is_called(*moment[:2], validation)],
+)
+def test_from_every_hook(hook: str, batches: int, done: int, validation: str, tmp_path: Path) -> None:
+    options = VALIDATIONS[validation]
     whole = run(**options)
     saves = Saves(tmp_path / "a.ckpt", hook, batches)
     run(None, saves, **options)
@@ -114,21 +123,22 @@ def test_from_every_hook(hook: str, batches: int, done: int, options: dict[str, 
     assert_goes_on(whole, run(tmp_path / "a.ckpt", **options), done, due="validation" in hook)
 
 
-@pytest.mark.parametrize("options", [EVERY_OTHER, AT_THE_END, NONE], ids=["every 2", "at the end", "none"])
+RAISING = [
+    *[("on_before_optimizer_step", batches) for batches in (1, 4, 6, 7)],
+    *[("on_validation_start", batches) for batches in (2, 6)],
+    *[("on_validation_batch_end", batches) for batches in (2, 6)],
+]
+
+
 @pytest.mark.parametrize(
-    ("hook", "batches"),
-    [
-        *[("on_before_optimizer_step", batches) for batches in (1, 4, 6, 7)],
-        *[("on_validation_start", batches) for batches in (2, 6)],
-        *[("on_validation_batch_end", batches) for batches in (2, 6)],
-    ],
+    ("hook", "batches", "validation"),
+    [(*moment, validation) for moment in RAISING for validation in VALIDATIONS if is_called(*moment, validation)],
 )
-def test_from_the_checkpoint_of_an_exception(hook: str, batches: int, options: dict[str, Any], tmp_path: Path) -> None:
+def test_from_the_checkpoint_of_an_exception(hook: str, batches: int, validation: str, tmp_path: Path) -> None:
+    options = VALIDATIONS[validation]
     whole = run(**options)
     saves = Saves(tmp_path / "a.ckpt", hook, batches, ValueError("no such column"))
     keeps = OnExceptionCheckpoint(tmp_path, "a")
-    if "validation" in hook and (options is NONE or (options is AT_THE_END and batches == 2)):
-        pytest.skip("the hook is not called there")
     with pytest.raises(ValueError, match="no such column"):
         run(None, saves, keeps, enable_checkpointing=True, **options)
     done = batches if "validation" in hook else batches - 1
