@@ -50,6 +50,7 @@ examples:
   lightning-pipe fit --config FILE --trainer.max_epochs 1
   lightning-pipe plan show recsys_prefetch_pipeline
   lightning-pipe bubble --config examples/llm_text/1f1b.yaml
+  lightning-pipe llm estimate --config examples/llm_text/1f1b.yaml --memory 80GB --compare
   lightning-pipe checkpoint export FOLDER FILE
 """
 
@@ -142,6 +143,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _train(None if arguments is None else given)
         elif given and given[0] == "bubble":
             _bubble(given[1:])
+        elif given and given[0] == "llm":
+            from lightning_pipe.cli_llm import main as llm  # here, since it needs a newer torch than other commands
+
+            llm(given[1:], _train)
         else:
             _look(given)
     except PipelineError as error:
@@ -228,6 +233,7 @@ def _look(arguments: list[str]) -> None:
     for name, text in _TRAINING.items():
         commands.add_parser(name, help=text)
     commands.add_parser("bubble", help="train a few steps in stages, print how long ranks were idle")
+    commands.add_parser("llm", help="say what a model in stages needs: llm estimate --config FILE --memory 80GB")
     commands.add_parser("strategies", help="list the registered strategies, one line each")
     plan = commands.add_parser("plan", help="show plans: plan show NAME")
     show = plan.add_subparsers(metavar="show", required=True).add_parser(

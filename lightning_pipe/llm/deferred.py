@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.op_record import OpRecord, View
 
-__all__ = ["DeferredInit", "deferred_init", "fake_copy", "is_deferred"]
+__all__ = ["DeferredInit", "deferred_init", "fake_copy", "is_deferred", "like_tensor"]
 
 _CPU = torch.device("cpu")
 
@@ -75,7 +75,7 @@ class DeferredInit:
         storages = self._record.replay({view.storage for view in views}, device)
         made: dict[int, Tensor] = {}
         for place, view in zip(kept, views, strict=True):
-            tensor = made[id(place.tensor)] = _like(place.tensor, view.of(storages[view.storage]))
+            tensor = made[id(place.tensor)] = like_tensor(place.tensor, view.of(storages[view.storage]))
             self._made[tensor] = None
         _replace(model, made)
 
@@ -156,7 +156,7 @@ def fake_copy(model: nn.Module) -> tuple[nn.Module, FakeTensorMode]:
         tensor = place.tensor
         with mode:
             bare = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        memo[id(tensor)] = _like(tensor, bare)
+        memo[id(tensor)] = like_tensor(tensor, bare)
     return copy.deepcopy(model, memo), mode
 
 
@@ -308,7 +308,7 @@ def _replace(model: nn.Module, made: dict[int, Tensor]) -> None:
                 vars(module)[key] = tree_map(lambda leaf: made.get(id(leaf), leaf), value)
 
 
-def _like(tensor: Tensor, bare: Tensor) -> Tensor:
+def like_tensor(tensor: Tensor, bare: Tensor) -> Tensor:
     """Make of `bare` what `tensor` is: a parameter or not, with gradient or not, with its attributes."""
     if isinstance(tensor, nn.Parameter):
         result: Tensor = nn.Parameter(bare, requires_grad=tensor.requires_grad)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_pipe.engine.errors import InputError, SetupError
 
-__all__ = ["StageShape", "StageShapes"]
+__all__ = ["NoConditions", "StageShape", "StageShapes"]
 
 _REMEMBERED = 256  # signatures; an entry is a few tensors without data for each stage
 
@@ -96,7 +96,7 @@ class StageShapes:
 
     def _run(self, index: int, stage: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
         try:
-            with torch.enable_grad(), torch.random.fork_rng(devices=[]), self._mode, _Conditions():
+            with torch.enable_grad(), torch.random.fork_rng(devices=[]), self._mode, NoConditions():
                 output = stage(*inputs, **kwargs)
         except (InputError, SetupError):
             raise
@@ -123,7 +123,7 @@ class StageShapes:
         return outputs
 
 
-class _Conditions(TorchFunctionMode):
+class NoConditions(TorchFunctionMode):
     """Answers no where a forward asks a tensor yes or no, as Hugging Face's does whether a mask masks anything.
 
     That has no answer without data, and does not decide on shapes in any model that gives a stage's output its input's.

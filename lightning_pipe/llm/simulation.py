@@ -1,6 +1,6 @@
 """What a schedule does when, without running it: its actions, and their timeline if each took as long as is said.
 
-Communication is taken to cost nothing, so a timeline is a bound: what is lost against it is communication and overhead.
+Where communication and overhead are not said a timeline is a bound: what is lost against it are those two.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch.distributed.pipelining.schedules import (
 from lightning_pipe.engine.errors import SetupError
 from lightning_pipe.llm.schedules import ScheduleSpec, construct_schedule, count_stages, read_actions, stages_of_rank
 
-__all__ = ["Actions", "Kind", "Span", "Timeline", "actions_of", "backward_order", "simulate"]
+__all__ = ["KINDS", "Actions", "Kind", "Span", "Timeline", "actions_of", "backward_order", "simulate"]
 
 Kind = Literal["forward", "backward", "input_backward", "weight_backward"]
 Actions = Mapping[int, Sequence[_Action]]
 
-_KINDS: dict[_ComputationType, Kind] = {
+KINDS: dict[_ComputationType, Kind] = {
     _ComputationType.FORWARD: "forward",
     _ComputationType.FULL_BACKWARD: "backward",
     _ComputationType.BACKWARD_INPUT: "input_backward",
@@ -176,18 +176,27 @@ class Timeline:
         return max((count for _, count in self.live(rank)), default=0)
 
 
-def simulate(actions: Actions, durations: Mapping[tuple[int, Kind], float]) -> Timeline:
+def simulate(
+    actions: Actions,
+    durations: Mapping[tuple[int, Kind], float],
+    messages: Mapping[tuple[int, int], float] | None = None,
+    overhead: float = 0.0,
+) -> Timeline:
     """The timeline of actions done as early as can be, each rank in its order.
 
     Args:
         actions: by rank, as :func:`actions_of` gives them.
         durations: of each stage's forward, backward, input_backward and weight_backward, as far as they occur, in any
             unit. A schedule that splits the backward does all of it on stage 0 in weight_backward.
+        messages: from one rank to another, how long what a stage gives is on its way, in the same unit. Neither rank
+            is busy with it. By default no time at all.
+        overhead: how long a rank does something else before each action.
 
     Raises:
         SetupError: a duration is missing, or the ranks wait for each other in a circle.
     """
-    num_stages = 1 + max((action.stage_index for row in actions.values() for action in row), default=0)
+    rank_of = {action.stage_index: rank for rank, row in actions.items() for action in row}
+    num_stages, on_its_way = 1 + max(rank_of, default=0), messages or {}
     spans: dict[int, list[Span]] = {rank: [] for rank in actions}
     ends: dict[tuple[int, Kind, int], float] = {}
     left = sum(map(len, actions.values()))
@@ -196,11 +205,12 @@ def simulate(actions: Actions, durations: Mapping[tuple[int, Kind], float]) -> T
         for rank, row in actions.items():
             while len(spans[rank]) < len(row):
                 action = row[len(spans[rank])]
-                kind, microbatch = _KINDS[action.computation_type], action.microbatch_index or 0
-                ready = _ready(action.stage_index, kind, microbatch, num_stages, ends)
-                if ready is None:
+                kind, microbatch = KINDS[action.computation_type], action.microbatch_index or 0
+                arrived = _arrivals(action.stage_index, kind, microbatch, num_stages, ends)
+                if arrived is None:
                     break
-                start = max(ready, spans[rank][-1].end if spans[rank] else 0.0)
+                ready = max((end + on_its_way.get((rank_of[at], rank), 0.0) for at, end in arrived), default=0.0)
+                start = max(ready, (spans[rank][-1].end if spans[rank] else 0.0) + overhead)
                 end = start + _duration(durations, action.stage_index, kind)
                 spans[rank].append(Span(action.stage_index, kind, microbatch, start, end))
                 ends[action.stage_index, kind, microbatch] = end
@@ -215,10 +225,10 @@ def simulate(actions: Actions, durations: Mapping[tuple[int, Kind], float]) -> T
     return Timeline(spans)
 
 
-def _ready(
+def _arrivals(
     stage: int, kind: Kind, microbatch: int, num_stages: int, ends: Mapping[tuple[int, Kind, int], float]
-) -> float | None:
-    """When everything that an action needs has been done; None while something has not."""
+) -> list[tuple[int, float]] | None:
+    """Of everything that an action needs, on which stage and when it was done; None while something has not been."""
     needs: list[tuple[int, tuple[Kind, ...]]] = []
     if kind == "forward":
         if stage > 0:
@@ -229,8 +239,8 @@ def _ready(
         needs.append((stage, ("forward",)))
         if stage < num_stages - 1:
             needs.append((stage + 1, ("backward", "input_backward")))
-    found = [[ends[at, one, microbatch] for one in kinds if (at, one, microbatch) in ends] for at, kinds in needs]
-    return max((times[0] for times in found), default=0.0) if all(found) else None
+    found = [(at, ends[at, one, microbatch]) for at, kinds in needs for one in kinds if (at, one, microbatch) in ends]
+    return found if len(found) == len(needs) else None
 
 
 def _duration(durations: Mapping[tuple[int, Kind], float], stage: int, kind: Kind) -> float:

@@ -9,10 +9,12 @@ if TYPE_CHECKING:
     from lightning_pipe.strategies.checkpoint_export import export_checkpoint, export_pretrained
     from lightning_pipe.strategies.hf_causal_lm import HFCausalLM
     from lightning_pipe.strategies.llm import LLMPipelineStrategy
+    from lightning_pipe.strategies.llm_auto import AutoLLMPipelineStrategy
     from lightning_pipe.strategies.pipeline_module import PipelineModule
     from lightning_pipe.strategies.recsys import RecsysPipelineStrategy
 
 __all__ = [
+    "AutoLLMPipelineStrategy",
     "HFCausalLM",
     "LLMPipelineStrategy",
     "PipelineModule",
@@ -24,6 +26,8 @@ __all__ = [
     "pipe_split",
 ]
 
+_LLM = ("AutoLLMPipelineStrategy", "HFCausalLM", "LLMPipelineStrategy", "PipelineModule", "SplitPoint", "pipe_split")
+
 
 def __getattr__(name: str) -> Any:
     # What a strategy is built on is imported when it is asked for, so that the others work without it.
@@ -34,16 +38,17 @@ def __getattr__(name: str) -> Any:
         from lightning_pipe.strategies.recsys import RecsysPipelineStrategy
 
         return RecsysPipelineStrategy
-    if name in ("HFCausalLM", "LLMPipelineStrategy", "PipelineModule", "SplitPoint", "pipe_split"):
+    if name in _LLM:
         from lightning_pipe.environment import require_torch
 
         require_torch("2.13", "language models in pipeline stages")
         from lightning_pipe.llm.traced_split import SplitPoint, pipe_split
         from lightning_pipe.strategies.hf_causal_lm import HFCausalLM
         from lightning_pipe.strategies.llm import LLMPipelineStrategy
+        from lightning_pipe.strategies.llm_auto import AutoLLMPipelineStrategy
         from lightning_pipe.strategies.pipeline_module import PipelineModule
 
-        all_of_them = (HFCausalLM, LLMPipelineStrategy, PipelineModule, SplitPoint, pipe_split)
+        all_of_them = (AutoLLMPipelineStrategy, HFCausalLM, LLMPipelineStrategy, PipelineModule, SplitPoint, pipe_split)
         return {one.__name__: one for one in all_of_them}[name]
     if name in ("export_checkpoint", "export_pretrained"):
         from lightning_pipe.strategies import checkpoint_export

@@ -7,7 +7,6 @@ import os
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -28,46 +27,29 @@ from torch.optim import Optimizer
 from lightning_pipe.engine import InputError, SetupError, SWPipeline
 from lightning_pipe.engine.agreement import check_agreement
 from lightning_pipe.llm.compiled_layers import keep_backward_buffers
-from lightning_pipe.llm.context_ranks import ContextMethod, ContextRanks, length_multiple
-from lightning_pipe.llm.deferred import DeferredInit, deferred_init, is_deferred
+from lightning_pipe.llm.context_ranks import ContextMethod, length_multiple
+from lightning_pipe.llm.deferred import DeferredInit, deferred_init
 from lightning_pipe.llm.dimensions import Dimensions, StageMeshes
 from lightning_pipe.llm.optimizer_offload import OffloadedState
-from lightning_pipe.llm.padding import SequenceKeys
-from lightning_pipe.llm.preparation import BatchPreparation, Lengths, PreparedBatch
+from lightning_pipe.llm.preparation import Lengths, PreparedBatch
 from lightning_pipe.llm.runner import PipelineRunner
 from lightning_pipe.llm.schedule_checks import check_combination, check_microbatches, splits_backward
-from lightning_pipe.llm.schedule_step import check_shared_parameters
-from lightning_pipe.llm.schedules import ScheduleSpec, count_stages, find_schedule, place_stages, stages_of_rank
+from lightning_pipe.llm.schedules import ScheduleSpec, count_stages, find_schedule
 from lightning_pipe.llm.tasks import llm_evaluation_plan, llm_plan
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.batch_source import Uneven
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.loops.zero_grad_first import ZeroGradFirst
-from lightning_pipe.strategies.batch_runs import BatchRuns
-from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy, on_all_ranks
+from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
 from lightning_pipe.strategies.llm_arguments import check_arguments
-from lightning_pipe.strategies.loss_scaling import LossScaling
 from lightning_pipe.strategies.optimizer_setup import empty_optimizers_allowed, refuse_fused
 from lightning_pipe.strategies.pipeline_module import BatchResult, PipelineModule
 from lightning_pipe.strategies.refusals import refuse_callbacks_of_whole_modules
 from lightning_pipe.strategies.stage_checkpoint import load_stage_checkpoint, save_stage_checkpoint
-from lightning_pipe.strategies.stage_gradients import StageGradients
 from lightning_pipe.strategies.stage_parallel import StageParallelism
-from lightning_pipe.strategies.stage_split import Example, SplitModel, SplitOptions, split_model
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """What a module in stages is run with; the module's model is ``split.kept``."""
-
-    split: SplitModel
-    runner: PipelineRunner
-    preparation: BatchPreparation
-    runs: BatchRuns
-    gradients: StageGradients
-    scaling: LossScaling | None
-
+from lightning_pipe.strategies.stage_parts import PartsMaker, StageParts, StagePlan, StageSettings
+from lightning_pipe.strategies.stage_split import SplitOptions
 
 # Arguments that may differ between ranks.
 _OF_RANKS = {
@@ -202,10 +184,10 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         )
         self._take_uneven_batches(uneven_batches)
         self._given = {name: repr(value) for name, value in arguments.items()}
-        self._spec = find_schedule(schedule)
+        self._asked_schedule = find_schedule(schedule)
         self._asked_size = pipeline_parallel_size
         self._asked_microbatches = num_microbatches
-        self._stages_per_rank = stages_per_rank
+        self._asked_stages = stages_per_rank
         self._split_options = SplitOptions(
             None if layers_per_stage is None else tuple(layers_per_stage),
             None if layer_ranges is None else tuple((first, end) for first, end in layer_ranges),
@@ -239,16 +221,12 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         self._cache_bytes = schedule_cache_bytes
         self._meshes: StageMeshes | None = None
         self._numbers_group: dist.ProcessGroup | None = None
-        self._loss_group: dist.ProcessGroup | None = None
-        self._known: dict[int, _Parts] = {}
-        self._split: SplitModel | None = None
-        self._runner: PipelineRunner | None = None
-        self._preparation: BatchPreparation | None = None
-        self._runs: BatchRuns | None = None
-        self._gradients: StageGradients | None = None
+        self._plan: StagePlan | None = None
+        self._maker: PartsMaker | None = None
+        self._known: dict[int, StageParts] = {}
+        self._parts: StageParts | None = None
         self._offloaded: list[OffloadedState] = []
         self._put_back: Callable[[], None] | None = None
-        self._scaling: LossScaling | None = None
         self._program: TrainingProgram | None = None
         self._record: DeferredInit | None = None
         self._evaluations: list[EvaluationProgram] = []
@@ -259,24 +237,59 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         super().setup_environment()
         # First of all: what follows would hang where ranks differ.
         check_agreement(list(self._given.items()), "pipeline's configuration", dist.group.WORLD, error=SetupError)
-        sizes = self._asked.fit(self.world_size, self._asked_size)
-        size = self._pipeline_size = sizes.pipeline
-        per_rank = count_stages(self._spec, size, self._stages_per_rank)
-        self._num_stages = size * per_rank
-        self._num_microbatches = self._asked_microbatches or 2 * max(size, 1)
-        check_microbatches(self._spec, self._num_microbatches, size, per_rank)
-        if self._compile_options is not None and splits_backward(self._spec) is not False:
+        settings = self.settings(self.world_size)
+        self._check_plan(settings.plan, settings.sizes)
+        self._plan = settings.plan
+        self._meshes = StageMeshes(settings.sizes, self.root_device.type)
+        # On the CPU, since they carry a few numbers beside the schedule; two, since both may be under way at once.
+        self._numbers_group = dist.new_group(backend="gloo", timeout=self._timeout)
+        loss_group = dist.new_group(backend="gloo", timeout=self._timeout)
+        assert self._numbers_group is not None and loss_group is not None
+        self._maker = PartsMaker(
+            settings, self._meshes, self.root_device, self.precision_plugin, self._numbers_group, loss_group
+        )
+
+    def settings(self, world_size: int) -> StageSettings:
+        """What is asked for, on so many ranks.
+
+        Raises:
+            SetupError: that many ranks cannot do it.
+        """
+        sizes = self._asked.fit(world_size, self._asked_size)
+        return StageSettings(
+            self._first_plan(sizes),
+            sizes,
+            StageParallelism(
+                None, bool(self._reshard_after_forward), *self._activations, self._compile_options, self._context_method
+            ),
+            self._lengths,
+            self._pad_values,
+            self._strict,
+            self._compare_batches,
+            self._cache_bytes,
+            self._offload,
+        )
+
+    def _first_plan(self, sizes: Dimensions) -> StagePlan:
+        """How models are to be cut and scheduled, as far as that is known without one."""
+        per_rank = count_stages(self._asked_schedule, sizes.pipeline, self._asked_stages)
+        count = self._asked_microbatches or 2 * max(sizes.pipeline, 1)
+        return StagePlan(self._asked_schedule, sizes.pipeline, per_rank, count, self._split_options)
+
+    def _check_plan(self, plan: StagePlan, sizes: Dimensions) -> None:
+        """Refuse what would hang, or train on wrong gradients; and see to what the plan needs."""
+        check_microbatches(plan.spec, plan.num_microbatches, plan.pipeline_size, plan.stages_per_rank)
+        if self._compile_options is not None and self._put_back is None and splits_backward(plan.spec) is not False:
             self._put_back = keep_backward_buffers()
+        self._check_combination(plan.spec, sizes)
+
+    def _check_combination(self, spec: ScheduleSpec, sizes: Dimensions) -> None:
         check_combination(
-            self._spec,
+            spec,
             sharding="fsdp" if sizes.shard > 1 else "replicate" if sizes.replicate * sizes.context > 1 else None,
             reshard_after_forward=self._reshard_after_forward,
             compiled=self._compile_options is not None,
         )
-        self._meshes = StageMeshes(sizes, self.root_device.type)
-        # On the CPU, since they carry a few numbers beside the schedule; two, since both may be under way at once.
-        self._numbers_group = dist.new_group(backend="gloo", timeout=self._timeout)
-        self._loss_group = dist.new_group(backend="gloo", timeout=self._timeout)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -292,14 +305,19 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
     @property
     def runner(self) -> PipelineRunner:
         """What runs this rank's stages."""
-        if self._runner is None:
-            raise SetupError("there are no stages yet; the trainer makes them when it sets the strategy up")
-        return self._runner
+        return self._made.runner
+
+    @property
+    def plan(self) -> StagePlan:
+        """How the model at work is cut and scheduled."""
+        if self._plan is None:
+            raise SetupError("there is no device mesh yet; the trainer makes it when it sets the strategy up")
+        return self._plan if self._parts is None else self._parts.plan
 
     @property
     def schedule_spec(self) -> ScheduleSpec:
         """The schedule."""
-        return self._spec
+        return self._asked_schedule if self._parts is None else self._parts.plan.spec
 
     @property
     def pipeline_size(self) -> int:
@@ -309,13 +327,12 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
     @property
     def num_microbatches(self) -> int:
         """Parts that a batch is cut into."""
-        assert self._meshes is not None
-        return self._num_microbatches
+        return self.plan.num_microbatches
 
     @property
     def stages_per_rank(self) -> int:
         """Stages that each rank holds."""
-        return self._num_stages // self.pipeline_size
+        return self.plan.stages_per_rank
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -383,17 +400,15 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         install_interrupted_saves(trainer)
         if fitting:
             PipelineTrainingEpochLoop.install(trainer)
-            assert self._runs is not None
-            ZeroGradFirst.install(trainer, self._runs.begin_step)
+            ZeroGradFirst.install(trainer, self._made.runs.begin_step)
             with empty_optimizers_allowed():
                 self.setup_optimizers(trainer)
-            if self._scaling is not None:
+            if self._made.scaling is not None:
                 refuse_fused(self.optimizers)
-                self._scaling.install()
-            assert self._gradients is not None
-            self._gradients.check_copies(self.optimizers)
+                self._made.scaling.install()
+            self._made.gradients.check_copies(self.optimizers)
             # The plugin's own would be each stage's norm.
-            self.precision_plugin.clip_grad_by_norm = self._gradients.clip  # type: ignore[method-assign]
+            self.precision_plugin.clip_grad_by_norm = self._made.gradients.clip  # type: ignore[method-assign]
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -401,116 +416,31 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
 
     def _take_parts(self, module: PipelineModule) -> None:
         """Split the module, unless that was done before; a trainer may be given several in turn."""
-        known = self._known.get(id(module.model))
-        if known is None:
-            split = self._split_module(module)
-            assert self._runner is not None and self._preparation is not None
-            assert self._runs is not None and self._gradients is not None
-            known = _Parts(split, self._runner, self._preparation, self._runs, self._gradients, self._scaling)
-            self._known[id(split.kept)] = known
-        self._split, self._runner, self._preparation = known.split, known.runner, known.preparation
-        self._runs, self._gradients, self._scaling = known.runs, known.gradients, known.scaling
+        parts = self._known.get(id(module.model))
+        if parts is None:
+            assert self._maker is not None
+            self._maker.check(module)
+            record, self._record = self._record, None
+            parts = self._maker.make(module, self._plan_for(module), record)
+            self._known[id(parts.split.kept)] = parts
+        self._parts = parts
 
-    def _split_module(self, module: PipelineModule) -> SplitModel:
-        if module.model is None:
-            raise SetupError("the module's model is None after configure_model; build_model must return the model")
-        parameters = [(name, f"{tuple(one.shape)} of {one.dtype}") for name, one in module.model.named_parameters()]
-        check_agreement(parameters, "model's parameters", dist.group.WORLD, error=SetupError)
-        if self.precision_plugin.precision == "16-true":
-            raise SetupError(
-                "the trainer's precision is '16-true', in which gradients of summed losses overflow without a scale;"
-                " needed is '16-mixed', 'bf16-mixed', 'bf16-true' or '32-true'"
-            )
-        meshes, rank = self._stage_meshes, self.device_mesh["pipeline"].get_local_rank()
-        rank_of_stage = place_stages(self._spec.placement, self._pipeline_size, self._num_stages)
-        record, self._record = self._record, None
-        split = split_model(
-            module.model,
-            record if record is not None and is_deferred(module.model) else None,
-            config=module.pipeline_config(),
-            num_stages=self._num_stages,
-            mine=stages_of_rank(self._spec, rank, self._pipeline_size, self._stages_per_rank),
-            options=self._split_options,
-            device=self.root_device,
-            parallelism=StageParallelism(
-                meshes,
-                bool(self._reshard_after_forward),
-                *self._activations,
-                self._compile_options,
-                self._context_method,
-            ),
-            pretrained=module.pretrained_weights(),
-            example=self._example_of(module),
-        )
-        on_all_ranks(
-            lambda: check_shared_parameters(self._spec, {index: stage.module for index, stage in split.stages.items()}),
-            "the model cannot be trained in stages",
-        )
-        module.model = split.kept
-        self._runner = PipelineRunner(
-            split.stages,
-            self._num_stages,
-            self._spec,
-            self.device_mesh["pipeline"].get_group(),
-            self.root_device,
-            split.shapes,
-            cache_bytes=self._cache_bytes,
-            # Ranks that are in the middle of a stage together would wait.
-            carry_failures={meshes.data, meshes.context, meshes.tensor} == {None},
-        )
-        assert self._numbers_group is not None and self._loss_group is not None
-        self._scaling = LossScaling.of(self.precision_plugin, self._loss_group, self.root_device)
-        context = None
-        if meshes.context is not None:
-            context = ContextRanks.of(meshes.context.get_group(), self._context_method, split.kept)
-        self._preparation = BatchPreparation(
-            module.model_inputs,
-            module.loss_tokens,
-            self._numbers_group,
-            meshes.same_batch,
-            self._num_microbatches,
-            lengths=self._lengths.up_to(module.max_sequence_length),
-            keys=SequenceKeys(labels=module.ignore_index, others=self._pad_values),
-            strict=self._strict,
-            ignore_index=module.ignore_index,
-            context=context,
-            compare=self._compare_batches,
-        )
-        self._runs = BatchRuns(
-            module,
-            self._runner,
-            self._preparation,
-            meshes,
-            context,
-            rank_of_stage[self._num_stages - 1],
-            self._loss_group,
-            self.root_device,
-            self._scaling,
-            split.has_routers,
-        )
-        self._gradients = StageGradients(split, meshes, rank_of_stage)
-        return split
+    def _plan_for(self, module: PipelineModule) -> StagePlan:
+        """How to cut and schedule a module that has not been cut yet."""
+        assert self._plan is not None
+        return self._plan
 
-    def _example_of(self, module: PipelineModule) -> Callable[[], Example] | None:
-        """The module's own, as the model takes it."""
-        micro_batch = module.example_micro_batch()
-        if micro_batch is None:
-            return None
-
-        def example() -> Example:
-            arguments, keywords = module.model_inputs(micro_batch)
-            return Example(
-                arguments, keywords, lambda output: module.summed_loss(output, micro_batch), self._num_microbatches
-            )
-
-        return example
+    @property
+    def _made(self) -> StageParts:
+        if self._parts is None:
+            raise SetupError("there are no stages yet; the trainer makes them when it sets the strategy up")
+        return self._parts
 
     # ------------------------------------------------------------------ the program
 
     def training_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> TrainingProgram:
         """Build tasks and plan; the training loop asks for it when training begins."""
-        assert self._preparation is not None
-        plan = llm_plan(transfer, self._preparation.begin)
+        plan = llm_plan(transfer, self._made.preparation.begin)
         self._program = TrainingProgram(
             SWPipeline(plan, self.root_device),
             transfer="H2D",
@@ -522,8 +452,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
 
     def evaluation_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str) -> EvaluationProgram:
         """Build tasks and plan for evaluating the batches of one dataloader."""
-        assert self._preparation is not None
-        plan = llm_evaluation_plan(transfer, self._preparation.begin, name=step)
+        plan = llm_evaluation_plan(transfer, self._made.preparation.begin, name=step)
         program = EvaluationProgram(SWPipeline(plan, self.root_device), transfer="H2D", step="ScheduleForward")
         self._evaluations.append(program)
         return program
@@ -541,12 +470,10 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         return self._program.pipeline
 
     def _run_batch(self, batch: Any) -> BatchResult:
-        assert self._runs is not None
-        return self._runs.run(batch, self._prepared_ahead())
+        return self._made.runs.run(batch, self._prepared_ahead())
 
     def _predict(self, batch: Any) -> Any:
-        assert self._runs is not None
-        return self._runs.predict(batch, self._prepared_ahead())
+        return self._made.runs.predict(batch, self._prepared_ahead())
 
     def _trainer(self) -> pl.Trainer:
         module = self.lightning_module
@@ -591,10 +518,9 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
     def _divide_by_tokens(self) -> None:
         module = self.lightning_module
         assert module is not None
-        assert self._runs is not None and self._gradients is not None
         if not module.trainer.fit_loop._should_accumulate():
-            self._gradients.finish()
-            self._runs.divide(list(module.parameters()))
+            self._made.gradients.finish()
+            self._made.runs.divide(list(module.parameters()))
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         program = self._program
@@ -624,8 +550,8 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write a folder that every rank writes its stages' part into (``torch.distributed.checkpoint``)."""
         module = self.lightning_module
-        assert module is not None and self._split is not None
-        order = [f"model.{name}" for name in self._split.names]
+        assert module is not None
+        order = [f"model.{name}" for name in self._made.split.names]
         path = self._agreed_path(filepath, storage_options)
         save_stage_checkpoint(checkpoint, path, module, self.optimizers, order, self._write_folder)
 
@@ -651,8 +577,8 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         if isinstance(module, PipelineModule):
             module._run_in_stages = module._predict_in_stages = None
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
-        if self._scaling is not None:
-            self._scaling.close()
+        if self._parts is not None and self._parts.scaling is not None:
+            self._parts.scaling.close()
         for one in self._offloaded:
             one.close()
         self._offloaded = []

@@ -51,6 +51,12 @@ STRATEGIES = (
     _llm("interleaved_zero_bubble", "several stages a rank, weights' backward put into the bubble"),
     _llm("zbv_zero_bubble", "two stages a rank in V order, weights' backward put into the bubble"),
     _llm("dualpipev", "two stages a rank in V order, forward and backward overlapped"),
+    RegisteredStrategy(
+        "llm_auto_pipeline",
+        "language model in stages: schedule, stages, micro-batches and split chosen when training is set up",
+        "AutoLLMPipelineStrategy",
+        plan="llm",
+    ),
 )
 
 

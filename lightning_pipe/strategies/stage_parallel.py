@@ -108,9 +108,17 @@ class StageParallelism:
 
     def apply_to_layers(self, stage: StageModule, layers: tuple[str, ...]) -> None:
         """The part of it that needs to know the names of layers only."""
-        if self.activations is not None:
-            checkpoint_layers(stage, layers, self.activations, self.checkpoint_every)
+        self.checkpoint(stage, layers)
         if self.compile_options is not None:
             compile_layers(stage, layers, **self.compile_options)
         if self.meshes is not None and self.meshes.data is not None:
             parallelise_stage(stage, layers, self.meshes.data, reshard_after_forward=self.reshard_after_forward)
+
+    def checkpoint(self, stage: StageModule, layers: tuple[str, ...]) -> None:
+        """Let layers compute again in backward what they would keep."""
+        if self.activations is not None:
+            checkpoint_layers(stage, layers, self.activations, self.checkpoint_every)
+
+    def is_checkpointed(self, index: int) -> bool:
+        """Whether a layer does so, by its index in the whole model."""
+        return self.activations is not None and index % self.checkpoint_every == 0

@@ -22,6 +22,7 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.attention_mode import CheckedAttention
 from lightning_pipe.llm.deferred import DeferredInit, fake_copy
 from lightning_pipe.llm.hf_experts import has_routers, skip_experts
+from lightning_pipe.llm.layer_bench import LossOf, stand_in
 from lightning_pipe.llm.layer_costs import measure_costs
 from lightning_pipe.llm.module_config import ModuleConfig, derive_config
 from lightning_pipe.llm.shapes import StageShapes
@@ -79,13 +80,13 @@ class Example:
     Attributes:
         args: of the model.
         kwargs: of the model.
-        loss_of: from its output, a scalar loss.
+        loss_of: from its output, and the part of the model that gave it, a scalar loss.
         num_microbatches: of a step, whose activations a stage keeps.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    loss_of: Callable[[Any], Tensor]
+    loss_of: LossOf
     num_microbatches: int = 1
 
 
@@ -123,8 +124,9 @@ def split_model(
     parallelism: StageParallelism,
     pretrained: PretrainedWeights | None = None,
     example: Callable[[], Example] | None = None,
+    stand_ins: bool = False,
 ) -> SplitModel:
-    """Split *model*; it is used up. Every rank calls this.
+    """Split *model*; it is used up, but for stand-ins. Every rank calls this.
 
     Args:
         model: the whole one; real, or made under ``deferred_init``.
@@ -137,6 +139,7 @@ def split_model(
         parallelism: how stages are shared with other ranks, and run.
         pretrained: what a model made under ``deferred_init`` is filled with, on all ranks; None for its initial values.
         example: makes a micro-batch on the CPU; None where there is none.
+        stand_ins: give this rank's stages other values, small ones, and leave the model as it is: to try a split out.
 
     Raises:
         SetupError: the model cannot be split so.
@@ -152,17 +155,33 @@ def split_model(
     shapes = cut.shapes(model)
     names = tuple(name for name, _ in model.named_parameters())
     routers = has_routers(model)
-    if record is None:
-        _share_first_rank_s_values(model)
-    else:
-        record.materialise(model, keep=cut.holds(mine), device=device)
-        if pretrained is not None:
-            failed = f"the weights in {str(pretrained.folder)!r} cannot be loaded"
-            on_all_ranks(lambda: load_into(model, pretrained), failed)
-    stages = {index: cut.stage(model, index).to(device) for index in sorted(mine)}
+    if not stand_ins:
+        _fill(model, record, cut.holds(mine), device, pretrained)
+    stages = {index: cut.stage(model, index) for index in sorted(mine)}
+    if stand_ins:
+        stand_in(nn.ModuleList(stages.values()), device)
+    for stage in stages.values():
+        stage.to(device)
     for stage in stages.values():
         cut.parallelise(stage)
     return SplitModel(cut.join(model, stages), stages, names, shapes, cut.tied, routers)
+
+
+def _fill(
+    model: nn.Module,
+    record: DeferredInit | None,
+    keep: Callable[[str], bool],
+    device: torch.device,
+    pretrained: PretrainedWeights | None,
+) -> None:
+    """Give this rank's part of the model its values, the same whichever rank holds it."""
+    if record is None:
+        _share_first_rank_s_values(model)
+        return
+    record.materialise(model, keep=keep, device=device)
+    if pretrained is not None:
+        failed = f"the weights in {str(pretrained.folder)!r} cannot be loaded"
+        on_all_ranks(lambda: load_into(model, pretrained), failed)
 
 
 class _Cut(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _Action
@@ -14,10 +15,11 @@ from lightning_pipe.llm.simulation import Kind, Timeline, actions_of, backward_o
 EVEN: dict[Kind, float] = {"forward": 1, "backward": 2, "input_backward": 1, "weight_backward": 1}
 
 
-def timeline_of(name: str, pp_size: int, m: int, stages_per_rank: int | None = None) -> Timeline:
+def timeline_of(name: str, pp_size: int, m: int, stages_per_rank: int | None = None, **options: Any) -> Timeline:
     actions = actions_of(SCHEDULES[name], pp_size, m, stages_per_rank)
     stages = {action.stage_index for row in actions.values() for action in row}
-    return simulate(actions, {(stage, kind): taken for stage in stages for kind, taken in EVEN.items()})
+    durations = {(stage, kind): taken for stage in stages for kind, taken in EVEN.items()}
+    return simulate(actions, durations, **options)
 
 
 def parse(*rows: str) -> dict[int, list[_Action]]:
@@ -148,3 +150,26 @@ def test_a_duration_that_is_missing_is_an_error_that_names_it() -> None:
 def test_a_timeline_of_nothing_is_empty() -> None:
     timeline = simulate({0: [], 1: []}, {})
     assert (timeline.makespan, timeline.bubble_fraction, timeline.peak_live(0)) == (0.0, 0.0, 0)
+
+
+def test_what_a_stage_gives_is_on_its_way_for_as_long_as_is_said() -> None:
+    timeline = timeline_of("gpipe", 2, 1, messages={(0, 1): 3.0, (1, 0): 5.0})
+    assert [(span.kind, span.start) for span in timeline.spans[1]] == [("forward", 1.0 + 3.0), ("backward", 5.0)]
+    assert timeline.spans[0][1].start == 5.0 + EVEN["backward"] + 5.0
+
+
+def test_a_message_does_not_keep_its_ranks_busy() -> None:
+    timeline = timeline_of("gpipe", 2, 3, messages={(0, 1): 3.0})
+    assert [span.start for span in timeline.spans[0][:3]] == [0.0, 1.0, 2.0]
+    assert timeline.busy(1) == 3 * 3
+
+
+def test_between_stages_of_one_rank_nothing_is_on_its_way() -> None:
+    slow = timeline_of("zbv_zero_bubble", 1, 2, messages={(0, 0): 0.0, (0, 1): 9.0, (1, 0): 9.0})
+    assert slow.makespan == timeline_of("zbv_zero_bubble", 1, 2).makespan
+
+
+def test_a_rank_does_something_else_before_each_action_and_counts_as_idle() -> None:
+    slowed = timeline_of("gpipe", 1, 3, overhead=0.5)
+    assert slowed.makespan == timeline_of("gpipe", 1, 3).makespan + 6 * 0.5
+    assert slowed.idle(0) == 6 * 0.5

@@ -1,0 +1,107 @@
+"""What ``llm_auto_pipeline`` chooses against each named schedule, on one model and batch, in turns within one run.
+
+``torchrun --nproc-per-node 2 benchmarks/llm_auto.py`` lets the automatic strategy choose, and then trains with that
+choice and with every named schedule under a Trainer: those with their default number of micro-batches and split, and
+with the number that was chosen. Steps are timed from batch to batch, the optimiser's included, round after round. The
+choice is listed twice, in two places of each round: how far the two are apart is noise. Target: never slower than the
+best of the others beyond that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import statistics
+import time
+from itertools import pairwise
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from llm_step_time import Language, batches_of
+from torch.utils.data import DataLoader
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.llm.schedules import SCHEDULES
+from lightning_pipe.strategies import AutoLLMPipelineStrategy, LLMPipelineStrategy
+
+QUIET: dict[str, Any] = {
+    **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+    "accelerator": "cpu",
+    "num_sanity_val_steps": 0,
+    "max_epochs": 1,
+}
+
+
+def fit(strategy: LLMPipelineStrategy, options: argparse.Namespace, steps: int) -> list[float]:
+    """Seconds of steps, without the first, of the rank that took longest."""
+    module = Language(options.width, options.layers)
+    torch.manual_seed(1)
+    batches = DataLoader(batches_of(options)[: steps + 1], batch_size=None)  # type: ignore[arg-type]
+    pl.Trainer(strategy=strategy, devices=dist.get_world_size(), **QUIET).fit(module, batches)
+    taken = torch.tensor([later - earlier for earlier, later in pairwise(module.began[1:])])
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    found: list[float] = taken.tolist()
+    return found
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for option, default in (
+        ("width", 256), ("layers", 6), ("rows", 16), ("length", 64), ("steps", 5), ("rounds", 3)
+    ):  # fmt: skip
+        parser.add_argument(f"--{option}", type=int, default=default)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    dist.init_process_group("gloo")
+    auto = AutoLLMPipelineStrategy()
+    began = time.perf_counter()
+    fit(auto, options, 2)
+    assert auto.choice is not None
+    chosen = auto.choice.chosen.candidate
+    choice = {
+        "schedule": chosen.spec.name,
+        "num_microbatches": chosen.num_microbatches,
+        "stages_per_rank": chosen.stages_per_rank,
+        "layers_per_stage": chosen.layers_per_stage,
+    }
+    if dist.get_rank() == 0:
+        print(f"chosen in {time.perf_counter() - began:.1f} s, with two steps of training\n", flush=True)
+    entries: dict[str, dict[str, Any]] = {"auto": choice}
+    for count in sorted({2 * dist.get_world_size(), chosen.num_microbatches}):
+        entries |= {f"{name}, {count}": {"schedule": name, "num_microbatches": count} for name in SCHEDULES}
+    entries["auto again"] = choice
+    seconds: dict[str, list[list[float]]] = {name: [] for name in entries}
+    for _ in range(options.rounds):
+        for name, arguments in entries.items():
+            try:
+                seconds[name].append(fit(LLMPipelineStrategy(**arguments), options, options.steps))
+            except SetupError:
+                seconds.pop(name, None)
+        entries = {name: entries[name] for name in seconds}
+    if dist.get_rank() == 0:
+        report(seconds)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def report(seconds: dict[str, list[list[float]]]) -> None:
+    """Medians, fastest first, and each of them beside that of the choice."""
+    medians = {name: statistics.median(one for row in rows for one in row) for name, rows in seconds.items()}
+    ours = statistics.median(one for name in ("auto", "auto again") for row in seconds[name] for one in row)
+    print(f"{'schedule, micro-batches':<30}{'ms a step':>11}{'of auto':>9}   ms, by round")
+    for name in sorted(medians, key=lambda name: medians[name]):
+        rounds = "  ".join(f"{1e3 * statistics.median(row):.1f}" for row in seconds[name])
+        print(f"{name:<30}{1e3 * medians[name]:>11.1f}{medians[name] / ours:>9.3f}   {rounds}")
+    named = min(value for name, value in medians.items() if not name.startswith("auto"))
+    apart = abs(medians["auto"] - medians["auto again"]) / ours
+    print(f"\nauto / best of the named: {ours / named:.3f}; auto against itself: {100 * apart:.1f} % apart")
+
+
+if __name__ == "__main__":
+    main()

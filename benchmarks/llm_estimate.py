@@ -1,0 +1,143 @@
+"""What ``lightning-pipe llm estimate`` says of each rank's memory, beside what training then holds.
+
+``torchrun --nproc-per-node 2 benchmarks/llm_estimate.py`` trains a model like that of ``examples/llm_text`` for a few
+steps under each schedule, and with layers computed again in backward, and counts the bytes of every tensor that there
+is: of parameters and optimiser states at the end, and of all at the worst moment. Beside it is what was estimated
+without making the model. Operations' own scratch memory is in neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins import Precision
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.data import DataLoader
+
+from lightning_pipe.llm.live_bytes import LiveBytes
+from lightning_pipe.strategies import HFCausalLM, LLMPipelineStrategy
+from lightning_pipe.strategies.stage_estimate import estimate_stages
+
+MEBIBYTE = 2**20
+CASES: list[dict[str, Any]] = [
+    {"schedule": "gpipe"},
+    {"schedule": "1f1b"},
+    {"schedule": "1f1b", "activation_checkpointing": "full"},
+    {"schedule": "1f1b", "activation_checkpointing": "selective"},
+    {"schedule": "looped_bfs"},
+    {"schedule": "interleaved_1f1b"},
+    {"schedule": "interleaved_zero_bubble"},
+    {"schedule": "zbv_zero_bubble"},
+    {"schedule": "dualpipev"},
+    {"schedule": "zbv_zero_bubble", "activation_checkpointing": "full"},
+]
+
+
+class RealBytes(LiveBytes):
+    """Leaves out tensors without memory, which the strategy asks for shapes."""
+
+    def _count(self, tensor: torch.Tensor, key: int) -> None:
+        if not isinstance(tensor, FakeTensor):
+            super()._count(tensor, key)
+
+
+class Counting(pl.Callback):
+    """Counts from the first batch to the end of training."""
+
+    def __init__(self) -> None:
+        self.live = RealBytes({})
+        self.parameters = self.states = 0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.live.__enter__()
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.live.__exit__(None, None, None)
+        self.parameters = sum(one.nbytes for one in module.parameters())
+        states = [one for opt in trainer.optimizers for state in opt.state.values() for one in state.values()]
+        self.states = sum(one.nbytes for one in states if isinstance(one, torch.Tensor))
+
+
+def model(options: argparse.Namespace) -> HFCausalLM:
+    """That of ``examples/llm_text``, if no option says otherwise."""
+    return HFCausalLM(
+        {
+            "model_type": "llama",
+            "vocab_size": 256,
+            "hidden_size": options.width,
+            "intermediate_size": 43 * options.width // 16,
+            "num_hidden_layers": options.layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": options.length,
+            "tie_word_embeddings": False,
+        }
+    )
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for option, default in (
+        ("width", 128), ("layers", 8), ("rows", 16), ("length", 256), ("micro-batches", 4), ("steps", 2)
+    ):  # fmt: skip
+        parser.add_argument(f"--{option}", type=int, default=default)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    dist.init_process_group("gloo")
+    tokens = torch.randint(
+        256, (options.steps, options.rows, options.length), generator=torch.Generator().manual_seed(0)
+    )
+    batches = [{"input_ids": one, "labels": one} for one in tokens]
+    quiet: dict[str, Any] = {
+        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+        "accelerator": "cpu",
+        "devices": dist.get_world_size(),
+        "max_epochs": 1,
+    }
+    if dist.get_rank() == 0:
+        print(
+            f"{options.micro_batches} micro-batches of {options.rows // options.micro_batches} x {options.length}"
+            f" tokens, {options.layers} layers of width {options.width}; MiB, measured / estimated\n\n"
+            f"{'schedule':<36}{'rank':>5}{'parameters':>15}{'optimizer':>15}{'all':>17}{'error':>9}"
+        )
+    for case in CASES:
+        arguments = {**case, "num_microbatches": options.micro_batches}
+        found = estimate_stages(
+            LLMPipelineStrategy(**arguments), model(options), batches[0], dist.get_world_size(), Precision()
+        )
+        counting = Counting()
+        trainer = pl.Trainer(strategy=LLMPipelineStrategy(**arguments), callbacks=[counting], **quiet)
+        module = model(options)
+        trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+        buffers = sum(one.nbytes for one in module.buffers())
+        own = counting.parameters, counting.states, counting.live.peak + counting.parameters + buffers
+        rows: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(rows, own)
+        name = " ".join(map(str, case.values()))
+        for rank, (measured, said) in enumerate(zip(rows, found.configured.memory, strict=True)):
+            expected = said.parameters, said.optimizer, said.total
+            columns = [
+                f"{one / MEBIBYTE:.2f} / {two / MEBIBYTE:.2f}" for one, two in zip(measured, expected, strict=True)
+            ]
+            if dist.get_rank() == 0:
+                print(
+                    f"{name if rank == 0 else '':<36}{rank:>5}{columns[0]:>15}{columns[1]:>15}{columns[2]:>17}"
+                    f"{100 * (said.total / measured[-1] - 1):>+8.1f}%",
+                    flush=True,
+                )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""The ``lightning-pipe llm`` commands: what a pipeline-parallel configuration needs, said without training."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser
+from lightning.pytorch.strategies import StrategyRegistry
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from lightning_pipe.cli import PipelineCLI
+from lightning_pipe.engine import SetupError
+from lightning_pipe.llm.choice import Prediction
+from lightning_pipe.llm.estimate import Refused, parse_size
+from lightning_pipe.strategies.choice_report import named, size, unit_of
+from lightning_pipe.strategies.example_batch import example_batch
+from lightning_pipe.strategies.llm import LLMPipelineStrategy
+from lightning_pipe.strategies.llm_auto import AutoLLMPipelineStrategy
+from lightning_pipe.strategies.pipeline_module import PipelineModule
+from lightning_pipe.strategies.stage_estimate import StageEstimate, estimate_stages, precision_plugin
+
+__all__ = ["estimate_table", "main"]
+
+_ESTIMATE = """\
+Say whether a configuration with an LLMPipelineStrategy fits the memory of its ranks, and what bubble to expect: without
+training, without starting processes, and without making the model. Bytes are found by running its layers on tensors
+without memory; the bubble is of ranks that do as many floating-point operations a second. The data module is set up to
+see how large a batch is, unless --rows and --length say. All other options are those of 'lightning-pipe fit'.
+"""
+
+
+def main(arguments: list[str], train: Callable[[list[str], Callable[..., PipelineCLI]], None]) -> None:
+    """Run ``lightning-pipe llm``.
+
+    Args:
+        arguments: what follows it.
+        train: runs a training command's arguments with a CLI.
+    """
+    parser = argparse.ArgumentParser(prog="lightning-pipe llm", allow_abbrev=False)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    estimate = commands.add_parser(
+        "estimate",
+        usage="lightning-pipe llm estimate --config FILE [--memory SIZE] [--compare] [--OPTION VALUE ...]",
+        help="say whether a configuration fits the memory of its ranks, and its bubble",
+        description=_ESTIMATE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    estimate.add_argument("--memory", metavar="SIZE", help="of each rank's device, such as 80GB or 512MiB")
+    estimate.add_argument("--compare", action="store_true", help="show the other schedules too")
+    estimate.add_argument("--rows", type=int, help="of a batch, of all its micro-batches; default: the data's")
+    estimate.add_argument("--length", type=int, help="of a sequence, in tokens; default: the data's")
+    options, others = parser.parse_known_args(arguments)
+    memory = None if options.memory is None else parse_size(options.memory)
+    made: list[_EstimateCLI] = []
+
+    def cli(**kwargs: Any) -> _EstimateCLI:
+        made.append(_EstimateCLI(**kwargs))
+        return made[-1]
+
+    train(["fit", *others], cli)
+    found = made[0].estimate(options.rows, options.length, options.compare)
+    Console(markup=False, highlight=False).print(estimate_table(found, memory))
+
+
+class _EstimateCLI(PipelineCLI):
+    """Makes model, data and strategy of a configuration, and no trainer."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(save_config_callback=None, **kwargs)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        self.config = parser.parse_args(args)  # type: ignore[arg-type]  # Lightning's warns of those of this process
+        self.config.fit.trainer.logger, self.config.fit.trainer.callbacks = False, None  # they may open files
+
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        return None
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        pass
+
+    def estimate(self, rows: int | None, length: int | None, compare: bool) -> StageEstimate:
+        """What the configuration comes to."""
+        trainer = self._get(self.config_init, "trainer", default={})
+        strategy, module = _strategy(trainer["strategy"]), self.model
+        if not isinstance(module, PipelineModule):
+            raise SetupError(
+                f"the model is a {type(module).__name__}; needed is a lightning_pipe.strategies.PipelineModule"
+            )
+        precision = precision_plugin(trainer.get("precision"))
+        batch = self._batch(module, rows, length)
+        return estimate_stages(strategy, module, batch, _world_size(trainer), precision, all_schedules=compare)
+
+    def _batch(self, module: PipelineModule, rows: int | None, length: int | None) -> Any:
+        if rows is not None and length is not None:
+            tokens = torch.zeros(rows, length, dtype=torch.long)
+            return {"input_ids": tokens, "labels": tokens}
+        if length is not None:
+            raise SetupError(f"--length is {length}, without --rows; give both, or neither to take the data's")
+        data = self.datamodule
+        if data is None:
+            return example_batch(module, module.train_dataloader(), rows)
+        data.prepare_data()
+        data.setup("fit")
+        return example_batch(module, data.train_dataloader(), rows)
+
+
+def _strategy(given: Any) -> LLMPipelineStrategy:
+    if isinstance(given, str) and given in StrategyRegistry:
+        given = StrategyRegistry.get(given)
+    if isinstance(given, AutoLLMPipelineStrategy):
+        raise SetupError(
+            "the strategy is llm_auto_pipeline, which chooses a schedule when training begins; give one to estimate:"
+            " --trainer.strategy llm_1f1b_pipeline --compare"
+        )
+    if not isinstance(given, LLMPipelineStrategy):
+        raise SetupError(
+            f"the strategy is {given if isinstance(given, str) else type(given).__name__}; needed is an"
+            " LLMPipelineStrategy, by class or as llm_1f1b_pipeline and the like"
+        )
+    return given
+
+
+def _world_size(trainer: Any) -> int:
+    devices, nodes = trainer.get("devices", "auto"), trainer.get("num_nodes", 1)
+    if isinstance(devices, str) and devices not in ("auto", "-1"):
+        devices = [one for one in devices.split(",") if one] if "," in devices else int(devices)
+    count = len(devices) if isinstance(devices, (list, tuple)) else devices
+    if not isinstance(count, int) or count < 1:
+        raise SetupError(
+            f"trainer.devices is {devices!r}, which is known only where training runs; needed is a number:"
+            " --trainer.devices 8"
+        )
+    return count * int(nodes)
+
+
+# ---------------------------------------------------------------------- what is printed
+
+
+def estimate_table(found: StageEstimate, memory: int | None) -> Group:
+    """An estimate as text: a row for each rank, and one for each schedule that it is compared with."""
+    ours = found.configured
+    unit, factor = unit_of([ours.peak])
+    ranks = _table("rank", "params", "grads", "optimizer", "buffers", "messages", "activations", "all", memory=memory)
+    for rank, one in enumerate(ours.memory):
+        parts = (one.parameters, one.gradients, one.optimizer, one.buffers, one.messages, one.activations, one.total)
+        ranks.add_row(str(rank), *(f"{part / factor:.1f}" for part in parts), *_share(one.total, memory))
+    title = f"{named(ours.candidate)}, each of {found.rows} x {found.length} tokens: {_verdict(ours, memory)}"
+    live = ", ".join(str(one.live) for one in ours.memory)
+    lines = [
+        Text(f"in {unit}; activations of {live} micro-batches at a time, once for each stage, by rank"),
+        Text(f"bubble, by floating-point operations: {100 * ours.bubble:.1f} %"),
+        *(Text(note) for note in found.notes),
+    ]
+    others: list[Table | str] = ["", _comparison(found, memory)] if found.others else []
+    return Group(Text(title, style="bold"), "", ranks, "", *lines, *others)
+
+
+def _comparison(found: StageEstimate, memory: int | None) -> Table:
+    _, factor = unit_of([found.configured.peak])
+    table = _table("schedule", "layers", "kept", "activations", "all", memory=memory, last="bubble")
+    for one in found.others:
+        if isinstance(one, Refused):
+            table.add_row(one.schedule, "-", style="dim")
+            continue
+        worst = max(one.memory, key=lambda rank: rank.total)
+        table.add_row(
+            one.candidate.spec.name,
+            "+".join(map(str, one.candidate.layers_per_stage)),
+            str(worst.live),
+            f"{worst.activations / factor:.1f}",
+            f"{worst.total / factor:.1f}",
+            *_share(worst.total, memory),
+            f"{100 * one.bubble:.1f} %",
+        )
+    return table
+
+
+def _table(first: str, *columns: str, memory: int | None, last: str | None = None) -> Table:
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column(first, no_wrap=True)
+    for column in (*columns, *([] if memory is None else ["share"]), *([] if last is None else [last])):
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _share(total: int, memory: int | None) -> list[str]:
+    return [] if memory is None else [f"{100 * total / memory:.0f} %{'' if total <= memory else ' !'}"]
+
+
+def _verdict(one: Prediction, memory: int | None) -> str:
+    if memory is None:
+        return f"{size(one.peak)} on the rank that needs most"
+    missing = one.peak - memory
+    return f"fits {size(memory)}" if missing <= 0 else f"does not fit {size(memory)}: {size(missing)} too much"

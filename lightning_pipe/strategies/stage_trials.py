@@ -1,0 +1,101 @@
+"""Steps run for real, before training and without it: of stand-ins of a model's values, on a batch like training's."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.apply_func import move_data_to_device
+
+from lightning_pipe.llm.timed_stage import StageEvent
+from lightning_pipe.strategies.checkpoint_folder import gather
+from lightning_pipe.strategies.pipeline_module import PipelineModule
+from lightning_pipe.strategies.stage_parts import PartsMaker, StageParts, StagePlan
+
+__all__ = ["StageTrials", "Trial"]
+
+# A trial takes this long, in so many steps.
+_SECONDS = 0.5
+_LEAST, _MOST = 2, 10
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of a plan; the same on every rank.
+
+    Attributes:
+        seconds: of each step, of the rank that took longest: forwards, backwards, and what ranks tell each other of
+            losses; without optimisers, and without what is done ahead of a step.
+        events: what the ranks of the first pipeline noted in one more step, in their order.
+        recorded: seconds of that step.
+    """
+
+    seconds: tuple[float, ...]
+    events: tuple[Sequence[StageEvent], ...] = ()
+    recorded: float = 0.0
+
+
+class StageTrials:
+    """Runs plans; every rank runs the same ones in the same order.
+
+    Args:
+        module: whose model is whole; it has it again after each trial. Its hooks are called.
+        maker: of parts.
+        batch: of training, on the CPU.
+    """
+
+    def __init__(self, module: PipelineModule, maker: PartsMaker, batch: Any) -> None:
+        self._module = module
+        self._maker = maker
+        self._batch = move_data_to_device(batch, maker.device)
+
+    def run(self, plan: StagePlan, *, record: bool = False) -> Trial:
+        """Build the plan's stages, run some steps of them, and let go of them again.
+
+        Raises:
+            Exception: on every rank: the model cannot be cut so, or a forward fails.
+        """
+        module, whole = self._module, self._module.model
+        try:
+            parts = self._maker.make(module, plan, None, stand_ins=True)
+            self._maker.precision.convert_module(parts.split.kept)
+            with self._maker.precision.train_step_context(), torch.enable_grad():
+                return self._measure(parts, record)
+        finally:
+            module.model = whole
+            parts = None  # type: ignore[assignment]  # what is let go of now is not there beside the next one
+            gc.collect()
+
+    def _measure(self, parts: StageParts, record: bool) -> Trial:
+        (first,) = self._longest([self._step(parts)])  # makes the schedule, and touches memory
+        steps = min(max(math.ceil(_SECONDS / first), _LEAST), _MOST)
+        seconds = self._longest([self._step(parts) for _ in range(steps)])
+        if not record:
+            return Trial(seconds)
+        parts.runner.record_events = True
+        (recorded,) = self._longest([self._step(parts)])
+        noted = gather(list(parts.runner.events), self._maker.numbers_group)
+        pipeline = self._maker.meshes.root.mesh.reshape(parts.plan.pipeline_size, -1)[:, 0].tolist()
+        return Trial(seconds, tuple(noted[rank] for rank in pipeline), recorded)
+
+    def _step(self, parts: StageParts) -> float:
+        for parameter in parts.split.kept.parameters():
+            parameter.grad = None
+        prepared = parts.preparation.begin(self._batch)
+        dist.barrier(group=self._maker.numbers_group)
+        begin = time.perf_counter()
+        parts.runs.run(self._batch, prepared)
+        if self._maker.device.type != "cpu":
+            torch.accelerator.synchronize(self._maker.device)
+        return time.perf_counter() - begin
+
+    def _longest(self, seconds: Sequence[float]) -> tuple[float, ...]:
+        found = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._maker.numbers_group)
+        return tuple(found.tolist())

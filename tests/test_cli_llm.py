@@ -1,0 +1,131 @@
+"""``lightning-pipe llm``: what it prints of a configuration, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_pipe.cli import main
+from tests.running_in import running_in
+
+MODULE = """
+import lightning.pytorch as pl
+import torch
+from lightning_pipe.strategies import PipelineModule
+
+
+class Language(PipelineModule):
+    def build_model(self):
+        layers = [torch.nn.Linear(64, 64) for _ in range(4)]
+        return torch.nn.Sequential(torch.nn.Embedding(11, 64), *layers, torch.nn.Linear(64, 11))
+
+    def train_dataloader(self):
+        rows = [{"input_ids": torch.arange(32) % 11, "labels": torch.arange(32) % 11} for _ in range(64)]
+        return torch.utils.data.DataLoader(rows, 16)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+class Data(pl.LightningDataModule):
+    def train_dataloader(self):
+        raise AssertionError("the data were asked for")
+
+
+class Loud(pl.Callback):
+    def __init__(self):
+        raise AssertionError("made")
+"""
+
+CONFIGURATION = """
+model: {class_path: language.Language}
+trainer:
+  accelerator: gpu
+  devices: 2
+  num_nodes: 2
+  strategy:
+    class_path: lightning_pipe.strategies.LLMPipelineStrategy
+    init_args: {schedule: gpipe, num_microbatches: 8, data_parallel_replicate_size: 2}
+  logger: {class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir: logs}}
+  callbacks:
+    - class_path: language.Loud
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("COLUMNS", "100")
+    (tmp_path / "language.py").write_text(MODULE)
+    (tmp_path / "stages.yaml").write_text(CONFIGURATION)
+    with running_in(tmp_path):
+        yield tmp_path
+
+
+def estimate(*options: str) -> int:
+    return main(["llm", "estimate", "--config", "stages.yaml", *options])
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    assert estimate(*options) == 2
+    return capsys.readouterr().err
+
+
+def test_it_says_of_each_rank_of_a_pipeline_what_it_needs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
+    assert estimate("--memory", "1MiB") == 0
+    out = capsys.readouterr().out
+    assert "gpipe, 1 stage a rank, 8 micro-batches, layers 3+3, each of 2 x 32 tokens: fits 1.0 MiB" in out
+    rows = [line.split() for line in out.splitlines() if line[:1].isdigit()]
+    assert [row[0] for row in rows] == ["0", "1"]  # of four ranks, two make a pipeline
+    assert "activations of 8, 8 micro-batches at a time" in out
+    assert {path for path in folder.rglob("*") if "__pycache__" not in path.parts} == before
+
+
+def test_it_says_by_how_much_something_does_not_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert estimate("--memory", "200kB") == 0
+    out = capsys.readouterr().out
+    assert "does not fit 195.3 KiB: " in out
+    assert "% !" in out
+
+
+def test_it_compares_with_the_other_schedules(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert estimate("--compare", "--trainer.strategy", "llm_1f1b_pipeline", "--trainer.num_nodes", "1") == 0
+    out = capsys.readouterr().out
+    for name in ("gpipe", "1f1b", "zbv_zero_bubble", "dualpipev"):
+        assert f"\n{name} " in out
+    assert "on the rank that needs most" in " ".join(out.split())
+
+
+def test_rows_and_length_may_be_given_in_the_place_of_data(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert estimate("--rows", "32", "--length", "128", "--data", "language.Data") == 0
+    assert "each of 4 x 128 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--memory", "much"], "the size is 'much'; needed is a number of bytes above 0"),
+        (["--length", "9"], "--length is 9, without --rows; give both"),
+        (["--trainer.devices", "auto"], "trainer.devices is 'auto', which is known only where training runs"),
+        (["--trainer.strategy", "ddp"], "the strategy is DDPStrategy; needed is an LLMPipelineStrategy"),
+        (
+            ["--trainer.strategy", "llm_auto_pipeline"],
+            "the strategy is llm_auto_pipeline, which chooses a schedule when",
+        ),
+        (["--trainer.precision", "16-true"], "the trainer's precision is '16-true'"),
+        (["--trainer.devices", "3", "--trainer.num_nodes", "1"], "do not make the 3 ranks"),
+        (["--model", "lightning.pytorch.demos.boring_classes.BoringModel"], "the model is a BoringModel; needed is a"),
+    ],
+)
+def test_what_cannot_be_estimated_is_refused(
+    options: list[str], says: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in refusal(capsys, *options)
+
+
+def test_it_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["llm", "estimate", "--help"])
+    assert "[--memory SIZE] [--compare]" in capsys.readouterr().out
