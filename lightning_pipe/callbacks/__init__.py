@@ -4,9 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_pipe.callbacks.bubble import BubbleMonitor
+    from lightning_pipe.callbacks.monitor import PipelineMonitor
+    from lightning_pipe.callbacks.profiler import PipelineProfiler
     from lightning_pipe.callbacks.trace import PipelineTrace
 
-__all__ = ["BubbleMonitor", "PipelineTrace"]
+__all__ = ["BubbleMonitor", "PipelineMonitor", "PipelineProfiler", "PipelineTrace"]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,6 +20,15 @@ def __getattr__(name: str) -> Any:
         from lightning_pipe.callbacks.bubble import BubbleMonitor
 
         return BubbleMonitor
+    # They need Rich and more, and imports of this package stay quick.
+    if name == "PipelineMonitor":
+        from lightning_pipe.callbacks.monitor import PipelineMonitor
+
+        return PipelineMonitor
+    if name == "PipelineProfiler":
+        from lightning_pipe.callbacks.profiler import PipelineProfiler
+
+        return PipelineProfiler
     if name == "PipelineTrace":
         from lightning_pipe.callbacks.trace import PipelineTrace
 

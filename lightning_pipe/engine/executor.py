@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from lightning_pipe.engine.devices import DeviceStreams
 from lightning_pipe.engine.errors import TaskError
+from lightning_pipe.engine.meter import Meter
 from lightning_pipe.engine.plan import MAIN, PipelinePlan
 from lightning_pipe.engine.ranges import task_range
 from lightning_pipe.engine.sequencer import SubmissionSequencer
@@ -32,7 +34,7 @@ from lightning_pipe.engine.worker import Worker
 _log = logging.getLogger(__name__)
 
 # What :meth:`Executor.enter` hands to :meth:`Executor.leave`.
-Entered = tuple[AbstractContextManager[Any], Trace | None, Begun | None]
+Entered = tuple[AbstractContextManager[Any], Trace | None, Begun | None, float]
 
 
 class Operation:
@@ -111,6 +113,7 @@ class Executor:
         self._sequencer = SubmissionSequencer()
         self._base = 0
         self.trace: Trace | None = None
+        self.meter: Meter | None = None
         self.failure: TaskError | None = None
 
     def restart(self, base: int) -> None:
@@ -143,15 +146,15 @@ class Executor:
         ticket = None
         try:
             if serial:
-                self._call(op, slot, MAIN, None, None)
+                self._call_here(op, slot, None, None)
                 return
             if op.ordered:
                 ticket = self._sequencer.issue()
             if op.group == MAIN:
                 if op.cpu_waits or op.device_waits:
-                    self._wait(op, slot)
+                    self._wait_here(op, slot)
                     self.raise_failure()
-                self._call(op, slot, MAIN, op.stream, ticket)
+                self._call_here(op, slot, op.stream, ticket)
             else:
                 slot.done[op.index].clear()
                 self._workers[op.group].submit(partial(self._work, op, slot, capture(), self.streams.current(), ticket))
@@ -167,20 +170,22 @@ class Executor:
 
     def enter(self, op: Operation, slot: Slot) -> Entered:
         """Wait for what *op* depends on, for a caller that does its work; returns what :meth:`leave` needs."""
-        self._wait(op, slot)
+        self._wait_here(op, slot)
         self.raise_failure()
         trace = self.trace
         shown = task_range(op.name, trace is not None)
         shown.__enter__()
-        return shown, trace, trace.begin() if trace else None
+        return shown, trace, trace.begin() if trace else None, time.perf_counter()
 
     def leave(self, op: Operation, slot: Slot, entered: Entered) -> None:
         """End what :meth:`enter` began."""
-        shown, trace, begun = entered
+        shown, trace, begun, metered = entered
         if op.records:
             self.streams.record(slot.events[op.index])
         if trace and begun:
             trace.end(op.name, slot.iteration, MAIN, None, begun)
+        if self.meter is not None:
+            self.meter.ran(op.name, metered)
         shown.__exit__(None, None, None)
 
     def retire(self, slot: Slot) -> IterContext:
@@ -189,7 +194,10 @@ class Executor:
         Raises:
             TaskError: a task failed.
         """
+        begun = time.perf_counter()
         slot.join()
+        if self.meter is not None:
+            self.meter.waited(begun)
         self.raise_failure()
         for op in self.operations:
             if op.stream is not None:
@@ -249,6 +257,19 @@ class Executor:
                 for upstream, distance in op.device_waits:
                     if slot.iteration - distance >= self._base:
                         self.streams.current_waits_for(self._slot(slot.iteration - distance).events[upstream])
+
+    def _wait_here(self, op: Operation, slot: Slot) -> None:
+        """In the calling thread, whose time may be metered; so is what follows."""
+        begun = time.perf_counter()
+        self._wait(op, slot)
+        if self.meter is not None:
+            self.meter.waited(begun)
+
+    def _call_here(self, op: Operation, slot: Slot, stream: str | None, ticket: int | None) -> None:
+        begun = time.perf_counter()
+        self._call(op, slot, MAIN, stream, ticket)
+        if self.meter is not None:
+            self.meter.ran(op.name, begun)
 
     def _call(self, op: Operation, slot: Slot, group: str, stream: str | None, ticket: int | None) -> None:
         if ticket is not None:

@@ -13,6 +13,7 @@ How one task runs is :mod:`.executor`'s business.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from lightning_pipe.engine.agreement import check_agreement
 from lightning_pipe.engine.device_clock import DeviceClock
 from lightning_pipe.engine.errors import PlanError
 from lightning_pipe.engine.executor import Entered, Executor, Operation, Slot
+from lightning_pipe.engine.meter import Meter
 from lightning_pipe.engine.plan import MAIN, PipelinePlan
 from lightning_pipe.engine.shortcut import Key, Shortcut
 from lightning_pipe.engine.task import IterContext, PipelineTask
@@ -370,6 +372,20 @@ class SWPipeline:
 
     # ------------------------------------------------------------------ trace and end
 
+    @property
+    def trace(self) -> Trace | None:
+        """What is being recorded, if anything."""
+        return self._executor.trace
+
+    @property
+    def meter(self) -> Meter | None:
+        """What adds up the calling thread's time; set it between periods, None for nothing."""
+        return self._executor.meter
+
+    @meter.setter
+    def meter(self, meter: Meter | None) -> None:
+        self._executor.meter = meter
+
     def start_trace(self, keep: int | None = None) -> None:
         """Record a :class:`TaskSpan` for every task from now on; keep the latest *keep*, or all."""
         has_streams = self._executor.streams.available
@@ -413,6 +429,7 @@ class SWPipeline:
             self._source, self._exhausted = data_iter, False
         if self._exhausted:
             return False
+        begun = time.perf_counter()
         try:
             batch = next(data_iter)
         except StopIteration:
@@ -421,6 +438,8 @@ class SWPipeline:
         except BaseException as error:
             failure = self._executor.failed(error, "data iterator", self._fetched, self.plan.max_stage)
             raise failure from failure.__cause__
+        if self.meter is not None:
+            self.meter.fetched(begun)
         self._start(batch)
         return True
 

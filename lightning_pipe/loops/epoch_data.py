@@ -5,6 +5,7 @@ The training loop says when; this says which batch, from where, and what a check
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -31,12 +32,14 @@ class EpochData:
     Attributes:
         ledger: of the present epoch; None where the user's step fetches for itself.
         resume_point: that a checkpoint held, until the epoch begins that goes on from it.
+        fetch_seconds: that fetching has taken so far, without what ranks say to each other about batches.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         self.ledger: InFlightLedger | None = None
         self.resume_point: ResumePoint | None = None
+        self.fetch_seconds = 0.0
         self._fetcher: _DataFetcher | None = None
         self._source: Source | None = None
         self._streams: RandomStreams | None = None
@@ -176,6 +179,7 @@ class EpochData:
     def _fetch(self) -> Fetched:
         fetcher, streams, hooks = self._fetcher, self._streams, self._hooks
         assert fetcher is not None and streams is not None and hooks is not None
+        begun = time.perf_counter()
         # Where it does not know the end, Lightning's fetcher is one batch ahead: what it loads now is the next one, and
         # a run that goes on behind this batch loads that again.
         ahead = bool(getattr(fetcher, "batches", ()))
@@ -186,6 +190,7 @@ class EpochData:
         after = before or {"loaders": _snapshots(fetcher), "fetch": streams.states("fetch")}
         batch = hooks.prepare(batch)
         after["prepare"] = streams.states("prepare")
+        self.fetch_seconds += time.perf_counter() - begun
         return batch, is_last, after
 
     def _read_before(self, batch: Any) -> Fetched:

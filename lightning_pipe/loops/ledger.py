@@ -34,6 +34,9 @@ class InFlightLedger(Iterator[Any]):
     Args:
         fetch: gives the next batch; raises ``StopIteration`` after the last.
         holds: whether to hold batches as they were fetched until they are trained, for the case that they are given up.
+
+    Attributes:
+        holds: the same, of batches to come.
     """
 
     def __init__(
@@ -43,7 +46,7 @@ class InFlightLedger(Iterator[Any]):
         holds: bool = False,
     ) -> None:
         self._fetch = fetch
-        self._holds = holds
+        self.holds = holds
         self._in_flight: deque[LedgerEntry] = deque()
         self._to_transfer: deque[LedgerEntry] = deque()
         self.fetched = 0
@@ -52,7 +55,7 @@ class InFlightLedger(Iterator[Any]):
 
     def __next__(self) -> Any:
         batch, is_last, after = self._fetch()
-        entry = LedgerEntry(self.fetched, is_last, batch if self._holds else None, after)
+        entry = LedgerEntry(self.fetched, is_last, batch if self.holds else None, after)
         self._in_flight.append(entry)
         self._to_transfer.append(entry)
         self.fetched += 1

@@ -91,6 +91,11 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         return self._data.ledger
 
     @property
+    def fetch_seconds(self) -> float:
+        """That fetching has taken so far in this rank, the hooks before the transfer included."""
+        return self._data.fetch_seconds
+
+    @property
     def resume_point(self) -> ResumePoint | None:
         """Where a checkpoint that was loaded goes on, until the epoch begins that does."""
         return self._data.resume_point

@@ -1,0 +1,274 @@
+"""Watches where the time of each step goes while a Trainer fits, and says in one line what holds it up."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.data import _extract_batch_size
+from rich.console import Console
+from torch.utils.data import DataLoader
+
+from lightning_pipe.callbacks.verdict import StepUse, Verdict, find_verdict, forward_wait
+from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.meter import Meter
+from lightning_pipe.loops import PipelineTrainingEpochLoop, TrainingProgram
+
+__all__ = ["PipelineMonitor"]
+
+_FEWEST = 3  # iterations from which anything is said
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """All counters at one moment (seconds)."""
+
+    meter: Meter
+    at: float
+    loader: float
+    fetching: float
+    waiting: float
+    tasks: dict[str, float]
+
+
+@dataclass
+class _Sum:
+    """What some iterations come to, in seconds unless said."""
+
+    iterations: int = 0
+    seconds: float = 0.0
+    loader: float = 0.0
+    other_loaders: float = 0.0
+    workers: float = 0.0
+    tasks: dict[str, float] = field(default_factory=dict)
+    in_flight: int = 0
+    samples: int | None = 0  # None once a batch had no size
+
+    def add(self, before: _Reading, after: _Reading, paused: float, in_flight: int, samples: int | None) -> None:
+        loader = after.loader - before.loader
+        self.iterations += 1
+        self.seconds += after.at - before.at - paused
+        self.loader += loader
+        self.other_loaders += max(0.0, after.fetching - before.fetching - loader)
+        self.workers += after.waiting - before.waiting
+        for name, seconds in after.tasks.items():
+            self.tasks[name] = self.tasks.get(name, 0.0) + seconds - before.tasks.get(name, 0.0)
+        self.in_flight += in_flight
+        self.samples = None if samples is None or self.samples is None else self.samples + samples
+
+    def mean(self) -> StepUse:
+        n = self.iterations
+        return StepUse(
+            n,
+            self.seconds / n,
+            self.loader / n,
+            self.other_loaders / n,
+            self.workers / n,
+            {name: seconds / n for name, seconds in self.tasks.items()},
+            self.in_flight / n,
+            None if self.samples is None else self.samples / n,
+        )
+
+
+class PipelineMonitor(pl.Callback):
+    """Says what each step's time goes to. For the strategies ``pipeline``, ``recsys_*`` and ``llm_*``.
+
+    Means over the latest steps go to the trainer's loggers and to its ``callback_metrics``:
+
+    - ``pipeline/iteration_seconds``: from the end of a batch to the end of the next;
+    - ``pipeline/loader_seconds``: of those, the ones in which the main thread fetches from this rank's data loader;
+    - ``pipeline/forward_wait_seconds``: those in which it waits for worker threads, and, with several ranks, for the
+      exchange of inputs (``EmbInputDistWait``, ``EmbPrefetch``) in tasks of its own;
+    - ``pipeline/batches_in_flight``: those started and not yet trained, the one in training included;
+    - ``pipeline/samples_per_second``: of this rank; ``pipeline/batches_per_second`` where a batch does not say how many
+      samples it has, which it does if all of its tensors are of one length.
+
+    The main thread reads its clock around what it does anyway: some 50 µs a step, no message between ranks and
+    no wait for a device, on which the seconds are therefore the host's. Loggers are given rank 0's figures. At the end
+    of each epoch the ranks tell each other theirs, and rank 0 prints what holds the steps up, if that is something else
+    than in the epoch before; and once at the end. Validation is left out, and the first batch of each epoch, before
+    which the pipeline is filled.
+
+    Args:
+        every_n_steps: log after every so many batches; by default the trainer's ``log_every_n_steps``.
+        prog_bar: show the iteration's time and the throughput in the progress bar, too.
+
+    Raises:
+        SetupError: a number that is too small; when fit begins, another strategy.
+    """
+
+    def __init__(self, every_n_steps: int | None = None, prog_bar: bool = False) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise SetupError(f"every_n_steps is {every_n_steps}; needed is at least 1, or None for the trainer's")
+        self._every = every_n_steps
+        self._prog_bar = prog_bar
+        self._group: dist.ProcessGroup | None = None
+        self._trained = 0
+        self._use: list[StepUse] = []
+        self._verdict: Verdict | None = None
+        self._printed: Verdict | None = None
+        self._window, self._epoch = _Sum(), _Sum()
+        # Of the step under way: the counters when it began, what of its time does not count, and its batches.
+        self._before: _Reading | None = None
+        self._paused = self._pause_began = 0.0
+        self._in_flight = 0
+        self._samples: int | None = None
+
+    @property
+    def use(self) -> list[StepUse]:
+        """By rank, what a step of the last epoch was made of; empty where an epoch had too few steps."""
+        return list(self._use)
+
+    @property
+    def verdict(self) -> str | None:
+        """What was said of the last epoch."""
+        return None if self._verdict is None else self._verdict.text
+
+    def leave_out(self) -> None:
+        """Do not count the step that is under way: something is done in it that is not training."""
+        self._before = None
+
+    # ------------------------------------------------------------------ Lightning's calls
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not isinstance(trainer.fit_loop.epoch_loop, PipelineTrainingEpochLoop):
+            raise SetupError(
+                f"the strategy is a {type(trainer.strategy).__name__}, which has no pipeline to watch; needed is"
+                " strategy='pipeline', or a recsys_* or llm_* one"
+            )
+        self._trained, self._use, self._verdict, self._printed = 0, [], None, None
+        # Its own, on the CPU: others may be under way at the same time.
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        self._group = dist.new_group(backend="gloo") if several else None
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._window, self._epoch = _Sum(), _Sum()
+        self.leave_out()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._before is not None:
+            self._in_flight = len(_program(trainer).pipeline.in_flight)
+            self._samples = _samples(batch)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        now = _read(trainer)
+        # A pipeline that was not metered before: another plan has begun.
+        if self._before is not None and self._before.meter is now.meter:
+            for total in (self._window, self._epoch):
+                total.add(self._before, now, self._paused, self._in_flight, self._samples)
+        self._before, self._paused = now, 0.0
+        self._trained += 1
+        every = self._every or getattr(trainer, "log_every_n_steps", 0)
+        if every and self._trained % every == 0 and self._window.iterations:
+            self._log(trainer, self._window.mean())
+            self._window = _Sum()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._pause_began = time.perf_counter()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._paused += time.perf_counter() - self._pause_began
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        own = self._epoch.mean() if self._epoch.iterations >= _FEWEST else None
+        found: list[StepUse | None] = [own]
+        if self._group is not None:
+            found = [None] * dist.get_world_size(self._group)
+            dist.all_gather_object(found, own, group=self._group)
+        known = [one for one in found if one is not None]
+        self._use = known if len(known) == len(found) else []
+        if not self._use:
+            return
+        verdict = find_verdict(
+            self._use,
+            _program(trainer).pipeline.plan,
+            num_workers=_num_workers(trainer),
+            cores=max(1, len(os.sched_getaffinity(0)) // max(1, trainer.num_devices)),
+        )
+        self._verdict = replace(verdict, text=f"epoch {trainer.current_epoch}: {verdict.text}")
+        if self._printed is None or self._printed.kind != verdict.kind:
+            self._print(trainer)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._verdict is not None and self._printed is not self._verdict:
+            self._print(trainer)
+        self._leave_group()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._leave_group()
+
+    # ------------------------------------------------------------------ what they do
+
+    def _log(self, trainer: pl.Trainer, use: StepUse) -> None:
+        values = {
+            "pipeline/iteration_seconds": use.seconds,
+            "pipeline/loader_seconds": use.loader,
+            "pipeline/forward_wait_seconds": forward_wait(use, trainer.world_size),
+            "pipeline/batches_in_flight": use.in_flight,
+        }
+        if use.samples is None:
+            values["pipeline/batches_per_second"] = 1 / use.seconds
+        else:
+            values["pipeline/samples_per_second"] = use.samples / use.seconds
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
+        if self._prog_bar:
+            shown = [name for name in values if name.endswith("_per_second")]
+            trainer.progress_bar_metrics.update({name: values[name] for name in ("pipeline/iteration_seconds", *shown)})
+        # Not with the module's log: what that is told in one step, loggers are given again in the next ones.
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def _print(self, trainer: pl.Trainer) -> None:
+        self._printed = self._verdict
+        assert self._verdict is not None
+        if trainer.is_global_zero:
+            # One line, however narrow the terminal; no markup, since names may hold square brackets.
+            Console(markup=False, highlight=False, soft_wrap=True).print(self._verdict.text)
+
+    def _leave_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
+def _loop(trainer: pl.Trainer) -> PipelineTrainingEpochLoop:
+    loop = trainer.fit_loop.epoch_loop
+    assert isinstance(loop, PipelineTrainingEpochLoop)
+    return loop
+
+
+def _program(trainer: pl.Trainer) -> TrainingProgram:
+    program = _loop(trainer).program
+    assert program is not None
+    return program
+
+
+def _read(trainer: pl.Trainer) -> _Reading:
+    pipeline = _program(trainer).pipeline
+    if pipeline.meter is None:
+        pipeline.meter = Meter()
+    meter = pipeline.meter
+    now, loader = time.perf_counter(), _loop(trainer).fetch_seconds
+    return _Reading(meter, now, loader, meter.fetching, meter.waiting, dict(meter.tasks))
+
+
+def _samples(batch: Any) -> int | None:
+    """How many samples a batch has; None where its tensors do not agree."""
+    sizes = {size for size in _extract_batch_size(batch) if size is not None}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _num_workers(trainer: pl.Trainer) -> int | None:
+    """The most workers that a loader has; None where none is PyTorch's."""
+    combined = trainer.fit_loop._combined_loader
+    loaders = [] if combined is None else combined.flattened
+    return max((one.num_workers for one in loaders if isinstance(one, DataLoader)), default=None)

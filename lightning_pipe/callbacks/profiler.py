@@ -1,0 +1,343 @@
+"""Profiles a pipeline's tasks at chosen steps of a fit: a table, values for loggers, JSON, and an HTML report."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_pipe.callbacks.cost_figure import log_figure
+from lightning_pipe.callbacks.monitor import PipelineMonitor
+from lightning_pipe.callbacks.report import require_plotly, write_report
+from lightning_pipe.callbacks.what_if import WhatIf, ask_what_if
+from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, SWPipeline, TaskSpan
+from lightning_pipe.engine.clocks import measure_offset, to_first_rank
+from lightning_pipe.engine.costs import Machine
+from lightning_pipe.engine.timeline import Bar, Timeline, task_bars
+from lightning_pipe.engine.trace import Trace
+from lightning_pipe.loops import PipelineTrainingEpochLoop
+
+__all__ = ["PipelineProfiler"]
+
+_PACKAGES = ("lightning-pipe", "torch", "lightning", "torchrec")
+_TRACED = 6  # batches before a profile, for the report's timeline
+
+
+@runtime_checkable
+class _Profiles(Protocol):
+    """A strategy whose tasks can be profiled."""
+
+    def profile(
+        self, batches: Sequence[Any], tasks: Sequence[str] | None = None, *, rounds: int, iterations: int
+    ) -> ProfileResult: ...
+
+
+class PipelineProfiler(pl.Callback):
+    """Measures what each task costs a step, after chosen optimiser steps. For the strategies ``recsys_*``.
+
+    A task costs by how much a step is shorter where it is replayed
+    (:class:`~lightning_pipe.engine.profiler.TaskProfiler`): what runs beside other work may take long and cost nothing.
+    The latest batches trained are run again for it, some hundred times; parameters, optimisers, metrics and random
+    generators are put back, so training goes on as if nothing had been. All ranks profile at the same step. Rank 0
+    shows what it found, its own figures:
+
+    - prints a table;
+    - gives the trainer's loggers ``exposed/TASK`` and ``own/TASK`` in seconds, and a figure of them to those that take
+      figures (TensorBoard's, Weights & Biases', MLflow's), if Matplotlib is installed;
+    - writes a JSON file, which ``ProfileResult.from_json`` reads;
+    - writes an HTML report: the costs, what ran when before the profile, the plan, and what a step would take if tasks,
+      network or plan were others, by simulation. One file, which needs no network.
+
+    Where a file cannot be written, training goes on with a warning. A profile waits for the next optimiser step while
+    another callback records a trace, and until there is a batch to profile with: a pipeline that has just begun has
+    none.
+
+    Args:
+        at_steps: the optimiser steps to profile after, counted from the beginning of training, as
+            ``trainer.global_step`` is.
+        every_n_steps: instead, or besides, after every n-th one.
+        tasks: names of the tasks to measure; all by default.
+        rounds: how often each is measured: the intervals are the narrower, the more rounds.
+        iterations: of each measurement.
+        batches: how many of the latest batches to profile with.
+        path: of the JSON file, relative to the folder that the trainer logs to; None for none. Files of more than one
+            profile have the step in their names.
+        report: of the HTML report, likewise. Needs Plotly.
+        show: print the table.
+
+    Raises:
+        SetupError: numbers that are too small, a step that cannot be, a report that cannot be drawn; when fit begins,
+            another strategy, or a step behind the last one.
+    """
+
+    def __init__(
+        self,
+        at_steps: Sequence[int] = (),
+        every_n_steps: int | None = None,
+        *,
+        tasks: Sequence[str] | None = None,
+        rounds: int = 7,
+        iterations: int = 10,
+        batches: int = 4,
+        path: str | Path | None = "profile.json",
+        report: str | Path | None = "report.html",
+        show: bool = True,
+    ) -> None:
+        if not at_steps and every_n_steps is None:
+            raise SetupError("no step was given to profile after; give at_steps=(100,), say, or every_n_steps=1000")
+        if any(step < 1 for step in at_steps) or (every_n_steps is not None and every_n_steps < 1):
+            raise SetupError(
+                f"at_steps is {tuple(at_steps)} and every_n_steps {every_n_steps}; needed are numbers of optimiser"
+                " steps, from 1: before the first one there is no batch to profile with"
+            )
+        if rounds < 1 or iterations < 1 or batches < 1:
+            raise SetupError(
+                f"rounds is {rounds}, iterations {iterations} and batches {batches}; needed is at least 1 of each"
+            )
+        if report is not None:
+            require_plotly()
+        self._at = sorted(set(at_steps))
+        self._every = every_n_steps
+        self._tasks = None if tasks is None else list(tasks)
+        self._rounds, self._iterations = rounds, iterations
+        self._path = None if path is None else Path(path)
+        self._report = None if report is None else Path(report)
+        self._show = show
+        self._latest: deque[Any] = deque(maxlen=batches)
+        self._profiles: dict[int, ProfileResult] = {}
+        self._wanted: int | None = None  # the step to profile after next, and what was made before this batch
+        self._stepped = 0
+        self._trace: Trace | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._folder = Path()
+        self._warned = False
+
+    @property
+    def profiles(self) -> dict[int, ProfileResult]:
+        """What was found, by the optimiser step after which it was measured."""
+        return dict(self._profiles)
+
+    # ------------------------------------------------------------------ when
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not isinstance(trainer.strategy, _Profiles):
+            raise SetupError(
+                f"the strategy is a {type(trainer.strategy).__name__}, whose tasks cannot be profiled one by one;"
+                " needed is a recsys one, such as strategy='recsys_prefetch_pipeline'. For language models in stages"
+                " there is BubbleMonitor, and for all pipelines PipelineMonitor and PipelineTrace"
+            )
+        late = [step for step in self._at if -1 < trainer.max_steps < step]
+        if late:
+            raise SetupError(
+                f"at_steps has {late[0]}, but training ends after max_steps={trainer.max_steps}; profile before that"
+            )
+        self._latest.clear()
+        self._profiles.clear()
+        self._stepped = trainer.global_step
+        self._wanted = self._next(self._stepped)
+        self._trace, self._warned = None, False
+        # Its own, on the CPU: others may be under way at the same time.
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        self._group = dist.new_group(backend="gloo") if several else None
+        self._folder = Path(trainer.log_dir or trainer.default_root_dir)  # every rank takes part in asking for it
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._stepped = trainer.global_step
+        loop = _loop(trainer)
+        if self._wanted is None or loop.ledger is None:
+            return
+        # As the loader gave it: the transfer hooks are called again. What is in flight already was not held.
+        loop.ledger.holds = True
+        if loop.ledger.oldest.batch is not None:
+            self._latest.append(move_data_to_device(loop.ledger.oldest.batch, torch.device("cpu")))
+        pipeline = _pipeline(trainer)
+        if pipeline.trace is None and (self._wanted - self._stepped) * trainer.accumulate_grad_batches <= _TRACED:
+            pipeline.start_trace((_TRACED + pipeline.plan.pipeline_depth) * len(pipeline.plan.tasks))
+            self._trace = pipeline.trace
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step, wanted = trainer.global_step, self._wanted
+        # Only where a step was made: in the middle of an accumulation the gradients would be lost.
+        if wanted is None or step == self._stepped or step < wanted or not self._latest:
+            return
+        others = _pipeline(trainer).trace
+        if others is not None and others is not self._trace:
+            return
+        self._profile(trainer, step)
+        self._wanted = self._next(step)
+        self._latest.clear()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._spans(trainer)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._leave_group()
+        if not self._profiles:
+            rank_zero_warn(
+                f"PipelineProfiler profiled nothing: {trainer.global_step} optimiser steps were made; at_steps is"
+                f" {tuple(self._at)} and every_n_steps {self._every}"
+            )
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._leave_group()
+
+    def _next(self, step: int) -> int | None:
+        """The first step to profile after that comes behind *step*."""
+        later = [one for one in self._at if one > step]
+        if self._every is not None:
+            later.append((step // self._every + 1) * self._every)
+        return min(later, default=None)
+
+    # ------------------------------------------------------------------ what
+
+    def _profile(self, trainer: pl.Trainer, step: int) -> None:
+        pipeline, strategy = _pipeline(trainer), trainer.strategy
+        assert isinstance(strategy, _Profiles)
+        spans = self._spans(trainer)
+        bars = self._bars_of_all(trainer, spans)
+        profile = strategy.profile(list(self._latest), self._tasks, rounds=self._rounds, iterations=self._iterations)
+        self._profiles[step] = profile
+        for one in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(one, PipelineMonitor):
+                one.leave_out()
+        if trainer.is_global_zero:
+            self._tell(trainer, step, profile, pipeline.plan, spans, bars)
+
+    def _tell(
+        self,
+        trainer: pl.Trainer,
+        step: int,
+        profile: ProfileResult,
+        plan: PipelinePlan,
+        spans: Sequence[TaskSpan],
+        bars: Sequence[Bar],
+    ) -> None:
+        if self._show:
+            profile.print_report()
+        values = {f"own/{name}": seconds for name, seconds in profile.own.items()}
+        values.update({f"exposed/{name}": seconds for name, seconds in profile.exposed.items()})
+        for logger in trainer.loggers:
+            at = trainer.fit_loop.epoch_loop._batches_that_stepped
+            logger.log_metrics(values, step=at)
+            log_figure(logger, "exposed", profile, at)
+        path, report = self._path, self._report
+        if path is not None:
+            self._write(self._named(path, step), lambda to: _write_json(to, profile))
+        if report is not None:
+            timeline = Timeline(bars, plan.dependencies) if bars else None
+            what_if = _what_if(trainer, profile, plan, spans)
+            facts = _facts(trainer, step, profile)
+            self._write(
+                self._named(report, step),
+                lambda to: write_report(
+                    to, profile=profile, plan=plan, timeline=timeline, what_if=what_if, facts=facts
+                ),
+            )
+
+    def _spans(self, trainer: pl.Trainer) -> list[TaskSpan]:
+        """End this callback's trace, if that is what is recorded."""
+        trace, self._trace = self._trace, None
+        program = _loop(trainer).program
+        if trace is None or program is None or program.pipeline.trace is not trace:
+            return []
+        return program.pipeline.stop_trace()
+
+    def _bars_of_all(self, trainer: pl.Trainer, spans: Sequence[TaskSpan]) -> list[Bar]:
+        """On rank 0 every rank's, on one clock."""
+        offset = measure_offset(self._group)
+        clock = to_first_rank(offset, offset)
+        own = [
+            replace(bar, start=clock(bar.start), end=clock(bar.end)) for bar in task_bars(spans, trainer.global_rank)
+        ]
+        if self._group is None:
+            return own
+        found: list[Any] = [None] * trainer.world_size
+        dist.gather_object(own, found if trainer.global_rank == 0 else None, group=self._group, group_dst=0)
+        return [bar for bars in found if bars for bar in bars]
+
+    def _named(self, path: Path, step: int) -> Path:
+        number = f"-step{step}" if self._every is not None or len(self._at) > 1 else ""
+        return self._folder / path.with_name(f"{path.stem}{number}{path.suffix}")
+
+    def _write(self, path: Path, write: Callable[[Path], None]) -> None:
+        try:
+            write(path)
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                rank_zero_warn(f"PipelineProfiler could not write ({error}); training goes on. Give it another path")
+
+    def _leave_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
+def _loop(trainer: pl.Trainer) -> PipelineTrainingEpochLoop:
+    loop = trainer.fit_loop.epoch_loop
+    assert isinstance(loop, PipelineTrainingEpochLoop)
+    return loop
+
+
+def _pipeline(trainer: pl.Trainer) -> SWPipeline:
+    program = _loop(trainer).program
+    assert program is not None
+    return program.pipeline
+
+
+def _write_json(path: Path, profile: ProfileResult) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(profile.to_json(), encoding="utf-8")
+
+
+def _what_if(
+    trainer: pl.Trainer, profile: ProfileResult, plan: PipelinePlan, spans: Sequence[TaskSpan]
+) -> WhatIf | None:
+    """Predictions, where all tasks have a time: by the profile, or else by what ran before it."""
+    from lightning_pipe.recsys.auto_plan import hand_written_plans, recsys_costs
+
+    times: dict[str, list[float]] = defaultdict(list)
+    for span in spans:
+        times[span.task].append(span.end - span.start)
+    own = {name: statistics.median(seconds) for name, seconds in times.items()} | profile.own
+    if set(own) != set(plan.tasks):
+        return None
+    device = trainer.strategy.root_device
+    streams = device.type == "cuda"
+    cores = 1.0 if streams else max(1.0, (os.cpu_count() or 1) / max(1, trainer.num_devices))
+    costs = recsys_costs(own, peers=trainer.world_size > 1, device=device)
+    machine = Machine(cores=cores, device_streams=streams)
+    return ask_what_if(plan, costs, machine, other_plans=hand_written_plans(list(plan.tasks.values())))
+
+
+def _facts(trainer: pl.Trainer, step: int, profile: ProfileResult) -> dict[str, str]:
+    versions = []
+    for package in _PACKAGES:
+        try:
+            versions.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    ranks = f"{trainer.world_size} {'rank' if trainer.world_size == 1 else 'ranks'}"
+    return {
+        "Ranks": f"{ranks} on {trainer.strategy.root_device.type}",
+        "Profiled": f"after optimiser step {step}, in {profile.rounds} rounds of {profile.iterations} iterations",
+        "Date": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        "Strategy": type(trainer.strategy).__name__,
+        "Versions": ", ".join(versions),
+    }

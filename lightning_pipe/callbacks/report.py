@@ -1,0 +1,218 @@
+"""A profile as one HTML file that needs nothing else: no server, no network. Plotly draws; this says what."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from lightning_pipe.callbacks.report_charts import cost_chart, timeline_chart, what_if_chart
+from lightning_pipe.callbacks.what_if import WhatIf
+from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError
+from lightning_pipe.engine.timeline import Timeline
+
+__all__ = ["require_plotly", "write_report"]
+
+_HIDDEN = 0.5  # of a task's own time, at least, where it is called hidden
+
+
+def require_plotly() -> None:
+    """Check that a report can be drawn.
+
+    Raises:
+        SetupError: Plotly is not installed.
+    """
+    try:
+        import plotly.graph_objects  # noqa: F401
+    except ImportError as error:
+        raise SetupError(
+            "the HTML report needs Plotly, which is not installed: pip install 'lightning-pipe[report]', or ask for no"
+            " report (report=None)"
+        ) from error
+
+
+def write_report(
+    path: Path,
+    *,
+    profile: ProfileResult,
+    plan: PipelinePlan,
+    timeline: Timeline | None = None,
+    what_if: WhatIf | None = None,
+    facts: Mapping[str, str] | None = None,
+) -> None:
+    """Write a report, whole or not at all; some 5 MB, most of it Plotly.
+
+    Args:
+        path: of the file, whose folder is made if it is not there.
+        profile: what was measured.
+        plan: of which.
+        timeline: what ran when.
+        what_if: what would be otherwise.
+        facts: shown as they are, by name: the strategy, ranks, versions, the date.
+
+    Raises:
+        SetupError: Plotly is not installed.
+        OSError: it cannot be written.
+    """
+    require_plotly()
+    text = _page(profile, plan, timeline, what_if, facts or {})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.part")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _page(
+    profile: ProfileResult,
+    plan: PipelinePlan,
+    timeline: Timeline | None,
+    what_if: WhatIf | None,
+    facts: Mapping[str, str],
+) -> str:
+    from plotly.offline import get_plotlyjs
+
+    sections = [
+        _section(
+            "costs",
+            "What each task costs",
+            "Own: the task's time in its thread, all waits inside it included. Exposed: by how much an iteration is"
+            " shorter without the task, with the interval in which that lies with 95 % confidence. What is not exposed"
+            " is hidden behind other work.",
+            cost_chart(profile),
+        )
+    ]
+    if timeline is not None and timeline.bars:
+        sections.append(
+            _section(
+                "timeline",
+                "What ran when",
+                "A row is a thread or a stream of a rank, a colour is a batch; a black strip marks the critical"
+                " path: what the end waited for. Drag to zoom, double-click to see all; a click in the legend hides a"
+                " batch.",
+                timeline_chart(timeline, profile.seconds),
+            )
+        )
+    sections.append(_section("plan", f"The plan {plan.name}", _plan_in_words(plan), _plan_table(profile, plan)))
+    if what_if is not None and what_if.otherwise:
+        sections.append(
+            _section(
+                "what-if",
+                "What if",
+                f"Predicted by simulation, from the tasks' own times: {_ms(what_if.seconds)} as it is, where"
+                f" {_ms(profile.seconds)} were measured. Compare predictions with each other. In a plan that runs ahead"
+                " a wait is as short as the plan has made it, so what depends on it is underrated.",
+                what_if_chart(what_if),
+            )
+        )
+    page = Template(files("lightning_pipe.callbacks").joinpath("report_template.html").read_text(encoding="utf-8"))
+    return page.substitute(
+        title=escape(f"Pipeline report: plan {profile.plan}"),
+        facts_line=" · ".join(escape(value) for value in list(facts.values())[:3]),
+        facts="".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items()),
+        summary=escape(_summary(profile)),
+        figures="".join(_figures(profile, plan)),
+        sections="\n".join(sections),
+        plotly=get_plotlyjs(),
+    )
+
+
+def _section(name: str, title: str, explained: str, body: str) -> str:
+    return (
+        f'<section id="{name}"><h2>{escape(title)}</h2><p class="soft">{escape(explained)}</p>'
+        f'<div class="{"wide" if body.startswith("<table") else "chart"}">{body}</div></section>'
+    )
+
+
+def _figures(profile: ProfileResult, plan: PipelinePlan) -> list[str]:
+    exposed = profile.exposed
+    own = sum(profile.own[name] for name in exposed)
+    hidden = sum(max(0.0, profile.own[name] - seconds) for name, seconds in exposed.items())
+    shown = {
+        "an iteration": _ms(profile.seconds),
+        "iterations a second": f"{1 / profile.seconds:.1f}" if profile.seconds else "-",
+        "of the tasks' own time is hidden": f"{100 * hidden / own:.0f} %" if own else "-",
+        "batches in flight at most": str(plan.pipeline_depth),
+        "threads beside the main one": str(len(plan.thread_groups) - 1),
+    }
+    return [f'<div class="figure"><b>{escape(value)}</b>{escape(name)}</div>' for name, value in shown.items()]
+
+
+def _summary(profile: ProfileResult) -> str:
+    """What is sure: what the intervals leave no doubt of."""
+    exposed = profile.exposed
+    if not exposed:
+        return "No task was replayed, so only own times are known."
+    sure = [name for name in exposed if (profile.tasks[name].low or 0.0) > 0]
+    names = [
+        f"{' with '.join((name, *profile.tasks[name].with_it))} ({100 * exposed[name] / profile.seconds:.0f} %)"
+        for name in sorted(sure, key=lambda name: -exposed[name])[:3]
+    ]
+    hidden = [
+        name
+        for name in exposed
+        if profile.own[name] > 0.01 * profile.seconds
+        and (profile.tasks[name].high or 0.0) < (1 - _HIDDEN) * profile.own[name]
+    ]
+    if not (names or hidden):
+        return "All intervals are too wide to say what costs most; profile in more rounds, or on a quieter machine."
+    return " ".join(
+        ([f"Most of an iteration goes to {_listed(names)}."] if names else [])
+        + ([f"The plan hides {_listed(hidden)}."] if hidden else [])
+    )
+
+
+def _plan_in_words(plan: PipelinePlan) -> str:
+    exact = "gives up " + "; ".join(map(str, plan.stale)) if plan.stale else "is exact"
+    return (
+        f"Each task works on the batch that is so many batches ahead of the one in training. The plan {exact}; its"
+        " tasks are in the order in which a serial iteration runs them."
+    )
+
+
+def _plan_table(profile: ProfileResult, plan: PipelinePlan) -> str:
+    columns = ("task", "batches ahead", "thread", "stream", "own, ms", "exposed, ms", "95 %, ms", "share", "hidden", "")
+    numbers = (False, True, False, False, True, True, True, True, True, False)
+    head = "".join(
+        f'<th class="number">{name}</th>' if right else f"<th>{name}</th>"
+        for name, right in zip(columns, numbers, strict=True)
+    )
+    rows = []
+    for name, where in plan.schedule.items():
+        cells = [name, str(where.stage), where.thread_group, where.stream or "current", *_measured(profile, name)]
+        kinds = ["number" if right else "" for right in numbers]
+        kinds[0], kinds[-1] = "task", "note"
+        row = "".join(f'<td class="{kind}">{escape(cell)}</td>' for cell, kind in zip(cells, kinds, strict=True))
+        rows.append(f"<tr>{row}</tr>")
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _measured(profile: ProfileResult, name: str) -> list[str]:
+    one = profile.tasks.get(name)
+    if one is None:
+        return ["", "", "", "", "", "not profiled"]
+    own = f"{1e3 * one.own:.3f}"
+    if one.exposed is None or one.low is None or one.high is None:
+        return [own, "", "", "", "", one.not_measured]
+    shown = max(0.0, one.exposed)
+    return [
+        own,
+        f"{1e3 * one.exposed:.3f}",
+        f"{1e3 * one.low:.3f} to {1e3 * one.high:.3f}",
+        f"{100 * shown / profile.seconds:.1f} %" if profile.seconds else "",
+        f"{100 * max(0.0, 1 - shown / one.own):.0f} %" if one.own else "",
+        f"with {', '.join(one.with_it)}" if one.with_it else "",
+    ]
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"

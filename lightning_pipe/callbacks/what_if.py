@@ -1,0 +1,124 @@
+"""What an iteration would take if something were otherwise: told by simulation, from what the tasks take now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_pipe.engine import PipelinePlan
+from lightning_pipe.engine.costs import Machine, TaskCost
+from lightning_pipe.engine.network import Message
+from lightning_pipe.engine.simulation import simulate
+
+__all__ = ["IN_ORDER", "WhatIf", "ask_what_if"]
+
+_FACTORS = (0.5, 2, 4, 10)
+_RANKS = tuple(2**power for power in range(1, 13))
+_NETWORK, _NUMBER = "another network", "another number of ranks"
+# Questions whose answers have an order of their own.
+IN_ORDER = (_NETWORK, _NUMBER)
+_SMALL = 0.005  # of an iteration: a shorter task makes no difference
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """Predictions.
+
+    Args:
+        seconds: of an iteration, as it is.
+        otherwise: questions; for each of them seconds of an iteration, by what would be otherwise.
+    """
+
+    seconds: float
+    otherwise: Mapping[str, Mapping[str, float]]
+
+
+def ask_what_if(
+    plan: PipelinePlan,
+    costs: Mapping[str, TaskCost],
+    machine: Machine,
+    *,
+    other_plans: Sequence[PipelinePlan] = (),
+) -> WhatIf:
+    """Simulate *plan* as it is, with faster tasks, another network, more ranks, and the other plans.
+
+    Questions that have no answer are left out: of the network where nothing goes through it, of other numbers of ranks
+    where it is not said how large the messages are.
+
+    Args:
+        plan: the plan.
+        costs: of its tasks.
+        machine: what they share.
+        other_plans: over the same tasks.
+
+    Raises:
+        PlanError: costs that do not fit the tasks.
+    """
+
+    def seconds(of: PipelinePlan = plan, with_costs: Mapping[str, TaskCost] = costs, on: Machine = machine) -> float:
+        return simulate(of, with_costs, on).seconds_per_iteration
+
+    now = seconds()
+    large = [name for name, cost in costs.items() if cost.seconds + _background(cost, machine) > _SMALL * now]
+
+    def of_each(factor: float) -> dict[str, float]:
+        return {name: seconds(with_costs={**costs, name: _faster(costs[name], factor)}) for name in large}
+
+    otherwise = {
+        "a task takes half its time": of_each(2),
+        "a task takes no time": of_each(float("inf")),
+        "another plan": {one.name: seconds(of=one) for one in other_plans if one.name != plan.name},
+    }
+    if any(_on_network(cost) for cost in costs.values()):
+        otherwise[_NETWORK] = {
+            f"{factor:g} times as fast": seconds(
+                with_costs={name: _faster(cost, factor, network=True) for name, cost in costs.items()},
+                on=_with_network(machine, factor),
+            )
+            for factor in _FACTORS
+        }
+    network = machine.network
+    if network is not None and any(isinstance(cost.background, Message) for cost in costs.values()):
+        otherwise[_NUMBER] = {
+            f"{ranks} ranks": seconds(on=replace(machine, network=replace(network, ranks=ranks))) for ranks in _RANKS
+        }
+    if machine.between_periods:
+        otherwise["hooks and the data loader take no time"] = {
+            "no hooks, no loader": seconds(on=replace(machine, between_periods=0.0))
+        }
+    return WhatIf(now, {question: answers for question, answers in otherwise.items() if answers})
+
+
+def _background(cost: TaskCost, machine: Machine) -> float:
+    if isinstance(cost.background, Message):
+        return 0.0 if machine.network is None else machine.network.seconds(cost.background)
+    return cost.background
+
+
+def _on_network(cost: TaskCost) -> bool:
+    return cost.resource == "network" or (cost.background_resource == "network" and bool(cost.background))
+
+
+def _faster(cost: TaskCost, factor: float, *, network: bool = False) -> TaskCost:
+    """The cost of a task *factor* times as fast, or of what it has to do with the network."""
+    if not network or cost.resource == "network":
+        cost = replace(cost, seconds=cost.seconds / factor, launch=cost.launch / factor)
+    if isinstance(cost.background, Message):
+        # The network itself is made faster.
+        return (
+            cost
+            if network
+            else replace(cost, background=replace(cost.background, bytes=cost.background.bytes / factor))
+        )
+    if not network or cost.background_resource == "network":
+        cost = replace(cost, background=cost.background / factor)
+    return cost
+
+
+def _with_network(machine: Machine, factor: float) -> Machine:
+    network = machine.network
+    if network is None:
+        return machine
+    return replace(
+        machine, network=replace(network, latency=network.latency / factor, bandwidth=network.bandwidth * factor)
+    )

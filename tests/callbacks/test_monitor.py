@@ -1,0 +1,311 @@
+"""The monitor of a fit: what it counts, by a clock that moves only where the test says, and what it says of that."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_pipe.callbacks.monitor import PipelineMonitor
+from lightning_pipe.callbacks.verdict import StepUse, Verdict, find_verdict
+from lightning_pipe.engine import PipelinePlan, PipelineTask, SetupError, TaskSchedule
+from lightning_pipe.engine.meter import Meter
+from lightning_pipe.recsys.plans import recsys_plan
+from lightning_pipe.recsys.tasks import recsys_tasks
+from tests.strategies.cases import Memory
+
+# ---------------------------------------------------------------------- what a step consists of
+
+
+class Clock:
+    """In the place of ``time.perf_counter``."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(time, "perf_counter", found)
+    return found
+
+
+class Rows(Dataset[Any]):
+    """Eight rows, each of which takes *seconds(epoch)* to read."""
+
+    def __init__(self, clock: Clock, seconds: Callable[[int], float]) -> None:
+        self.clock, self.seconds = clock, seconds
+        self.read = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        self.clock.now += self.seconds(self.read // len(self))
+        self.read += 1
+        return {"x": torch.ones(3), "y": torch.ones(2)}
+
+
+class Trains(pl.LightningModule):
+    """A step takes six seconds, a hook one, one before the transfer as long as is said, a validation a hundred."""
+
+    def __init__(self, clock: Clock, prepares: float = 0.0) -> None:
+        super().__init__()
+        self.clock, self.prepares = clock, prepares
+        self.layer = nn.Linear(3, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.clock.now += 6
+        return self.layer(batch["x"]).sum()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.clock.now += 1
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.clock.now += self.prepares
+        return batch
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.clock.now += 100
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def run(
+    clock: Clock,
+    monitor: PipelineMonitor,
+    *more: pl.Callback,
+    seconds: Callable[[int], float] = lambda epoch: 1.5,
+    prepares: float = 0.0,
+    batch_size: int = 2,
+    epochs: int = 1,
+    **options: Any,
+) -> tuple[pl.Trainer, list[tuple[int | None, dict[str, float]]]]:
+    """A fit of four batches an epoch; returns what was logged of the pipeline, too."""
+    memory = Memory()
+    data: Any = DataLoader(Rows(clock, seconds), batch_size=batch_size)
+    used = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy="pipeline",
+        logger=memory,
+        callbacks=[monitor, *more],
+        max_epochs=epochs,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **options,
+    )
+    used.fit(Trains(clock, prepares), data, DataLoader(Rows(clock, lambda _: 0.0), batch_size=8))
+    return used, [(step, found) for step, found in memory.lines if "pipeline/iteration_seconds" in found]
+
+
+def test_a_step_is_told_apart_into_what_the_main_thread_did(clock: Clock) -> None:
+    monitor = PipelineMonitor(every_n_steps=2)
+    used, logged = run(clock, monitor, seconds=lambda _: 1.25, prepares=0.5)
+    (use,) = monitor.use
+    # Two rows at 1.25 s, and the hook; the last batch of four fetches none, and the first is not counted.
+    assert use.steps == 3
+    assert use.loader == pytest.approx(2.0)
+    assert use.seconds == pytest.approx(9.0)
+    assert use.tasks["TrainBatch"] == pytest.approx(6.0)
+    assert use.tasks["H2D"] == 0.0
+    assert use.workers == use.other_loaders == 0.0
+    assert [step for step, _ in logged] == [1, 3]
+    assert logged[0][1] == {
+        "pipeline/iteration_seconds": pytest.approx(10.0),
+        "pipeline/loader_seconds": pytest.approx(3.0),
+        "pipeline/forward_wait_seconds": 0.0,
+        "pipeline/batches_in_flight": 2.0,
+        "pipeline/samples_per_second": pytest.approx(0.2),
+    }
+    assert logged[1][1]["pipeline/batches_in_flight"] == 1.5
+    assert float(used.callback_metrics["pipeline/iteration_seconds"]) == pytest.approx(8.5)
+    assert "pipeline/iteration_seconds" not in used.progress_bar_metrics
+
+
+def test_a_step_in_which_the_plan_has_changed_is_left_out(clock: Clock) -> None:
+    class Changes(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                trainer.fit_loop.epoch_loop.program.pipeline.meter = Meter()
+
+    monitor = PipelineMonitor()
+    run(clock, monitor, Changes(), batch_size=1)
+    assert monitor.use[0].steps == 6
+    assert monitor.use[0].tasks["TrainBatch"] == pytest.approx(6.0)
+
+
+def test_validation_is_left_out(clock: Clock) -> None:
+    monitor = PipelineMonitor()
+    run(clock, monitor, val_check_interval=2)
+    assert monitor.use[0].seconds == pytest.approx(9.0)
+
+
+def test_a_step_that_was_not_training_alone_can_be_left_out(clock: Clock) -> None:
+    monitor = PipelineMonitor()
+
+    class Pauses(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 2:
+                clock.now += 1000
+                monitor.leave_out()
+
+    run(clock, monitor, Pauses(), seconds=lambda _: 0.0, epochs=1, limit_val_batches=0)
+    assert monitor.use == []  # two steps are too few
+    run(clock, monitor, Pauses(), seconds=lambda _: 0.0, batch_size=1, limit_val_batches=0)
+    assert monitor.use[0].seconds == pytest.approx(7.0)
+    assert monitor.use[0].steps == 6
+
+
+def test_batches_are_counted_where_they_do_not_say_how_many_samples_they_have(clock: Clock) -> None:
+    class Halves(PipelineMonitor):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            super().on_train_batch_start(trainer, pl_module, {**batch, "y": batch["y"][:1]}, batch_idx)
+
+    _, logged = run(clock, Halves(every_n_steps=4))
+    assert logged[0][1]["pipeline/batches_per_second"] == pytest.approx(1 / 9)
+    assert "pipeline/samples_per_second" not in logged[0][1]
+
+
+def test_the_trainers_interval_is_the_default_and_the_progress_bar_is_on_request(clock: Clock) -> None:
+    used, logged = run(clock, PipelineMonitor(prog_bar=True), log_every_n_steps=4)
+    assert [step for step, _ in logged] == [3]
+    assert used.progress_bar_metrics["pipeline/iteration_seconds"] == pytest.approx(9.0)
+    assert used.progress_bar_metrics["pipeline/samples_per_second"] == pytest.approx(2 / 9)
+
+
+def test_it_speaks_where_something_else_holds_the_steps_up_and_at_the_end(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monitor = PipelineMonitor()
+    run(clock, monitor, seconds=lambda epoch: [3, 3, 0, 0][epoch], epochs=4, limit_val_batches=0)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch ")]
+    assert [line.split(";")[0] for line in lines] == [
+        "epoch 0: input-bound: 36 % of the step waits for the data loader",
+        "epoch 2: hook-bound: 14 % of the step lies outside the pipeline's tasks, in hooks, callbacks and logging",
+        "epoch 3: hook-bound: 14 % of the step lies outside the pipeline's tasks, in hooks, callbacks and logging",
+    ]
+    assert monitor.verdict == lines[-1]
+
+
+def test_a_single_epoch_is_spoken_of_once(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    run(clock, PipelineMonitor())
+    assert capsys.readouterr().out.count("-bound") == 1
+
+
+def test_another_strategy_is_refused_when_fit_begins() -> None:
+    used = pl.Trainer(
+        accelerator="cpu", devices=1, callbacks=[PipelineMonitor()], logger=False, enable_checkpointing=False
+    )
+    with pytest.raises(SetupError, match="has no pipeline to watch"):
+        used.fit(Trains(Clock()), DataLoader(Rows(Clock(), lambda _: 0.0)))
+
+
+def test_numbers_that_are_too_small_are_refused() -> None:
+    with pytest.raises(SetupError, match="needed is at least 1"):
+        PipelineMonitor(every_n_steps=0)
+
+
+# ---------------------------------------------------------------------- what holds it up
+
+PREFETCH = recsys_plan("prefetch", recsys_tasks())
+SERIAL = recsys_plan("serial", recsys_tasks())
+
+
+def use(loader: float = 0.0, workers: float = 0.0, other: float = 0.0, hooks: float = 0.0, **tasks: float) -> StepUse:
+    """A step of ten seconds that is filled up with DenseBackward."""
+    rest = 10.0 - loader - workers - other - hooks - sum(tasks.values())
+    return StepUse(9, 10.0, loader, other, workers, {**tasks, "DenseBackward": rest})
+
+
+def of(*uses: StepUse, plan: PipelinePlan = PREFETCH, **known: Any) -> Verdict:
+    return find_verdict(uses, plan, **known)
+
+
+@pytest.mark.parametrize(
+    ("workers", "loader", "cores", "advice"),
+    [
+        (0, 4.0, 8, "try num_workers=1 (it is 0)"),  # four seconds of work beside six
+        (0, 7.5, 8, "try num_workers=3 (it is 0)"),  # 7.5 beside 2.5
+        (2, 5.0, 8, "try num_workers=4 (it is 2)"),  # a batch takes each of two workers twenty, beside five
+        (0, 9.5, 4, "try num_workers=4 (it is 0); to hide it all would take 19, and cores as many"),
+        (4, 9.0, 4, "its 4 workers have all cores there are (4 a rank): read and collate less for a batch"),
+        (None, 4.0, 8, "prepare batches in the background"),
+    ],
+)
+def test_a_slow_loader_is_advised_as_many_workers_as_hide_it(
+    workers: int | None, loader: float, cores: int, advice: str
+) -> None:
+    found = of(use(loader), num_workers=workers, cores=cores)
+    assert found.kind == "input-bound"
+    assert found.text.startswith(f"input-bound: {10 * loader:.0f} % of the step waits for the data loader; {advice}")
+
+
+def test_the_rank_whose_loader_is_slow_is_named_however_the_others_wait_for_it() -> None:
+    slow = use(loader=4.0)
+    assert "data loader on rank 1" in of(use(EmbInputDistWait=4.5), slow).text
+    assert "data loader on rank 1" in of(use(other=4.5), slow).text
+
+
+def test_what_every_rank_waits_is_the_networks() -> None:
+    found = of(use(EmbInputDistWait=3.0), use(EmbInputDistWait=2.0, workers=0.5))
+    assert found.kind == "network-bound"
+    assert (
+        "25 % of the step waits for messages of other ranks (EmbInputDistWait 20 %, worker threads 5 %)" in found.text
+    )
+    assert "it takes longer than what it can hide behind" in found.text
+    assert "agreeing on batches 30 %" in of(*2 * [use(other=3.0)]).text
+    assert "try strategy='recsys_prefetch_pipeline'" in of(*2 * [use(EmbPrefetch=3.0)], plan=SERIAL).text
+    assert "larger batches" in of(*2 * [use(FinalizeGrads=3.0)]).text
+
+
+def test_one_rank_waits_for_no_other() -> None:
+    assert of(use(EmbInputDistWait=3.0)).kind == "compute-bound"
+
+
+def test_a_rank_that_the_others_wait_for_is_named() -> None:
+    found = of(use(EmbInputDistWait=5.0), use(EmbInputDistWait=0.5), use(EmbInputDistWait=4.0))
+    assert found.kind == "uneven"
+    assert "rank 0 waits 45 % of the step longer than rank 1, which is the slowest" in found.text
+
+
+@pytest.mark.parametrize(
+    ("one", "kind", "said"),
+    [
+        (use(workers=2.0), "worker-bound", "20 % of the step waits for the worker threads ('prefetch')"),
+        (use(H2DAndShuffle=2.0), "copy-bound", "pin_memory=True"),
+        (use(hooks=2.0), "hook-bound", "20 % of the step lies outside the pipeline's tasks"),
+        (
+            use(loader=0.9, EmbForward=2.0),
+            "compute-bound",
+            "91 % of the step is work (DenseBackward 71 %, EmbForward 20 %)",
+        ),
+        (StepUse(9, 1.0, 0.0, tasks={"ScheduleStep": 0.95}), "schedule-bound", "BubbleMonitor"),
+    ],
+)
+def test_one_rank_is_held_up_by(one: StepUse, kind: str, said: str) -> None:
+    found = of(one)
+    assert found.kind == kind
+    assert found.text.startswith(f"{kind}: ")
+    assert said in found.text
+
+
+def test_a_plan_without_the_recsys_tasks_is_not_advised_another_recsys_plan() -> None:
+    def nothing(_: Any) -> None:
+        """Nothing."""
+
+    tasks: Sequence[Any] = [(PipelineTask("FinalizeGrads", nothing), TaskSchedule())]
+    assert "recsys" not in of(*2 * [use(EmbInputDistWait=3.0)], plan=PipelinePlan(tasks)).text
