@@ -28,6 +28,7 @@ from lightning_pipe.engine.executor import Entered, Executor, Operation, Slot
 from lightning_pipe.engine.meter import Meter
 from lightning_pipe.engine.plan import MAIN, PipelinePlan
 from lightning_pipe.engine.shortcut import Key, Shortcut
+from lightning_pipe.engine.stand_ins import StandIns
 from lightning_pipe.engine.task import IterContext, PipelineTask
 from lightning_pipe.engine.trace import TaskSpan, Trace
 
@@ -60,6 +61,7 @@ class SWPipeline:
         self._executor = Executor(plan, self._device)
         self._serial_ops = self._executor.operations
         by_name = {op.name: op for op in self._serial_ops}
+        self._stand_ins = StandIns(plan.tasks, self._serial_ops)
         self._plan_ops = [by_name[name] for name in plan.order]
 
         self._in_flight: dict[int, Slot] = {}
@@ -297,7 +299,7 @@ class SWPipeline:
     @property
     def shortcuts(self) -> tuple[str, ...]:
         """The tasks that are replayed."""
-        return tuple(op.name for op in self._serial_ops if isinstance(op.fn, Shortcut))
+        return self._stand_ins.replayed
 
     def enable_shortcut(self, *tasks: str | PipelineTask, key: Key | None = None, rehearse: bool = False) -> None:
         """Replay tasks: each runs once more, for each *key*, and what it did is captured; then it runs no more.
@@ -313,17 +315,7 @@ class SWPipeline:
         Raises:
             PlanError: there is no such task, it cannot be replayed, a period is open, or other ranks replay others.
         """
-        self._check_usable()
-        names = self._agreed_names("tasks to shortcut", tasks)
-        for name in names:
-            self._position(name)
-            if reason := self.plan.tasks[name].not_replayable:
-                raise PlanError(
-                    f"task {name!r} cannot be replayed, since {reason}; shortcut others, or measure its time"
-                )
-        for op in self._serial_ops:
-            if op.name in names:
-                op.fn = Shortcut(self.plan.tasks[op.name], key, rehearse=rehearse)
+        self._stand_ins.replay(self._agreed_names("tasks to shortcut", tasks), key, rehearse)
 
     def disable_shortcut(self, *tasks: str | PipelineTask) -> None:
         """Run tasks again, all of them if none is named; what was captured is forgotten. Between periods, on all ranks.
@@ -331,13 +323,7 @@ class SWPipeline:
         Raises:
             PlanError: there is no such task, a period is open, or other ranks replay others.
         """
-        self._check_usable()
-        names = self._agreed_names("tasks to run again", tasks) or list(self.plan.tasks)
-        for name in names:
-            self._position(name)
-        for op in self._serial_ops:
-            if op.name in names:
-                op.fn = self.plan.tasks[op.name].fn
+        self._stand_ins.run(self._agreed_names("tasks to run again", tasks))
 
     @contextmanager
     def watched(self, tasks: Iterable[str], read: Callable[[str, IterContext], Mapping[K, V]]) -> Iterator[dict[K, V]]:
@@ -351,18 +337,11 @@ class SWPipeline:
             all entries read so far.
         """
         self._check_usable()
-        found: dict[K, V] = {}
-        watched = [op for op in self._serial_ops if op.name in set(tasks)]
-        functions = [op.fn for op in watched]
-        for op in watched:
-            op.fn = _Watched(op.name, op.fn, read, found)
-        try:
+        with self._stand_ins.watched(tasks, read) as found:
             yield found
-        finally:
-            for op, fn in zip(watched, functions, strict=True):
-                op.fn = fn
 
     def _agreed_names(self, what: str, tasks: Sequence[str | PipelineTask]) -> list[str]:
+        self._check_usable()
         names = [task if isinstance(task, str) else task.name for task in tasks]
         # A set that differs would leave ranks waiting in the collectives that others leave out.
         check_agreement([(name, "") for name in sorted(names)], f"list of {what}", self._group)
@@ -493,20 +472,3 @@ class SWPipeline:
                 f"pipeline {self.plan.name!r} has {len(self._in_flight)} batches in flight; a serial iteration needs"
                 " none: call drain() first"
             )
-
-
-class _Watched:
-    """A task's function, and what is read of the context behind it."""
-
-    def __init__(
-        self,
-        name: str,
-        fn: Callable[[IterContext], None],
-        read: Callable[[str, IterContext], Mapping[Any, Any]],
-        found: dict[Any, Any],
-    ) -> None:
-        self._name, self._fn, self._read, self._found = name, fn, read, found
-
-    def __call__(self, ctx: IterContext) -> None:
-        self._fn(ctx)
-        self._found.update(self._read(self._name, ctx))
