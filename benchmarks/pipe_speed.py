@@ -1,0 +1,114 @@
+"""What an in-process pipe of CPU partitions gains, against its Sequential on the same micro-batches.
+
+``OMP_NUM_THREADS=1 python benchmarks/pipe_speed.py`` trains a transformer, whose layers are equal, as a pipe of two
+partitions, and as the plain module on one thread, on the same micro-batches, in turns and in both orders. Ideally *n*
+partitions with *m* micro-batches are ``n * m / (m + n - 1)`` times as fast. Aim: 90 % of that, with
+``checkpoint="never"``. Medians over rounds, and the interquartile range of the ratio of rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.pipe import Pipe
+from lightning_pipe.pipe.micro_batch import scatter
+
+
+def main() -> None:
+    """Print a row for each way to train."""
+    options = argparse.ArgumentParser(description="the speed of an in-process pipe on CPUs")
+    options.add_argument("--partitions", type=int, default=2)
+    options.add_argument("--chunks", type=int, nargs="+", default=[4, 8])
+    options.add_argument("--rounds", type=int, default=12)
+    options.add_argument("--width", type=int, default=256)
+    options.add_argument("--length", type=int, default=64)
+    options.add_argument("--rows", type=int, default=32)
+    options.add_argument("--checkpoint", choices=("never", "always", "except_last"), default="never")
+    given = options.parse_args()
+    torch.set_num_threads(1)
+    inputs, targets = (
+        torch.randn(given.rows, given.length, given.width),
+        torch.randn(given.rows, given.length, given.width),
+    )
+    heads = f"{'way':8}{'chunks':>7}{'plain ms':>10}{'pipe ms':>9}{'faster':>8}{'ideal':>7}{'of ideal':>10}"
+    print(f"{heads}  its quartiles; in both orders")
+    for chunks in given.chunks:
+        plain = transformer(given.width, given.partitions)
+        pipe = Pipe(transformer(given.width, given.partitions), chunks, given.checkpoint, ["cpu"] * given.partitions)
+        ideal = given.partitions * chunks / (chunks + given.partitions - 1)
+        for way, of_pipe, of_plain in (
+            ("forward", partial(by_forward, pipe, inputs, targets), partial(whole, plain, inputs, targets, chunks)),
+            ("loss", partial(by_loss, pipe, inputs, targets), partial(in_turns, plain, inputs, targets, chunks)),
+        ):
+            pairs = measure(of_plain, of_pipe, given.rounds)
+            ratios = [before / after / ideal for before, after in pairs]
+            low, _, high = statistics.quantiles(ratios, n=4)
+            slow, fast = (statistics.median(column) for column in zip(*pairs, strict=True))
+            orders = [statistics.median(ratios[first::2]) for first in (0, 1)]
+            print(
+                f"{way:8}{chunks:7}{slow * 1e3:10.1f}{fast * 1e3:9.1f}{slow / fast:8.3f}{ideal:7.3f}"
+                f"{statistics.median(ratios):10.3f}  {low:.3f} .. {high:.3f}; {orders[0]:.3f} and {orders[1]:.3f}",
+                flush=True,
+            )
+        pipe.close()
+
+
+def transformer(width: int, partitions: int) -> nn.Sequential:
+    """Two equal layers for each partition."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True) for _ in range(2 * partitions))
+    )
+
+
+def by_forward(pipe: Pipe, inputs: Tensor, targets: Tensor) -> None:
+    """GPipe's order."""
+    pipe.zero_grad()
+    nn.functional.mse_loss(pipe(inputs), targets).backward()
+
+
+def by_loss(pipe: Pipe, inputs: Tensor, targets: Tensor) -> None:
+    """1F1B."""
+    pipe.zero_grad()
+    pipe.loss(inputs, targets, nn.MSELoss()).backward()
+
+
+def whole(module: nn.Sequential, inputs: Tensor, targets: Tensor, chunks: int) -> None:
+    """All forwards, then one backward."""
+    module.zero_grad()
+    output = torch.cat([module(piece) for piece in scatter(inputs, chunks)])
+    nn.functional.mse_loss(output, targets).backward()
+
+
+def in_turns(module: nn.Sequential, inputs: Tensor, targets: Tensor, chunks: int) -> None:
+    """A backward behind each forward."""
+    module.zero_grad()
+    for piece, target in zip(scatter(inputs, chunks), scatter(targets, chunks), strict=True):
+        (nn.functional.mse_loss(module(piece), target) / chunks).backward()
+
+
+def measure(one: Callable[[], None], other: Callable[[], None], rounds: int) -> list[tuple[float, float]]:
+    """Seconds of both, in each round; every second round in the other order."""
+    for step in (one, other):
+        step()
+        step()
+    found = []
+    for number in range(rounds):
+        taken = {}
+        for step in (one, other) if number % 2 == 0 else (other, one):
+            begin = time.perf_counter()
+            step()
+            taken[step] = time.perf_counter() - begin
+        found.append((taken[one], taken[other]))
+    return found
+
+
+if __name__ == "__main__":
+    main()

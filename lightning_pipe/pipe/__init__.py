@@ -1,0 +1,21 @@
+"""The in-process pipe: an ``nn.Sequential`` on several devices of one machine, without a launcher."""
+
+from lightning_pipe.pipe.balance import balance_by_memory, balance_by_parameters, balance_by_time
+from lightning_pipe.pipe.batch_norm import DeferredBatchNorm
+from lightning_pipe.pipe.pipe import Pipe
+from lightning_pipe.pipe.position import is_recomputing
+from lightning_pipe.pipe.skip import Namespace, isolate, pop, skippable, stash
+
+__all__ = [
+    "DeferredBatchNorm",
+    "Namespace",
+    "Pipe",
+    "balance_by_memory",
+    "balance_by_parameters",
+    "balance_by_time",
+    "is_recomputing",
+    "isolate",
+    "pop",
+    "skippable",
+    "stash",
+]

@@ -1,0 +1,177 @@
+"""Shares out layers among partitions: contiguous, so that the one with the most has as little as can be."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_pipe.engine import PlanError
+from lightning_pipe.pipe.skip import SkipKey, Skips, using
+
+__all__ = ["balance_by_memory", "balance_by_parameters", "balance_by_time", "even_shares"]
+
+
+def even_shares(costs: Sequence[float], partitions: int) -> list[int]:
+    """Cut a list of costs into contiguous shares whose largest sum is as small as possible.
+
+    Args:
+        costs: of each layer, not negative.
+        partitions: how many shares; none is empty.
+
+    Returns:
+        the number of layers in each.
+
+    Raises:
+        PlanError: fewer layers than partitions, no partition, a negative cost.
+    """
+    if partitions < 1 or len(costs) < partitions:
+        raise PlanError(
+            f"{len(costs)} layers are to be shared out among {partitions} partitions; needed are one partition or more,"
+            " and as many layers: give fewer devices, or cut layers into smaller ones"
+        )
+    if any(cost < 0 for cost in costs):
+        raise PlanError(f"the layers' costs are {list(costs)}; needed are numbers of 0 or more")
+    before = [0.0]
+    for cost in costs:
+        before.append(before[-1] + cost)
+    # least[n]: the largest share of the first n layers among the partitions so far, at best.
+    least = [0.0] + [float("inf")] * len(costs)
+    cuts: list[list[int]] = []
+    for partition in range(1, partitions + 1):
+        following, cut = [float("inf")] * (len(costs) + 1), [0] * (len(costs) + 1)
+        for end in range(partition, len(costs) + 1):
+            for begin in range(partition - 1, end):
+                largest = max(least[begin], before[end] - before[begin])
+                # Of equally good cuts the latest: earlier partitions hold more micro-batches, the last one a loss.
+                if largest <= following[end]:
+                    following[end], cut[end] = largest, begin
+        least = following
+        cuts.append(cut)
+    ends = [len(costs)]
+    for cut in reversed(cuts):
+        ends.append(cut[ends[-1]])
+    ends.reverse()
+    return [end - begin for begin, end in pairwise(ends)]
+
+
+def balance_by_parameters(module: nn.Sequential, partitions: int) -> list[int]:
+    """A balance by the number of parameters of each layer."""
+    return even_shares([sum(p.numel() for p in layer.parameters()) for layer in module], partitions)
+
+
+def balance_by_time(module: nn.Sequential, partitions: int, sample: Any, *, repeats: int = 5) -> list[int]:
+    """A balance by the time that each layer takes, forward and backward.
+
+    Args:
+        module: its layers run where they are, in their mode; gradients, buffers and random generators are put back.
+        partitions: how many.
+        sample: what the first layer takes: a micro-batch.
+        repeats: how often each is timed; the median counts.
+    """
+    return even_shares([seconds for seconds, _ in _measure(module, sample, repeats)], partitions)
+
+
+def balance_by_memory(
+    module: nn.Sequential, partitions: int, sample: Any, *, chunks: int = 1, parameter_scale: float = 4.0
+) -> list[int]:
+    """A balance by the memory that each layer takes in training.
+
+    Args:
+        module: see :func:`balance_by_time`.
+        partitions: how many.
+        sample: see there.
+        chunks: micro-batches whose activations are kept at once.
+        parameter_scale: bytes for a byte of parameters: itself, its gradient, and the optimiser's states. 4 is Adam's,
+            3 that of SGD with momentum, 2 of SGD.
+    """
+    costs = []
+    for layer, (_, activations) in zip(module, _measure(module, sample, 1), strict=True):
+        parameters = sum(p.numel() * p.element_size() for p in layer.parameters())
+        costs.append(parameters * parameter_scale + activations * chunks)
+    return even_shares(costs, partitions)
+
+
+def _measure(module: nn.Sequential, sample: Any, repeats: int) -> list[tuple[float, int]]:
+    """Of each layer: seconds of forward and backward, and bytes that are kept for backward."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    devices = sorted({p.device.index for p in module.parameters() if p.device.type == "cuda"})
+    try:
+        with torch.random.fork_rng(devices), torch.enable_grad(), using(_KeptSkips()):
+            found, value = [], sample
+            for layer in module:
+                seconds, kept, value = _measure_layer(layer, value, repeats)
+                found.append((seconds, kept))
+            return found
+    finally:
+        with torch.no_grad():
+            for buffer, was in buffers:
+                buffer.copy_(was)
+
+
+def _measure_layer(layer: nn.Module, value: Any, repeats: int) -> tuple[float, int, Any]:
+    parameters: list[Tensor] = [p for p in layer.parameters() if p.requires_grad]
+    own = {p.data_ptr() for p in layer.parameters()}
+    times = []
+    for _ in range(repeats):
+        kept: dict[int, int] = {}
+
+        def keep(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            storage = tensor.untyped_storage()
+            if tensor.data_ptr() not in own:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        inputs = pytree.tree_map(_leaf, value)
+        with torch.autograd.graph.saved_tensors_hooks(keep, _same):
+            _wait(inputs)
+            begin = time.perf_counter()
+            output = layer(pytree.tree_map(_not_a_leaf, inputs))
+        ends = [one for one in pytree.tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad]
+        starts = [one for one in pytree.tree_leaves(inputs) if isinstance(one, Tensor) and one.requires_grad]
+        if ends and starts + parameters:
+            torch.autograd.grad(ends, starts + parameters, [torch.ones_like(one) for one in ends], allow_unused=True)
+        _wait(output)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times), sum(kept.values()), pytree.tree_map(_leaf, output)
+
+
+class _KeptSkips(Skips):
+    """Skips of layers that run several times."""
+
+    def leave(self, key: SkipKey, value: Any) -> None:
+        self.values[key] = pytree.tree_map(_leaf, value)
+
+    def take(self, key: SkipKey) -> Any:
+        taken = super().take(key)
+        self.values[key] = taken
+        return taken
+
+
+def _leaf(value: Any) -> Any:
+    """A tensor cut from what made it, with a gradient where it can have one."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().requires_grad_(value.is_floating_point() or value.is_complex())
+
+
+def _not_a_leaf(value: Any) -> Any:
+    """A copy that layers may change in place."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _wait(value: Any) -> None:
+    """Until what is on a device is there."""
+    for device in {leaf.device for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

@@ -1,0 +1,88 @@
+"""A mini-batch cut into micro-batches along its first dimension, and outputs put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_pipe.engine import InputError
+
+__all__ = ["gather", "rows_of", "scatter"]
+
+
+def rows_of(value: Any) -> int:
+    """Rows of a mini-batch: the length that the first dimension of all its tensors has.
+
+    Raises:
+        InputError: no tensor has rows, or they differ.
+    """
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    lengths = {len(tensor) for tensor in tensors if tensor.dim()}
+    if not tensors:
+        raise InputError(f"the input, a {type(value).__name__}, holds no tensor; needed is one at least, with rows")
+    if len(lengths) != 1 or any(not tensor.dim() for tensor in tensors):
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise InputError(
+            f"the input's tensors have shapes {shapes}; needed is the same length in the first dimension of all, along"
+            " which micro-batches are cut. Give what has no rows as a plain number, or to the module that uses it"
+        )
+    return lengths.pop()
+
+
+def scatter(value: Any, chunks: int) -> list[Any]:
+    """Cut *value* into micro-batches.
+
+    Args:
+        value: tensors in any nesting of tuples, lists and dictionaries, of the same length in their first dimension.
+            Anything else in it goes to every micro-batch.
+        chunks: how many; of *rows* rows the first ``rows % chunks`` have one row more than the others.
+
+    Returns:
+        *chunks* values of the same nesting, with views of the tensors; as many as there are rows, where that is less.
+
+    Raises:
+        InputError: see :func:`rows_of`.
+    """
+    chunks = max(1, min(chunks, rows_of(value)))
+    leaves, spec = pytree.tree_flatten(value)
+    pieces = [torch.tensor_split(leaf, chunks) if isinstance(leaf, Tensor) else (leaf,) * chunks for leaf in leaves]
+    return [pytree.tree_unflatten([piece[index] for piece in pieces], spec) for index in range(chunks)]
+
+
+def gather(values: Sequence[Any]) -> Any:
+    """Put outputs of micro-batches together: the inverse of :func:`scatter`.
+
+    Raises:
+        InputError: outputs that cannot be put together: of different nesting, without rows, or with values other than
+            tensors that differ.
+    """
+    flattened = [pytree.tree_flatten(value) for value in values]
+    spec = flattened[0][1]
+    if any(other != spec for _, other in flattened):
+        raise InputError(
+            f"the micro-batches' outputs are of different forms, {spec} and others; needed is one form for all"
+        )
+    return pytree.tree_unflatten(
+        [_joined([leaves[place] for leaves, _ in flattened]) for place in range(spec.num_leaves)], spec
+    )
+
+
+def _joined(leaves: Sequence[Any]) -> Any:
+    first = leaves[0]
+    if isinstance(first, Tensor):
+        if not first.dim():
+            raise InputError(
+                "the last layer returns a tensor without dimensions for a micro-batch, which cannot be put together;"
+                " needed are rows. A loss goes into pipe.loss(inputs, targets, loss_fn)"
+            )
+        return torch.cat(list(leaves))
+    if any(leaf is not first and leaf != first for leaf in leaves[1:]):
+        raise InputError(
+            f"the last layer returns {first!r} for the first micro-batch and another value for a later one; needed are"
+            " tensors with rows, or what is the same for all"
+        )
+    return first

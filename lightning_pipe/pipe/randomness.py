@@ -1,0 +1,144 @@
+"""Random numbers of layers that run at the same time in several threads.
+
+All threads of a process share one generator for each device. Drawn from by several at once its numbers would depend on
+who comes first; saved and restored around a recomputation in one thread, they would be wrong in another, and nothing
+would say so. So every layer has, for each micro-batch, a generator of its own, whose seed follows from one number that
+each mini-batch draws from the user's generator. The same seed gives the same numbers, however layers are shared out
+among partitions, in the first forward and when it is recomputed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_pipe.engine import SetupError
+
+__all__ = ["LayerGenerators", "MiniBatchSeed", "SharedGenerators"]
+
+# One at a time may have a device's generator in a state of its own.
+_lock = threading.Lock()
+_MIXED = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: neighbouring counts give seeds far apart
+_SEEDS = 2**63 - 1
+
+
+class MiniBatchSeed:
+    """What the seeds of a mini-batch follow from; drawn when the first layer needs random numbers, if any does."""
+
+    def __init__(self) -> None:
+        self._base: int | None = None
+        self.after: Tensor | None = None  # the state of the user's generator, once a seed was drawn from it
+
+    def of(self, layer: int, micro_batch: int) -> int:
+        """The seed of a layer for a micro-batch. The caller holds the lock."""
+        if self._base is None:
+            self._base = int(torch.randint(0, _SEEDS, (), dtype=torch.int64))
+            self.after = torch.default_generator.get_state()
+        return (self._base + _MIXED * (1 + layer) + 0x2545F4914F6CDD1D * (1 + micro_batch)) % _SEEDS
+
+
+class LayerGenerators(TorchDispatchMode):
+    """While it is entered, operations that draw random numbers do so from the present layer's generator.
+
+    Args:
+        seed: of the mini-batch.
+        micro_batch: its index.
+
+    Attributes:
+        drew: whether any has drawn.
+    """
+
+    def __init__(self, seed: MiniBatchSeed, micro_batch: int) -> None:
+        super().__init__()
+        self._seed = seed
+        self._micro_batch = micro_batch
+        self._layer = 0
+        self.drew = False
+        self._states: dict[torch.device, Tensor] = {}
+
+    def enter_layer(self, layer: int) -> None:
+        """The operations that follow are this layer's."""
+        self._layer = layer
+        self._states.clear()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or _has_generator(args, kwargs):
+            return func(*args, **kwargs)
+        self.drew = True
+        device = _device_of(args, kwargs)
+        with _lock:
+            seed = self._seed.of(self._layer, self._micro_batch)
+            shared = _generator(device)
+            theirs = shared.get_state()
+            try:
+                if device in self._states:
+                    shared.set_state(self._states[device])
+                else:
+                    shared.manual_seed(seed)
+                result = func(*args, **kwargs)
+                self._states[device] = shared.get_state()
+            finally:
+                shared.set_state(theirs)
+        return result
+
+
+def _has_generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    return any(isinstance(one, torch.Generator) for one in (*args, *kwargs.values()))
+
+
+def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+    """Where an operation draws: where it is told to make its result, or where its tensors are."""
+    named = kwargs.get("device")
+    if named is not None:
+        return torch.device(named)
+    for leaf in pytree.tree_leaves((args, dict(kwargs))):
+        if isinstance(leaf, Tensor) and leaf.device.type != "cpu":
+            return leaf.device
+    return torch.device("cpu")
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generator: torch.Generator = torch.cuda.default_generators[index]
+        return generator
+    return torch.default_generator
+
+
+class SharedGenerators:
+    """Tells whether layers have drawn from the generators that all threads share.
+
+    Args:
+        seed: of the mini-batch.
+        devices: of the partitions.
+    """
+
+    def __init__(self, seed: MiniBatchSeed, devices: Sequence[torch.device]) -> None:
+        self._seed = seed
+        shared = dict.fromkeys([torch.device("cpu"), *devices])
+        self._before = {device: _generator(device).get_state() for device in shared}
+
+    def check(self) -> None:
+        """Once tasks have run.
+
+        Raises:
+            SetupError: a partition drew that had not drawn in its first micro-batch, and so drew from these.
+        """
+        for device, before in self._before.items():
+            expected = self._seed.after if device.type == "cpu" and self._seed.after is not None else before
+            if not torch.equal(_generator(device).get_state(), expected):
+                raise SetupError(
+                    f"random numbers were drawn on {device} by a layer that drew none for its first micro-batch, or by"
+                    " another thread, while the pipe ran: two partitions may have drawn at once, and nobody could"
+                    " repeat it. Draw in every forward of a layer or in none, and in no other thread meanwhile"
+                )

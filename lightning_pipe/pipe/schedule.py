@@ -1,0 +1,188 @@
+"""Runs mini-batches: partitions at micro-batches, by the engine, in one worker thread for each partition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipe.engine import IterContext, PipelinePlan, SWPipeline, TaskError, TaskSpan
+from lightning_pipe.pipe.cell import Cell, Gradients, Passed
+from lightning_pipe.pipe.copies import Copier, Sent
+from lightning_pipe.pipe.gradients import GradientSums
+from lightning_pipe.pipe.partition import Partition
+from lightning_pipe.pipe.plans import (
+    backward_plan,
+    forward_plan,
+    gradient_field,
+    one_forward_one_backward_plan,
+    skip_field,
+    skip_gradient_field,
+    value_field,
+)
+from lightning_pipe.pipe.skip_layout import SkipRoute
+
+__all__ = ["MicroBatch", "Scheduler"]
+
+
+@dataclass
+class MicroBatch:
+    """A micro-batch on its way.
+
+    Args:
+        index: of the micro-batch.
+        of: how many there are.
+        cells: of each partition.
+        inputs: of the first layer; let go of when it has run.
+        sums: where gradients of parameters go.
+        given: gradients of the last layer's outputs; None where the last cell makes the loss.
+        streams: the caller's, on each GPU.
+    """
+
+    index: int
+    of: int
+    cells: Sequence[Cell]
+    inputs: Any
+    sums: Sequence[GradientSums]
+    given: list[Tensor | None] | None = None
+    streams: Sequence[Any] = field(default=())
+
+
+class Scheduler:
+    """The plans of a pipe, and the pipelines that run them.
+
+    Args:
+        partitions: in order.
+        routes: of the skips between them.
+    """
+
+    def __init__(self, partitions: Sequence[Partition], routes: Sequence[SkipRoute]) -> None:
+        self._partitions = list(partitions)
+        self._routes = list(routes)
+        self._copier = Copier([partition.device for partition in partitions])
+        n = len(partitions)
+        plans = [
+            forward_plan(n, routes, self._forward),
+            backward_plan(n, routes, self._recompute, self._backward),
+            one_forward_one_backward_plan(n, routes, self._forward, self._recompute, self._backward),
+        ]
+        self.plans: dict[str, PipelinePlan] = {plan.name: plan for plan in plans}
+        self._pipelines: dict[str, SWPipeline] = {}
+        self._tracing = False
+
+    def run(self, plan: str, micro_batches: Sequence[MicroBatch]) -> Iterator[IterContext]:
+        """Run micro-batches under a plan; yields their contexts, in the order given, as they are done.
+
+        Raises:
+            Exception: what a layer raised, with a note that says where; the pipe can be used again.
+        """
+        pipeline = self._pipelines.get(plan)
+        if pipeline is None:
+            pipeline = self._pipelines[plan] = SWPipeline(self.plans[plan])
+            if self._tracing:
+                pipeline.start_trace()
+        source = iter(micro_batches)
+        try:
+            while True:
+                try:
+                    ctx = pipeline.progress(source)
+                except StopIteration:
+                    return
+                yield ctx
+        except BaseException as error:
+            # What is in flight must not meet the next mini-batch.
+            self._pipelines.pop(plan).close()
+            if isinstance(error, TaskError) and error.__cause__ is not None:
+                raise error.__cause__ from None
+            raise
+
+    def start_trace(self) -> None:
+        """Record when each task runs."""
+        self._tracing = True
+        for pipeline in self._pipelines.values():
+            pipeline.start_trace()
+
+    def stop_trace(self) -> list[TaskSpan]:
+        """Stop recording; returns the spans in the order in which they ended."""
+        self._tracing = False
+        spans = [span for pipeline in self._pipelines.values() for span in pipeline.stop_trace()]
+        return sorted(spans, key=lambda span: span.end)
+
+    def close(self) -> None:
+        """End the worker threads; the next mini-batch starts others."""
+        while self._pipelines:
+            self._pipelines.popitem()[1].close()
+
+    # ------------------------------------------------------------------ tasks
+
+    def _forward(self, index: int, ctx: IterContext) -> None:
+        micro: MicroBatch = ctx.batch
+        with self._at(micro, index, "forward"):
+            if index == 0:
+                value, micro.inputs = micro.inputs, None
+            else:
+                value = (self._copier.receive(_take(ctx, value_field(index)), index),)
+            skips = {
+                route.key: self._copier.receive(_take(ctx, skip_field(number)), index)
+                for number, route in enumerate(self._routes)
+                if route.target == index
+            }
+            out = micro.cells[index].forward(Passed(value, skips))
+            last = index == len(self._partitions) - 1
+            sent = Sent(out.value) if last else self._copier.send(out.value, index, index + 1)
+            setattr(ctx, value_field(index + 1), sent)
+            for number, route in enumerate(self._routes):
+                if route.source == index:
+                    setattr(ctx, skip_field(number), self._copier.send(out.skips[route.key], index, route.target))
+
+    def _recompute(self, index: int, ctx: IterContext) -> None:
+        micro: MicroBatch = ctx.batch
+        cell = micro.cells[index]
+        if cell.checkpointed:
+            with self._at(micro, index, "recomputation"):
+                cell.recompute()
+
+    def _backward(self, index: int, ctx: IterContext) -> None:
+        micro: MicroBatch = ctx.batch
+        with self._at(micro, index, "backward"):
+            gradients: Gradients = {}
+            if index < len(self._partitions) - 1:
+                gradients[None] = self._copier.receive(_take(ctx, gradient_field(index + 1)), index)
+            elif micro.given is not None:
+                gradients[None] = micro.given
+            for number, route in enumerate(self._routes):
+                if route.source == index:
+                    gradients[route.key] = self._copier.receive(_take(ctx, skip_gradient_field(number)), index)
+            found = micro.cells[index].backward(gradients, micro.sums[index].add)
+            sent = self._copier.send(found[None], index, index - 1) if index else Sent(found[None])
+            setattr(ctx, gradient_field(index), sent)
+            for number, route in enumerate(self._routes):
+                if route.target == index:
+                    back = self._copier.send(found[route.key], index, route.source)
+                    setattr(ctx, skip_gradient_field(number), back)
+
+    @contextmanager
+    def _at(self, micro: MicroBatch, index: int, what: str) -> Iterator[None]:
+        """On the partition's device, in the caller's stream; an error says where it was."""
+        try:
+            with ExitStack() as stack:
+                for stream in micro.streams:
+                    stack.enter_context(torch.cuda.stream(stream))
+                device = self._partitions[index].device
+                if device.type == "cuda":
+                    stack.enter_context(torch.cuda.device(device))
+                yield
+        except Exception as error:
+            error.add_note(f"In the {what} of {self._partitions[index].name}, micro-batch {micro.index} of {micro.of}.")
+            raise
+
+
+def _take(ctx: IterContext, field: str) -> Sent:
+    """A field's value, which the context then holds no longer."""
+    value: Sent = getattr(ctx, field)
+    delattr(ctx, field)
+    return value

@@ -1,0 +1,209 @@
+"""A pipe trains as its Sequential does on the same micro-batches: to the bit, and on whole batches up to rounding."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.pipe import Pipe
+from tests.pipe.models import MODELS, batch, different, same, whole_forward, whole_loss
+
+CHUNKS = (1, 2, 3, 7, 8)
+CHECKPOINT = ("always", "except_last", "never")
+ROWS = (8, 13, 16, 5)  # uneven ones, and fewer than micro-batches
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="a mini-batch has")
+        yield
+    torch.set_num_threads(before)
+
+
+def trained(
+    module: nn.Module, step: Callable[[Tensor, Tensor], Any], steps: int = 10
+) -> tuple[list[Any], torch.optim.Optimizer]:
+    """What each step gave."""
+    optimizer = torch.optim.Adam([p for p in module.parameters() if p.requires_grad], lr=0.01)
+    given = []
+    for number in range(steps):
+        optimizer.zero_grad()
+        given.append(step(*batch(ROWS[number % len(ROWS)], number)))
+        optimizer.step()
+    return given, optimizer
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT)
+@pytest.mark.parametrize("name", MODELS)
+def test_ten_steps_equal_the_sequentials_on_the_same_micro_batches(name: str, checkpoint: Any) -> None:
+    for chunks in CHUNKS:
+        for partitions in (1, 2, 3, 4):
+            pipe = Pipe(MODELS[name](), chunks, checkpoint, ["cpu"] * partitions)
+            whole = MODELS[name]()
+
+            def in_pipe(inputs: Tensor, targets: Tensor, pipe: Pipe = pipe) -> Tensor:
+                output = pipe(inputs)
+                nn.functional.mse_loss(output, targets).backward()
+                return output.detach()
+
+            def in_one(inputs: Tensor, targets: Tensor, whole: nn.Sequential = whole, chunks: int = chunks) -> Tensor:
+                output = whole_forward(whole, inputs, chunks)
+                nn.functional.mse_loss(output, targets).backward()
+                return output.detach()
+
+            assert same(trained(pipe, in_pipe)[0], trained(whole, in_one)[0]), (chunks, partitions)
+            assert different(pipe, whole) == [], (chunks, partitions)
+            pipe.close()
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT)
+@pytest.mark.parametrize("name", MODELS)
+def test_ten_steps_of_loss_equal_the_sequentials_on_the_same_micro_batches(name: str, checkpoint: Any) -> None:
+    for chunks in CHUNKS:
+        for partitions in (1, 2, 3, 4):
+            pipe = Pipe(MODELS[name](), chunks, checkpoint, ["cpu"] * partitions)
+            whole = MODELS[name]()
+
+            def in_pipe(inputs: Tensor, targets: Tensor, pipe: Pipe = pipe) -> Tensor:
+                loss = pipe.loss(inputs, targets, nn.MSELoss())
+                loss.backward()
+                return loss.detach()
+
+            def in_one(inputs: Tensor, targets: Tensor, whole: nn.Sequential = whole, chunks: int = chunks) -> Tensor:
+                return whole_loss(whole, inputs, targets, nn.MSELoss(), chunks)
+
+            assert same(trained(pipe, in_pipe)[0], trained(whole, in_one)[0]), (chunks, partitions)
+            assert different(pipe, whole) == [], (chunks, partitions)
+            pipe.close()
+
+
+@pytest.mark.parametrize("through", ["forward", "loss"])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_equal_those_of_the_whole_batch_up_to_rounding(name: str, through: str) -> None:
+    pipe, whole = Pipe(MODELS[name](), 3, devices=["cpu"] * 3), MODELS[name]()
+    for number in range(3):
+        inputs, targets = batch(13, number)
+        if through == "forward":
+            nn.functional.mse_loss(pipe(inputs), targets).backward()
+        else:
+            pipe.loss(inputs, targets, nn.functional.mse_loss).backward()
+        nn.functional.mse_loss(whole(inputs), targets).backward()
+    for mine, theirs in zip(pipe.parameters(), whole.parameters(), strict=True):
+        if theirs.grad is None:
+            assert mine.grad is None
+        else:
+            assert mine.grad is not None
+            assert (mine.grad - theirs.grad).norm() <= 1e-5 * theirs.grad.norm()
+    pipe.close()
+
+
+@pytest.mark.parametrize("through", ["forward", "loss"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINT)
+def test_gradients_reach_what_made_the_input(checkpoint: Any, through: str) -> None:
+    torch.manual_seed(0)
+    before, other = nn.Linear(6, 6), nn.Linear(6, 6)
+    other.load_state_dict(before.state_dict())
+    pipe, whole = Pipe(MODELS["plain"](), 4, checkpoint, ["cpu"] * 2), MODELS["plain"]()
+    inputs, targets = batch(13)
+    if through == "forward":
+        nn.functional.mse_loss(pipe(before(inputs)), targets).backward()
+        nn.functional.mse_loss(whole_forward(whole, other(inputs), 4), targets).backward()
+        assert different(before, other) == []
+    else:
+        pipe.loss(before(inputs), targets, nn.functional.mse_loss).backward()
+        hidden = other(inputs)
+        parts = zip(torch.tensor_split(hidden, 4), torch.tensor_split(targets, 4), strict=True)
+        losses = [nn.functional.mse_loss(whole(piece), target) * (len(piece) / 13) for piece, target in parts]
+        torch.stack(losses).sum().backward()
+        for mine, theirs in zip(before.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+    pipe.close()
+
+
+def test_outputs_without_grad_equal_the_sequentials() -> None:
+    pipe, whole = Pipe(MODELS["with_skips"](), 3, devices=["cpu"] * 3), MODELS["with_skips"]()
+    inputs, targets = batch(13)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            assert same(pipe(inputs), whole_forward(whole, inputs, 3))
+            assert not pipe(inputs).requires_grad
+    with torch.no_grad():
+        loss = pipe.loss(inputs, targets, nn.MSELoss())
+    assert not loss.requires_grad
+    assert loss.item() == pytest.approx(nn.functional.mse_loss(whole(inputs), targets).item())
+    nn.functional.mse_loss(pipe(inputs), targets).backward()  # inference has left nothing behind
+    pipe.close()
+
+
+def test_two_forwards_may_come_before_their_backwards() -> None:
+    pipe, whole = Pipe(MODELS["plain"](), 3, devices=["cpu"] * 2), MODELS["plain"]()
+    batches = [batch(8, seed) for seed in range(2)]
+    for module, run in ((pipe, pipe), (whole, lambda inputs: whole_forward(whole, inputs, 3))):
+        losses = [nn.functional.mse_loss(run(inputs), targets) for inputs, targets in batches]
+        for loss in reversed(losses):
+            loss.backward()
+        assert all(p.grad is not None for p in module.parameters())
+    assert different(pipe, whole) == []
+    pipe.close()
+
+
+def test_a_loss_is_scaled_and_accumulated_like_any_other() -> None:
+    pipe, whole = Pipe(MODELS["plain"](), 3, devices=["cpu"] * 2), MODELS["plain"]()
+    for seed in range(2):
+        inputs, targets = batch(8, seed)
+        (pipe.loss(inputs, targets, nn.MSELoss()) / 2 * 1024).backward()
+        (nn.functional.mse_loss(whole(inputs), targets) / 2 * 1024).backward()
+    for mine, theirs in zip(pipe.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    pipe.close()
+
+
+def test_gradients_of_a_loss_come_with_its_backward_and_not_before() -> None:
+    pipe = Pipe(MODELS["plain"](), 3, devices=["cpu"] * 2)
+    loss = pipe.loss(*batch(8), nn.MSELoss())
+    assert all(p.grad is None for p in pipe.parameters())
+    loss.backward()
+    first = [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
+    pipe.loss(*batch(8), nn.MSELoss()).backward()
+    assert len(first) == 6
+    assert all(
+        torch.equal(p.grad, 2 * one) for p, one in zip(pipe.parameters(), first, strict=True) if p.grad is not None
+    )
+    pipe.close()
+
+
+def test_a_sum_is_not_weighted() -> None:
+    pipe, whole = Pipe(MODELS["plain"](), 3, devices=["cpu"] * 2), MODELS["plain"]()
+    inputs, targets = batch(8)
+    losses: list[tuple[Any, Literal["sum"] | None]] = [
+        (nn.MSELoss(reduction="sum"), None),
+        (lambda output, target: (output - target).square().sum(), "sum"),
+    ]
+    for loss_fn, reduction in losses:
+        pipe.zero_grad()
+        whole.zero_grad()
+        pipe.loss(inputs, targets, loss_fn, reduction=reduction).backward()
+        nn.functional.mse_loss(whole(inputs), targets, reduction="sum").backward()
+        for mine, theirs in zip(pipe.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+    pipe.close()
+
+
+def test_autograd_grad_gives_gradients_and_leaves_grad_alone() -> None:
+    pipe, whole = Pipe(MODELS["plain"](), 3, devices=["cpu"] * 2), MODELS["plain"]()
+    inputs, targets = batch(8)
+    mine = torch.autograd.grad(nn.functional.mse_loss(pipe(inputs), targets), [*pipe.parameters()])
+    theirs = torch.autograd.grad(
+        nn.functional.mse_loss(whole_forward(whole, inputs, 3), targets), [*whole.parameters()]
+    )
+    assert same(list(mine), list(theirs))
+    assert all(p.grad is None for p in pipe.parameters())
+    pipe.close()

@@ -1,0 +1,173 @@
+"""Layers that draw random numbers, in threads that share one generator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.pipe import Pipe
+from tests.pipe.models import different, same
+
+CHECKPOINT: tuple[Any, ...] = ("always", "except_last", "never")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Noise(nn.Module):
+    """Draws in three ways: one tells a device, one has a tensor, one changes in place."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input * torch.rand(input.shape, device="cpu") + torch.randn_like(input) + torch.empty(1).uniform_()
+
+
+def random_layers() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Linear(6, 32),
+        nn.Dropout(0.4),
+        nn.Linear(32, 32),
+        Noise(),
+        nn.Dropout(0.2),
+        nn.Linear(32, 32),
+        nn.RReLU(),
+        nn.Linear(32, 3),
+    )
+
+
+def steps(pipe: Pipe, through: str = "forward", count: int = 4) -> list[Tensor]:
+    """What some steps give, and the user's next random number."""
+    torch.manual_seed(7)
+    given = []
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    for _ in range(count):
+        inputs, targets = torch.randn(12, 6), torch.randn(12, 3)
+        optimizer.zero_grad()
+        if through == "forward":
+            loss = nn.functional.mse_loss(pipe(inputs), targets)
+        else:
+            loss = pipe.loss(inputs, targets, nn.MSELoss())
+        loss.backward()
+        optimizer.step()
+        given.append(loss.detach())
+    pipe.close()
+    return [*given, torch.rand(())]
+
+
+@pytest.mark.parametrize("through", ["forward", "loss"])
+def test_a_seed_gives_the_same_numbers_in_every_mode_and_however_layers_are_shared_out(through: str) -> None:
+    one = Pipe(random_layers(), 4, "never", ["cpu"])
+    expected = steps(one, through)
+    assert len({float(loss) for loss in expected}) == len(expected)
+    for checkpoint in CHECKPOINT:
+        for partitions in (2, 3, 4):
+            other = Pipe(random_layers(), 4, checkpoint, ["cpu"] * partitions)
+            assert same(steps(other, through), expected), (checkpoint, partitions)
+            assert different(one, other) == [], (checkpoint, partitions)
+
+
+@pytest.mark.parametrize("through", ["forward", "loss"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINT)
+def test_gradients_are_those_of_the_masks_of_forward(checkpoint: Any, through: str) -> None:
+    # Of a product of masks and inputs, the gradient of the input says what the masks were.
+    pipe = Pipe(nn.Sequential(nn.Dropout(0.5), nn.Identity(), nn.Dropout(0.3)), 4, checkpoint, ["cpu"] * 3)
+    for _ in range(20):
+        inputs = torch.randn(16, 64, requires_grad=True)
+        if through == "forward":
+            output = pipe(inputs)
+            output.sum().backward()
+        else:
+            found: list[Tensor] = []
+
+            def loss_fn(output: Tensor, target: Tensor, found: list[Tensor] = found) -> Tensor:
+                if output.requires_grad:  # behind a forward that keeps no graph there is another one
+                    found.append(output.detach())
+                return output.sum()
+
+            pipe.loss(inputs, torch.zeros(16), loss_fn, reduction="sum").backward()
+            output = torch.cat(found)
+        assert inputs.grad is not None
+        assert torch.equal(inputs.detach() * inputs.grad, output.detach())
+        assert 0.5 < (output == 0).double().mean() < 0.8
+    pipe.close()
+
+
+def test_micro_batches_layers_and_mini_batches_have_masks_of_their_own() -> None:
+    torch.manual_seed(0)
+    pipe = Pipe(nn.Sequential(nn.Dropout(0.5), nn.Identity()), 2, devices=["cpu"] * 2)
+    first, second = pipe(torch.ones(2, 256))
+    (third, _) = pipe(torch.ones(2, 256))
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, third)
+    twice = Pipe(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)), 1, devices=["cpu"] * 2)
+    assert 0.6 < (twice(torch.ones(1, 4096)) == 0).double().mean() < 0.9
+    pipe.close()
+    twice.close()
+
+
+def test_layers_that_draw_nothing_leave_the_users_numbers_alone() -> None:
+    pipe = Pipe(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 3)).eval(), 2, devices=["cpu"] * 2)
+    torch.manual_seed(3)
+    inputs = torch.randn(8, 6)
+    expected = torch.rand(())
+    torch.manual_seed(3)
+    torch.randn(8, 6)
+    pipe(inputs)
+    assert torch.equal(torch.rand(()), expected)
+    pipe.close()
+
+
+def test_a_generator_of_the_users_is_left_to_them() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator()
+
+        def forward(self, input: Tensor) -> Tensor:
+            return input * torch.bernoulli(torch.full(input.shape, 0.5), generator=self.generator)
+
+    own = Own()
+    own.generator.manual_seed(1)
+    pipe = Pipe(nn.Sequential(own, nn.Identity()), 2, devices=["cpu"] * 2)
+    found = pipe(torch.ones(4, 8))
+    generator = torch.Generator().manual_seed(1)
+    assert torch.equal(found, torch.cat([torch.bernoulli(torch.full((2, 8), 0.5), generator=generator) for _ in "ab"]))
+    pipe.close()
+
+
+def test_a_layer_that_begins_to_draw_later_is_refused() -> None:
+    class Sometimes(nn.Module):
+        draw = False
+
+        def forward(self, input: Tensor) -> Tensor:
+            return input + torch.rand(()) if self.draw else input
+
+    layer = Sometimes()
+    pipe = Pipe(nn.Sequential(nn.Identity(), layer), 2, devices=["cpu"] * 2)
+    pipe(torch.ones(4, 2))
+    layer.draw = True
+    with pytest.raises(SetupError, match="drew none for its first micro-batch"):
+        pipe(torch.ones(4, 2))
+    pipe.close()
+
+
+def test_training_and_evaluation_are_told_apart() -> None:
+    pipe = Pipe(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), 2, devices=["cpu"] * 2)
+    pipe.eval()
+    inputs = torch.ones(4, 6)
+    assert torch.equal(pipe(inputs), pipe(inputs))
+    pipe.train()
+    assert not torch.equal(pipe(inputs), pipe(inputs))
+    pipe.eval()
+    assert torch.equal(pipe(inputs), pipe(inputs))
+    pipe.close()
