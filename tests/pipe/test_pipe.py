@@ -209,7 +209,7 @@ def test_an_output_that_has_no_gradient_passes_detached() -> None:
             return pair[0] + pair[1], pair[1]
 
     for checkpoint in ("never", "always"):
-        pipe = Pipe(nn.Sequential(Two(), Both()), 2, checkpoint, ["cpu"] * 2)  
+        pipe = Pipe(nn.Sequential(Two(), Both()), 2, checkpoint, ["cpu"] * 2)
         inputs = torch.ones(4, 1, requires_grad=True)
         total, detached = pipe(inputs)
         (total.sum() + detached.sum()).backward()
@@ -259,7 +259,7 @@ def test_a_first_layer_may_change_its_input_in_place() -> None:
     for checkpoint in ("always", "never"):
         layers = nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 3))
         whole = copy.deepcopy(layers)
-        pipe = Pipe(layers, 2, checkpoint, ["cpu"] * 2, [1, 2])  
+        pipe = Pipe(layers, 2, checkpoint, ["cpu"] * 2, [1, 2])
         inputs, targets = batch(8)
         for _ in range(2):
             nn.functional.mse_loss(pipe(inputs), targets).backward()
@@ -332,7 +332,7 @@ def test_what_is_no_sequential_is_refused() -> None:
             return input
 
     with pytest.raises(SetupError, match="the module is a Linear"):
-        Pipe(nn.Linear(2, 2), 2)  
+        Pipe(nn.Linear(2, 2), 2)  # type: ignore[arg-type]
     with pytest.raises(SetupError, match="Own has a forward of its own"):
         Pipe(Own(nn.Linear(2, 2)), 2)
     with pytest.raises(SetupError, match="no layers"):
