@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from contextlib import suppress
 from datetime import timedelta
@@ -10,11 +11,27 @@ from typing import get_args
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.loops.batch_source import Uneven
+
+# Whether the last call of a Trainer in this process came to its end.
+_ended_well = False
+
+
+def _leave_at_exit() -> None:
+    """Leave the process group before the interpreter ends.
+
+    A thread of Gloo's may still hold the last collective's tensors when the interpreter is gone, and letting go of them
+    then ends the process with "terminate called without an active exception" and signal 6: torchrun takes a run that
+    has succeeded for one that has failed (seen with PyTorch 2.13). Leaving waits for such threads. After an error they
+    may be waiting for a rank that is gone, and the process ends as it does without this.
+    """
+    if _ended_well and dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
 
 
 class DistributedStrategy(DDPStrategy):
@@ -42,13 +59,28 @@ class DistributedStrategy(DDPStrategy):
         """
         if self.num_nodes * self.num_processes > 1:
             self._warn_of_stale_addresses()
+            users = dist.is_initialized()
             # Kept meanwhile: rank 0's is the server of the one that PyTorch makes.
-            store = None if dist.is_initialized() else self._wait_for_all_ranks()
+            store = None if users else self._wait_for_all_ranks()
             super().setup_distributed()
             del store
+            if not users:
+                # Again in each process and for each group that was made: it counts once.
+                atexit.unregister(_leave_at_exit)
+                atexit.register(_leave_at_exit)
         else:
             with isolate_rng():
                 super().setup_distributed()
+
+    def teardown(self) -> None:
+        super().teardown()
+        self._note_end()
+
+    def _note_end(self) -> None:
+        """Note whether all ranks have come to the end, so that none waits for another when it leaves."""
+        global _ended_well
+        module = self.lightning_module
+        _ended_well = module is not None and module.trainer.state.status != TrainerStatus.INTERRUPTED
 
     def _warn_of_stale_addresses(self) -> None:
         """Say that torchrun's restarts will fail. Seen with PyTorch 2.13 and Gloo."""

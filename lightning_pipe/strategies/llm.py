@@ -590,3 +590,4 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+        self._note_end()
