@@ -1,7 +1,8 @@
 """The tasks of a language model's training iteration, and their plan.
 
 Unlike a recommender's, most of an iteration is one task: a schedule's step, in which neighbours wait for each other. It
-is not cut further here, since the order inside it is the schedule's.
+is not cut further here, since the order inside it is the schedule's. None of the tasks can be replayed, so none can be
+profiled by :class:`~lightning_pipe.engine.profiler.TaskProfiler` but for its own time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ __all__ = ["llm_evaluation_plan", "llm_plan"]
 
 PARAMETERS = State("parameters")
 GRADIENTS = State("gradients")
+
+_EXCHANGES = "the ranks that have the neighbouring stages would wait for what it sends"
 
 
 def llm_plan(transfer: Callable[[Any], Any], prepare: Callable[[Any], Any]) -> PipelinePlan:
@@ -39,14 +42,30 @@ def llm_plan(transfer: Callable[[Any], Any], prepare: Callable[[Any], Any]) -> P
     def optimize(ctx: IterContext) -> None:
         """The caller's part."""
 
-    now = TaskSchedule()
-    tasks = {
-        **_ahead(transfer, prepare),
-        PipelineTask("ScheduleStep", step, reads=("batch", "prepared", PARAMETERS), writes=("output", GRADIENTS)): now,
-        PipelineTask("ScaleGradients", scale, reads=("output", GRADIENTS), writes=(GRADIENTS,)): now,
-        PipelineTask("OptimStep", optimize, reads=(GRADIENTS,), writes=(PARAMETERS,)): now,
-    }
-    return PipelinePlan(tasks, name="llm")
+    tasks = [
+        PipelineTask(
+            "ScheduleStep",
+            step,
+            reads=("batch", "prepared", PARAMETERS),
+            writes=("output", GRADIENTS),
+            not_replayable=_EXCHANGES,
+        ),
+        PipelineTask(
+            "ScaleGradients",
+            scale,
+            reads=("output", GRADIENTS),
+            writes=(GRADIENTS,),
+            not_replayable="it divides gradients that a schedule has just made, by what ranks agree on",
+        ),
+        PipelineTask(
+            "OptimStep",
+            optimize,
+            reads=(GRADIENTS,),
+            writes=(PARAMETERS,),
+            not_replayable="Lightning makes the step, with its hooks, outside of the task's function",
+        ),
+    ]
+    return PipelinePlan({**_ahead(transfer, prepare), **dict.fromkeys(tasks, TaskSchedule())}, name="llm")
 
 
 def llm_evaluation_plan(transfer: Callable[[Any], Any], prepare: Callable[[Any], Any], name: str) -> PipelinePlan:
@@ -61,7 +80,9 @@ def llm_evaluation_plan(transfer: Callable[[Any], Any], prepare: Callable[[Any],
     def forward(ctx: IterContext) -> None:
         """The caller's part, between begin_task and end_task."""
 
-    forward_task = PipelineTask("ScheduleForward", forward, reads=("batch", "prepared", PARAMETERS))
+    forward_task = PipelineTask(
+        "ScheduleForward", forward, reads=("batch", "prepared", PARAMETERS), not_replayable=_EXCHANGES
+    )
     return PipelinePlan({**_ahead(transfer, prepare), forward_task: TaskSchedule()}, name=name)
 
 
@@ -72,7 +93,18 @@ def _ahead(transfer: Callable[[Any], Any], prepare: Callable[[Any], Any]) -> dic
     def cut(ctx: IterContext) -> None:
         ctx.prepared = None if ctx.batch is None else prepare(ctx.batch)
 
-    return {
-        PipelineTask("H2D", copy, reads=("batch",), writes=("batch",)): TaskSchedule(stage=1, stream="memcpy"),
-        PipelineTask("Prepare", cut, reads=("batch",), writes=("prepared",)): TaskSchedule(stage=1),
-    }
+    move = PipelineTask(
+        "H2D",
+        copy,
+        reads=("batch",),
+        writes=("batch",),
+        not_replayable="the loop counts the batches that are moved, and a replay moves none",
+    )
+    prepare_task = PipelineTask(
+        "Prepare",
+        cut,
+        reads=("batch",),
+        writes=("prepared",),
+        not_replayable="what it begins with the other ranks can be waited for once",
+    )
+    return {move: TaskSchedule(stage=1, stream="memcpy"), prepare_task: TaskSchedule(stage=1)}

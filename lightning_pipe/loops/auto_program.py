@@ -1,11 +1,11 @@
 """A program that finds its plan while it trains: every plan trains the same batches to the same values.
 
-    iterations   0 ........ 12 ...... 24 ...... 36 ...... 48 ......        ...... 120 ...........
-    plan         serial      base      prefetch  auto_1    base   ... (rounds)     the fastest one
+    plan         serial      serial    base      prefetch  auto_1    serial   ... (rounds)     the fastest one
                  traced: what tasks take; plans are found
-                         each is timed in turns, with the loader, hooks and loggers of the user
+                             each is timed in turns, with the loader, hooks and loggers of the user
 
-Between two plans what is in flight is trained first, so that batches stay in order.
+Between two plans what is in flight is trained first, so that batches stay in order. An iteration is timed where the
+pipeline was full all through: not where an epoch has just begun or is about to end.
 """
 
 from __future__ import annotations
@@ -13,14 +13,19 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_pipe.engine import IterContext, PipelinePlan, PlanError, SWPipeline
+from lightning_pipe.engine.device_clock import DeviceClock
+from lightning_pipe.engine.devices import DeviceStreams
+from lightning_pipe.engine.plan_choice import fastest, most_found
+from lightning_pipe.engine.trace import Trace
 from lightning_pipe.loops.program import TrainingProgram
 
 __all__ = ["AutoProgram", "Exploration", "PlanChoice", "Proposal"]
@@ -28,8 +33,6 @@ __all__ = ["AutoProgram", "Exploration", "PlanChoice", "Proposal"]
 # What tasks take, by name, and what an iteration takes beside them, in seconds; gives plans to try, best first.
 Proposal = Callable[[Mapping[str, float], float], Sequence[PipelinePlan]]
 
-# A plan found replaces a hand-written one if it is faster by this part of the time, in this part of the rounds.
-_MARGIN, _OFTEN = 0.01, 0.8
 _KEPT = 200  # iterations by which a slower machine is told
 
 
@@ -40,7 +43,8 @@ class Exploration:
     Args:
         iterations: timed of each plan in each round.
         rounds: in each of which every plan has its turn.
-        found: plans of the planner's to try, beside the hand-written ones.
+        found: plans of the planner's to try at most, beside the hand-written ones. No more than the rounds can show to
+            be faster beyond noise (:func:`~lightning_pipe.engine.plan_choice.most_found`): none in fewer than 5 rounds.
         replan_above: look again at the begin of an epoch, where an iteration of the last one took this many times what
             it took when the plan was chosen; None never to.
 
@@ -49,7 +53,7 @@ class Exploration:
     """
 
     iterations: int = 8
-    rounds: int = 5
+    rounds: int = 6
     found: int = 3
     replan_above: float | None = None
 
@@ -120,11 +124,13 @@ class AutoProgram(TrainingProgram):
         self._pipelines: dict[str, SWPipeline] = {}
         super().__init__(self._pipeline_of(plans[0]), **arguments)
         self._source: Iterator[Any] | None = None
+        self._clock = _Clock(DeviceClock(device) if DeviceStreams(device, ()).available else None)
         # Of the present block:
-        self._begun: float | None = None  # when the iteration at work began,
+        self._begun: Any = None  # when the iteration at work began,
         self._to_skip = 0  # iterations whose time does not count,
         self._left = 0  # iterations to time,
-        self._timed: deque[float] = deque(maxlen=_KEPT)
+        self._timed: deque[tuple[Any, Any]] = deque(maxlen=_KEPT)  # when they began and ended,
+        self._trace: Trace | None = None  # what is recorded of tasks,
         self._draining = False  # and whether it is over, but for what is in flight.
         self._explore()
 
@@ -133,6 +139,7 @@ class AutoProgram(TrainingProgram):
         if source is not self._source:
             self._source = source
             self._begin_epoch()
+            self._to_skip = max(self._to_skip, 1)  # the loader's workers start
         if not self._draining and self._left == 0:
             self._draining = True
         while self._draining:
@@ -144,8 +151,10 @@ class AutoProgram(TrainingProgram):
         if self.pipeline.plan.max_stage and not self.pipeline.in_flight:
             # Until the pipeline is full, an iteration takes less or more than any other.
             self._to_skip = self.pipeline.plan.pipeline_depth + 1
+        timed = self._choice is None or self._exploration.replan_above is not None
+        begun = self._clock.now() if timed else None
         ctx = super().begin(source)
-        self._begun = time.perf_counter()
+        self._begun = begun
         return ctx
 
     def abandon(self) -> int:
@@ -153,8 +162,15 @@ class AutoProgram(TrainingProgram):
         return super().abandon()
 
     def close(self) -> None:
+        if self._pipelines and self._choice is None:
+            rank_zero_info(
+                f"Training ended before a plan was chosen, under plan {self.pipeline.plan.name!r}: each is to be timed"
+                f" for {self._exploration.iterations} iterations in {self._exploration.rounds} rounds, without those"
+                " where an epoch begins and ends. Train longer, or lower these."
+            )
         for pipeline in self._pipelines.values():
             pipeline.close()
+        self._pipelines.clear()
         super().close()
 
     # ------------------------------------------------------------------ blocks of iterations
@@ -176,6 +192,7 @@ class AutoProgram(TrainingProgram):
         self._timed.clear()
         if block.traced:
             self.pipeline.start_trace()
+            self._trace = self.pipeline.trace
 
     def _note_time(self) -> None:
         """Of the iteration that ends here."""
@@ -185,13 +202,15 @@ class AutoProgram(TrainingProgram):
         if self._to_skip:
             self._to_skip -= 1
             return
-        self._timed.append(time.perf_counter() - begun)
+        if len(self.pipeline.in_flight) < self.pipeline.plan.max_stage:
+            return  # the data have ended: there was nothing to fetch
+        self._timed.append((begun, self._clock.now()))
         if self._choice is None:
             self._left -= 1
 
     def _end_block(self) -> None:
         block = self._blocks.popleft()
-        seconds = statistics.median(self._timed)
+        seconds = self._median_seconds()
         if block.traced:
             self._find_plans(seconds)
         else:
@@ -205,16 +224,19 @@ class AutoProgram(TrainingProgram):
     def _find_plans(self, seconds: float) -> None:
         names = list(self.pipeline.plan.tasks)
         times: dict[str, list[float]] = {name: [] for name in names}
-        for span in self.pipeline.stop_trace():
+        trace, self._trace = self._trace, None
+        if self.pipeline.trace is trace:  # not where a callback has begun to record for itself
+            self.pipeline.stop_trace()
+        for span in trace.spans() if trace else ():
             times[span.task].append(span.end - span.start)
         own = [statistics.median(times[name]) if times[name] else 0.0 for name in names]
         *own, seconds = self._mean_of_ranks([*own, seconds])
         self._own = dict(zip(names, own, strict=True))
         found: list[PipelinePlan] = []
-        if self._exploration.found:
+        if most := min(self._exploration.found, most_found(self._exploration.rounds)):
             proposed = self._propose(self._own, max(0.0, seconds - sum(own)))
             known = [_schedule_of(plan) for plan in self._hand_written]
-            found = [plan for plan in proposed if _schedule_of(plan) not in known][: self._exploration.found]
+            found = [plan for plan in proposed if _schedule_of(plan) not in known][:most]
         plans = [*self._hand_written, *found]
         self._by_name = {plan.name: plan for plan in plans}
         self._blocks.extend(_Block(plan) for _ in range(self._exploration.rounds) for plan in plans)
@@ -235,7 +257,7 @@ class AutoProgram(TrainingProgram):
         above, choice = self._exploration.replan_above, self._choice
         if above is None or choice is None or len(self._timed) < self._exploration.iterations:
             return
-        (now,) = self._mean_of_ranks([statistics.median(self._timed)])
+        (now,) = self._mean_of_ranks([self._median_seconds()])
         self._timed.clear()
         if now > above * statistics.median(choice.measured[choice.plan.name]):
             self._explore()
@@ -247,6 +269,10 @@ class AutoProgram(TrainingProgram):
             self._pipelines[plan.name] = SWPipeline(plan, self._device, self._group)
         return self._pipelines[plan.name]
 
+    def _median_seconds(self) -> float:
+        """Of the iterations that were timed."""
+        return statistics.median(self._clock.seconds(self._timed))
+
     def _mean_of_ranks(self, values: list[float]) -> list[float]:
         """The same on every rank, so that all choose alike."""
         if self._group is None or not dist.is_initialized() or self._group.size() == 1:
@@ -256,24 +282,26 @@ class AutoProgram(TrainingProgram):
         return [statistics.fmean(of_ranks) for of_ranks in zip(*ranks, strict=True)]
 
 
-def fastest(measured: Mapping[str, Sequence[float]], hand_written: Sequence[str]) -> str:
-    """The plan that took the least time; a hand-written one, unless another is faster beyond noise.
+class _Clock:
+    """When iterations begin and end: by the device where it has a clock, since the host goes ahead of it.
 
     Args:
-        measured: seconds in each round, by name. Plans of one round were measured side by side.
-        hand_written: names of plans.
+        of_device: its clock; None for the host's.
     """
-    best = min(hand_written, key=lambda name: statistics.median(measured[name]))
 
-    def ratios(name: str) -> list[float]:
-        return [one / other for one, other in zip(measured[name], measured[best], strict=True)]
+    def __init__(self, of_device: DeviceClock | None) -> None:
+        self._of_device = of_device
 
-    def is_faster(name: str) -> bool:
-        faster = [ratio < 1 - _MARGIN for ratio in ratios(name)]
-        return statistics.median(ratios(name)) < 1 - _MARGIN and sum(faster) >= _OFTEN * len(faster)
+    def now(self) -> Any:
+        return time.perf_counter() if self._of_device is None else self._of_device.now()
 
-    found = [name for name in measured if name not in hand_written and is_faster(name)]
-    return min(found, key=lambda name: statistics.median(ratios(name)), default=best)
+    def seconds(self, marks: Collection[tuple[Any, Any]]) -> list[float]:
+        """Between the two marks of each pair, of one stream; waits until the device has come to the last one."""
+        if self._of_device is None:
+            return [end - begin for begin, end in marks]
+        for _, end in marks:
+            end.synchronize()
+        return [begin.elapsed_time(end) / 1e3 for begin, end in marks]
 
 
 def _schedule_of(plan: PipelinePlan) -> tuple[Any, ...]:

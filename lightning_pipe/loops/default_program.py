@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, State, SWPipeline, TaskSchedule
+from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, PlanError, State, SWPipeline, TaskSchedule
+from lightning_pipe.engine.plan import MAIN
+from lightning_pipe.engine.plan_file import read_plan_file
 from lightning_pipe.loops.program import EvaluationProgram, TrainingProgram
 
+# The names of the tasks.
+TRANSFER, TRAIN = "H2D", "TrainBatch"
+_STREAM = "memcpy"
 
-def default_plan(transfer: Callable[[Any], Any]) -> PipelinePlan:
-    """Two tasks: ``H2D`` one iteration ahead on a stream of its own, ``TrainBatch`` as Lightning trains a batch.
+# By name, where the transfer runs; the batch is trained where the caller is.
+PLANS = {"serial": TaskSchedule(), "copy_ahead": TaskSchedule(stage=1, stream=_STREAM)}
+
+_COUNTED = "the loop counts the batches that are moved, and a replay moves none"
+
+
+def default_tasks(transfer: Callable[[Any], Any]) -> list[PipelineTask]:
+    """Two tasks: ``H2D`` moves a batch, ``TrainBatch`` is Lightning's training of one.
 
     Args:
         transfer: moves a batch to the device.
@@ -24,23 +36,91 @@ def default_plan(transfer: Callable[[Any], Any]) -> PipelinePlan:
     def train(ctx: IterContext) -> None:
         """Lightning's part, done between begin_step and end_step; a skipped batch comes here and has none."""
 
-    tasks = {
-        PipelineTask("H2D", copy, reads=("batch",), writes=("batch",)): TaskSchedule(stage=1, stream="memcpy"),
-        PipelineTask("TrainBatch", train, reads=("batch",), writes=(State("model"),)): TaskSchedule(),
-    }
-    return PipelinePlan(tasks, name="copy_ahead")
+    return [
+        PipelineTask(TRANSFER, copy, reads=("batch",), writes=("batch",), not_replayable=_COUNTED),
+        PipelineTask(
+            TRAIN,
+            train,
+            reads=("batch",),
+            writes=(State("model"),),
+            not_replayable="Lightning trains the batch, with all hooks, outside of the task's function",
+        ),
+    ]
+
+
+def default_plan(transfer: Callable[[Any], Any], plan: str | Path | PipelinePlan = "copy_ahead") -> PipelinePlan:
+    """The plan called *plan*, over :func:`default_tasks`.
+
+    Args:
+        transfer: moves a batch to the device.
+        plan: ``copy_ahead`` (the next batch is moved on a stream of its own before this one trains), ``serial`` (a
+            batch is moved when its turn comes), the path of a plan in YAML, or a plan, of which the schedule is taken.
+
+    Raises:
+        PlanError: neither a known name nor a file, or a plan that these tasks cannot run under.
+    """
+    tasks = default_tasks(transfer)
+    if isinstance(plan, str) and plan in PLANS:
+        return PipelinePlan([(tasks[0], PLANS[plan]), (tasks[1], TaskSchedule())], name=plan)
+    text = plan.to_yaml() if isinstance(plan, PipelinePlan) else read_plan_file(plan, PLANS, "pipeline")
+    found = PipelinePlan.from_yaml(text, tasks)
+    _check_runs_here(found)
+    return found
+
+
+def _check_runs_here(plan: PipelinePlan) -> None:
+    """Check what the engine does not ask of a plan, and Lightning's loop does."""
+    transfer, train = plan.schedule[TRANSFER], plan.schedule[TRAIN]
+    if transfer.thread_group != MAIN:
+        raise PlanError(
+            f"plan {plan.name!r} gives task {TRANSFER!r} to the thread group {transfer.thread_group!r}; it calls the"
+            f" user's transfer hooks, which are the main thread's: give it thread_group {MAIN!r}"
+        )
+    if train != TaskSchedule():
+        raise PlanError(
+            f"plan {plan.name!r} schedules task {TRAIN!r} as {train}, but Lightning trains the batch where it calls"
+            " its hooks: give the task {}"
+        )
+    if plan.order != (TRANSFER, TRAIN):
+        raise PlanError(
+            f"plan {plan.name!r} has the order {', '.join(plan.order)}, but Lightning's hooks around a batch come"
+            f" behind the transfer of a later one: give the order {TRANSFER}, {TRAIN}"
+        )
+
+
+def plans_to_try(tasks: Sequence[PipelineTask], max_in_flight: int) -> tuple[list[PipelinePlan], list[PipelinePlan]]:
+    """The hand-written plans, the serial one first; and those that move batches further ahead, one after the other.
+
+    There is no other plan to find: the user's transfer hooks stay on the main thread, and training is one task, so
+    plans differ in how far ahead batches are moved, which costs memory and evens out transfers that vary.
+
+    Args:
+        tasks: of :func:`default_tasks`.
+        max_in_flight: the most batches in flight.
+    """
+    copy, train = tasks
+
+    def plan(name: str, where: TaskSchedule) -> PipelinePlan:
+        return PipelinePlan([(copy, where), (train, TaskSchedule())], name=name)
+
+    by_hand = [plan(name, where) for name, where in PLANS.items() if where.stage < max_in_flight]
+    further = [plan(f"copy_{stage}_ahead", TaskSchedule(stage, _STREAM)) for stage in range(2, max_in_flight)]
+    return by_hand, further
+
+
+# ---------------------------------------------------------------------- programs
 
 
 def default_evaluation(
-    trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str, *, ahead: bool = True
+    trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str, *, ahead: int = 1
 ) -> EvaluationProgram:
-    """The program that evaluates one batch while the next one is moved to the device.
+    """The program that evaluates one batch while later ones are moved to the device.
 
     Args:
         trainer: the trainer whose strategy evaluates.
         transfer: moves a batch to the device.
         step: the module's method, which the caller calls.
-        ahead: whether the next batch is moved meanwhile, or when its turn comes.
+        ahead: how many batches ahead one is moved; with 0 when its turn comes.
     """
 
     def copy(ctx: IterContext) -> None:
@@ -49,13 +129,18 @@ def default_evaluation(
     def evaluate(ctx: IterContext) -> None:
         """The caller's part, done between begin_step and end_step."""
 
-    where = TaskSchedule(stage=1, stream="memcpy") if ahead else TaskSchedule()
+    where = TaskSchedule(stage=ahead, stream=_STREAM) if ahead else TaskSchedule()
     tasks = {
-        PipelineTask("H2D", copy, reads=("batch",), writes=("batch",)): where,
-        PipelineTask("EvaluateBatch", evaluate, reads=("batch", State("model"))): TaskSchedule(),
+        PipelineTask(TRANSFER, copy, reads=("batch",), writes=("batch",), not_replayable=_COUNTED): where,
+        PipelineTask(
+            "EvaluateBatch",
+            evaluate,
+            reads=("batch", State("model")),
+            not_replayable="Lightning evaluates the batch, with all hooks, outside of the task's function",
+        ): TaskSchedule(),
     }
     pipeline = SWPipeline(PipelinePlan(tasks, name=step), trainer.strategy.root_device)
-    return EvaluationProgram(pipeline, transfer="H2D", step="EvaluateBatch")
+    return EvaluationProgram(pipeline, transfer=TRANSFER, step="EvaluateBatch")
 
 
 def default_program(trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> TrainingProgram:
@@ -66,4 +151,4 @@ def default_program(trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> Trai
         transfer: moves a batch to the device.
     """
     pipeline = SWPipeline(default_plan(transfer), trainer.strategy.root_device)
-    return TrainingProgram(pipeline, transfer="H2D", step="TrainBatch")
+    return TrainingProgram(pipeline, transfer=TRANSFER, step=TRAIN)

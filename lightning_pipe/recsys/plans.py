@@ -9,6 +9,7 @@ import yaml
 
 from lightning_pipe.engine import PipelinePlan, PipelineTask, PlanError, TaskSchedule
 from lightning_pipe.engine.plan import MAIN
+from lightning_pipe.engine.plan_file import read_plan_file
 
 _STEP = ("DenseForward", "LossPostprocess", "DenseBackward", "EmbBackward", "FinalizeGrads", "OptimStep")
 
@@ -116,20 +117,7 @@ def _find(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) -> Pip
             rest = [task for task in order if task != "EmbBackward"]
             order = (*_insert_after(rest, "OptimStep", "EmbBackward"),)
         return PipelinePlan([(task, schedule.get(task.name, default)) for task in tasks], name=name, order=order)
-    if not (isinstance(plan, (str, Path)) and _is_file(plan)):
-        raise PlanError(
-            f"there is no plan {plan if isinstance(plan, Path) else repr(plan)}: it is neither one of"
-            f" {', '.join(PLANS)} nor a file; name one, or write one with 'lightning-pipe plan show prefetch --format"
-            " yaml'"
-        )
-    try:
-        text = Path(plan).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise PlanError(
-            f"the plan {plan} is not text in UTF-8 ({error}); name a file written as by 'lightning-pipe plan show"
-            " prefetch --format yaml'"
-        ) from error
-    return _from_yaml(text, tasks)
+    return _from_yaml(read_plan_file(plan, PLANS, "prefetch"), tasks)
 
 
 def _from_yaml(text: str, tasks: Sequence[PipelineTask]) -> PipelinePlan:
@@ -154,13 +142,6 @@ def _with_late_backward(text: str) -> str:
                 value.value.remove(backward[0])
                 value.value.insert(value.value.index(steps[0]) + 1, backward[0])
     return str(yaml.serialize(plan))
-
-
-def _is_file(path: str | Path) -> bool:
-    try:
-        return Path(path).is_file()
-    except OSError:  # too long for a path: the text of a plan, say
-        return False
 
 
 def _insert_after(order: list[str], anchor: str, task: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,10 +17,36 @@ from rich.text import Text
 from lightning_pipe.engine import PipelinePlan, SetupError
 from lightning_pipe.loops.auto_program import Exploration, PlanChoice
 
-__all__ = ["AUTO", "choice_report", "exploration_of", "print_choice", "write_plan"]
+__all__ = [
+    "AUTO",
+    "IN_FLIGHT",
+    "choice_report",
+    "exploration_of",
+    "print_choice",
+    "refuse_without_auto",
+    "tell_choice",
+    "write_plan",
+]
 
 # In the place of a plan's name.
 AUTO = "auto"
+# The most batches in flight, unless the user says otherwise.
+IN_FLIGHT = 3
+
+
+def refuse_without_auto(
+    plan: object, exploration: Mapping[str, Any] | None, max_in_flight: int, save_plan: str | Path | None
+) -> None:
+    """Refuse arguments that are for plans that are looked for, where the plan is given.
+
+    Raises:
+        SetupError: one of them is not its default.
+    """
+    if plan != AUTO and (save_plan is not None or exploration is not None or max_in_flight != IN_FLIGHT):
+        raise SetupError(
+            f"plan is {plan!r}, but exploration, max_in_flight and save_plan are for plan='auto', which looks for"
+            " one; leave them out, or give plan='auto'"
+        )
 
 
 def exploration_of(arguments: Mapping[str, Any] | None) -> Exploration:
@@ -38,27 +65,42 @@ def exploration_of(arguments: Mapping[str, Any] | None) -> Exploration:
 
 
 def choice_report(choice: PlanChoice) -> Group:
-    """What was chosen, and why, for a Rich console."""
-    medians = {name: statistics.median(times) for name, times in choice.measured.items()}
-    best = min(medians[name] for name in choice.hand_written)
+    """What was chosen, and why, for a Rich console of 80 columns or more."""
+    measured = choice.measured
+    medians = {name: statistics.median(times) for name, times in measured.items()}
+    by_hand = min(choice.hand_written, key=lambda name: medians[name])
+    rounds = len(measured[by_hand])
+    wins = {name: sum(map(operator.lt, times, measured[by_hand])) for name, times in measured.items()}
     table = Table(box=box.SIMPLE, padding=(0, 1))
     table.add_column("plan", no_wrap=True)
-    for column in ("ms an iteration", "in each round", "of the best by hand"):
+    for column in ("ms an iteration", "over rounds", "faster in", "by hand = 1"):
         table.add_column(column, justify="right", no_wrap=True)
     for name in sorted(medians, key=lambda name: medians[name]):
-        rounds = "  ".join(f"{1e3 * seconds:.2f}" for seconds in choice.measured[name])
-        chosen = "bold" if name == choice.plan.name else ""
-        table.add_row(name, f"{1e3 * medians[name]:.2f}", rounds, f"{medians[name] / best:.3f}", style=chosen)
+        table.add_row(
+            name,
+            f"{1e3 * medians[name]:.2f}",
+            f"{1e3 * min(measured[name]):.2f} .. {1e3 * max(measured[name]):.2f}",
+            "" if name == by_hand else f"{wins[name]} of {rounds}",
+            f"{medians[name] / medians[by_hand]:.3f}",
+            style="bold" if name == choice.plan.name else "",
+        )
+    chosen = choice.plan.name
+    if chosen not in choice.hand_written:
+        gain = 1 - medians[chosen] / medians[by_hand]
+        why = f"{gain:.1%} faster than {by_hand}, the best by hand, and faster in {wins[chosen]} of {rounds} rounds"
+    elif len(medians) > len(choice.hand_written):
+        why = "no plan that was found is faster than it beyond noise"
+    else:
+        why = "no other plan was tried" if len(medians) == 1 else "of those by hand; no other was tried"
     longest = sorted(choice.own, key=lambda name: -choice.own[name])[:4]
     tasks = ", ".join(f"{name} {1e3 * choice.own[name]:.2f}" for name in longest)
-    why = "no plan that was found is faster than it beyond noise" if choice.plan.name in choice.hand_written else ""
     ahead = [
         f"{name} {_where(where.stage, where.thread_group)}"
         for name, where in choice.plan.schedule.items()
         if where.stage or where.thread_group != "main"
     ]
     return Group(
-        Text(f"plan {choice.plan.name} is the fastest" + (f": {why}" if why else ""), style="bold"),
+        Text(f"plan {chosen} is the fastest: {why}", style="bold"),
         table,
         Text(f"ahead of the batch being trained: {', '.join(ahead) or 'nothing'}"),
         Text(f"one after the other the longest tasks take, in ms: {tasks}"),
@@ -74,6 +116,13 @@ def print_choice(choice: PlanChoice) -> None:
     """Print the report."""
     # No markup: names may hold square brackets.
     Console(markup=False, highlight=False).print(choice_report(choice))
+
+
+def tell_choice(choice: PlanChoice, save_plan: str | Path | None) -> None:
+    """Print what was chosen, and write the plan, if that is asked for: on one rank."""
+    print_choice(choice)
+    if save_plan is not None:
+        write_plan(choice.plan, save_plan)
 
 
 def write_plan(plan: PipelinePlan, path: str | Path) -> None:

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_pipe.engine import SetupError
-from lightning_pipe.loops import PipelineTrainingEpochLoop
+from lightning_pipe.engine import PipelinePlan, SetupError, SWPipeline
+from lightning_pipe.engine.plan_limits import PlanLimits
+from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
+from lightning_pipe.loops.auto_program import AutoProgram, PlanChoice
 from lightning_pipe.loops.batch_source import Uneven
+from lightning_pipe.loops.default_program import (
+    TRAIN,
+    TRANSFER,
+    default_evaluation,
+    default_plan,
+    default_tasks,
+    plans_to_try,
+)
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.interrupted_save import install_interrupted_saves
+from lightning_pipe.strategies.auto import AUTO, IN_FLIGHT, exploration_of, refuse_without_auto, tell_choice
 from lightning_pipe.strategies.base import DistributedStrategy
 
 
@@ -23,15 +36,49 @@ class PipelineStrategy(DistributedStrategy):
     For any LightningModule, on one process too (which then trains without the wrapper that averages gradients). On
     several, parameters with an optimiser that runs inside backward are refused.
 
+    Under ``plan="auto"`` the first iterations train under each plan in turn, and the rest under the fastest, which is
+    printed with what was measured; all train to the same bits. The plans are the serial one, the one that moves the
+    next batch ahead, and those that move batches further ahead, up to *max_in_flight*: since the module's transfer
+    hooks stay on the main thread and training is one task, there is no other to find. Much is gained only where
+    batches take long to be moved to a GPU; on a CPU they are not moved at all.
+
     Args:
-        arguments: those of Lightning's ``DDPStrategy``.
+        plan: ``"copy_ahead"``, ``"serial"`` (a batch is moved when its turn comes), the path of a plan in YAML, or a
+            plan, of the tasks ``H2D`` and ``TrainBatch``; or ``"auto"``.
+        exploration: of ``"auto"``: ``iterations``, ``rounds``, ``found`` and ``replan_above`` of
+            :class:`~lightning_pipe.loops.auto_program.Exploration`.
+        max_in_flight: of ``"auto"``: the most batches in flight, each of which takes its memory.
+        save_plan: of ``"auto"``: where to write the plan that was chosen, in YAML, for *plan* to name later.
         uneven_batches: where some ranks have fewer batches, end the epoch with the ``shortest``, or raise an ``error``.
-        options: more of Lightning's.
+        options: those of Lightning's ``DDPStrategy``.
+
+    Attributes:
+        plan_choice: of ``"auto"``: what was chosen, and what was measured; None before.
+
+    Raises:
+        PlanError: there is no such plan, or the strategy's tasks cannot run under it; a number that is too small.
+        SetupError: an argument that is only for ``"auto"``, where the plan is another.
     """
 
-    def __init__(self, *arguments: Any, uneven_batches: Uneven = "shortest", **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(
+        self,
+        plan: str | Path | PipelinePlan = "copy_ahead",
+        *,
+        exploration: Mapping[str, Any] | None = None,
+        max_in_flight: int = IN_FLIGHT,
+        save_plan: str | Path | None = None,
+        uneven_batches: Uneven = "shortest",
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
         self._take_uneven_batches(uneven_batches)
+        refuse_without_auto(plan, exploration, max_in_flight, save_plan)
+        # What cannot be is said when the strategy is made, not when training begins.
+        self._given = None if plan == AUTO else default_plan(_not_moved, plan)
+        self._exploration = exploration_of(exploration)
+        self._max_in_flight = PlanLimits(max_in_flight=max_in_flight).max_in_flight
+        self._save_plan = save_plan
+        self.plan_choice: PlanChoice | None = None
 
     def setup(self, trainer: pl.Trainer) -> None:
         self._leave_loaders_of_one_process(trainer)
@@ -40,6 +87,35 @@ class PipelineStrategy(DistributedStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             PipelineTrainingEpochLoop.install(trainer)
         super().setup(trainer)
+
+    def training_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> TrainingProgram:
+        """The two tasks under the plan; the training loop asks for it when training begins."""
+        group = dist.group.WORLD if self.world_size > 1 else None
+        if self._given is not None:
+            pipeline = SWPipeline(default_plan(transfer, self._given), self.root_device, group)
+            return TrainingProgram(pipeline, transfer=TRANSFER, step=TRAIN)
+        by_hand, further = plans_to_try(default_tasks(transfer), self._max_in_flight)
+        return AutoProgram(
+            by_hand,
+            lambda own, beside: further,
+            self.root_device,
+            group,
+            self._exploration,
+            self._plan_chosen,
+            transfer=TRANSFER,
+            step=TRAIN,
+        )
+
+    def _plan_chosen(self, choice: PlanChoice) -> None:
+        self.plan_choice = choice
+        if self.global_rank == 0:
+            tell_choice(choice, self._save_plan)
+
+    def evaluation_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str) -> EvaluationProgram:
+        """Batches of one dataloader, moved as far ahead as in training; by one where that is not chosen yet."""
+        training = self._given or (self.plan_choice and self.plan_choice.plan)
+        ahead = training.schedule[TRANSFER].stage if training else 1
+        return default_evaluation(trainer, transfer, step, ahead=ahead)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint, which may hold tensors and plain types, unless the user allows more."""
@@ -58,6 +134,10 @@ class PipelineStrategy(DistributedStrategy):
             assert self.lightning_module is not None
             _refuse_optimizers_in_backward(self.lightning_module)
             super().configure_ddp()
+
+
+def _not_moved(batch: Any) -> Any:
+    return batch
 
 
 def _refuse_optimizers_in_backward(module: pl.LightningModule) -> None:

@@ -46,7 +46,7 @@ from lightning_pipe.recsys.sharding import ShardedModel
 from lightning_pipe.recsys.table_schedule import TableSchedule
 from lightning_pipe.recsys.tasks import RecsysActions, recsys_tasks
 from lightning_pipe.recsys.transfer import check_movable
-from lightning_pipe.strategies.auto import AUTO, exploration_of, print_choice, write_plan
+from lightning_pipe.strategies.auto import AUTO, IN_FLIGHT, exploration_of, refuse_without_auto, tell_choice
 from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
 from lightning_pipe.strategies.refusals import clips_gradients, refuse_other_precision, refuse_training
 from lightning_pipe.strategies.shard_once import shard_once
@@ -124,7 +124,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         detect_nan: bool = False,
         uneven_batches: Uneven = "shortest",
         exploration: Mapping[str, Any] | None = None,
-        max_in_flight: int = 3,
+        max_in_flight: int = IN_FLIGHT,
         save_plan: str | Path | None = None,
         pipelined_evaluation: bool = True,
         async_checkpoints: bool = False,
@@ -149,11 +149,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         self._take_uneven_batches(uneven_batches)
         # A name that does not exist is said when the strategy is made, not when training begins.
         recsys_plan("serial" if plan == AUTO else plan, recsys_tasks())
-        if plan != AUTO and (save_plan is not None or exploration is not None or max_in_flight != 3):
-            raise SetupError(
-                f"plan is {plan!r}, but exploration, max_in_flight and save_plan are for plan='auto', which looks for"
-                " one; leave them out, or give plan='auto'"
-            )
+        refuse_without_auto(plan, exploration, max_in_flight, save_plan)
         self._exploration = exploration_of(exploration)
         self._max_in_flight = max_in_flight
         self._save_plan = save_plan
@@ -345,16 +341,14 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         """Say so, and write it down."""
         self.plan_choice = choice
         if self.global_rank == 0:
-            print_choice(choice)
-            if self._save_plan is not None:
-                write_plan(choice.plan, self._save_plan)
+            tell_choice(choice, self._save_plan)
 
     def evaluation_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str) -> EvaluationProgram:
         """Build tasks and plan for evaluating the batches of one dataloader."""
         module = self.lightning_module
         assert module is not None
         if not self._pipelined_evaluation:
-            return default_evaluation(trainer, transfer, step, ahead=False)
+            return default_evaluation(trainer, transfer, step, ahead=0)
         with self._training_set_aside():
             rewrite = self._make_rewrite(step)
             rewrite.detach()
@@ -616,6 +610,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+        self._note_end()
 
 
 def _lightning_loss(output: Any) -> torch.Tensor | None:

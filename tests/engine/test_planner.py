@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from lightning_pipe.engine.cycle_ratio import Edge, maximum_cycle_ratio
 from lightning_pipe.engine.dependencies import Dependency
 from lightning_pipe.engine.modulo_schedule import Claim, Loop, Wait, modulo_schedule
 from lightning_pipe.engine.plan_bound import lower_bound
-from lightning_pipe.engine.plan_choice import Choice, choose_plan
+from lightning_pipe.engine.plan_choice import fastest, most_found
 from lightning_pipe.engine.plan_draft import PlanSpace
 from lightning_pipe.engine.plan_limits import PlanLimits
 from lightning_pipe.engine.planner import Candidate, exhaustive_plans, find_plans
@@ -61,7 +62,7 @@ def test_the_best_plan_is_near_the_bound_or_the_best_there_is_and_keeps_the_limi
     assert 1 <= len(candidates) <= 5
     for plan, predicted, why in candidates:
         assert simulate(plan, graph.costs, graph.machine).seconds_per_iteration == pytest.approx(predicted)
-        assert predicted >= best * (1 - 1e-3)
+        assert weighed(graph, plan, predicted) >= weighed(graph, *candidates[0][:2]) * (1 - 1e-3)
         assert bound.reason in why
         assert not plan.stale
         assert plan.pipeline_depth <= graph.limits.max_in_flight
@@ -130,12 +131,21 @@ def test_input_goes_ahead_in_workers_until_training_is_all_that_is_left() -> Non
     assert best.plan.pipeline_depth == 2
 
 
-@pytest.mark.parametrize("seed", [14, 22, 28])
-def test_of_equal_plans_that_one_is_best_whose_threads_need_not_share_cores(seed: int) -> None:
+def crowding(graph: Graph, plan: PipelinePlan) -> int:
+    """Threads that compute beyond the cores there are."""
+    computing = {where.thread_group for name, where in plan.schedule.items() if graph.costs[name].resource == "compute"}
+    return max(0, len(computing) - int(graph.machine.cores))
+
+
+def weighed(graph: Graph, plan: PipelinePlan, predicted: float) -> float:
+    return predicted * (1 + 0.03 * crowding(graph, plan))
+
+
+# In the first, plans whose threads share cores are predicted to be 3 % faster.
+@pytest.mark.parametrize("seed", [0, 14, 22, 28])
+def test_of_plans_that_are_about_equal_that_one_is_best_whose_threads_need_not_share_cores(seed: int) -> None:
     graph = random_graph(seed)
-    best = found(graph)[0].plan
-    computing = {where.thread_group for name, where in best.schedule.items() if graph.costs[name].resource == "compute"}
-    assert len(computing) <= graph.machine.cores
+    assert crowding(graph, found(graph)[0].plan) == 0
 
 
 def test_with_one_batch_in_flight_or_no_workers_little_can_be_done() -> None:
@@ -353,19 +363,10 @@ def test_drafts_that_differ_in_names_or_in_when_a_worker_is_told_are_one() -> No
 # ---------------------------------------------------------------------- the choice
 
 
-def plans(count: int) -> list[PipelinePlan]:
-    """Plans that differ."""
-    return [PipelinePlan([(task(f"t{i}"), TaskSchedule(i))], name=f"plan{i}") for i in range(count)]
-
-
-def chosen(hand: Sequence[Sequence[float]], auto: Sequence[Sequence[float]]) -> Choice:
-    written, made = plans(len(hand) + len(auto))[: len(hand)], plans(len(hand) + len(auto))[len(hand) :]
-
-    def measure(given: Sequence[PipelinePlan]) -> list[list[float]]:
-        assert list(given) == [*written, *made]
-        return [list(times) for times in (*hand, *auto)]
-
-    return choose_plan([Candidate(plan, 0.5, "0.5 by simulation") for plan in made], measure, written)
+def chosen(by_hand: Sequence[Sequence[float]], found: Sequence[Sequence[float]]) -> str:
+    """The fastest of plans by what they took: ``hand0``, ``hand1`` ..., ``auto0`` ..."""
+    hand = {f"hand{index}": times for index, times in enumerate(by_hand)}
+    return fastest({**hand, **{f"auto{index}": times for index, times in enumerate(found)}}, list(hand))
 
 
 def test_the_winner_is_never_slower_than_the_best_hand_written_plan() -> None:
@@ -376,75 +377,51 @@ def test_the_winner_is_never_slower_than_the_best_hand_written_plan() -> None:
         speeds = [draw.choice([1.0, 1.02, 1.2]) for _ in range(draw.randint(2, 6))]
         times = [[speed + 0.05 * draw.random() for _ in range(rounds)] for speed in speeds]
         hand = draw.randint(1, len(speeds) - 1)
-        choice = chosen(times[:hand], times[hand:])
-        (winner,) = [entry for entry in choice.measured if entry.plan is choice.plan]
-        best = min(entry.median for entry in choice.measured if entry.predicted is None)
-        assert winner.median <= best
-        won += winner.predicted is not None
-        if winner.predicted is not None:
-            assert winner.median < best
+        winner = chosen(times[:hand], times[hand:])
+        best = min(map(statistics.median, times[:hand]))
+        measured = times[int(winner[4:]) + (hand if winner.startswith("auto") else 0)]
+        assert statistics.median(measured) <= best
+        if winner.startswith("auto"):
+            won += 1
+            assert statistics.median(measured) < best
     assert won > 30
 
 
 def test_a_plan_that_is_faster_in_every_round_wins_although_the_machine_drifts() -> None:
     drift = [1.0 + index for index in range(9)]
-    choice = chosen(
-        [drift, [2 * time for time in drift]], [[0.99 * time for time in drift], [1.5 * time for time in drift]]
-    )
-    assert choice.plan.name == "plan2"
-    assert "plan2 is 1.0% faster than plan0" in choice.reason
-    assert "9 of 9 rounds" in choice.reason
+    by_hand = [drift, [2 * time for time in drift]]
+    assert chosen(by_hand, [[0.99 * time for time in drift], [1.5 * time for time in drift]]) == "auto0"
 
 
 def test_of_equals_the_hand_written_plan_is_kept() -> None:
-    assert chosen([[1.0] * 9], [[1.0] * 9]).plan.name == "plan0"
+    assert chosen([[1.0] * 9], [[1.0] * 9]) == "hand0"
     draw = random.Random(1)
     kept = [
         chosen([[draw.random() for _ in range(9)]], [[draw.random() for _ in range(9)] for _ in range(5)])
         for _ in range(200)
     ]
-    assert sum(choice.plan.name != "plan0" for choice in kept) <= 20
+    assert sum(name != "hand0" for name in kept) <= 20
+
+
+def test_a_plan_that_is_hardly_faster_is_not_taken() -> None:
+    assert chosen([[9.0] * 9, [5.0] * 9], [[4.98] * 9]) == "hand1"
+    assert chosen([[9.0] * 9, [5.0] * 9], [[4.97] * 9]) == "auto0"
 
 
 def test_a_plan_that_wins_most_rounds_and_yet_has_the_higher_median_is_not_chosen() -> None:
     hand = [float(index) for index in range(1, 10)]
-    auto = [100.0, *(time - 0.1 for time in hand[1:])]
-    assert chosen([hand], [auto]).plan.name == "plan0"
+    assert chosen([hand], [[100.0, *(time - 0.1 for time in hand[1:])]]) == "hand0"
 
 
-def test_few_rounds_prove_nothing() -> None:
-    choice = chosen([[1.0] * 4], [[0.5] * 4])
-    assert choice.plan.name == "plan0"
-    assert "enough rounds, of which there were 4 only" in choice.reason
-    assert chosen([[1.0] * 5], [[0.5] * 5]).plan.name == "plan1"
-    assert chosen([[1.0] * 5], [[0.5] * 5] * 5).plan.name == "plan0"
-    assert chosen([[1.0] * 7], [[0.5] * 7] * 5).plan.name == "plan1"
+def test_a_round_that_was_disturbed_does_not_decide() -> None:
+    assert chosen([[5.0] * 8], [[4.0] * 7 + [6.0]]) == "auto0"
+    assert chosen([[5.0] * 8], [[4.0] * 6 + [6.0] * 2]) == "hand0"
 
 
-def test_the_choice_is_a_table_that_says_what_won() -> None:
-    lines = str(chosen([[1.0] * 7, [2.0] * 7], [[0.5] * 7])).splitlines()
-    rows = [line.split() for line in lines[4:7]]
-    assert [row[0] for row in rows] == ["plan2", "plan0", "plan1"]
-    assert rows[0][1:6] == ["500.00", "500.00", "7", "of", "7"]
-    assert rows[0][-1] == "chosen"
-    assert max(map(len, lines)) <= 120
-
-
-def test_a_found_plan_that_was_written_by_hand_is_measured_once() -> None:
-    (plan,) = plans(1)
-    same = PipelinePlan([(one, plan.schedule[name]) for name, one in plan.tasks.items()], name="auto_1")
-    choice = choose_plan([Candidate(same, 1.0, "")], lambda given: [[1.0] * 9 for _ in given], [plan])
-    assert [entry.plan for entry in choice.measured] == [plan]
-    assert "No other plan was found" in choice.reason
-
-
-def test_measurements_that_do_not_fit_are_refused() -> None:
-    written = plans(1)
-    with pytest.raises(PlanError, match="no hand-written plan"):
-        choose_plan([], lambda given: [[1.0]], [])
-    measurements: list[list[list[float]]] = [[], [[]], [[1.0], [1.0]]]
-    for wrong in measurements:
-        with pytest.raises(PlanError, match="1 plans were given"):
-            choose_plan([], lambda given, wrong=wrong: wrong, written)  # type: ignore[misc]
-    with pytest.raises(PlanError, match="a measurement is nan"):
-        choose_plan([], lambda given: [[float("nan")]], written)
+def test_few_rounds_prove_nothing_and_the_more_plans_the_less() -> None:
+    assert [most_found(rounds) for rounds in range(1, 9)] == [0, 0, 0, 0, 1, 3, 6, 12]
+    for rounds in range(1, 9):
+        most = most_found(rounds)
+        assert chosen([[1.0] * rounds], [[0.5] * rounds] * (most + 1)) == "hand0"
+        if most:
+            assert chosen([[1.0] * rounds], [[0.5] * rounds] * most) == "auto0"

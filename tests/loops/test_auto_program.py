@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, PlanError, TaskSchedule
-from lightning_pipe.loops.auto_program import AutoProgram, Exploration, PlanChoice, fastest
+from lightning_pipe.loops.auto_program import AutoProgram, Exploration, PlanChoice, _Clock
 
 
 class Clock:
@@ -28,6 +29,7 @@ class Machine:
 
     def __init__(self, clock: Clock, seconds: Mapping[str, float], exploration: Exploration, found: Sequence[str] = ()):
         self.clock, self.seconds = clock, dict(seconds)
+        self.fetch = self.start = 0.0
         self.trained: list[Any] = []
         self.plans: list[str] = []
         self.asked: list[tuple[dict[str, float], float]] = []
@@ -40,7 +42,7 @@ class Machine:
         self.program = AutoProgram(
             [self.plan("serial", 0), self.plan("ahead", 1)],
             self.propose,
-            None,  # type: ignore[arg-type]
+            torch.device("cpu"),
             None,
             exploration,
             self.choices.append,
@@ -62,8 +64,14 @@ class Machine:
     def train(self, ctx: IterContext) -> None:
         """The caller's."""
 
+    def fetched(self, batches: Sequence[Any]) -> Iterator[Any]:
+        self.clock.now += self.start
+        for batch in batches:
+            self.clock.now += self.fetch
+            yield batch
+
     def epoch(self, batches: Sequence[Any]) -> None:
-        source: Iterator[Any] = iter(batches)
+        source = self.fetched(batches)
         while True:
             try:
                 ctx = self.program.begin(source)
@@ -85,7 +93,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-FEW = Exploration(iterations=3, rounds=3, found=1)
+FEW = Exploration(iterations=3, rounds=5, found=1)  # with fewer rounds nothing that is found is tried
 
 
 @pytest.mark.parametrize(
@@ -107,7 +115,7 @@ def test_the_fastest_plan_stays_and_batches_keep_their_order(
     assert choice.plan.name == winner
     assert machine.plans[-1] == winner
     assert set(machine.plans) == {"serial", "ahead", "auto_1"}
-    assert {name: len(times) for name, times in choice.measured.items()} == {"serial": 3, "ahead": 3, "auto_1": 3}
+    assert {name: len(times) for name, times in choice.measured.items()} == {"serial": 5, "ahead": 5, "auto_1": 5}
     machine.program.close()
 
 
@@ -119,6 +127,19 @@ def test_the_planner_is_told_what_tasks_take_and_what_is_beside_them(clock: Cloc
     assert beside == pytest.approx(0.0)
     # What the planner found was there already.
     assert set(machine.plans) == {"serial", "ahead"}
+
+
+def test_a_recording_that_another_has_begun_goes_on(clock: Clock) -> None:
+    machine = Machine(clock, {}, FEW)
+    source = iter(range(100))
+    machine.program.begin(source)
+    machine.program.pipeline.start_trace()
+    trace = machine.program.pipeline.trace
+    for _ in range(8):
+        machine.program.finish()
+        machine.program.begin(source)
+    assert machine.asked  # the tasks were recorded and plans are found
+    assert machine.program._pipelines["serial"].trace is trace
 
 
 def test_it_goes_on_over_epochs_that_end_in_the_middle(clock: Clock) -> None:
@@ -154,13 +175,70 @@ def test_where_iterations_become_slower_plans_are_tried_again_if_asked_to(clock:
         assert machine.plans[-1] == ("ahead" if again == 1 else "serial")
 
 
-def test_a_plan_that_was_found_must_be_faster_beyond_noise() -> None:
-    by_hand = ["serial", "base"]
-    steady = {"serial": [9.0] * 5, "base": [5.0] * 5}
-    assert fastest({**steady, "auto": [4.0] * 5}, by_hand) == "auto"
-    assert fastest({**steady, "auto": [4.98] * 5}, by_hand) == "base"
-    assert fastest({**steady, "auto": [4.0, 4.0, 4.0, 6.0, 6.0]}, by_hand) == "base"
-    assert fastest({**steady, "auto": [4.0, 4.0, 4.0, 4.0, 6.0]}, by_hand) == "auto"
+def test_an_iteration_takes_all_that_is_between_its_begin_and_the_next_one(clock: Clock) -> None:
+    machine = Machine(clock, {"serial": 2, "ahead": 3}, FEW)
+    machine.fetch = 10.0
+    machine.epoch(range(100))
+    # Fetching, copying and training.
+    assert machine.choices[0].measured == {"serial": [13.0] * 5, "ahead": [14.0] * 5}
+    ((_, beside),) = machine.asked
+    assert beside == pytest.approx(10.0)
+
+
+def test_iterations_at_the_ends_of_an_epoch_are_not_timed(clock: Clock) -> None:
+    # A pipeline that fills fetches more than once, one that drains not at all; and a loader's workers have to start.
+    machine = Machine(clock, {}, Exploration(1, 8, 1), ["auto_1"])
+    machine.fetch, machine.start = 10.0, 100.0
+    epochs = [range(20 * epoch, 20 * epoch + 4 + epoch % 7) for epoch in range(70)]
+    for epoch in epochs:
+        machine.epoch(epoch)
+    (choice,) = machine.choices
+    assert {seconds for times in choice.measured.values() for seconds in times} == {16.0}
+    assert machine.trained == [batch for epoch in epochs for batch in epoch]
+
+
+def test_no_plan_is_tried_that_the_rounds_could_not_show_to_be_faster(clock: Clock) -> None:
+    for rounds, tried in ((4, 0), (5, 1), (6, 3)):
+        names = ["auto_1", "auto_2", "auto_3"]
+        machine = Machine(clock, dict.fromkeys(names, 1.0), Exploration(1, rounds, 3), names)
+        machine.epoch(range(400))
+        assert len(machine.choices[0].measured) == 2 + tried
+        assert (machine.choices[0].plan.name == "auto_1") == bool(tried)
+
+
+def test_training_that_ends_before_says_that_no_plan_was_chosen(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    for batches, said in ((20, True), (200, False)):
+        caplog.clear()
+        machine = Machine(clock, {}, FEW)
+        machine.epoch(range(batches))
+        with caplog.at_level("INFO"):
+            machine.program.close()
+            machine.program.close()
+        assert caplog.text.count("ended before a plan was chosen, under plan ") == said
+
+
+def test_a_device_with_a_clock_says_how_long_iterations_took() -> None:
+    class Event:
+        def __init__(self, milliseconds: float) -> None:
+            self.at, self.waited = milliseconds, False
+
+        def synchronize(self) -> None:
+            self.waited = True
+
+        def elapsed_time(self, other: Event) -> float:
+            assert other.waited
+            return other.at - self.at
+
+    class Device:
+        def __init__(self) -> None:
+            self.at = 0.0
+
+        def now(self) -> Event:
+            self.at += 500.0
+            return Event(self.at)
+
+    clock = _Clock(Device())  # type: ignore[arg-type]
+    assert clock.seconds([(clock.now(), clock.now()), (clock.now(), clock.now())]) == [0.5, 0.5]
 
 
 @pytest.mark.parametrize(

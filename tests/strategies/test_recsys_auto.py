@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from lightning_pipe.engine import PlanError, SetupError
-from lightning_pipe.recsys.auto_plan import recsys_costs
 from tests.distributed import run_ranks
 from tests.strategies.cases import Clicks, Mixed, fit, loader, recsys, state_of
 
@@ -63,12 +62,3 @@ def test_arguments_without_a_plan_to_find_are_refused() -> None:
         recsys("auto", exploration={"steps": 3})
     with pytest.raises(PlanError, match="needed are at least 1"):
         recsys("auto", exploration={"rounds": 0})
-
-
-def test_what_one_task_submits_and_another_waits_for_is_work_of_the_network() -> None:
-    own = {"EmbInputDistStart": 1.0, "EmbInputDistWait": 2.0, "EmbPrefetch": 3.0, "DenseForward": 4.0}
-    costs = recsys_costs(own, peers=True, device=torch.device("cpu"))
-    assert (costs["EmbInputDistStart"].background, costs["EmbInputDistStart"].waited_by) == (2.0, "EmbInputDistWait")
-    assert costs["EmbInputDistWait"].seconds == 0.0
-    alone = recsys_costs(own, peers=False, device=torch.device("cpu"))
-    assert [alone[name].seconds for name in own] == [1.0, 2.0, 3.0, 4.0]

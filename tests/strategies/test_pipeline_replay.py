@@ -1,0 +1,96 @@
+"""Tasks whose work is not their function's alone cannot be replayed, and say why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_pipe.callbacks import PipelineProfiler
+from lightning_pipe.engine import PipelinePlan, PlanError, SetupError, SWPipeline, TaskProfiler
+from lightning_pipe.llm.tasks import llm_evaluation_plan, llm_plan
+from lightning_pipe.loops import PipelineTrainingEpochLoop
+from lightning_pipe.loops.default_program import default_evaluation, default_plan
+from tests.loops.models import Net
+from tests.loops.models import trainer as quiet
+from tests.strategies.cases import fit
+from tests.strategies.llm_cases import Tiny, llm, row_batches
+from tests.strategies.llm_cases import fit as fit_llm
+
+
+def same(batch: Any) -> Any:
+    return batch
+
+
+def evaluation() -> PipelinePlan:
+    program = default_evaluation(quiet(), same, "validation_step")
+    program.close()
+    return program.pipeline.plan
+
+
+MAKES: dict[str, Callable[[], PipelinePlan]] = {
+    "plain": lambda: default_plan(same),
+    "plain evaluation": evaluation,
+    "stages": lambda: llm_plan(same, same),
+    "evaluation in stages": lambda: llm_evaluation_plan(same, same, "validation_step"),
+}
+
+
+@pytest.mark.parametrize("which", MAKES)
+def test_each_task_is_refused_and_says_why(which: str) -> None:
+    plan = MAKES[which]()
+    with SWPipeline(plan, torch.device("cpu")) as pipeline:
+        for name, task in plan.tasks.items():
+            assert task.not_replayable
+            with pytest.raises(PlanError, match=f"{name!r} cannot be replayed, since {task.not_replayable}"):
+                pipeline.enable_shortcut(name)
+        assert pipeline.shortcuts == ()
+
+
+@pytest.mark.parametrize("which", MAKES)
+def test_a_profile_gives_their_own_times_alone(which: str) -> None:
+    plan = MAKES[which]()
+    with SWPipeline(plan, torch.device("cpu")) as pipeline:
+        profiler = TaskProfiler(pipeline, ["a"], rounds=1, iterations=2)
+        result = profiler.profile_many()
+        assert list(result.tasks) == list(plan.tasks)
+        assert result.exposed == {}
+        for name, task in plan.tasks.items():
+            assert result.tasks[name].not_measured == f"not replayed: {task.not_replayable}"
+            with pytest.raises(PlanError, match=f"{name!r} cannot be replayed"):
+                profiler.profile(name)
+
+
+class Shortcut(pl.Callback):
+    """Asks for the replay of a task behind the second batch."""
+
+    def __init__(self, task: str) -> None:
+        self.task = task
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        loop = trainer.fit_loop.epoch_loop
+        assert isinstance(loop, PipelineTrainingEpochLoop)
+        assert loop.program is not None
+        if batch_idx == 1:
+            loop.program.pipeline.enable_shortcut(self.task)
+
+
+def test_a_shortcut_of_the_training_that_runs_is_refused() -> None:
+    module = Net()
+    with pytest.raises(PlanError, match="'TrainBatch' cannot be replayed, since Lightning trains the batch"):
+        fit(module, "pipeline", module.train_dataloader(), callbacks=[Shortcut("TrainBatch")])
+    with pytest.raises(
+        PlanError, match="'ScheduleStep' cannot be replayed, since the ranks that have the neighbouring"
+    ):
+        fit_llm(Tiny(), llm("1f1b", 2), row_batches(3), callbacks=[Shortcut("ScheduleStep")])
+
+
+def test_the_profiler_refuses_strategies_without_tasks_to_replay() -> None:
+    module = Net()
+    with pytest.raises(SetupError, match=r"PipelineStrategy, whose tasks cannot be profiled one by one"):
+        fit(module, "pipeline", module.train_dataloader(), callbacks=[PipelineProfiler([1], report=None)])
+    with pytest.raises(SetupError, match=r"LLMPipelineStrategy, whose tasks .* there is BubbleMonitor"):
+        fit_llm(Tiny(), llm("1f1b", 2), row_batches(3), callbacks=[PipelineProfiler([1], report=None)])
