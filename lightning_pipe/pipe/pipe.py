@@ -84,8 +84,7 @@ class Pipe(nn.Module):
         layers = [layer for layer in module._modules.values() if layer is not None]
         self._partitions, self._routes = make_partitions(layers, devices, balance)
         self._scheduler: Scheduler | None = None
-        # Multiplies the loss before the backward that runs inside loss(); see there.
-        self._loss_scale: Callable[[], Tensor | float] | None = None
+        self._loss_scale: Callable[[], float] | None = None
 
     # ------------------------------------------------------------------ what it is made of
 
@@ -248,6 +247,17 @@ class Pipe(nn.Module):
         """Stop recording; returns the spans in the order in which they ended."""
         return self._schedule.stop_trace()
 
+    def scale_loss(self, scale: Callable[[], float] | None) -> None:
+        """Have the backward inside :meth:`loss` run from the loss times a factor, which its gradients are divided by.
+
+        Small gradients survive half precision by that, if the factor is the one that the loss is multiplied by
+        afterwards (``torch.amp.GradScaler.get_scale``). The loss returned is not multiplied.
+
+        Args:
+            scale: gives the factor for each mini-batch; None for none.
+        """
+        self._loss_scale = scale
+
     def close(self) -> None:
         """End the worker threads. They end with the pipe, too; the next forward starts others."""
         if self._scheduler is not None:
@@ -288,9 +298,7 @@ class Pipe(nn.Module):
 class _MicroLoss:
     """The loss of one micro-batch: its part of the whole, and that times what backward is scaled by."""
 
-    def __init__(
-        self, loss_fn: Callable[[Any, Any], Tensor], target: Any, weight: float, scale: Tensor | float
-    ) -> None:
+    def __init__(self, loss_fn: Callable[[Any, Any], Tensor], target: Any, weight: float, scale: float) -> None:
         self._loss_fn, self._target, self._weight, self._scale = loss_fn, target, weight, scale
         self.value: Tensor = torch.empty(())
 
@@ -302,7 +310,7 @@ class _MicroLoss:
         if self._weight != 1.0:
             loss = loss * self._weight
         self.value = loss.detach()
-        return loss if isinstance(self._scale, float) and self._scale == 1.0 else loss * self._scale
+        return loss if self._scale == 1.0 else loss * self._scale
 
 
 class _Run:

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from lightning_pipe.llm.traced_split import SplitPoint, pipe_split
     from lightning_pipe.strategies.checkpoint_export import export_checkpoint, export_pretrained
     from lightning_pipe.strategies.hf_causal_lm import HFCausalLM
+    from lightning_pipe.strategies.in_process import InProcessPipelineStrategy
     from lightning_pipe.strategies.llm import LLMPipelineStrategy
     from lightning_pipe.strategies.llm_auto import AutoLLMPipelineStrategy
     from lightning_pipe.strategies.pipeline_module import PipelineModule
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AutoLLMPipelineStrategy",
     "HFCausalLM",
+    "InProcessPipelineStrategy",
     "LLMPipelineStrategy",
     "PipelineModule",
     "PipelineStrategy",
@@ -38,6 +40,10 @@ def __getattr__(name: str) -> Any:
         from lightning_pipe.strategies.recsys import RecsysPipelineStrategy
 
         return RecsysPipelineStrategy
+    if name == "InProcessPipelineStrategy":
+        from lightning_pipe.strategies.in_process import InProcessPipelineStrategy
+
+        return InProcessPipelineStrategy
     if name in _LLM:
         from lightning_pipe.environment import require_torch
 

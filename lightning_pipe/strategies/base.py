@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import atexit
 import os
-from contextlib import suppress
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import get_args
 
 import lightning.pytorch as pl
@@ -17,6 +20,25 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.loops.batch_source import Uneven
+
+
+@contextmanager
+def reading_plain_types(path: str | Path) -> Iterator[None]:
+    """In the body a checkpoint is read that may hold tensors and plain types.
+
+    Raises:
+        SetupError: it holds more, or is damaged.
+    """
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise SetupError(
+            f"the checkpoint {str(path)!r} holds more than tensors and plain types, or is damaged"
+            f" ({str(error).strip().splitlines()[-1]}), and could run any code when it is read. If you trust"
+            " whoever wrote it, give Trainer.fit(..., weights_only=False); or allow the class:"
+            " torch.serialization.add_safe_globals([...])"
+        ) from error
+
 
 # Whether the last call of a Trainer in this process came to its end.
 _ended_well = False

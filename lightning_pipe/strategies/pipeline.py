@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from lightning_pipe.loops.default_program import (
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.strategies.auto import AUTO, IN_FLIGHT, exploration_of, refuse_without_auto, tell_choice
-from lightning_pipe.strategies.base import DistributedStrategy
+from lightning_pipe.strategies.base import DistributedStrategy, reading_plain_types
 
 
 class PipelineStrategy(DistributedStrategy):
@@ -119,15 +118,8 @@ class PipelineStrategy(DistributedStrategy):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint, which may hold tensors and plain types, unless the user allows more."""
-        try:
+        with reading_plain_types(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only=weights_only is not False)
-        except pickle.UnpicklingError as error:
-            raise SetupError(
-                f"the checkpoint {str(checkpoint_path)!r} holds more than tensors and plain types, or is damaged"
-                f" ({str(error).strip().splitlines()[-1]}), and could run any code when it is read. If you trust"
-                " whoever wrote it, give Trainer.fit(..., weights_only=False); or allow the class:"
-                " torch.serialization.add_safe_globals([...])"
-            ) from error
 
     def configure_ddp(self) -> None:
         if self.world_size > 1:
