@@ -2,7 +2,7 @@
 
 from lightning_pipe.pipe.balance import balance_by_memory, balance_by_parameters, balance_by_time
 from lightning_pipe.pipe.batch_norm import DeferredBatchNorm
-from lightning_pipe.pipe.pipe import Pipe
+from lightning_pipe.pipe.pipe import Pipe, pipe_loss
 from lightning_pipe.pipe.position import is_recomputing
 from lightning_pipe.pipe.skip import Namespace, isolate, pop, skippable, stash
 
@@ -15,6 +15,7 @@ __all__ = [
     "balance_by_time",
     "is_recomputing",
     "isolate",
+    "pipe_loss",
     "pop",
     "skippable",
     "stash",

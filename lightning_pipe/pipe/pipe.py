@@ -23,7 +23,7 @@ from lightning_pipe.pipe.plans import gradient_field, value_field
 from lightning_pipe.pipe.randomness import MiniBatchSeed, SharedGenerators
 from lightning_pipe.pipe.schedule import MicroBatch, Scheduler
 
-__all__ = ["Pipe"]
+__all__ = ["Pipe", "pipe_loss"]
 
 
 class Pipe(nn.Module):
@@ -293,6 +293,31 @@ class Pipe(nn.Module):
             f"{call} would move all partitions of a pipe to one device; its layers are on"
             f" {', '.join(map(str, self.devices))}: make another Pipe with other devices"
         )
+
+
+def pipe_loss(
+    module: nn.Module,
+    inputs: Any,
+    targets: Any,
+    loss_fn: Callable[[Any, Any], Tensor],
+    *,
+    reduction: Literal["mean", "sum"] | None = None,
+) -> Tensor:
+    """:meth:`Pipe.loss` of a pipe, and ``loss_fn(module(inputs), targets)`` of any other module.
+
+    For a ``training_step`` that is to run with and without a pipe.
+
+    Args:
+        module: a pipe, or not.
+        inputs: see :meth:`Pipe.loss`, as for the rest; a tuple is several inputs.
+        targets: see there.
+        loss_fn: see there.
+        reduction: see there; means something to a pipe only.
+    """
+    if isinstance(module, Pipe):
+        return module.loss(inputs, targets, loss_fn, reduction=reduction)
+    output = module(*inputs) if isinstance(inputs, tuple) else module(inputs)
+    return loss_fn(output, targets)
 
 
 class _MicroLoss:

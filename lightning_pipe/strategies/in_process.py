@@ -40,8 +40,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
     is on the first device.
 
     ``training_step`` calls ``self.model(x)``, and its loss runs backward through all partitions at once; or it returns
-    ``self.model.loss(x, y, loss_fn)``, which runs 1F1B (:meth:`~lightning_pipe.pipe.Pipe.loss`): a Sequential has no
-    such method, so that needs a pipe in every trainer.
+    ``pipe_loss(self.model, x, y, loss_fn)``, which runs 1F1B (:func:`~lightning_pipe.pipe.pipe_loss`).
 
     Of a batch that is a tuple or a list the last element goes to the last device, where the loss is, and all others to
     the first; any other batch goes to the first as a whole. A ``place_batch(batch, devices)`` of the module's says it
