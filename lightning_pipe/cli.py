@@ -7,7 +7,6 @@ error of this project ends the process with one message and status 2, and any ot
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
 import time
@@ -24,10 +23,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.distributed import is_torchelastic_launched
 
 import lightning_pipe
-from lightning_pipe.engine import PipelineError, PipelinePlan, PlanError, SetupError
-from lightning_pipe.environment import import_torchrec
-from lightning_pipe.llm.tasks import llm_plan
-from lightning_pipe.loops.default_program import default_plan
+from lightning_pipe.cli_plan import main as plan
+from lightning_pipe.engine import PipelineError, SetupError
 from lightning_pipe.strategies.registry import STRATEGIES
 
 _TRAINING = {
@@ -49,6 +46,7 @@ examples:
   lightning-pipe fit --config examples/recsys_movielens/prefetch.yaml
   lightning-pipe fit --config FILE --trainer.max_epochs 1
   lightning-pipe plan show recsys_prefetch_pipeline
+  lightning-pipe plan simulate serial base prefetch --costs profile.json
   lightning-pipe bubble --config examples/llm_text/1f1b.yaml
   lightning-pipe llm estimate --config examples/llm_text/1f1b.yaml --memory 80GB --compare
   lightning-pipe checkpoint export FOLDER FILE
@@ -147,6 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from lightning_pipe.cli_llm import main as llm  # here, since it needs a newer torch than other commands
 
             llm(given[1:], _train)
+        elif given and given[0] == "plan":
+            plan(given[1:])
         else:
             _look(given)
     except PipelineError as error:
@@ -235,14 +235,7 @@ def _look(arguments: list[str]) -> None:
     commands.add_parser("bubble", help="train a few steps in stages, print how long ranks were idle")
     commands.add_parser("llm", help="say what a model in stages needs: llm estimate --config FILE --memory 80GB")
     commands.add_parser("strategies", help="list the registered strategies, one line each")
-    plan = commands.add_parser("plan", help="show plans: plan show NAME")
-    show = plan.add_subparsers(metavar="show", required=True).add_parser(
-        "show",
-        help="print a plan as a table and a timeline, or as YAML",
-        description="Print a plan: a table of its tasks, and which batch each of them works on, period by period.",
-    )
-    show.add_argument("name", metavar="NAME", help="a strategy, the name of a plan, or the path of a plan in YAML")
-    show.add_argument("--format", choices=("table", "yaml"), default="table", help="default: table")
+    commands.add_parser("plan", help="show plans, predict what they take: plan show NAME, plan simulate NAME ...")
     checkpoint = commands.add_parser("checkpoint", help="make one file of a folder: checkpoint export FOLDER FILE")
     export = checkpoint.add_subparsers(metavar="export", required=True).add_parser(
         "export",
@@ -263,41 +256,10 @@ def _look(arguments: list[str]) -> None:
         from lightning_pipe.strategies.checkpoint_export import export_checkpoint  # here, since few need it
 
         export_checkpoint(options.folder, options.file, weights_only=not options.any_class)
-    elif options.command == "plan":
-        plan_shown = _plan(options.name)
-        print(plan_shown.to_yaml() if options.format == "yaml" else f"{plan_shown}\n", end="")
     else:
         width = max(len(entry.name) for entry in STRATEGIES)
         for entry in STRATEGIES:
             print(f"{entry.name:<{width}}  {entry.description}")
-
-
-def _same(batch: object) -> object:
-    return batch
-
-
-def _plan(name: str) -> PipelinePlan:
-    of_strategy = {entry.name: entry.plan for entry in STRATEGIES}
-    wanted = of_strategy.get(name, name)
-    plain = {plan.name: plan for plan in (default_plan(_same), llm_plan(_same, _same))}
-    if wanted in plain:
-        return plain[wanted]
-    if wanted == "auto":
-        raise PlanError(
-            f"{name!r} finds its plan while it trains; its save_plan writes that down, and 'plan show' takes the file"
-        )
-    import_torchrec()  # here, since other commands do without it
-    from lightning_pipe.recsys.plans import PLANS, recsys_plan
-    from lightning_pipe.recsys.tasks import recsys_tasks
-
-    if wanted not in PLANS and not os.path.isfile(wanted):
-        plans = [*plain, *PLANS]
-        close = difflib.get_close_matches(name, [*of_strategy, *plans], n=1)
-        raise PlanError(
-            f"there is no plan {name!r}: it is neither a strategy ({', '.join(of_strategy)}), nor a plan"
-            f" ({', '.join(plans)}), nor a file.{f' Did you mean {close[0]}?' if close else ''}"
-        )
-    return recsys_plan(wanted, recsys_tasks())
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -138,7 +139,7 @@ def test_strategies_lists_every_name_that_the_trainer_takes_one_a_line(capsys: p
 @pytest.mark.parametrize(
     ("name", "plan", "tasks"),
     [
-        (entry.name, entry.plan, {"copy_ahead": 2, "llm": 5}.get(entry.plan, 11))
+        (entry.name, entry.plan, {"copy_ahead": 2, "gpipe_forward": 2, "llm": 5}.get(entry.plan, 11))
         for entry in STRATEGIES
         if entry.plan != "auto"
     ]
@@ -233,7 +234,8 @@ def test_an_unknown_plan_in_a_configuration_is_refused_in_the_strategys_own_word
 
 def test_a_value_that_lightning_refuses_ends_in_its_message(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = refusal(["fit", "--config", "fit.yaml", "--trainer.limit_train_batches", "-3"], capsys)
-    assert "invalid value -3 for limit_train_batches" in message
+    # Python keeps unions of types by value: what was imported before decides whether this is a float or an integer.
+    assert re.search(r"invalid value -3(\.0)? for limit_train_batches", message)
 
 
 def test_an_unknown_key_of_the_strategy_is_named_below_a_short_usage(

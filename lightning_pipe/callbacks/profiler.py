@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -24,7 +23,6 @@ from lightning_pipe.callbacks.report import require_plotly, write_report
 from lightning_pipe.callbacks.what_if import WhatIf, ask_what_if
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, SWPipeline, TaskSpan
 from lightning_pipe.engine.clocks import measure_offset, to_first_rank
-from lightning_pipe.engine.costs import Machine
 from lightning_pipe.engine.timeline import Bar, Timeline, task_bars
 from lightning_pipe.engine.trace import Trace
 from lightning_pipe.loops import PipelineTrainingEpochLoop
@@ -310,20 +308,18 @@ def _what_if(
     trainer: pl.Trainer, profile: ProfileResult, plan: PipelinePlan, spans: Sequence[TaskSpan]
 ) -> WhatIf | None:
     """Predictions, where all tasks have a time: by the profile, or else by what ran before it."""
-    from lightning_pipe.recsys.auto_plan import hand_written_plans, recsys_costs
+    from lightning_pipe.recsys.auto_plan import hand_written_plans, recsys_costs, recsys_machine
 
     times: dict[str, list[float]] = defaultdict(list)
     for span in spans:
         times[span.task].append(span.end - span.start)
-    own = {name: statistics.median(seconds) for name, seconds in times.items()} | profile.own
-    if set(own) != set(plan.tasks):
+    found = {name: statistics.median(seconds) for name, seconds in times.items()} | profile.own
+    if set(found) != set(plan.tasks):
         return None
+    own = {name: found[name] for name in plan.tasks}  # in serial order
     device = trainer.strategy.root_device
-    streams = device.type == "cuda"
-    cores = 1.0 if streams else max(1.0, (os.cpu_count() or 1) / max(1, trainer.num_devices))
     costs = recsys_costs(own, peers=trainer.world_size > 1, device=device)
-    machine = Machine(cores=cores, device_streams=streams)
-    return ask_what_if(plan, costs, machine, other_plans=hand_written_plans(list(plan.tasks.values())))
+    return ask_what_if(plan, costs, recsys_machine(device), other_plans=hand_written_plans(list(plan.tasks.values())))
 
 
 def _facts(trainer: pl.Trainer, step: int, profile: ProfileResult) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, get_args
 
 from lightning_pipe.engine.dependencies import required_dependencies
@@ -136,7 +136,7 @@ def checked_costs(
     names = [task.name for task in tasks]
     missing = [name for name in names if name not in costs]
     if missing:
-        raise PlanError(f"no cost is given for {', '.join(missing)}; measure every task, or give it TaskCost(0.0)")
+        raise PlanError(f"no cost is given for {', '.join(missing)}; measure every task, or say 0 for what takes none")
     unknown = [name for name in costs if name not in names]
     if unknown:
         raise PlanError(f"a cost is given for the unknown task {unknown[0]!r}; the tasks are {', '.join(names)}")
@@ -159,9 +159,19 @@ def checked_costs(
                     " has no network; give it a NetworkModel"
                 )
             seconds = machine.network.seconds(cost.background)
-            cost = TaskCost(cost.seconds, cost.resource, seconds, cost.background_resource, cost.waited_by, cost.launch)
+            cost = replace(cost, background=seconds)
         checked[name] = cost
     return checked
+
+
+def without(cost: TaskCost, resource: Resource) -> TaskCost:
+    """The cost of a task whose work on *resource* takes no time."""
+    return replace(
+        cost,
+        seconds=0.0 if cost.resource == resource else cost.seconds,
+        background=0.0 if cost.background_resource == resource else cost.background,
+        launch=0.0 if resource == "host" else cost.launch,
+    )
 
 
 def _followers(tasks: Sequence[PipelineTask]) -> dict[str, set[str]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import yaml
 
+from lightning_pipe.engine.checked_yaml import check_keys, load_mapping
 from lightning_pipe.engine.dependencies import Dependency
 from lightning_pipe.engine.errors import PlanError
 from lightning_pipe.engine.plan import PipelinePlan, TaskSchedule
@@ -14,18 +15,6 @@ from lightning_pipe.engine.task import PipelineTask
 
 _PLAN_KEYS = ("name", "pipeline_depth", "tasks", "order", "deps", "cross_iter_deps", "stale")
 _TASK_KEYS = ("stage", "stream", "thread_group", "globally_ordered")
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a repeated key, of which YAML's own loader silently keeps the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        # A merge ("<<: *defaults") is no key of its own, and what it brings may be said again.
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value if not key.tag.endswith(":merge")]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise PlanError(f"the plan says {key!r} twice (line {node.start_mark.line + 1}); say it once")
-        return super().construct_mapping(node, deep)
 
 
 def dump_plan(plan: PipelinePlan) -> str:
@@ -58,15 +47,7 @@ def load_plan(text: str, tasks: Iterable[PipelineTask]) -> PipelinePlan:
     Raises:
         PlanError: not YAML, unknown or repeated keys, tasks that are unknown or left out, an invalid plan.
     """
-    try:
-        content = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise PlanError(
-            f"the plan is not valid YAML: {error}; compare it with 'lightning-pipe plan show NAME'"
-        ) from error
-    if not isinstance(content, dict):
-        raise PlanError(f"a plan is a mapping of {', '.join(_PLAN_KEYS)}; found {type(content).__name__}")
-    _check_keys("the plan", content, _PLAN_KEYS)
+    content = load_mapping(text, "plan", _PLAN_KEYS, compare="'lightning-pipe plan show NAME'")
     if not isinstance(content.get("tasks"), dict):
         raise PlanError(f"the plan's 'tasks' map each task to its schedule; found {content.get('tasks')!r}")
     known = {task.name: task for task in tasks}
@@ -82,7 +63,7 @@ def load_plan(text: str, tasks: Iterable[PipelineTask]) -> PipelinePlan:
         options = {} if schedules[name] is None else schedules[name]
         if not isinstance(options, dict):
             raise PlanError(f"task {name!r} of the plan has {options!r}; write a mapping of {', '.join(_TASK_KEYS)}")
-        _check_keys(f"task {name!r} of the plan", options, _TASK_KEYS)
+        check_keys(f"task {name!r} of the plan", options, _TASK_KEYS)
         pairs.append((task, TaskSchedule(**options)))
     return PipelinePlan(
         pairs,
@@ -99,9 +80,3 @@ def _entries(content: dict[str, Any], key: str) -> Any:
     """What *key* has, for the plan to check; a key without a value has nothing."""
     found = content.get(key)
     return () if found is None else found
-
-
-def _check_keys(what: str, found: dict[Any, Any], known: tuple[str, ...]) -> None:
-    for key in found:
-        if key not in known:
-            raise PlanError(f"{what} has the unknown key {key!r}; known keys are {', '.join(known)}")

@@ -6,10 +6,10 @@ time, so it comes out alike where all operations are about as fast.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.quantities import parse_size
 from lightning_pipe.llm.choice import Candidate, Measurements, Prediction, layer_counts, predict
 from lightning_pipe.llm.layer_bench import Pieces
 from lightning_pipe.llm.layer_profile import Footprint, Work
@@ -20,8 +20,6 @@ from lightning_pipe.llm.schedules import SCHEDULES, count_stages
 from lightning_pipe.llm.split import split_evenly
 
 __all__ = ["Refused", "compare", "estimate", "operations_of", "parse_size"]
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 @dataclass(frozen=True)
@@ -94,16 +92,3 @@ def compare(
             candidate = Candidate(spec, per_rank, num_microbatches, layers)
             found.append(estimate(candidate, pp_size, footprints, optimizer_bytes, sharing))
     return found
-
-
-def parse_size(text: str) -> int:
-    """Bytes of "80GB" (of 1000s) or "80GiB" (of 1024s), with k, m, g or t, in any case.
-
-    Raises:
-        SetupError: it is no size.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
-    size = int(float(found[1]) * _UNITS[found[2] or ""]) if found else 0
-    if size < 1:
-        raise SetupError(f"the size is {text!r}; needed is a number of bytes above 0, such as 80GB or 512MiB")
-    return size

@@ -6,22 +6,28 @@ import os
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
 from lightning_pipe.engine.costs import Machine, Resource, TaskCost
+from lightning_pipe.engine.network import Message
 from lightning_pipe.engine.plan import PipelinePlan
 from lightning_pipe.engine.plan_limits import PlanLimits
 from lightning_pipe.engine.planner import find_plans
 from lightning_pipe.engine.task import PipelineTask
 from lightning_pipe.recsys.plans import ON_WORKERS, recsys_plan
 
-__all__ = ["hand_written_plans", "propose_plans", "recsys_costs", "recsys_limits"]
+__all__ = ["hand_written_plans", "propose_plans", "recsys_costs", "recsys_limits", "recsys_machine"]
 
-# What one task submits and another waits for: its time is the other's, where they run one after the other.
+# What one task submits and another waits for.
 _WAITED_BY = {
     "EmbInputDistStart": "EmbInputDistWait",
     "EmbInputDistWait": "EmbPrefetch",
+    "EmbForward": "EmbForward",
     "DenseBackward": "FinalizeGrads",
+    "EmbBackward": "EmbBackward",
 }
+# A message that is on its way during other tasks is waited for, if for this part of their time; else it had come.
+_NOT_THERE = 0.05
 # What a caller with hooks between its tasks runs in its own time, and what reads what the batch before has written.
 _TRAINS = frozenset(
     {"EmbForward", "DenseForward", "LossPostprocess", "DenseBackward", "EmbBackward", "FinalizeGrads", "OptimStep"}
@@ -35,26 +41,86 @@ def hand_written_plans(tasks: Sequence[PipelineTask]) -> list[PipelinePlan]:
     return [recsys_plan(name, tasks) for name in ("serial", "base", "prefetch")]
 
 
-def recsys_costs(own: Mapping[str, float], *, peers: bool, device: torch.device) -> dict[str, TaskCost]:
-    """Costs of the tasks, of what they took when they ran one after the other.
+def recsys_costs(
+    own: Mapping[str, float],
+    *,
+    peers: bool,
+    device: torch.device,
+    waits: Mapping[str, float] | None = None,
+    sent: Mapping[str, Message] | None = None,
+) -> dict[str, TaskCost]:
+    """Costs of the tasks, of what they took when they ran one after the other: so the serial plan takes their sum.
 
     Args:
-        own: seconds in its thread, by task.
+        own: seconds in its thread, by task, in serial order.
         peers: whether there are other ranks: what waits for them waits for the network.
         device: where batches are moved.
+        waits: seconds of these that each waited for messages (:class:`~lightning_pipe.recsys.traffic.SerialTimes`).
+            Where that is not known, tasks that wait for another one's message are taken to do nothing else, and those
+            that wait for their own to work all the time.
+        sent: what each task submits. Then costs have messages, whose seconds a network model gives, in place of what
+            was waited.
     """
-    waiters = {waiter: submitter for submitter, waiter in _WAITED_BY.items()} if peers else {}
+    if not peers:
+        waits, sent = {}, {}
+    elif waits is None:
+        waits = {waiter: own[waiter] for task, waiter in _WAITED_BY.items() if waiter != task and waiter in own}
+    background: dict[str, float | Message] = dict(sent or {})
+    waited = dict(waits)
+    if sent is None:
+        background, waited = _background(own, waits)
     costs = {}
     for name, seconds in own.items():
         copies = name == "H2DAndShuffle" and device.type == "cuda"
-        waiter = _WAITED_BY.get(name) if peers else None
+        submitted = background.get(name, 0.0)
         costs[name] = TaskCost(
-            0.0 if name in waiters else seconds,
+            max(0.0, seconds - waited.get(name, 0.0)),
             "copy" if copies else "compute",
-            background=0.0 if waiter is None else own[waiter],
-            waited_by=waiter,
+            background=submitted,
+            # Any other task, such as one that checks the loss on all ranks, waits for its own.
+            waited_by=_WAITED_BY.get(name, name) if submitted else None,
         )
     return costs
+
+
+def _background(
+    own: Mapping[str, float], waits: Mapping[str, float]
+) -> tuple[dict[str, float | Message], dict[str, float]]:
+    """How long messages take if nothing else is on the network, by the task that submits them; and what of each task's
+    time was spent waiting for them."""
+    order = list(own)
+    background: dict[str, float | Message] = {}
+    waited: dict[str, float] = {}
+    shared: set[str] = set()
+    for name, waiter in _WAITED_BY.items():
+        wait = waits.get(waiter, 0.0)
+        if name not in own or waiter not in own or not wait:
+            continue
+        between = order[order.index(name) + 1 : order.index(waiter)]
+        # On its way while these ran; where they exchanged something too, each of the two had half of the network.
+        meanwhile = sum(own[task] - waits.get(task, 0.0) / 2 for task in between)
+        if wait <= _NOT_THERE * meanwhile:
+            continue
+        background[name] = wait + meanwhile
+        waited[waiter] = wait
+        shared.update(task for task in between if _WAITED_BY.get(task) == task)
+    for task in shared & set(background):
+        background[task] = waits[task] / 2
+    return background, waited
+
+
+def recsys_machine(device: torch.device, beside: float = 0.0) -> Machine:
+    """What the tasks of this process share with those of other ranks on the same machine.
+
+    Args:
+        device: where batches are moved.
+        beside: seconds of an iteration outside of the tasks.
+    """
+    if device.type == "cuda":
+        return Machine(cores=1.0, device_streams=True, between_periods=beside)
+    ranks = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun's; where Lightning started the processes they are all here
+    here = int(ranks) if ranks else dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return Machine(cores=max(1.0, (os.cpu_count() or 1) / here), between_periods=beside)
 
 
 def recsys_limits(max_in_flight: int, device: torch.device) -> PlanLimits:
@@ -95,11 +161,7 @@ def propose_plans(
         device: where batches are moved.
         keep: how many.
     """
-    streams = device.type == "cuda"
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    cores = 1.0 if streams else max(1.0, (os.cpu_count() or 1) / ranks_here)
-    machine = Machine(cores=cores, device_streams=streams, between_periods=beside)
     costs = recsys_costs(own, peers=peers, device=device)
-    limits = recsys_limits(max_in_flight, device)
+    limits, machine = recsys_limits(max_in_flight, device), recsys_machine(device, beside)
     hand_written = hand_written_plans(tasks)
     return [one.plan for one in find_plans(tasks, costs, limits, machine, hand_written=hand_written, keep=keep)]

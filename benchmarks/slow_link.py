@@ -1,0 +1,201 @@
+"""Two ranks on one machine with a slow network between them.
+
+Each rank has a network namespace of its own; a pair of virtual devices joins the two, and ``tc tbf`` limits the rate in
+both directions::
+
+    rank 0   lp-a  10.77.0.1 ---- tbf ----> <---- tbf ---- 10.77.0.2  lp-b   rank 1
+
+``python benchmarks/slow_link.py --rate 200mbit -- SCRIPT ARGUMENTS`` runs a script so, as ``torchrun`` would on two
+nodes with a process each. Needs root (or CAP_NET_ADMIN and CAP_SYS_ADMIN) and iproute2. Namespaces are gone afterwards,
+whatever happens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+__all__ = ["SlowLink", "slow_link"]
+
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+
+
+@dataclass(frozen=True)
+class SlowLink:
+    """Two joined namespaces.
+
+    Args:
+        namespaces: a name for each rank.
+        devices: the virtual device in each.
+        addresses: of the devices.
+        rate: bits a second in each direction.
+    """
+
+    namespaces: tuple[str, str]
+    devices: tuple[str, str]
+    addresses: tuple[str, str]
+    rate: float
+
+    def environment(self, rank: int, port: int = 29500) -> dict[str, str]:
+        """What ``torchrun`` would set for *rank*, and the device that Gloo is to use."""
+        return {
+            "RANK": str(rank),
+            "NODE_RANK": str(rank),
+            "GROUP_RANK": str(rank),
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": self.addresses[0],
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": self.devices[rank],
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        }
+
+    def run(self, command: Sequence[str], timeout: float = 600, more: Mapping[str, str] | None = None) -> None:
+        """Run *command* on both ranks; what rank 0 prints is printed, what rank 1 does only if something fails.
+
+        Args:
+            command: with its arguments.
+            timeout: in seconds.
+            more: environment variables beside the present ones and :meth:`environment`.
+
+        Raises:
+            SystemExit: a rank failed, or it took too long; the others are ended then.
+        """
+        with ExitStack() as stack:
+            other = stack.enter_context(tempfile.TemporaryFile())
+            ranks: list[subprocess.Popen[bytes]] = []
+            for rank, namespace in enumerate(self.namespaces):
+                ranks.append(
+                    subprocess.Popen(
+                        ["ip", "netns", "exec", namespace, *command],
+                        env={**os.environ, **self.environment(rank), **(more or {})},
+                        stdout=other if rank else None,
+                        stderr=subprocess.STDOUT if rank else None,
+                        start_new_session=True,
+                    )
+                )
+                stack.callback(_end, ranks[-1])
+            until = time.monotonic() + timeout
+            while any(one.poll() is None for one in ranks) and not any(one.poll() for one in ranks):
+                if time.monotonic() > until:
+                    break
+                time.sleep(0.05)
+            codes = [one.poll() for one in ranks]
+            if codes == [0, 0]:
+                return
+            # The rank that fails first often ends the other, whose own words say more.
+            until = time.monotonic() + 5
+            while any(one.poll() is None for one in ranks) and time.monotonic() < until:
+                time.sleep(0.05)
+            other.seek(0)
+            print("\n---- rank 1 printed:", other.read().decode(errors="replace"), sep="\n", file=sys.stderr)
+            said = ["runs on" if code is None else f"exit status {code}" for code in codes]
+            late = f" after {timeout:.0f} s" if codes.count(None) == 2 else ""
+            raise SystemExit(f"slow_link: rank 0: {said[0]}; rank 1: {said[1]}{late} ({' '.join(command)})")
+
+
+@contextmanager
+def slow_link(rate: str = "200mbit") -> Iterator[SlowLink]:
+    """Two namespaces whose link carries *rate* each way; they are removed at the end, which SIGTERM brings about too.
+    For the main thread.
+
+    Args:
+        rate: as ``tc`` takes it: ``200mbit``, ``1gbit``.
+
+    Raises:
+        SystemExit: no root, no iproute2, or a kernel that has not what is needed.
+    """
+    bits = _bits(rate)
+    _check_machine()
+    own = f"lp{os.getpid()}"
+    link = SlowLink((f"{own}a", f"{own}b"), (f"{own}-a", f"{own}-b"), ("10.77.0.1", "10.77.0.2"), bits)
+    # What may be sent at once: a millisecond of the rate, and never less than some packets.
+    burst = max(16_384, int(bits / 8 / 1000))
+    with ExitStack() as stack:
+        # By default it ends this process on the spot.
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _interrupt))
+        for namespace in link.namespaces:
+            stack.callback(subprocess.run, ["ip", "netns", "del", namespace], capture_output=True)
+            _do("ip", "netns", "add", namespace)
+        (one, other), (device, its_peer) = link.namespaces, link.devices
+        _do("ip", "-n", one, "link", "add", device, "type", "veth", "peer", "name", its_peer, "netns", other)
+        for namespace, name, address in zip(link.namespaces, link.devices, link.addresses, strict=True):
+            _do("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", name)
+            for up in ("lo", name):
+                _do("ip", "-n", namespace, "link", "set", up, "up")
+            limit = ["tbf", "rate", f"{int(bits)}bit", "burst", str(burst), "latency", "400ms"]
+            _do("tc", "-n", namespace, "qdisc", "add", "dev", name, "root", *limit)
+        yield link
+
+
+def _bits(rate: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate)
+    if match is None or not float(match[1]):
+        raise SystemExit(f"slow_link: the rate is {rate!r}; needed is a number and a unit, such as 200mbit or 1gbit")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _check_machine() -> None:
+    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    if missing:
+        raise SystemExit(
+            f"slow_link: there is no {' and no '.join(missing)}; install iproute2 (apt install iproute2, dnf install"
+            " iproute)"
+        )
+    if os.geteuid() != 0:
+        raise SystemExit("slow_link: network namespaces need root, and this is not root; run it with sudo")
+
+
+def _do(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(
+            f"slow_link: `{' '.join(command)}` failed: {done.stderr.strip()}. Needed are CAP_NET_ADMIN and"
+            " CAP_SYS_ADMIN (in a container: --privileged), and a kernel with veth and sch_tbf"
+        )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End it and all that it started: a namespace lives as long as what runs in it."""
+    for sign, seconds in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+        try:
+            os.killpg(process.pid, sign)
+        except ProcessLookupError:
+            return
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def main() -> None:
+    """Run a script on two ranks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", default="200mbit", help="each way, as tc takes it")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds")
+    parser.add_argument("script", type=Path)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    with slow_link(options.rate) as link:
+        link.run([sys.executable, str(options.script), *options.arguments], options.timeout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,429 @@
+"""The ``lightning-pipe plan`` commands: print a plan, and predict what plans take without running them."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import yaml
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from lightning_pipe.engine import PipelinePlan, PlanError, ProfileResult, TaskSchedule
+from lightning_pipe.engine.costs import RESOURCES, Machine, Resource, TaskCost, without
+from lightning_pipe.engine.costs_yaml import CostsFile, load_costs
+from lightning_pipe.engine.network import Message, NetworkModel
+from lightning_pipe.engine.quantities import parse_bandwidth, parse_duration
+from lightning_pipe.engine.simulation import SimulatedRun, simulate
+from lightning_pipe.environment import import_torchrec
+from lightning_pipe.llm.tasks import llm_plan
+from lightning_pipe.loops.default_program import default_plan
+from lightning_pipe.pipe.plans import forward_plan
+from lightning_pipe.strategies.registry import STRATEGIES
+
+__all__ = ["Break", "Prediction", "find_plan", "first_break", "main", "predict", "simulation_report"]
+
+_SIMULATE = """\
+Predict what an iteration takes under each plan, without running it: from what its tasks cost, on a network of which
+latency and bandwidth are said, with any number of ranks. Costs are a profile that the callback PipelineProfiler wrote
+(profile.json; of the serial plan, whose waits are whole), or YAML as docs/simulation.md describes.
+"""
+_EXAMPLES = """\
+examples:
+  lightning-pipe plan simulate serial base prefetch --costs profile.json
+  lightning-pipe plan simulate base plan.yaml --costs costs.yaml --latency 5us --bandwidth 25GB/s --ranks 2,8,128,4096
+"""
+_RANKS = (2, 8, 128, 4096)
+_MOST_RANKS = 2**20
+_PARTITIONS = 2  # of a module over the devices of one process, where a plan is shown that depends on how many there are
+_WORSE = 1.1  # of the time with the fewest ranks: from here on a plan is said to break
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run ``lightning-pipe plan``.
+
+    Args:
+        arguments: what follows it.
+
+    Raises:
+        PlanError: there is no such plan, or costs do not fit it.
+        SetupError: a size or time cannot be read.
+    """
+    parser = argparse.ArgumentParser(prog="lightning-pipe plan", description="Show plans, and predict what they take.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    show = commands.add_parser(
+        "show",
+        help="print a plan as a table and a timeline, or as YAML",
+        description="Print a plan: a table of its tasks, and which batch each of them works on, period by period.",
+    )
+    show.add_argument("name", metavar="NAME", help="a strategy, the name of a plan, or the path of a plan in YAML")
+    show.add_argument("--format", choices=("table", "yaml"), default="table", help="default: table")
+    show.set_defaults(run=_show)
+    simulation = commands.add_parser(
+        "simulate",
+        help="predict what an iteration takes under plans, on 2 to 4,096 ranks",
+        description=_SIMULATE,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    simulation.add_argument("names", metavar="PLAN", nargs="+", help="as 'plan show' takes them; one or more")
+    simulation.add_argument("--costs", metavar="FILE", help="profile.json of PipelineProfiler, or YAML")
+    simulation.add_argument("--ranks", metavar="N,N", type=_ranks, help="default: 2,8,128,4096, for costs with bytes")
+    simulation.add_argument("--latency", metavar="TIME", help="of a message between two ranks, such as 5us")
+    simulation.add_argument("--bandwidth", metavar="RATE", help="of a rank's link each way: 25GB/s or 200mbit")
+    simulation.add_argument("--cores", metavar="N", type=float, help="for the tasks of one rank; default: 1, or FILE's")
+    simulation.add_argument("--format", choices=("table", "json"), default="table", help="default: table")
+    simulation.set_defaults(run=_simulate)
+    options = parser.parse_args(arguments)
+    options.run(options)
+
+
+def _ranks(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 1 <= int(part) <= _MOST_RANKS for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers from 1 to {_MOST_RANKS}, such as 2,8,128")
+    return sorted({int(part) for part in parts})
+
+
+# ---------------------------------------------------------------------- plans
+
+
+def _show(options: argparse.Namespace) -> None:
+    plan = find_plan(options.name)
+    print(plan.to_yaml() if options.format == "yaml" else f"{plan}\n", end="")
+
+
+def _same(batch: object) -> object:
+    return batch
+
+
+def find_plan(name: str) -> PipelinePlan:
+    """The plan that *name* means, over tasks that cannot run.
+
+    Args:
+        name: a strategy, the name of a plan, or the path of a plan in YAML.
+
+    Raises:
+        PlanError: there is none, or it is found while training only.
+    """
+    of_strategy = {entry.name: entry.plan for entry in STRATEGIES}
+    wanted = of_strategy.get(name, name)
+    in_process = forward_plan(_PARTITIONS, (), lambda partition, ctx: None)
+    plain = {plan.name: plan for plan in (default_plan(_same), llm_plan(_same, _same), in_process)}
+    if wanted in plain:
+        return plain[wanted]
+    if wanted == "auto":
+        raise PlanError(
+            f"{name!r} finds its plan while it trains; its save_plan writes that down, and 'plan show' takes the file"
+        )
+    if os.path.isfile(wanted):
+        for plan in plain.values():
+            if _schedules(wanted) == set(plan.tasks):
+                return PipelinePlan.from_yaml(Path(wanted).read_text(encoding="utf-8"), list(plan.tasks.values()))
+    import_torchrec()  # here, since other commands do without it
+    from lightning_pipe.recsys.plans import PLANS, recsys_plan
+    from lightning_pipe.recsys.tasks import recsys_tasks
+
+    if wanted not in PLANS and not os.path.isfile(wanted):
+        plans = [*plain, *PLANS]
+        close = difflib.get_close_matches(name, [*of_strategy, *plans], n=1)
+        raise PlanError(
+            f"there is no plan {name!r}: it is neither a strategy ({', '.join(of_strategy)}), nor a plan"
+            f" ({', '.join(plans)}), nor a file.{f' Did you mean {close[0]}?' if close else ''}"
+        )
+    return recsys_plan(wanted, recsys_tasks())
+
+
+def _schedules(path: str) -> set[str]:
+    """The tasks that a plan's file names; none where it is no such file, of which its reader says more."""
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, OSError, UnicodeDecodeError):
+        return set()
+    tasks = content.get("tasks") if isinstance(content, dict) else None
+    return set(map(str, tasks)) if isinstance(tasks, dict) else set()
+
+
+# ---------------------------------------------------------------------- costs
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """What a file gave, and what is to be said of it."""
+
+    costs: CostsFile
+    note: str = ""
+
+
+def _read_costs(path: str | None, tasks: Sequence[str]) -> _Costs:
+    if path is None:
+        raise PlanError(
+            "no costs are given. Train with the callback PipelineProfiler and strategy recsys_serial_pipeline, and give"
+            " the profile.json that it writes, --costs profile.json; or write a file as docs/simulation.md describes"
+        )
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(
+            f"the costs {path!r} cannot be read ({error}); needed is a profile.json of PipelineProfiler, or YAML"
+        ) from error
+    try:
+        return _from_profile(text, tasks) if text.lstrip().startswith("{") else _Costs(load_costs(text))
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from error
+
+
+def _from_profile(text: str, tasks: Sequence[str]) -> _Costs:
+    profile = ProfileResult.from_json(text)
+    own = profile.own
+    bad = [name for name, seconds in own.items() if not isinstance(seconds, int | float) or not seconds >= 0]
+    if bad:
+        raise PlanError(f"the profile says that {bad[0]} takes {own[bad[0]]!r} seconds; needed is a number from 0")
+    costs = {name: TaskCost(seconds) for name, seconds in own.items()}
+    if "EmbInputDistWait" in tasks:
+        import torch
+
+        from lightning_pipe.recsys.auto_plan import recsys_costs
+
+        costs = recsys_costs(own, peers=True, device=torch.device("cpu"))
+    note = ""
+    if profile.plan != "serial":
+        note = (
+            f"The costs were measured under plan {profile.plan}, in which a wait is as short as that plan has made it:"
+            " what goes over the network is underrated. Profile strategy recsys_serial_pipeline."
+        )
+    return _Costs(CostsFile(costs), note)
+
+
+def _networks(options: argparse.Namespace, costs: CostsFile) -> list[NetworkModel | None]:
+    """A network for each number of ranks to ask about."""
+    latency = costs.latency if options.latency is None else parse_duration(options.latency)
+    bandwidth = costs.bandwidth if options.bandwidth is None else parse_bandwidth(options.bandwidth)
+    if not costs.has_messages:
+        given = [name for name in ("ranks", "latency", "bandwidth") if getattr(options, name) is not None]
+        if given:
+            raise PlanError(
+                f"--{given[0]} makes no difference: the costs say how long tasks wait for other ranks, not how many"
+                " bytes they exchange. Give costs in YAML with all_to_all: or all_reduce: sizes, as docs/simulation.md"
+                " shows"
+            )
+        return [None]
+    if latency is None or bandwidth is None:
+        missing = [name for name, value in (("latency", latency), ("bandwidth", bandwidth)) if value is None]
+        raise PlanError(
+            f"the costs have messages of so many bytes, but the network's {' and '.join(missing)} is not said; give"
+            " --latency 5us --bandwidth 25GB/s, or write network: {latency: 5us, bandwidth: 25GB/s} into the file"
+        )
+    return [NetworkModel(latency, bandwidth, ranks) for ranks in options.ranks or _RANKS]
+
+
+# ---------------------------------------------------------------------- predictions
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one plan is predicted to take.
+
+    Args:
+        plan: its name.
+        ranks: how many; None where that makes no difference.
+        seconds: of an iteration.
+        exposed: by resource, the seconds by which an iteration is shorter if all work on it takes no time.
+        busy: by resource, the share of an iteration during which it is in use.
+        over_serial: how many times as fast as the serial plan.
+    """
+
+    plan: str
+    ranks: int | None
+    seconds: float
+    exposed: Mapping[Resource, float]
+    busy: Mapping[Resource, float]
+    over_serial: float
+
+    @property
+    def busiest(self) -> Resource | None:
+        """The resource that is in use for most of the time; None where nothing takes any."""
+        return max(self.busy, key=lambda resource: self.busy[resource], default=None)
+
+
+@dataclass(frozen=True)
+class Break:
+    """From how many ranks on a plan is slower, and why.
+
+    Args:
+        plan: its name.
+        ranks: the first power of two with which an iteration takes 1.1 times as long as with the fewest; None if it
+            never does.
+        seconds: of an iteration then; with the most ranks if it never does.
+        task: the one whose exposed seconds have grown most by then; "" if none has.
+        grown: by how many.
+        latency: the part of its message's time that is latency rather than bytes on their way.
+    """
+
+    plan: str
+    ranks: int | None
+    seconds: float
+    task: str
+    grown: float
+    latency: float
+
+
+def predict(plan: PipelinePlan, costs: Mapping[str, TaskCost], machine: Machine) -> Prediction:
+    """Simulate *plan*, the serial plan beside it, and *plan* without the work on each resource.
+
+    Raises:
+        PlanError: costs that do not fit the tasks.
+    """
+    run = simulate(plan, costs, machine)
+
+    def saved(resource: Resource) -> float:
+        rest = {name: without(cost, resource) for name, cost in run.costs.items()}
+        return run.seconds_per_iteration - simulate(plan, rest, machine).seconds_per_iteration
+
+    serial = PipelinePlan([(task, TaskSchedule()) for task in plan.tasks.values()], name="serial")
+    serial_seconds = simulate(serial, costs, machine).seconds_per_iteration
+    seconds = run.seconds_per_iteration
+    return Prediction(
+        plan.name,
+        machine.network.ranks if machine.network else None,
+        seconds,
+        {resource: saved(resource) for resource in RESOURCES if resource in run.busy},
+        run.busy,
+        serial_seconds / seconds if seconds else 1.0,
+    )
+
+
+def first_break(plan: PipelinePlan, costs: Mapping[str, TaskCost], machine: Machine, fewest: int, most: int) -> Break:
+    """Where *plan* stops to scale, between two numbers of ranks.
+
+    Args:
+        plan: the plan.
+        costs: of its tasks, messages among them.
+        machine: with a network.
+        fewest: ranks.
+        most: ranks.
+    """
+    network = machine.network
+    assert network is not None
+
+    def run(ranks: int) -> SimulatedRun:
+        return simulate(plan, costs, replace(machine, network=replace(network, ranks=ranks)))
+
+    first = run(fewest)
+    powers = [2**power for power in range(most.bit_length()) if fewest < 2**power <= most]
+    for ranks in (*powers, most):
+        later = run(ranks)
+        if later.seconds_per_iteration > _WORSE * first.seconds_per_iteration:
+            grown = {name: seconds - first.exposed[name] for name, seconds in later.exposed.items()}
+            task = max(grown, key=lambda name: grown[name])
+            message = costs[task].background
+            latency = 0.0
+            if isinstance(message, Message):
+                there = replace(network, ranks=ranks)
+                latency = there.seconds(replace(message, bytes=0.0)) / there.seconds(message)
+            return Break(plan.name, ranks, later.seconds_per_iteration, task, grown[task], latency)
+    return Break(plan.name, None, run(most).seconds_per_iteration, "", 0.0, 0.0)
+
+
+def _simulate(options: argparse.Namespace) -> None:
+    plans = [find_plan(name) for name in options.names]
+    read = _read_costs(options.costs, list(plans[0].tasks))
+    costs = read.costs
+    cores = options.cores if options.cores is not None else costs.cores if costs.cores is not None else 1.0
+    networks = _networks(options, costs)
+    machines = [
+        Machine(cores, network=network, device_streams=costs.device_streams, between_periods=costs.between_periods)
+        for network in networks
+    ]
+    predictions = [predict(plan, costs.tasks, machine) for plan in plans for machine in machines]
+    ranks = [network.ranks for network in networks if network is not None]
+    breaks = [first_break(plan, costs.tasks, machines[0], ranks[0], ranks[-1]) for plan in plans if len(ranks) > 1]
+    most = {} if ranks else {plan.name: simulate(plan, costs.tasks, machines[0]).exposed for plan in plans}
+    if options.format == "json":
+        found = {
+            "predictions": [asdict(one) for one in predictions],
+            "breaks": [asdict(one) for one in breaks],
+            "notes": [read.note] if read.note else [],
+        }
+        print(json.dumps(found, indent=1))
+        return
+    # No markup: names may hold square brackets.
+    Console(markup=False, highlight=False).print(simulation_report(predictions, breaks, most, costs, read.note))
+
+
+# ---------------------------------------------------------------------- what is printed
+
+
+def simulation_report(
+    predictions: Sequence[Prediction],
+    breaks: Sequence[Break],
+    exposed: Mapping[str, Mapping[str, float]],
+    costs: CostsFile,
+    note: str = "",
+) -> Group:
+    """Predictions as text, for a Rich console.
+
+    Args:
+        predictions: a row each.
+        breaks: of each plan, where numbers of ranks were asked about.
+        exposed: elsewhere, by plan and task, the seconds by which an iteration is shorter without the task.
+        costs: what was simulated.
+        note: what is to be said of them.
+    """
+    resources = [one for one in RESOURCES if any(one in prediction.busy for prediction in predictions)]
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("plan", no_wrap=True)
+    for column in ("ranks", "ms", *(f"exposed:\n{one}" for one in resources), "over\nserial", "busiest"):
+        table.add_column(column, justify="right", no_wrap=True)
+    before = None
+    for one in predictions:
+        if before not in (None, one.plan):
+            table.add_section()
+        cells = [_ms(one.exposed[resource]) if resource in one.exposed else "" for resource in resources]
+        busiest = "-" if one.busiest is None else f"{one.busiest} {100 * one.busy[one.busiest]:.0f} %"
+        name = "" if before == one.plan else one.plan
+        ranks = "-" if one.ranks is None else f"{one.ranks:,}"
+        table.add_row(name, ranks, _ms(one.seconds), *cells, f"{one.over_serial:.2f}", busiest)
+        before = one.plan
+    lines = [
+        *(Text(_break_in_words(one, predictions, costs)) for one in breaks),
+        *(Text(_most_in_words(plan, tasks)) for plan, tasks in exposed.items()),
+        Text("ms: of an iteration. exposed: by how many it is shorter if all that work takes no time.", style="dim"),
+    ]
+    return Group(Text("predicted by simulation", style="bold"), "", table, "", *lines, *([Text(note)] if note else []))
+
+
+def _break_in_words(one: Break, predictions: Sequence[Prediction], costs: CostsFile) -> str:
+    ranks = [prediction.ranks or 0 for prediction in predictions if prediction.plan == one.plan]
+    if one.ranks is None:
+        return f"{one.plan}: nothing breaks up to {max(ranks):,} ranks, {_ms(one.seconds)} ms"
+    message = costs.tasks[one.task].background
+    what = f" ({message.kind} of {_size(message.bytes)}" if isinstance(message, Message) else ""
+    why = f", {100 * one.latency:.0f} % of it latency)" if what else ""
+    return (
+        f"{one.plan}: at {one.ranks:,} ranks what breaks first is {one.task}{what}{why}: it costs {_ms(one.grown)} ms"
+        f" more than with {min(ranks):,}"
+    )
+
+
+def _most_in_words(plan: str, exposed: Mapping[str, float]) -> str:
+    most = sorted(exposed, key=lambda task: -exposed[task])[:3]
+    return f"{plan}: what costs most is {', '.join(f'{task} {_ms(exposed[task])} ms' for task in most)}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{round(1e3 * seconds, 2) + 0.0:.2f}"  # and never "-0.00"
+
+
+def _size(size: float) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size:.0f} bytes"

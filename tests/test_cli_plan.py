@@ -1,0 +1,287 @@
+"""``lightning-pipe plan simulate``: its figures against those worked out by hand, its words, its refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_pipe.cli import main
+from lightning_pipe.cli_plan import find_plan, first_break, predict
+from lightning_pipe.engine import PipelinePlan, PipelineTask, ProfileResult, TaskSchedule
+from lightning_pipe.engine.costs import Machine, TaskCost
+from lightning_pipe.engine.network import Message, NetworkModel
+from lightning_pipe.engine.profile import TaskProfile
+
+WORK = {
+    "H2DAndShuffle": 1,
+    "EmbInputDistStart": 1,
+    "EmbInputDistWait": 1,
+    "EmbPrefetch": 1,
+    "EmbForward": 2,
+    "DenseForward": 3,
+    "LossPostprocess": 0,
+    "DenseBackward": 4,
+    "EmbBackward": 2,
+    "FinalizeGrads": 1,
+    "OptimStep": 1,
+}
+ALL = sum(WORK.values())
+# 4 MB at 1 GB/s: half of it goes to the other of two ranks, in 2 ms.
+SENDS: dict[str, dict[str, Any]] = {"EmbInputDistWait": {"all_to_all": "4MB", "waited_by": "EmbPrefetch"}}
+NETWORK = {"latency": "10us", "bandwidth": "1GB/s"}
+
+
+def costs_file(folder: Path, **more: Any) -> str:
+    tasks = {name: {"ms": work, **SENDS.get(name, {})} for name, work in WORK.items()}
+    path = folder / "costs.yaml"
+    path.write_text(yaml.safe_dump({"network": NETWORK, "tasks": tasks, **more}))
+    return str(path)
+
+
+def profile_file(folder: Path, plan: str = "serial", **more: float) -> str:
+    tasks = {name: TaskProfile(seconds) for name, seconds in {**{n: w / 1e3 for n, w in WORK.items()}, **more}.items()}
+    path = folder / "profile.json"
+    path.write_text(ProfileResult(plan, 0.02, tasks, 7, 10).to_json())
+    return str(path)
+
+
+def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["plan", "simulate", *arguments, "--format", "json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", "simulate", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err.removeprefix("lightning-pipe: ")
+
+
+# ---------------------------------------------------------------------- figures
+
+
+def test_the_serial_plan_takes_the_sum_and_its_message_is_exposed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (one,) = simulated(capsys, "serial", "--costs", costs_file(tmp_path), "--ranks", "2")["predictions"]
+    assert one["seconds"] == pytest.approx((ALL + 2.01) / 1e3)
+    assert one["exposed"] == {"compute": pytest.approx(ALL / 1e3), "network": pytest.approx(2.01e-3)}
+    assert one["busy"]["network"] == pytest.approx(2.01 / (ALL + 2.01))
+    assert (one["plan"], one["ranks"], one["over_serial"]) == ("serial", 2, pytest.approx(1.0))
+
+
+def test_a_plan_that_runs_ahead_hides_the_message_and_is_compared_with_the_serial_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = simulated(capsys, "base", "prefetch", "--costs", costs_file(tmp_path), "--ranks", "2,8")["predictions"]
+    assert [(one["plan"], one["ranks"]) for one in found] == [
+        ("base", 2),
+        ("base", 8),
+        ("prefetch", 2),
+        ("prefetch", 8),
+    ]
+    prefetch = found[2]
+    assert prefetch["seconds"] == pytest.approx(ALL / 1e3)
+    assert prefetch["exposed"]["network"] == pytest.approx(0.0)
+    assert prefetch["over_serial"] == pytest.approx((ALL + 2.01) / ALL)
+
+
+def test_options_stand_before_the_files_network_and_cores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = costs_file(tmp_path, cores=1, between_ms=3)
+    options = ("--ranks", "2", "--latency", "1ms", "--bandwidth", "4GB/s")
+    (serial,) = simulated(capsys, "serial", "--costs", path, *options)["predictions"]
+    assert serial["seconds"] == pytest.approx((3 + ALL + 1.5) / 1e3)
+    (two,) = simulated(capsys, "prefetch", "--costs", path, "--ranks", "2", "--cores", "2")["predictions"]
+    assert two["seconds"] == pytest.approx((3 + ALL - WORK["EmbPrefetch"]) / 1e3)  # the prefetch has its own core
+
+
+def test_numbers_of_ranks_are_2_to_4096_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = simulated(capsys, "serial", "--costs", costs_file(tmp_path))["predictions"]
+    assert [one["ranks"] for one in found] == [2, 8, 128, 4096]
+    # An all-to-all in pairs: a latency for each of the others.
+    assert found[-1]["seconds"] == pytest.approx((ALL + 4095 * 0.01 + 4 * 4095 / 4096) / 1e3)
+
+
+def test_a_profile_of_pipeline_profiler_is_taken_as_it_was_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = simulated(capsys, "serial", "prefetch", "--costs", profile_file(tmp_path))
+    assert found["predictions"][0]["seconds"] == pytest.approx(ALL / 1e3)
+    assert found["predictions"][0]["ranks"] is None
+    assert found["predictions"][1]["over_serial"] > 1
+    assert found["notes"] == []
+    (note,) = simulated(capsys, "serial", "--costs", profile_file(tmp_path, "prefetch"))["notes"]
+    assert "measured under plan prefetch" in note
+    assert "recsys_serial_pipeline" in note
+
+
+def test_a_saved_plan_and_plans_over_other_tasks_can_be_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(find_plan("prefetch").to_yaml().replace("name: prefetch", "name: mine"))
+    first, second = simulated(
+        capsys, "recsys_prefetch_pipeline", str(path), "--costs", costs_file(tmp_path), "--ranks", "2"
+    )["predictions"]
+    assert (first["plan"], second["plan"]) == ("prefetch", "mine")
+    assert first["seconds"] == second["seconds"]
+    costs = tmp_path / "copy.yaml"
+    costs.write_text("tasks: {H2D: {ms: 2, resource: copy}, TrainBatch: 5}")
+    (copies,) = simulated(capsys, "pipeline", "--costs", str(costs))["predictions"]
+    assert copies["exposed"] == {"compute": pytest.approx(5e-3), "copy": pytest.approx(2e-3)}
+    path.write_text(find_plan("copy_ahead").to_yaml())
+    (saved,) = simulated(capsys, str(path), "--costs", str(costs))["predictions"]
+    assert saved == copies
+
+
+# ---------------------------------------------------------------------- what breaks first
+
+
+def exchange(latency: float, bandwidth: float) -> tuple[PipelinePlan, dict[str, TaskCost], Machine]:
+    """Training with an all-to-all that takes a tenth of it on two ranks, and an all-reduce behind."""
+    names = ("Send", "Train", "Reduce")
+    tasks = [
+        PipelineTask(name, lambda ctx: None, reads=[f"x{at}"], writes=[f"x{at + 1}"]) for at, name in enumerate(names)
+    ]
+    plan = PipelinePlan([(task, TaskSchedule()) for task in tasks], name="plain")
+    costs = {
+        "Send": TaskCost(0.0, background=Message("all_to_all", 1e6), waited_by="Train"),
+        "Train": TaskCost(0.01),
+        "Reduce": TaskCost(0.0, background=Message("all_reduce", 1e3), waited_by="Reduce"),
+    }
+    return plan, costs, Machine(cores=1, network=NetworkModel(latency, bandwidth, 2))
+
+
+def test_a_plan_breaks_at_the_first_power_of_two_that_costs_a_tenth_more() -> None:
+    plan, costs, machine = exchange(latency=1e-5, bandwidth=1e9)
+    found = first_break(plan, costs, machine, 2, 4096)
+    # 10.53 ms with two ranks; 11.39 with 16, 11.90 with 32: the all-to-all has grown by 0.77, the all-reduce by 0.60.
+    assert found.ranks == 32
+    assert found.seconds == pytest.approx(10e-3 + (31e-5 + 31 / 32 * 1e-3) + 2 * (31e-5 + 31 / 32 * 1e-6))
+    assert found.task == "Send"
+    assert found.grown == pytest.approx(30e-5 + (31 / 32 - 1 / 2) * 1e-3)
+    assert found.latency == pytest.approx(31e-5 / (31e-5 + 31 / 32 * 1e-3))
+
+
+def test_a_plan_that_does_not_break_is_told_with_its_time_at_the_end() -> None:
+    plan, costs, machine = exchange(latency=0.0, bandwidth=1e12)
+    found = first_break(plan, costs, machine, 2, 4096)
+    assert (found.ranks, found.task) == (None, "")
+    assert found.seconds == pytest.approx(0.01, rel=0.01)
+
+
+def test_exposed_time_of_a_resource_is_what_the_iteration_is_shorter_without_it() -> None:
+    plan, costs, machine = exchange(latency=1e-5, bandwidth=1e9)
+    found = predict(plan, costs, machine)
+    assert found.exposed["network"] == pytest.approx(found.seconds - 0.01)
+    assert found.exposed["compute"] == pytest.approx(0.01)
+    assert found.busiest == "compute"
+
+
+# ---------------------------------------------------------------------- the table
+
+
+def test_the_table_has_a_row_a_plan_and_number_of_ranks_and_says_what_breaks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main(["plan", "simulate", "serial", "prefetch", "--costs", costs_file(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    heads = next(line for line in lines if line.startswith("plan "))
+    assert heads.split() == ["plan", "ranks", "ms", "compute", "network", "serial", "busiest"]
+    rows = [line.split() for line in lines if "%" in line and "latency" not in line]
+    assert rows[0][1:3] == ["2", f"{ALL + 2.01:.2f}"]
+    assert len(rows) == 8
+    (words,) = [line for line in lines if line.startswith("serial: at ")]
+    assert "what breaks first is EmbInputDistWait (all_to_all of 4 MB" in words
+
+
+def test_without_ranks_the_table_says_what_costs_most(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main(["plan", "simulate", "serial", "--costs", profile_file(tmp_path, "base")]) == 0
+    out = capsys.readouterr().out
+    assert "serial: what costs most is DenseBackward" in out
+    assert "The costs were measured under plan base" in out
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def test_without_costs_it_is_said_how_to_get_some(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capsys, "base")
+    assert said.startswith("no costs are given")
+    assert "PipelineProfiler" in said
+    assert "docs/simulation.md" in said
+
+
+def test_a_file_that_cannot_be_read_or_is_no_profile_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "the costs 'gone.json' cannot be read" in refusal(capsys, "base", "--costs", "gone.json")
+    path = tmp_path / "other.json"
+    path.write_text('{"a": 1}')
+    assert f"{path}: this is no profile" in refusal(capsys, "base", "--costs", str(path))
+    part = ProfileResult("serial", 0.02, {"EmbInputDistWait": TaskProfile(0.001)}, 7, 10)
+    path.write_text(part.to_json())
+    assert "no cost is given for H2DAndShuffle" in refusal(capsys, "base", "--costs", str(path))
+    assert "the profile says that Odd takes -1.0 seconds" in refusal(
+        capsys, "base", "--costs", profile_file(tmp_path, Odd=-1.0)
+    )
+
+
+def test_costs_that_do_not_fit_the_plans_tasks_are_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "some.yaml"
+    path.write_text("tasks: {DenseForward: 5}")
+    assert "no cost is given for H2DAndShuffle, EmbInputDistStart" in refusal(capsys, "base", "--costs", str(path))
+    path.write_text(yaml.safe_dump({"tasks": {**WORK, "Extra": 1}}))
+    assert "unknown task 'Extra'" in refusal(capsys, "base", "--costs", str(path))
+    path.write_text(yaml.safe_dump({"tasks": {**WORK, "OptimStep": {"background_ms": 1, "waited_by": "EmbForward"}}}))
+    assert "which does not depend on it" in refusal(capsys, "base", "--costs", str(path))
+    path.write_text(yaml.safe_dump({"tasks": {**WORK, "OptimStep": -1}}))
+    assert f"{path}: task 'OptimStep' of the costs has ms -1" in refusal(capsys, "base", "--costs", str(path))
+
+
+def test_a_network_without_messages_and_messages_without_a_network_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refusal(capsys, "base", "--costs", profile_file(tmp_path), "--ranks", "8")
+    assert "--ranks makes no difference" in said
+    assert "all_to_all:" in said
+    said = refusal(capsys, "base", "--costs", costs_file(tmp_path, network={"latency": "5us"}))
+    assert "the network's bandwidth is not said; give --latency 5us --bandwidth 25GB/s" in said
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--latency", "5", "the time is '5'; needed is a number from 0 with its unit"),
+        ("--bandwidth", "-1GB/s", "the bandwidth is '-1GB/s'"),
+        ("--cores", "0", "0.0 lanes of compute; give a number above 0"),
+    ],
+)
+def test_a_machine_that_cannot_be_is_refused(
+    option: str, value: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refusal(capsys, "base", "--costs", costs_file(tmp_path), f"{option}={value}")
+
+
+@pytest.mark.parametrize("ranks", ["0", "-2", "2;8", "two", "2,,8", "9999999"])
+def test_numbers_of_ranks_that_are_none_end_with_a_usage(ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "simulate", "base", f"--ranks={ranks}"])
+    assert end.value.code == 2
+    assert f"argument --ranks: {ranks!r} is no list of numbers from 1" in capsys.readouterr().err
+
+
+def test_an_unknown_plan_is_refused_as_plan_show_refuses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Did you mean base?" in refusal(capsys, "bse", "--costs", costs_file(tmp_path))
+    assert "finds its plan while it trains" in refusal(capsys, "recsys_auto_pipeline")
