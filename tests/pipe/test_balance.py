@@ -1,0 +1,108 @@
+"""Sharing out layers."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+from torch import Tensor, nn
+
+from lightning_pipe.engine import PlanError
+from lightning_pipe.pipe import Pipe, balance_by_memory, balance_by_parameters, balance_by_time
+from lightning_pipe.pipe.balance import even_shares
+from tests.pipe.models import with_skips
+
+
+@given(some.lists(some.integers(0, 20), min_size=1, max_size=9), some.integers(1, 9))
+def test_no_contiguous_shares_have_a_smaller_largest_one(costs: list[int], partitions: int) -> None:
+    partitions = min(partitions, len(costs))
+    shares = even_shares(costs, partitions)
+    assert len(shares) == partitions
+    assert sum(shares) == len(costs)
+    assert min(shares) >= 1
+
+    def largest(cuts: tuple[int, ...]) -> int:
+        return max(sum(costs[begin:end]) for begin, end in itertools.pairwise((0, *cuts, len(costs))))
+
+    ends = tuple(itertools.accumulate(shares))[:-1]
+    best = min(map(largest, itertools.combinations(range(1, len(costs)), partitions - 1)))
+    assert largest(ends) == best
+
+
+@pytest.mark.parametrize(("costs", "partitions"), [([1, 2], 3), ([], 1), ([1], 0)])
+def test_fewer_layers_than_partitions_are_refused(costs: list[float], partitions: int) -> None:
+    with pytest.raises(PlanError, match="needed are one partition or more"):
+        even_shares(costs, partitions)
+
+
+def test_a_negative_cost_is_refused() -> None:
+    with pytest.raises(PlanError, match="needed are numbers of 0 or more"):
+        even_shares([1, -1], 1)
+
+
+def test_parameters_are_counted() -> None:
+    layers = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(10, 10))
+    assert balance_by_parameters(layers, 2) == [2, 1]
+    assert balance_by_parameters(layers, 3) == [1, 1, 1]
+
+
+class Waits(nn.Module):
+    """Takes a known time in forward and in backward."""
+
+    def __init__(self, forward: float, backward: float) -> None:
+        super().__init__()
+        self.times = forward, backward
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = _Wait.apply(input * self.weight, *self.times)
+        return output
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.backward_time = backward
+        time.sleep(forward)
+        return input.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.backward_time)
+        return gradient, None, None
+
+
+def test_time_is_that_of_forward_and_backward() -> None:
+    # Five layers of 20 ms and one of 100 ms, of which most is backward: far apart, whatever else the machine does.
+    layers = nn.Sequential(*(Waits(0.01, 0.01) for _ in range(5)), Waits(0.01, 0.09))
+    assert balance_by_time(layers, 2, torch.ones(2, 2), repeats=1) == [5, 1]
+
+
+def test_memory_is_that_of_activations_and_parameters() -> None:
+    layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Tanh(), nn.Tanh(), nn.Tanh(), nn.Tanh())
+    assert balance_by_memory(layers, 2, torch.ones(1, 64)) == [1, 5]  # parameters are all
+    rows = torch.ones(1000, 64)  # a Linear keeps what it is given, a Tanh what it gives: as much
+    assert balance_by_memory(layers, 2, rows) == [3, 3]
+    assert balance_by_memory(layers, 2, torch.ones(1, 64), chunks=1000) == [3, 3]
+
+
+def test_measuring_leaves_the_layers_and_random_numbers_as_they_were() -> None:
+    layers = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.ReLU(inplace=True))
+    before = {name: value.clone() for name, value in layers.state_dict().items()}
+    torch.manual_seed(1)
+    expected = torch.rand(())
+    torch.manual_seed(1)
+    balance_by_time(layers, 2, torch.ones(4, 6))
+    assert torch.equal(torch.rand(()), expected)
+    assert all(torch.equal(value, before[name]) for name, value in layers.state_dict().items())
+    assert all(p.grad is None for p in layers.parameters())
+
+
+def test_layers_with_skips_can_be_measured() -> None:
+    shares = balance_by_time(with_skips(), 3, torch.ones(4, 6), repeats=2)
+    Pipe(with_skips(), 2, devices=["cpu"] * 3, balance=shares).close()
