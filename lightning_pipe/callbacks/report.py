@@ -133,12 +133,13 @@ def _figures(profile: ProfileResult, plan: PipelinePlan) -> list[str]:
     exposed = profile.exposed
     own = sum(profile.own[name] for name in exposed)
     hidden = sum(max(0.0, profile.own[name] - seconds) for name, seconds in exposed.items())
+    others = len(plan.thread_groups) - 1
     shown = {
         "an iteration": _ms(profile.seconds),
         "iterations a second": f"{1 / profile.seconds:.1f}" if profile.seconds else "-",
         "of the tasks' own time is hidden": f"{100 * hidden / own:.0f} %" if own else "-",
         "batches in flight at most": str(plan.pipeline_depth),
-        "threads beside the main one": str(len(plan.thread_groups) - 1),
+        f"{'thread' if others == 1 else 'threads'} beside the main one": str(others),
     }
     return [f'<div class="figure"><b>{escape(value)}</b>{escape(name)}</div>' for name, value in shown.items()]
 

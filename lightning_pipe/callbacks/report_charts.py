@@ -98,7 +98,6 @@ def timeline_chart(timeline: Timeline, seconds: float) -> str:
                 text=text,
                 textposition="inside" if text else "none",
                 insidetextanchor="middle",
-                textangle=0,
                 textfont={"color": _ink(colour), "size": 11},
                 hovertext=[_told(timeline.bars[one], begin, one in timeline.critical) for one in positions],
                 hoverinfo="text",
@@ -113,8 +112,12 @@ def timeline_chart(timeline: Timeline, seconds: float) -> str:
     # A strip along the lower edge, which stays legible where bars are narrow, as an outline would not.
     add(sorted(timeline.critical), "critical path", "#111111", width=0.09, offset=_HIGH / 2 - 0.04)
     lanes = [_lane(rank, lane, several) for rank, lane in timeline.lanes]
-    _dress(figure, 190 + 58 * len(lanes))
-    figure.update_layout(barmode="overlay", legend={"traceorder": "normal"})
+    _dress(figure, 214 + 72 * len(lanes))
+    figure.update_layout(
+        barmode="overlay",
+        legend={"traceorder": "normal"},
+        margin={"t": 64},  # the legend may be as wide as the chart: the buttons are above it
+    )
     figure.update_yaxes(categoryorder="array", categoryarray=lanes, fixedrange=True)
     first = max(0.0, end - 1e3 * _SHOWN * seconds) if seconds else 0.0
     figure.update_xaxes(title_text="time, ms", range=[first, end], rangeslider={"visible": True, "thickness": 0.07})

@@ -114,7 +114,7 @@ class _Drawing:
         self._seen = [p for p in seen if (timeline.bars[p].rank, timeline.bars[p].lane) in self._rows]
         self._shares = [self._busy(row) for row in self._rows]
         # Tasks have names, written upwards where they are short: the row must be as high as the longest. In inches.
-        high = 0.75 if self._by_microbatch else max(0.5, min(1.45, 11 / max(1, len(self._rows))))
+        high = 0.75 if self._by_microbatch else max(0.5, min(1.55, 11 / max(1, len(self._rows))))
         self._heights = [high if share > _MUCH else 0.45 * high for share in self._shares]
         self._tops = [sum(self._heights[:row]) for row in range(len(self._rows) + 1)]
         # Of the picture, what the rows have in width.

@@ -8,7 +8,6 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import yaml
 from lightning.pytorch.cli import LightningCLI
 from matplotlib.figure import Figure
@@ -19,16 +18,21 @@ from examples.recsys_movielens.data import MovieLensData
 from examples.recsys_movielens.features import training_rows
 from examples.recsys_movielens.model import MovieLensDLRM
 from examples.recsys_movielens.report import TrainingReport
+from lightning_pipe.cli import main
+from lightning_pipe.recsys.plans import recsys_plan
+from lightning_pipe.recsys.tasks import recsys_tasks
 from tests.examples.conftest import HISTORY, RATINGS
+from tests.running_in import running_in
 
 CONFIGURATIONS = sorted((Path(__file__).parents[2] / "examples" / "recsys_movielens").glob("*.yaml"))
+AUTO = Path(__file__).parents[2] / "examples" / "recsys_movielens" / "auto.yaml"
 
 
-def trainer_of(folder: Path, max_epochs: int, callbacks: list[pl.Callback], strategy: str = "auto") -> pl.Trainer:
+def trainer_of(folder: Path, max_epochs: int, callbacks: list[pl.Callback]) -> pl.Trainer:
     return pl.Trainer(
         accelerator="cpu",
         devices=1,
-        strategy=strategy,
+        strategy="auto",
         max_epochs=max_epochs,
         callbacks=callbacks,
         logger=False,
@@ -55,7 +59,7 @@ def test_the_model_learns_on_one_device_under_lightnings_own_strategy_and_is_com
     out = capsys.readouterr().out
     assert f"item mean, add-5 smoothing    {data.baseline.auroc:.4f}    {data.baseline.log_loss:.4f}" in out
     assert f"MovieLensDLRM                 {trainer.callback_metrics['val/auroc']:.4f}" in out
-    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
 
     trainer.test(model, data, verbose=False)
     assert trainer.callback_metrics["test/auroc"] > 0.75
@@ -63,49 +67,59 @@ def test_the_model_learns_on_one_device_under_lightnings_own_strategy_and_is_com
     assert predicted.shape == (RATINGS - training_rows(files.read(folder).seconds),)
 
 
-def test_the_report_shows_the_timeline_that_the_pipeline_measured(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_of_plan_auto_ends_with_the_costs_and_the_files_to_look_at(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The configuration as it is, but for one process and a plan that is found soon."""
     drawn: list[Figure] = []
     monkeypatch.setattr(report, "FigureCanvasAgg", lambda figure: drawn.append(figure))
-    data = MovieLensData(batch_size=64, history_length=HISTORY, data_dir=str(folder))
-    callback = TrainingReport(trace_from=5, iterations=3)
-    try:
-        trainer_of(tmp_path, 1, [callback], "recsys_prefetch_pipeline").fit(MovieLensDLRM(), data)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    losses, timeline = drawn[0].axes
-    assert timeline.get_title() == "What ran when, while iterations 5 to 7 were trained"
-    rows = [label.get_text() for label in timeline.get_yticklabels()]
-    # The main thread's tasks in the order of one iteration, then the other thread's.
-    assert rows == [
-        *("H2DAndShuffle", "EmbInputDistStart", "EmbInputDistWait", "EmbForward", "DenseForward", "LossPostprocess"),
-        *("DenseBackward", "EmbBackward", "FinalizeGrads", "OptimStep", "EmbPrefetch"),
-    ]
-    assert [text.get_text() for text in timeline.texts] == ["thread\nmain", "thread\nprefetch"]
-    bars = [
-        (bar.get_y() + bar.get_height() / 2, bar.get_facecolor())
-        for container in timeline.containers
-        for bar in container
-    ]
-    forward = [colour for y, colour in bars if rows[round(y)] == "EmbForward"]
-    prefetch = [colour for y, colour in bars if rows[round(y)] == "EmbPrefetch"]
-    assert len(forward) == 3
-    assert prefetch[:2] == forward[1:], "the prefetch of an iteration runs while the one before it is trained"
-    assert np.size(losses.lines[0].get_xdata()) == training_rows(files.read(folder).seconds) // 64
+    configuration = yaml.safe_load(AUTO.read_text())
+    trainer = configuration["trainer"]
+    trainer |= {"devices": 1, "max_epochs": 1, "enable_progress_bar": False}
+    trainer["strategy"]["init_args"]["exploration"] = {"iterations": 1, "rounds": 1, "found": 0}
+    options = {callback["class_path"].split(".")[-1]: callback.get("init_args") for callback in trainer["callbacks"]}
+    options["PipelineTrace"]["steps"] = [30, 3]
+    options["PipelineProfiler"] |= {"at_steps": [45], "rounds": 1, "iterations": 2}
+    configuration["data"]["init_args"] |= {"batch_size": 16, "history_length": HISTORY, "data_dir": str(folder)}
+    with running_in(tmp_path):
+        Path("short.yaml").write_text(yaml.safe_dump(configuration))
+        main(["fit", "--config", "short.yaml"])
+
+    logs = tmp_path / "logs" / "recsys_movielens_auto"
+    run = logs / "version_0"
+    out = capsys.readouterr().out
+    table, listed = out[out.index("latest 20 % of the ratings") :].split("losses.png", 1)
+    assert all(task in table for task in ("EmbPrefetch", "DenseBackward", "OptimStep"))
+    assert listed.count(str(run.relative_to(tmp_path))) == 3
+    for name in ("timeline.png", "trace.json", "report.html"):
+        assert name in listed
+        assert (run / name).stat().st_size > 10_000
+    plan = recsys_plan(logs / "plan.yaml", recsys_tasks())
+    assert f"plan {plan.name} is the fastest" in out
+    assert plan.name in ("serial", "base", "prefetch"), "none was to be found"
+    (losses,) = drawn[0].axes
+    assert np.size(losses.lines[0].get_xdata()) == training_rows(files.read(folder).seconds) // 16
 
 
-def test_the_four_configurations_differ_in_plan_processes_and_log_folder_alone() -> None:
-    assert [path.stem for path in CONFIGURATIONS] == ["base", "prefetch", "serial", "two_nodes"]
+def test_the_configurations_differ_in_plan_processes_log_folder_and_when_they_record_alone() -> None:
+    assert [path.stem for path in CONFIGURATIONS] == ["auto", "base", "prefetch", "serial", "two_nodes"]
     rest = []
     for path in CONFIGURATIONS:
         configuration = yaml.safe_load(path.read_text())
         trainer = configuration["trainer"]
-        name = "prefetch" if path.stem == "two_nodes" else path.stem
-        assert trainer["strategy"].pop("init_args") == {"plan": name}
+        plan = {"plan": "prefetch" if path.stem == "two_nodes" else path.stem}
+        options = trainer["strategy"].pop("init_args")
+        if path == AUTO:
+            assert options.pop("save_plan") == "logs/recsys_movielens_auto/plan.yaml"
+            assert {"iterations", "rounds", "found"} == set(options.pop("exploration"))
+        assert options == plan
         assert trainer.pop("num_nodes") * trainer.pop("devices") == 2
         assert {logger["init_args"].pop("name") for logger in trainer["logger"]} == {f"recsys_movielens_{path.stem}"}
+        options = {one["class_path"].split(".")[-1]: one.get("init_args") for one in trainer["callbacks"]}
+        first, count = options["PipelineTrace"].pop("steps")
+        (profiled,) = options["PipelineProfiler"].pop("at_steps")
+        # One after the other, before the 468 steps of three epochs are over.
+        assert first + count < profiled < 468
         rest.append(configuration)
     assert all(configuration == rest[0] for configuration in rest)
 

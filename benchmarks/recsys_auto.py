@@ -1,0 +1,402 @@
+"""The plan that ``plan: auto`` finds against those written by hand, on one machine, in turns within one run.
+
+``python benchmarks/recsys_auto.py movielens`` trains the MovieLens example on two processes; ``slow`` trains pooled
+tables and an MLP on two that a rate-limited link joins (:mod:`slow_link`; root is needed), with so many ids that their
+exchange alone takes 0.5, 1 and 2 times as long as the rest of an iteration (``--exchange``).
+
+Both train under a Trainer. Plan auto finds its plan first, as it does for a user. Then that plan, the same again, and
+the serial, the base and the prefetch plan take turns: a block of iterations each, in another order in every round; what
+is in flight is trained between blocks, and the iterations that fill a pipeline are not timed. Printed are, for each,
+the median time of an iteration over blocks and the middle half; and the ratio of auto's to the best of those written
+by hand, with a 95 % interval (bootstrap over rounds, the best being chosen anew in each sample), beside the ratio of
+auto's plan to the same again, which is nothing but noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from slow_link import slow_link
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.datasets.utils import Batch
+
+from examples.recsys_movielens.data import MovieLensData, RatingDataset
+from examples.recsys_movielens.model import MovieLensDLRM
+from lightning_pipe.engine import IterContext, PipelinePlan, SWPipeline
+from lightning_pipe.loops.auto_program import PlanChoice
+from lightning_pipe.loops.program import TrainingProgram
+from lightning_pipe.recsys.plans import recsys_plan
+from lightning_pipe.strategies import RecsysPipelineStrategy
+
+BY_HAND = ("serial", "base", "prefetch")
+EXCHANGE = ("EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch")
+
+
+class Turns(TrainingProgram):
+    """Trains under several plans by turns, and times them.
+
+    Args:
+        program: what trains under one of them; this one takes its place.
+        plans: by the name under which their times are kept.
+        device: see :class:`~lightning_pipe.engine.SWPipeline`.
+        steps: iterations timed in a block.
+        rounds: in each of which every plan has a block. One more goes before, which is not kept.
+    """
+
+    def __init__(
+        self, program: TrainingProgram, plans: Mapping[str, PipelinePlan], device: torch.device, steps: int, rounds: int
+    ) -> None:
+        self.__dict__.update(program.__dict__)
+        self._pipelines = {name: SWPipeline(plan, device, dist.group.WORLD) for name, plan in plans.items()}
+        self._steps = steps
+        draw = random.Random(0)  # the same on every rank
+        self._blocks = deque(name for _ in range(rounds + 1) for name in draw.sample(list(plans), len(plans)))
+        self.times: dict[str, list[float]] = {name: [] for name in plans}
+        self._begun = 0
+        self._drains = True  # the batch that the first pipeline may have to train alone
+        program.pipeline.close()
+        self.pipeline = self._pipelines[self._blocks[0]]
+
+    @property
+    def done(self) -> bool:
+        """Whether every block is over."""
+        return not self._blocks
+
+    def begin(self, source: Iterator[Any]) -> IterContext:
+        if not self.done:
+            fill = self.pipeline.plan.pipeline_depth + 2
+            if self._begun == fill:
+                self._since = time.perf_counter()
+            elif self._begun == fill + self._steps:
+                self.times[self._blocks[0]].append((time.perf_counter() - self._since) / self._steps)
+                self._drains = True
+            while self._drains:
+                try:
+                    return super().begin(iter(()))
+                except StopIteration:
+                    self._next_block()
+        self._begun += 1
+        return super().begin(source)
+
+    def close(self) -> None:
+        for pipeline in self._pipelines.values():
+            pipeline.close()
+        super().close()
+
+    def _next_block(self) -> None:
+        self._drains = False
+        if self._begun:
+            self._blocks.popleft()
+        self._begun = 0
+        if self._blocks:
+            self.pipeline = self._pipelines[self._blocks[0]]
+
+
+class InTurns(RecsysPipelineStrategy):
+    """Trains under several plans by turns.
+
+    Args:
+        plans: names or plans, by the name under which their times are kept.
+        steps: see :class:`Turns`.
+        rounds: see there.
+        options: of the strategy.
+    """
+
+    def __init__(self, plans: Mapping[str, Any], steps: int, rounds: int, **options: Any) -> None:
+        super().__init__("serial", **options)
+        self._in_turns = plans
+        self._size = steps, rounds
+        self.turns: Turns | None = None
+
+    def training_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> TrainingProgram:
+        program = super().training_program(trainer, transfer)
+        tasks = list(program.pipeline.plan.tasks.values())
+        plans = {name: recsys_plan(plan, tasks) for name, plan in self._in_turns.items()}
+        self._program = self.turns = Turns(program, plans, self.root_device, *self._size)
+        return self._program
+
+
+class StopWhen(pl.Callback):
+    """Ends training once *over* says so.
+
+    Args:
+        over: alike on every rank.
+    """
+
+    def __init__(self, over: Callable[[], bool]) -> None:
+        self._over = over
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
+        trainer.should_stop = self._over()
+
+
+@dataclass
+class Workload:
+    """What is trained."""
+
+    module: pl.LightningModule
+    data: pl.LightningDataModule | DataLoader[Any]
+    options: Mapping[str, Any]  # of the strategy
+    nodes: int
+
+    def fit(self, strategy: RecsysPipelineStrategy, over: Callable[[], bool], folder: str) -> None:
+        """Train until *over*, with loggers as in the examples."""
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            num_nodes=self.nodes,
+            devices=2 // self.nodes,
+            strategy=strategy,
+            max_epochs=1,
+            log_every_n_steps=10,
+            limit_val_batches=0,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            use_distributed_sampler=isinstance(self.data, pl.LightningDataModule),
+            logger=[CSVLogger(folder), TensorBoardLogger(folder)],
+            callbacks=[pl.callbacks.LearningRateMonitor(), StopWhen(over)],
+        )
+        trainer.fit(self.module, self.data)
+
+    def choice(self, folder: str) -> PlanChoice:
+        """What plan auto chooses."""
+        strategy = RecsysPipelineStrategy("auto", **self.options)
+        self.fit(strategy, lambda: strategy.plan_choice is not None, folder)
+        assert strategy.plan_choice is not None
+        return strategy.plan_choice
+
+    def times(self, plans: Mapping[str, Any], steps: int, rounds: int, folder: str) -> dict[str, list[float]]:
+        """Seconds an iteration, of each plan in each round, beginning with the second."""
+        strategy = InTurns(plans, steps, rounds, **self.options)
+        self.fit(strategy, lambda: strategy.turns is not None and strategy.turns.done, folder)
+        assert strategy.turns is not None
+        return {name: times[1:] for name, times in strategy.turns.times.items()}
+
+
+# ------------------------------------------------------------------ MovieLens
+
+
+class _Repeated(RatingDataset):
+    """An epoch that is long enough to know no end."""
+
+    def __len__(self) -> int:
+        return 200 * super().__len__()
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        return super().__getitems__([index % super(_Repeated, self).__len__() for index in indices])
+
+
+class _LongMovieLens(MovieLensData):
+    def train_dataloader(self) -> DataLoader[Batch]:
+        features = self._described()
+        rows = _Repeated(features, range(features.training_rows))
+        return DataLoader(
+            rows, batch_size=self.batch_size, shuffle=True, drop_last=True, collate_fn=lambda batch: batch
+        )
+
+
+def movielens() -> Workload:
+    """The example, as ``make train`` trains it."""
+    return Workload(MovieLensDLRM(learning_rate=5e-4, table_learning_rate=5e-3), _LongMovieLens(), {}, nodes=1)
+
+
+# ------------------------------------------------------------------ many ids over a slow link
+
+TABLES, WIDTH, ROWS, BATCH, HIDDEN, TIMES = 8, 8, 20_000, 256, 256, 10
+
+
+class Pooled(pl.LightningModule):
+    """Pooled tables and an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.tables = EmbeddingBagCollection(
+            [EmbeddingBagConfig(ROWS, WIDTH, name=f"t{i}", feature_names=[f"f{i}"]) for i in range(TABLES)]
+        )
+        self.first = nn.Linear(TABLES * WIDTH, HIDDEN)
+        # Used again and again: the step is to be mostly computing, not the exchange of many layers' gradients.
+        self.again = nn.Linear(HIDDEN, HIDDEN)
+        self.last = nn.Linear(HIDDEN, 1)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        hidden = torch.relu(self.first(self.tables(batch.sparse_features).values()))
+        for _ in range(TIMES):
+            hidden = hidden + torch.relu(self.again(hidden)) / TIMES
+        logits = self.last(hidden).squeeze(1)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+        self.log("train/loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+class _Endless(IterableDataset[Batch]):
+    def __init__(self, rank: int, pooling: int) -> None:
+        generator = torch.Generator().manual_seed(rank)
+        keys = [f"f{i}" for i in range(TABLES)]
+        self._batches = []
+        for _ in range(8):
+            lengths = torch.full((TABLES * BATCH,), pooling)
+            ids = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
+            labels = torch.randint(0, 2, (BATCH,), generator=generator).float()
+            self._batches.append(Batch(torch.zeros(BATCH, 1), KeyedJaggedTensor(keys, ids, lengths=lengths), labels))
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            yield from self._batches
+
+
+def pooled(pooling: int) -> Workload:
+    """Batches with *pooling* ids for each table and row."""
+    optimizer = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.01}}
+    loader = DataLoader(_Endless(int(os.environ["RANK"]), pooling), batch_size=None)
+    # Tables that every rank has whole would need no exchange.
+    constraints = {f"t{i}": {"sharding_types": ["table_wise"]} for i in range(TABLES)}
+    return Workload(Pooled(), loader, {"sparse_optimizer": optimizer, "constraints": constraints}, nodes=2)
+
+
+def calibrated(exchange: float, folder: str) -> tuple[Workload, str]:
+    """The workload whose ids take about *exchange* times as long to exchange as the rest of an iteration does, one
+    batch after the other; and what it was in the end.
+    """
+    pooling = 30.0
+    for _ in range(6):
+        workload = pooled(round(pooling))
+        seconds, own = serial_times(workload, folder)
+        ids = sum(own[name] for name in EXCHANGE)
+        found = ids / (seconds - ids)
+        if abs(found / exchange - 1) < 0.2:
+            break
+        # More ids make the rest longer too, and some of their exchange takes as long with few of them.
+        pooling = min(500.0, max(1.0, pooling * min(3.0, max(0.3, exchange / found))))
+    return workload, f"{round(pooling)} ids a table and row: {1e3 * ids:.1f} ms to exchange, {found:.2f} times the rest"
+
+
+def serial_times(workload: Workload, folder: str, iterations: int = 15) -> tuple[float, dict[str, float]]:
+    """Seconds of an iteration, and of each task in it, one batch after the other; means of the ranks' medians."""
+    strategy = RecsysPipelineStrategy("serial", **workload.options)
+    begun: list[float] = []
+    own: dict[str, float] = {}
+
+    def over() -> bool:
+        begun.append(time.perf_counter())
+        if len(begun) == 5:
+            strategy.start_trace()
+        if len(begun) < iterations + 5:
+            return False
+        times: dict[str, list[float]] = {}
+        for span in strategy.stop_trace():
+            times.setdefault(span.task, []).append(span.end - span.start)
+        steps = [later - earlier for earlier, later in pairwise(begun[4:])]
+        values = {name: statistics.median(of_task) for name, of_task in times.items()} | {"": statistics.median(steps)}
+        ranks: list[dict[str, float]] = [{}, {}]
+        dist.all_gather_object(ranks, values)
+        own.update({name: statistics.fmean(one[name] for one in ranks) for name in values})
+        return True
+
+    workload.fit(strategy, over, folder)
+    return own.pop(""), own
+
+
+# ------------------------------------------------------------------ measuring and printing
+
+
+def interval(statistic: Callable[[Sequence[int]], float], rounds: int) -> tuple[float, float]:
+    """The 95 % interval of *statistic*, a function of the rounds that are taken: bootstrap."""
+    draw = random.Random(1)
+    values = sorted(statistic(draw.choices(range(rounds), k=rounds)) for _ in range(2000))
+    return values[49], values[1949]
+
+
+def compare(workload: Workload, what: str, options: argparse.Namespace, folder: str) -> None:
+    """Find a plan, measure it beside the others, print."""
+    begun = time.perf_counter()
+    choice = workload.choice(folder)
+    looked = time.perf_counter() - begun
+    plans: dict[str, Any] = {"auto": choice.plan, "auto again": choice.plan, **{name: name for name in BY_HAND}}
+    times = workload.times(plans, options.steps, options.rounds, folder)
+    if dist.get_rank():
+        return
+    rounds = options.rounds
+
+    def median(name: str, of: Sequence[int]) -> float:
+        return statistics.median(times[name][each] for each in of)
+
+    def ratio(of: Sequence[int]) -> float:
+        return median("auto", of) / min(median(name, of) for name in BY_HAND)
+
+    def noise(of: Sequence[int]) -> float:
+        return median("auto", of) / median("auto again", of)
+
+    print(f"\n{what}")
+    print(f"plan auto chose {choice.plan.name}, after {looked:.0f} s")
+    if choice.plan.name not in BY_HAND:
+        print(choice.plan)
+    best = min(median(name, range(rounds)) for name in BY_HAND)
+    print(f"{'plan':<14}{'median':>10}{'middle half':>20}{'of the best by hand':>22}")
+    for name, of_name in times.items():
+        low, _, high = statistics.quantiles(of_name, n=4)
+        middle = median(name, range(rounds))
+        print(
+            f"{name:<14}{1e3 * middle:>7.2f} ms{1e3 * low:>11.2f} - {1e3 * high:.2f} ms{middle / best:>19.3f}",
+        )
+    for name, statistic in (("auto / best by hand", ratio), ("auto / auto again", noise)):
+        low, high = interval(statistic, rounds)
+        print(f"{name:<22}{statistic(range(rounds)):.3f}  ({low:.3f} to {high:.3f})")
+    sys.stdout.flush()
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    """What each of the two processes does."""
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        if options.workload == "movielens":
+            compare(movielens(), "MovieLens, two processes", options, folder)
+        else:
+            for exchange in options.exchange:
+                workload, what = calibrated(exchange, folder)
+                compare(workload, f"{options.rate} each way, {what}", options, folder)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Start two processes, or be one of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workload", choices=("movielens", "slow"))
+    parser.add_argument("--steps", type=int, default=20, help="iterations timed in a block")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--exchange", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="slow: times the rest")
+    parser.add_argument("--rate", default="200mbit", help="slow: of the link, each way, as tc takes it")
+    options = parser.parse_args()
+    if options.workload == "slow" and "RANK" not in os.environ:
+        with slow_link(options.rate) as link:
+            link.run([sys.executable, *sys.argv], timeout=3600)
+    else:
+        run_rank(options)  # of MovieLens, Lightning starts the other process
+
+
+if __name__ == "__main__":
+    main()
