@@ -24,6 +24,9 @@ from lightning_pipe.engine.task import PipelineTask, State
 
 # Two predictions are the same up to this part of them, and a plan that is this close to the bound is good enough.
 _SAME = 1e-3
+# What each thread that computes beyond the cores there are is taken to add to a plan's time, to rank it by: the system
+# shares cores out in slices and moves threads between them, less evenly than the simulation.
+_CROWDED = 0.03
 # Simulations that a climb may cost, and drafts that it starts from; tasks and drafts that are few enough to try all.
 _SEARCHED, _STARTS = 400, 3
 _FEW_TASKS, _FEW = 5, 1500
@@ -56,8 +59,8 @@ def find_plans(
 ) -> list[Candidate]:
     """The best plans within *limits*, best first. Exact ones, unless the limits allow staleness.
 
-    Of plans that are predicted to take the same time, the better one has no more threads that compute than there are
-    cores, then fewer workers, then fewer batches in flight.
+    Of plans that are predicted to take about the same time, the better one has no more threads that compute than there
+    are cores; of those that take the same, the better one has fewer workers, then fewer batches in flight.
 
     Args:
         tasks: in the order in which a serial iteration runs them.
@@ -77,9 +80,9 @@ def find_plans(
     found = _Search(exact, hand_written).found()
     if limits.allow_stale and (given_up := _stale_reads(exact)):
         found += _Search(PlanSpace(tasks, costs, limits, machine, given_up), ()).found()
-    best = min(one.seconds for one in found)
+    best = min(one.weighed for one in found)
     # Stable: of equals the exact one, and then the simplest.
-    found.sort(key=lambda one: _unless_best(one.seconds, best))
+    found.sort(key=lambda one: _unless_best(one.weighed, best))
     return [one.candidate(f"auto_{number}") for number, one in enumerate(found[:keep], start=1)]
 
 
@@ -132,6 +135,10 @@ class _Found(NamedTuple):
     def seconds(self) -> float:
         return self.space.seconds(self.draft)
 
+    @property
+    def weighed(self) -> float:
+        return _weighed(self.space, self.draft)
+
     def candidate(self, name: str) -> Candidate:
         if self.space.stale:
             name = name.replace("auto", "auto_stale")
@@ -156,7 +163,7 @@ class _Search:
         self.space = space
         self.bound = _bound(space)
         self.good_enough = self.bound.seconds * (1 + _SAME)
-        self.drafts: dict[Draft, float] = {}
+        self.drafts: dict[Draft, float] = {}  # what each takes, weighed
         count = len(space.names)
         self._add(space.draft([0] * count, [0] * count, range(count)))
         for plan in hand_written:
@@ -166,7 +173,7 @@ class _Search:
         """For each number of workers and of batches in flight the best draft, best first."""
         good = 0
         for draft in scheduled_drafts(self.space, self.bound.seconds):
-            good += self._add(draft) <= self.good_enough and not self.space.crowding(draft)
+            good += self._add(draft) <= self.good_enough
             if good == _ENOUGH:
                 break
         if not self.drafts:
@@ -206,27 +213,27 @@ class _Search:
         """From the best draft, to a simpler one as long as that is not slower."""
         here = min(self.drafts, key=self._rank)
         limit = self._best() * (1 + _SAME)
-        while simple := next(
-            (other for other in simpler(self.space, here) if self._is_simpler(other, here, limit)), None
-        ):
+        while simple := next((other for other in simpler(self.space, here) if self._add(other) <= limit), None):
             here = simple
-
-    def _is_simpler(self, draft: Draft, than: Draft, limit: float) -> bool:
-        return self.space.crowding(draft) <= self.space.crowding(than) and self._add(draft) <= limit
 
     def _add(self, draft: Draft | None) -> float:
         if draft is None:
             return math.inf
-        self.drafts[draft] = self.space.seconds(draft)
+        self.drafts[draft] = _weighed(self.space, draft)
         return self.drafts[draft]
 
     def _best(self) -> float:
         return min(self.drafts.values())
 
-    def _rank(self, draft: Draft) -> tuple[float, int, int, int, int, Draft]:
-        """By seconds, but of those that are as good as the best, the simplest first."""
+    def _rank(self, draft: Draft) -> tuple[float, int, int, int, Draft]:
+        """By weighed seconds, but of those that are as good as the best, the simplest first."""
         over = _unless_best(self.drafts[draft], self._best())
-        return over, self.space.crowding(draft), draft.workers, max(draft.stages), sum(draft.stages), draft
+        return over, draft.workers, max(draft.stages), sum(draft.stages), draft
+
+
+def _weighed(space: PlanSpace, draft: Draft) -> float:
+    """What a draft takes, with what threads cost that compete for cores."""
+    return space.seconds(draft) * (1 + _CROWDED * space.crowding(draft))
 
 
 def _unless_best(seconds: float, best: float) -> float:

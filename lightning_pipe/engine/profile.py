@@ -92,19 +92,24 @@ class ProfileResult:
 
     def report(self) -> Group:
         """The table of the tasks, for a Rich console."""
-        table = Table(box=box.SIMPLE, padding=(0, 1))
-        table.add_column("task", no_wrap=True)
+        table = Table(box=box.SIMPLE, padding=(0, 1), collapse_padding=True, pad_edge=False)
+        # In a narrow terminal names are broken, but no figure.
+        table.add_column("task", overflow="fold")
         for column in ("own", "exposed", "95 %", "share", "hidden"):
             table.add_column(column, justify="right", no_wrap=True)
-        table.add_column("", style="dim")
+        notes = []
         for name, one in self.tasks.items():
             table.add_row(name, _ms(one.own), *self._exposed_cells(one))
+            if one.with_it:
+                notes.append(f"{name}: what it exposes includes {', '.join(one.with_it)}")
+            if one.not_measured:
+                notes.append(f"{name}: {one.not_measured}")
         title = (
             f"plan {self.plan}: {_ms(self.seconds)} ms an iteration"
             f" ({self.rounds} rounds of {self.iterations} iterations); times in ms"
         )
-        note = "own: in its thread, waits included. exposed: what an iteration is shorter by without the task."
-        return Group(Text(title, style="bold"), table, Text(note, style="dim"))
+        notes.append("own: in its thread, waits included. exposed: what an iteration is shorter by without the task.")
+        return Group(Text(title, style="bold"), table, *(Text(note, style="dim") for note in notes))
 
     def print_report(self) -> None:
         """Print the table."""
@@ -113,13 +118,12 @@ class ProfileResult:
 
     def _exposed_cells(self, one: TaskProfile) -> tuple[str, ...]:
         if one.exposed is None:
-            return "-", "", "", "", one.not_measured
+            return "-", "", "", ""
         assert one.low is not None and one.high is not None
         shown = max(0.0, one.exposed)
         share = f"{100 * shown / self.seconds:.1f} %" if self.seconds else "-"
         hidden = f"{100 * max(0.0, 1 - shown / one.own):.0f} %" if one.own else "-"
-        along = f"with {', '.join(one.with_it)}" if one.with_it else ""
-        return _ms(one.exposed), f"{_ms(one.low)} .. {_ms(one.high)}", share, hidden, along
+        return _ms(one.exposed), f"{_ms(one.low)} .. {_ms(one.high)}", share, hidden
 
 
 def _ms(seconds: float) -> str:

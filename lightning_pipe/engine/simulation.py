@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from lightning_pipe.engine.costs import NO_COST, Machine, Resource, TaskCost, checked_costs, loads
@@ -94,11 +94,17 @@ class SimulatedRun:
 
     @cached_property
     def exposed(self) -> dict[str, float]:
-        """By task, the seconds per iteration that are gone if it costs nothing, its background work included."""
+        """By task, the seconds per iteration that are gone if it is replayed.
+
+        Then it costs nothing, its background work included, and does not wait for background work of others.
+        """
         return {name: self.seconds_per_iteration - self._without(name) for name in self.costs}
 
     def _without(self, task: str) -> float:
-        return simulate(self.plan, {**self.costs, task: NO_COST}, self.machine).seconds_per_iteration
+        costs = {
+            name: replace(cost, waited_by=None) if cost.waited_by == task else cost for name, cost in self.costs.items()
+        }
+        return simulate(self.plan, {**costs, task: NO_COST}, self.machine).seconds_per_iteration
 
 
 def simulate(

@@ -1,26 +1,29 @@
 """Random task graphs whose costs are known: for a simulator and a planner, and to run for real.
 
 For real, network, disk and copies are links that make a thread wait on a timer, shared fairly by all who use them at
-once, and compute is a kernel that releases the interpreter lock and was timed before, of which no more run at once than
-the graph's machine has cores. A task's function takes what its :class:`~lightning_pipe.engine.costs.TaskCost` says.
+once, and compute is a kernel that releases the interpreter lock and has a core for a known time, on as many of the
+cores as the graph's machine has. A task's function takes what its :class:`~lightning_pipe.engine.costs.TaskCost` says.
 """
 
 from __future__ import annotations
 
+import hashlib
 import heapq
+import os
 import random
-import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from lightning_pipe.engine import IterContext, PipelineTask, State
 from lightning_pipe.engine.costs import Machine, Resource, TaskCost
 from lightning_pipe.engine.plan_limits import PlanLimits
+
+# How much of what a wait was late by is taken over into what later ones are expected to be late by.
+_LEARNT = 0.1
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,13 @@ class Link:
 
     The arithmetic is that of fair queueing: with *n* users virtual time runs at 1/n of the clock's speed, and a user is
     done when it has advanced by what the user needs.
+
+    A wait with a time limit ends late, on a virtual machine by a tenth of a millisecond and more; by as much as such
+    waits were late before, a thread is woken up early.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
+        self._late = 0.0
         self._changed = threading.Condition()
         self._virtual = 0.0
         self._since = 0.0
@@ -65,10 +71,13 @@ class Link:
                 if self._virtual >= target - 1e-9:
                     return
                 # Until the next of all is done: from then on the others go on faster.
-                self._changed.wait((self._users[0] - self._virtual) * len(self._users))
+                limit = (self._users[0] - self._virtual) * len(self._users) - self._late
+                begin = time.perf_counter()
+                if not self._changed.wait(limit) and limit > 0:
+                    self._late += _LEARNT * (time.perf_counter() - begin - limit - self._late)
 
     def _advance(self) -> None:
-        now = self._clock()
+        now = time.perf_counter()
         while self._users:
             until = self._since + (self._users[0] - self._virtual) * len(self._users)
             if until > now:
@@ -79,34 +88,56 @@ class Link:
 
 
 class Kernel:
-    """Compute of a known duration: so many passes of a matrix product that does not hold the interpreter lock."""
+    """Compute of a known duration: it works until it has had a core for so long.
 
-    def __init__(self, size: int = 192) -> None:
-        self._matrix = torch.full((size, size), 1.0 / size)
-        self._buffers = threading.local()
-        self.seconds_per_pass = 0.0
-        self._run(200)
-        self.calibrate()
+    It does so without the interpreter lock, and in registers alone: two of them on two cores do not slow each other.
+    How fast a core is makes no difference: on a virtual machine that changes from moment to moment, by a third.
+    """
 
-    def calibrate(self) -> float:
-        """Time a pass; returns its seconds."""
-        times = []
-        for _ in range(15):
-            begin = time.perf_counter()
-            self._run(100)
-            times.append((time.perf_counter() - begin) / 100)
-        self.seconds_per_pass = statistics.median(times)
-        return self.seconds_per_pass
+    def __init__(self) -> None:
+        rounds, begin = 50_000, time.thread_time()
+        self._run(rounds)
+        self._seconds_per_round = (time.thread_time() - begin) / rounds
 
     def __call__(self, seconds: float) -> None:
-        self._run(round(seconds / self.seconds_per_pass))
+        end = time.thread_time() + seconds
+        # Half of what is left, again and again: should the core become slower meanwhile, it is not more than all.
+        while (left := end - time.thread_time()) > 40e-6:
+            self._run(max(1, int(left / 2 / self._seconds_per_round)))
+        if left > 0:
+            self._run(max(1, int(left / self._seconds_per_round)))
 
-    def _run(self, passes: int) -> None:
-        out = getattr(self._buffers, "out", None)
-        if out is None:
-            out = self._buffers.out = torch.empty_like(self._matrix)
-        for _ in range(passes):
-            torch.mm(self._matrix, self._matrix, out=out)
+    @staticmethod
+    def _run(rounds: int) -> None:
+        hashlib.pbkdf2_hmac("sha256", b"", b"", rounds)
+
+
+class Cores:
+    """So many of the machine's cores: those who compute on them share them as the system shares cores, fairly.
+
+    Where the system has no say in which cores a thread runs on, no more compute at once than there are.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._lanes = threading.Semaphore(count)
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """The calling thread computes on them."""
+        if not hasattr(os, "sched_setaffinity"):
+            with self._lanes:
+                yield
+            return
+        every = os.sched_getaffinity(0)
+        if len(every) <= self._count:
+            yield
+            return
+        os.sched_setaffinity(0, sorted(every)[-self._count :])
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, every)
 
 
 def random_graph(seed: int, *, most_tasks: int = 9, unit: float = 1e-3, kernel: Kernel | None = None) -> Graph:
@@ -124,7 +155,7 @@ def random_graph(seed: int, *, most_tasks: int = 9, unit: float = 1e-3, kernel: 
     count = draw.randint(4, most_tasks)
     cores = draw.choice([1, 2])
     links = {name: Link() for name in ("network", "disk", "copy")}
-    lanes = threading.Semaphore(cores)
+    lanes = Cores(cores)
     costs: dict[str, TaskCost] = {}
     fields: list[tuple[list[str], list[str]]] = []  # what each reads and writes
     for index in range(count - 1):
@@ -183,7 +214,7 @@ def _function(
     name: str,
     costs: dict[str, TaskCost],
     links: dict[str, Link],
-    lanes: threading.Semaphore,
+    lanes: Cores,
     kernel: Kernel | None,
 ) -> Callable[[IterContext], None]:
     if kernel is None:
@@ -195,7 +226,7 @@ def _function(
         for submitter in waits_for:
             links["network"].wait(getattr(ctx, f"begun_by_{submitter}"))
         if cost.resource == "compute":
-            with lanes:
+            with lanes.used():
                 kernel(cost.seconds)
         else:
             links[cost.resource].wait(links[cost.resource].begin(cost.seconds))

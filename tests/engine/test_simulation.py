@@ -177,6 +177,16 @@ def test_exposed_is_what_a_task_still_costs() -> None:
     assert result.critical_tasks == ("fetch",)
 
 
+def test_what_is_replayed_costs_nothing_and_waits_for_no_background_work() -> None:
+    start, other, wait = task("start", writes=["h"]), task("other"), task("wait", ["h"])
+    plan = PipelinePlan([(one, TaskSchedule()) for one in (start, other, wait)])
+    costs = {"start": TaskCost(1.0, "host", 8.0, "network", "wait"), "other": 9.0, "wait": 2.0}
+    assert run(plan, costs).exposed == pytest.approx({"start": 1.0, "other": 1.0, "wait": 2.0})
+    costs["other"] = 6.0
+    # The exchange takes 2 longer than what is beside it; whoever does not start it or wait for it saves that as well.
+    assert run(plan, costs).exposed == pytest.approx({"start": 3.0, "other": 0.0, "wait": 4.0})
+
+
 def test_spans_are_those_of_a_trace() -> None:
     fetch, train = chain("fetch", "train")
     plan = PipelinePlan([(fetch, TaskSchedule(1, "memcpy", "w")), (train, TaskSchedule())])
