@@ -14,10 +14,11 @@ from lightning.pytorch.utilities.data import _extract_batch_size
 from rich.console import Console
 from torch.utils.data import DataLoader
 
+from lightning_pipe.callbacks.of_fit import count, group_of_its_own, loop_of, pipeline_of
 from lightning_pipe.callbacks.verdict import StepUse, Verdict, find_verdict, forward_wait
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.meter import Meter
-from lightning_pipe.loops import PipelineTrainingEpochLoop, TrainingProgram
+from lightning_pipe.loops import PipelineTrainingEpochLoop
 
 __all__ = ["PipelineMonitor"]
 
@@ -103,9 +104,7 @@ class PipelineMonitor(pl.Callback):
     """
 
     def __init__(self, every_n_steps: int | None = None, prog_bar: bool = False) -> None:
-        if every_n_steps is not None and every_n_steps < 1:
-            raise SetupError(f"every_n_steps is {every_n_steps}; needed is at least 1, or None for the trainer's")
-        self._every = every_n_steps
+        self._every = None if every_n_steps is None else count("every_n_steps", every_n_steps)
         self._prog_bar = prog_bar
         self._group: dist.ProcessGroup | None = None
         self._trained = 0
@@ -142,9 +141,7 @@ class PipelineMonitor(pl.Callback):
                 " strategy='pipeline', or a recsys_* or llm_* one"
             )
         self._trained, self._use, self._verdict, self._printed = 0, [], None, None
-        # Its own, on the CPU: others may be under way at the same time.
-        several = dist.is_initialized() and dist.get_world_size() > 1
-        self._group = dist.new_group(backend="gloo") if several else None
+        self._group = group_of_its_own()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._window, self._epoch = _Sum(), _Sum()
@@ -154,13 +151,13 @@ class PipelineMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._before is not None:
-            self._in_flight = len(_program(trainer).pipeline.in_flight)
+            self._in_flight = len(pipeline_of(trainer, self).in_flight)
             self._samples = _samples(batch)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        now = _read(trainer)
+        now = _read(trainer, self)
         # A pipeline that was not metered before: another plan has begun.
         if self._before is not None and self._before.meter is now.meter:
             for total in (self._window, self._epoch):
@@ -190,7 +187,7 @@ class PipelineMonitor(pl.Callback):
             return
         verdict = find_verdict(
             self._use,
-            _program(trainer).pipeline.plan,
+            pipeline_of(trainer, self).plan,
             num_workers=_num_workers(trainer),
             cores=max(1, len(os.sched_getaffinity(0)) // max(1, trainer.num_devices)),
         )
@@ -240,24 +237,12 @@ class PipelineMonitor(pl.Callback):
             dist.destroy_process_group(group)
 
 
-def _loop(trainer: pl.Trainer) -> PipelineTrainingEpochLoop:
-    loop = trainer.fit_loop.epoch_loop
-    assert isinstance(loop, PipelineTrainingEpochLoop)
-    return loop
-
-
-def _program(trainer: pl.Trainer) -> TrainingProgram:
-    program = _loop(trainer).program
-    assert program is not None
-    return program
-
-
-def _read(trainer: pl.Trainer) -> _Reading:
-    pipeline = _program(trainer).pipeline
+def _read(trainer: pl.Trainer, callback: pl.Callback) -> _Reading:
+    pipeline = pipeline_of(trainer, callback)
     if pipeline.meter is None:
         pipeline.meter = Meter()
     meter = pipeline.meter
-    now, loader = time.perf_counter(), _loop(trainer).fetch_seconds
+    now, loader = time.perf_counter(), loop_of(trainer).fetch_seconds
     return _Reading(meter, now, loader, meter.fetching, meter.waiting, dict(meter.tasks))
 
 

@@ -19,13 +19,22 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipe.callbacks.cost_figure import log_figure
 from lightning_pipe.callbacks.monitor import PipelineMonitor
+from lightning_pipe.callbacks.of_fit import (
+    checked_path,
+    count,
+    group_of_its_own,
+    leave_group,
+    loop_of,
+    numbered,
+    pipeline_of,
+)
 from lightning_pipe.callbacks.report import require_plotly, write_report
 from lightning_pipe.callbacks.what_if import WhatIf, ask_what_if
-from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, SWPipeline, TaskSpan
+from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, TaskSpan
+from lightning_pipe.engine.agreement import check_agreement
 from lightning_pipe.engine.clocks import measure_offset, to_first_rank
 from lightning_pipe.engine.timeline import Bar, Timeline, task_bars
 from lightning_pipe.engine.trace import Trace
-from lightning_pipe.loops import PipelineTrainingEpochLoop
 
 __all__ = ["PipelineProfiler"]
 
@@ -93,25 +102,27 @@ class PipelineProfiler(pl.Callback):
         report: str | Path | None = "report.html",
         show: bool = True,
     ) -> None:
+        if isinstance(at_steps, int) or isinstance(tasks, str):
+            what, value = ("at_steps", at_steps) if isinstance(at_steps, int) else ("tasks", tasks)
+            raise SetupError(f"{what} is {value!r}; needed is a list, [{value!r}]")
         if not at_steps and every_n_steps is None:
             raise SetupError("no step was given to profile after; give at_steps=(100,), say, or every_n_steps=1000")
-        if any(step < 1 for step in at_steps) or (every_n_steps is not None and every_n_steps < 1):
+        steps = [*at_steps, *([] if every_n_steps is None else [every_n_steps])]
+        if any(not isinstance(step, int) or step < 1 for step in steps):
             raise SetupError(
                 f"at_steps is {tuple(at_steps)} and every_n_steps {every_n_steps}; needed are numbers of optimiser"
                 " steps, from 1: before the first one there is no batch to profile with"
             )
-        if rounds < 1 or iterations < 1 or batches < 1:
-            raise SetupError(
-                f"rounds is {rounds}, iterations {iterations} and batches {batches}; needed is at least 1 of each"
-            )
+        for what, number in (("rounds", rounds), ("iterations", iterations), ("batches", batches)):
+            count(what, number)
         if report is not None:
             require_plotly()
         self._at = sorted(set(at_steps))
         self._every = every_n_steps
         self._tasks = None if tasks is None else list(tasks)
         self._rounds, self._iterations = rounds, iterations
-        self._path = None if path is None else Path(path)
-        self._report = None if report is None else Path(report)
+        self._path = None if path is None else checked_path("path", path)
+        self._report = None if report is None else checked_path("report", report)
         self._show = show
         self._latest: deque[Any] = deque(maxlen=batches)
         self._profiles: dict[int, ProfileResult] = {}
@@ -146,23 +157,25 @@ class PipelineProfiler(pl.Callback):
         self._stepped = trainer.global_step
         self._wanted = self._next(self._stepped)
         self._trace, self._warned = None, False
-        # Its own, on the CPU: others may be under way at the same time.
-        several = dist.is_initialized() and dist.get_world_size() > 1
-        self._group = dist.new_group(backend="gloo") if several else None
+        self._group = group_of_its_own()
+        asked = {"at_steps": self._at, "every_n_steps": self._every, "tasks": self._tasks}
+        # Ranks that profile at other steps would wait for each other for ever.
+        described = [(name, str(value)) for name, value in asked.items()]
+        check_agreement(described, "profile that PipelineProfiler is to make", self._group, error=SetupError)
         self._folder = Path(trainer.log_dir or trainer.default_root_dir)  # every rank takes part in asking for it
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._stepped = trainer.global_step
-        loop = _loop(trainer)
+        loop = loop_of(trainer)
         if self._wanted is None or loop.ledger is None:
             return
         # As the loader gave it: the transfer hooks are called again. What is in flight already was not held.
         loop.ledger.holds = True
         if loop.ledger.oldest.batch is not None:
             self._latest.append(move_data_to_device(loop.ledger.oldest.batch, torch.device("cpu")))
-        pipeline = _pipeline(trainer)
+        pipeline = pipeline_of(trainer, self)
         if pipeline.trace is None and (self._wanted - self._stepped) * trainer.accumulate_grad_batches <= _TRACED:
             pipeline.start_trace((_TRACED + pipeline.plan.pipeline_depth) * len(pipeline.plan.tasks))
             self._trace = pipeline.trace
@@ -174,7 +187,7 @@ class PipelineProfiler(pl.Callback):
         # Only where a step was made: in the middle of an accumulation the gradients would be lost.
         if wanted is None or step == self._stepped or step < wanted or not self._latest:
             return
-        others = _pipeline(trainer).trace
+        others = pipeline_of(trainer, self).trace
         if others is not None and others is not self._trace:
             return
         self._profile(trainer, step)
@@ -205,7 +218,7 @@ class PipelineProfiler(pl.Callback):
     # ------------------------------------------------------------------ what
 
     def _profile(self, trainer: pl.Trainer, step: int) -> None:
-        pipeline, strategy = _pipeline(trainer), trainer.strategy
+        pipeline, strategy = pipeline_of(trainer, self), trainer.strategy
         assert isinstance(strategy, _Profiles)
         spans = self._spans(trainer)
         bars = self._bars_of_all(trainer, spans)
@@ -251,7 +264,7 @@ class PipelineProfiler(pl.Callback):
     def _spans(self, trainer: pl.Trainer) -> list[TaskSpan]:
         """End this callback's trace, if that is what is recorded."""
         trace, self._trace = self._trace, None
-        program = _loop(trainer).program
+        program = loop_of(trainer).program
         if trace is None or program is None or program.pipeline.trace is not trace:
             return []
         return program.pipeline.stop_trace()
@@ -271,32 +284,19 @@ class PipelineProfiler(pl.Callback):
 
     def _named(self, path: Path, step: int) -> Path:
         number = f"-step{step}" if self._every is not None or len(self._at) > 1 else ""
-        return self._folder / path.with_name(f"{path.stem}{number}{path.suffix}")
+        return numbered(self._folder, path, number)
 
     def _write(self, path: Path, write: Callable[[Path], None]) -> None:
         try:
             write(path)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             if not self._warned:
                 self._warned = True
                 rank_zero_warn(f"PipelineProfiler could not write ({error}); training goes on. Give it another path")
 
     def _leave_group(self) -> None:
-        group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
-
-
-def _loop(trainer: pl.Trainer) -> PipelineTrainingEpochLoop:
-    loop = trainer.fit_loop.epoch_loop
-    assert isinstance(loop, PipelineTrainingEpochLoop)
-    return loop
-
-
-def _pipeline(trainer: pl.Trainer) -> SWPipeline:
-    program = _loop(trainer).program
-    assert program is not None
-    return program.pipeline
+        leave_group(self._group)
+        self._group = None
 
 
 def _write_json(path: Path, profile: ProfileResult) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -48,6 +49,9 @@ class Recording:
         self._runner: PipelineRunner | None = getattr(strategy, "runner", None)
         self._events: deque[StageEvent] = deque(maxlen=keep)
         self._evaluations: deque[tuple[str, float, float]] = deque(maxlen=keep)
+        self._pipeline: SWPipeline | None = None
+        self._offset = 0  # of the pipeline's iterations, behind which batches of the fit they are
+        self._earlier: list[Bar] = []
         if self._runner is not None:
             # Somebody else may have asked for events already, and keeps them.
             self._wanted, self._taken = self._runner.record_events, len(self._runner.events)
@@ -58,10 +62,30 @@ class Recording:
         """Whether it has stages' work on micro-batches."""
         return self._runner is not None
 
-    def start(self, pipeline: SWPipeline) -> None:
-        """Record the tasks of *pipeline* from now on."""
+    def start(self, pipeline: SWPipeline, batch: int) -> None:
+        """Record the tasks of *pipeline* from now on, where *batch* of the fit is trained next."""
+        self._look_at(pipeline, batch)
         pipeline.start_trace(self._keep)
         self.ends = deque([time.perf_counter()], maxlen=_ENDS)
+
+    def follow(self, pipeline: SWPipeline, rank: int, batch: int) -> None:
+        """Record another pipeline's tasks from now on, if *pipeline* is another.
+
+        Args:
+            pipeline: that trains *batch*.
+            rank: this one.
+            batch: of the fit, about to be trained; each pipeline counts its iterations for itself.
+        """
+        if pipeline is self._pipeline:
+            return
+        self._take_bars(rank)
+        self._look_at(pipeline, batch)
+        if pipeline.trace is None:
+            pipeline.start_trace(self._keep)
+
+    def _look_at(self, pipeline: SWPipeline, batch: int) -> None:
+        oldest = pipeline.in_flight[0].iter_idx if pipeline.in_flight else pipeline.started
+        self._pipeline, self._offset = pipeline, batch - oldest
 
     def batch_done(self, batch: int) -> None:
         """Note that *batch* is trained."""
@@ -73,15 +97,23 @@ class Recording:
         """Note that an evaluation called *name*, begun at *start* (seconds), is over."""
         self._evaluations.append((name, start, time.perf_counter()))
 
-    def stop(self, pipeline: SWPipeline | None, rank: int) -> list[Bar]:
+    def stop(self, rank: int) -> list[Bar]:
         """Record no more; returns what was recorded, by this rank's clock."""
-        bars = [] if pipeline is None else task_bars(pipeline.stop_trace(), rank)
+        self._take_bars(rank)
+        bars, self._earlier = self._earlier, []
         if self._runner is not None:
             self._take_events()
             self._runner.record_events = self._wanted
             bars.extend(_stage_bars(self._events, bars, rank, _pipeline_index(self._strategy)))
         bars.extend(Bar(rank, MAIN, name, EVALUATION, start, end) for name, start, end in self._evaluations)
         return bars
+
+    def _take_bars(self, rank: int) -> None:
+        if self._pipeline is not None:
+            for bar in task_bars(self._pipeline.stop_trace(), rank):
+                of_fit = None if bar.iteration is None else bar.iteration + self._offset
+                self._earlier.append(replace(bar, iteration=of_fit))
+        self._pipeline = None
 
     def _take_events(self) -> None:
         if self._runner is None:

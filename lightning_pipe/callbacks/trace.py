@@ -12,9 +12,18 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_pipe.callbacks.of_fit import (
+    checked_path,
+    count,
+    group_of_its_own,
+    leave_group,
+    loop_of,
+    numbered,
+    pipeline_of,
+)
 from lightning_pipe.callbacks.recording import Recording
 from lightning_pipe.callbacks.timeline import draw_timeline, require_matplotlib
-from lightning_pipe.engine import SetupError, SWPipeline
+from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.clocks import measure_offset, to_first_rank
 from lightning_pipe.engine.timeline import Bar, Timeline
 from lightning_pipe.engine.trace_events import write_trace
@@ -68,19 +77,23 @@ class PipelineTrace(pl.Callback):
         picture: str | Path | None = "timeline.png",
         keep: int = 100_000,
     ) -> None:
-        first, count = steps or (0, 1)
-        if first < 0 or count < 1 or keep < 1:
+        try:
+            first, number = (0, 1) if steps is None else steps
+            whole = all(isinstance(one, int) for one in (first, number, keep))
+        except (TypeError, ValueError):
+            first, number, whole = 0, 0, False
+        if not whole or first < 0 or number < 1 or keep < 1:
             raise SetupError(
                 f"steps is {steps} and keep {keep}; needed are the first batch, from 0, and a number of batches, at"
                 " least 1, as in steps=(10, 4); and at least 1 to keep"
             )
-        if every is not None and (steps is None or every < count):
+        if every is not None and (steps is None or count("every", every) < number):
             raise SetupError(
                 f"every is {every} and steps {steps}; needed are steps=(first, number), and an every that is no smaller"
                 " than that number, or one recording would begin in another"
             )
-        self._path = Path(path)
-        self._picture = None if picture is None else Path(picture)
+        self._path = checked_path("path", path)
+        self._picture = None if picture is None else checked_path("picture", picture)
         if self._picture is not None:
             require_matplotlib(self._picture)
         self._steps = steps
@@ -103,9 +116,7 @@ class PipelineTrace(pl.Callback):
             )
         _check_order(trainer, self)
         self._trained, self._recording, self._warned = 0, None, False
-        # Its own, on the CPU: others may be under way at the same time.
-        several = dist.is_initialized() and dist.get_world_size() > 1
-        self._group = dist.new_group(backend="gloo") if several else None
+        self._group = group_of_its_own()
         self._folder = Path(trainer.log_dir or trainer.default_root_dir)  # every rank takes part in asking for it
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -114,9 +125,13 @@ class PipelineTrace(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        # The first batch of a fit: its pipeline was not there before.
-        if self._recording is not None and self._trained == 0:
-            self._recording.start(_pipeline(trainer))
+        if self._recording is None:
+            return
+        # The first batch of a fit: its pipeline was not there before. Later another plan may have taken over.
+        if self._trained == 0:
+            self._recording.start(pipeline_of(trainer, self), 0)
+        else:
+            self._recording.follow(pipeline_of(trainer, self), trainer.global_rank, self._trained)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -139,9 +154,8 @@ class PipelineTrace(pl.Callback):
             )
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None
+        leave_group(self._group)
+        self._group = None
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._evaluation_began = time.perf_counter()
@@ -158,9 +172,9 @@ class PipelineTrace(pl.Callback):
         path = self._named(self._path, recording, suffix)
 
         def leave() -> None:
-            program = _loop(trainer).program
+            program = loop_of(trainer).program
             pipeline = None if program is None else program.pipeline
-            bars = _on(to_first_rank(recording.clock, recording.clock), recording.stop(pipeline, trainer.global_rank))
+            bars = _on(to_first_rank(recording.clock, recording.clock), recording.stop(trainer.global_rank))
             timeline = Timeline(bars, () if pipeline is None else pipeline.plan.dependencies)
             write_trace(timeline, path, {"ended by": repr(exception)})
 
@@ -176,13 +190,13 @@ class PipelineTrace(pl.Callback):
         clock = measure_offset(self._group)
         self._recording = Recording(self._trained, clock, trainer.strategy, self._keep)
         if self._trained:
-            self._recording.start(_pipeline(trainer))
+            self._recording.start(pipeline_of(trainer, self), self._trained)
 
     def _end(self, trainer: pl.Trainer) -> None:
         recording, self._recording = self._recording, None
         assert recording is not None
-        pipeline = _pipeline(trainer)
-        bars = recording.stop(pipeline, trainer.global_rank)
+        pipeline = pipeline_of(trainer, self)
+        bars = recording.stop(trainer.global_rank)
         end = measure_offset(self._group)
         own = _on(to_first_rank(recording.clock, end), bars), max(recording.clock.error, end.error)
         found: list[Any] = [own]
@@ -207,12 +221,12 @@ class PipelineTrace(pl.Callback):
 
     def _named(self, path: Path, recording: Recording, suffix: str = "") -> Path:
         number = "" if self._every is None else f"-{recording.first}"
-        return self._folder / path.with_name(f"{path.stem}{number}{suffix}{path.suffix}")
+        return numbered(self._folder, path, f"{number}{suffix}")
 
     def _try(self, write: Callable[[], None]) -> None:
         try:
             write()
-        except (OSError, RuntimeError) as error:  # of the file, or of a device that has failed
+        except (OSError, RuntimeError, ValueError) as error:  # of the file, or of a device that has failed
             if not self._warned:
                 self._warned = True
                 rank_zero_warn(f"PipelineTrace could not write ({error}); training goes on. Give it another path")
@@ -228,22 +242,6 @@ def _draw(timeline: Timeline, path: Path, name: str, recording: Recording) -> No
 
 def _on(clock: Callable[[float], float], bars: Sequence[Bar]) -> list[Bar]:
     return [replace(bar, start=clock(bar.start), end=clock(bar.end)) for bar in bars]
-
-
-def _pipeline(trainer: pl.Trainer) -> SWPipeline:
-    program = _loop(trainer).program
-    if program is None:
-        raise SetupError(
-            "there is no pipeline to trace, since training_step takes dataloader_iter and fetches its batches itself;"
-            " needed is training_step(batch, batch_idx), or no PipelineTrace"
-        )
-    return program.pipeline
-
-
-def _loop(trainer: pl.Trainer) -> PipelineTrainingEpochLoop:
-    loop = trainer.fit_loop.epoch_loop
-    assert isinstance(loop, PipelineTrainingEpochLoop)
-    return loop
 
 
 def _check_order(trainer: pl.Trainer, trace: PipelineTrace) -> None:

@@ -70,7 +70,7 @@ def _on_rank(rank: int, entry: list[Entry]) -> str:
     if not entry:
         return f"rank {rank} has no more entries"
     ((name, value),) = entry
-    return f"rank {rank} has {name!r} = {value!r}"
+    return f"rank {rank} has {name!r}" + (f" = {value!r}" if value else "")
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

@@ -340,6 +340,18 @@ class SWPipeline:
         with self._stand_ins.watched(tasks, read) as found:
             yield found
 
+    def check_agreement(self, description: Sequence[tuple[str, str]], what: str) -> None:
+        """See that all ranks are about to do the same; every rank calls it.
+
+        Args:
+            description: (name, value) entries.
+            what: is described, for the message.
+
+        Raises:
+            PlanError: ranks differ.
+        """
+        check_agreement(description, what, self._group)
+
     def _agreed_names(self, what: str, tasks: Sequence[str | PipelineTask]) -> list[str]:
         self._check_usable()
         names = [task if isinstance(task, str) else task.name for task in tasks]

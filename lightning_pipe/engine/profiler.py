@@ -117,6 +117,10 @@ class TaskProfiler:
             if name not in plan.tasks:
                 raise PlanError(f"the plan has no task {name!r}; its tasks are {', '.join(plan.tasks)}")
         measured = [name for name in names if not plan.tasks[name].not_replayable]
+        # Ranks that run other numbers of iterations would wait for each other for ever.
+        asked = {"rounds": self._rounds, "iterations": self._iterations, "batches": len(self._batches), "check": check}
+        described = [("tasks", ", ".join(names)), *((name, str(value)) for name, value in asked.items())]
+        self._pipeline.check_agreement(described, "profile")
         with self._kept():
             if check:
                 for name in measured:

@@ -85,12 +85,8 @@ class SimulatedRun:
     @property
     def busy(self) -> dict[Resource, float]:
         """The share of each resource that is in use in the steady state, of all its lanes, 0 to 1."""
-        used: dict[Resource, float] = {}
-        for cost in self.costs.values():
-            for load in loads(cost, self.machine):
-                share = load.seconds / self.machine.lanes_of(load.resource) / self.seconds_per_iteration
-                used[load.resource] = used.get(load.resource, 0.0) + share
-        return used
+        used = _used(self.costs, self.machine)
+        return {resource: seconds / self.seconds_per_iteration for resource, seconds in used.items()}
 
     @cached_property
     def exposed(self) -> dict[str, float]:
@@ -141,4 +137,15 @@ def simulate(
     # Over a whole cycle if there is one; else without the first half, in which the pipeline settles.
     count = threads.repeats_after or len(retired) // 2
     seconds = (retired[-1] - retired[-1 - count]) / count
+    # What nobody waits for has to be done all the same: without end it cannot fall behind.
+    seconds = max(seconds, *_used(costs, machine).values(), 0.0)
     return SimulatedRun(plan, costs, machine, seconds, bool(threads.repeats_after), tuple(retired), tuple(threads.work))
+
+
+def _used(costs: Mapping[str, TaskCost], machine: Machine) -> dict[Resource, float]:
+    """Seconds an iteration for which each resource is in use, all of its lanes at once."""
+    used: dict[Resource, float] = {}
+    for cost in costs.values():
+        for load in loads(cost, machine):
+            used[load.resource] = used.get(load.resource, 0.0) + load.seconds / machine.lanes_of(load.resource)
+    return used

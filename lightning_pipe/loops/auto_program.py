@@ -151,6 +151,8 @@ class AutoProgram(TrainingProgram):
         if self.pipeline.plan.max_stage and not self.pipeline.in_flight:
             # Until the pipeline is full, an iteration takes less or more than any other.
             self._to_skip = self.pipeline.plan.pipeline_depth + 1
+        if self._blocks and self._blocks[0].traced:
+            self._follow_trace()
         timed = self._choice is None or self._exploration.replan_above is not None
         begun = self._clock.now() if timed else None
         ctx = super().begin(source)
@@ -193,6 +195,16 @@ class AutoProgram(TrainingProgram):
         if block.traced:
             self.pipeline.start_trace()
             self._trace = self.pipeline.trace
+            self._traces = [self._trace]
+
+    def _follow_trace(self) -> None:
+        """Keep the trace of a callback that records for itself, in the place of this program's."""
+        trace = self.pipeline.trace
+        if trace is None:  # the callback has ended
+            self.pipeline.start_trace()
+            self._trace = trace = self.pipeline.trace
+        if trace not in self._traces:
+            self._traces.append(trace)
 
     def _note_time(self) -> None:
         """Of the iteration that ends here."""
@@ -224,10 +236,12 @@ class AutoProgram(TrainingProgram):
     def _find_plans(self, seconds: float) -> None:
         names = list(self.pipeline.plan.tasks)
         times: dict[str, list[float]] = {name: [] for name in names}
+        self._follow_trace()
         trace, self._trace = self._trace, None
         if self.pipeline.trace is trace:  # not where a callback has begun to record for itself
             self.pipeline.stop_trace()
-        for span in trace.spans() if trace else ():
+        traces, self._traces = self._traces, []
+        for span in (span for one in traces if one is not None for span in one.spans()):
             times[span.task].append(span.end - span.start)
         own = [statistics.median(times[name]) if times[name] else 0.0 for name in names]
         *own, seconds = self._mean_of_ranks([*own, seconds])
@@ -265,6 +279,9 @@ class AutoProgram(TrainingProgram):
     # ------------------------------------------------------------------ what it stands on
 
     def _pipeline_of(self, plan: PipelinePlan) -> SWPipeline:
+        known = self._pipelines.get(plan.name)
+        if known is not None and _schedule_of(known.plan) != _schedule_of(plan):
+            self._pipelines.pop(plan.name).close()  # found plans have the same names each time they are looked for
         if plan.name not in self._pipelines:
             self._pipelines[plan.name] = SWPipeline(plan, self._device, self._group)
         return self._pipelines[plan.name]

@@ -26,13 +26,15 @@ State = dict[str, Any]
 class _Kept:
     tensors: list[Tensor]
     states: list[dict[Tensor, State]]
+    groups: list[list[State]]
+    gradients: list[Tensor | None]
 
 
 class ModelKeeper:
     """A :class:`~lightning_pipe.engine.profiler.Keeper` of a model and its optimisers: of this rank's shards.
 
     What is kept is a copy on the host: as much memory as the rank's tables, their optimisers' states, and the dense
-    part with its. Generators, learning rates, and what users' code keeps for itself are not in it.
+    part with its, gradients included. Generators, and what users' code keeps for itself, are not in it.
 
     Args:
         sharded: the model.
@@ -49,11 +51,17 @@ class ModelKeeper:
             {parameter: {key: _copied(value) for key, value in state.items()} for parameter, state in one.state.items()}
             for one in self._optimizers
         ]
-        return _Kept([_copied(tensor) for tensor in self._tensors()], states)
+        # Some optimisers count there; learning rates are there, too.
+        groups = [
+            [{key: _copied(value) for key, value in group.items() if key != "params"} for group in one.param_groups]
+            for one in self._optimizers
+        ]
+        gradients = [None if one.grad is None else one.grad.clone() for _, one in self._sharded.dense_parameters()]
+        return _Kept([_copied(tensor) for tensor in self._tensors()], states, groups, gradients)
 
     @torch.no_grad()
     def put_back(self, kept: _Kept) -> None:
-        """Make it as it was, in place; gradients are gone."""
+        """Make it as it was, in place."""
         for tensor, value in zip(self._tensors(), kept.tensors, strict=True):
             tensor.copy_(value)
         for optimizer, states in zip(self._optimizers, kept.states, strict=True):
@@ -61,8 +69,13 @@ class ModelKeeper:
                 del optimizer.state[parameter]
             for parameter, state in states.items():
                 _put_back(optimizer.state[parameter], state)
-            optimizer.zero_grad()
+        for optimizer, groups in zip(self._optimizers, kept.groups, strict=True):
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
+                _put_back(group, {**values, "params": group["params"]}, alone=("params",))
         self._sharded.forget_gradients()
+        # As the module's optimizer_zero_grad() left them: that may be zeros, or sums over several batches.
+        for (_, parameter), gradient in zip(self._sharded.dense_parameters(), kept.gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.clone()
 
     def _tensors(self) -> list[Tensor]:
         """This rank's, in place: of the module, of the fused optimisers, and the kernels' counts of steps."""
@@ -81,11 +94,14 @@ def _copied(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def _put_back(state: State, kept: State) -> None:
+def _put_back(state: State, kept: State, alone: tuple[str, ...] = ()) -> None:
+    """Make *state* what was kept, but for the keys *alone*."""
     for key in [one for one in state if one not in kept]:
         del state[key]
     for key, value in kept.items():
-        if isinstance(value, Tensor):
+        if key in alone:
+            continue
+        if isinstance(value, Tensor) and isinstance(state.get(key), Tensor):
             state[key].copy_(value)
         else:
             state[key] = copy.deepcopy(value)

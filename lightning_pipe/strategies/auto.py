@@ -130,5 +130,5 @@ def write_plan(plan: PipelinePlan, path: str | Path) -> None:
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(plan.to_yaml(), encoding="utf-8")
-    except OSError as error:
+    except (OSError, ValueError) as error:
         rank_zero_warn(f"the plan {plan.name!r} cannot be written to {str(path)!r} ({error}); training goes on with it")

@@ -24,6 +24,7 @@ from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.pipe import Pipe
 from lightning_pipe.pipe.partitioning import Checkpoint, check_checkpoint
 from lightning_pipe.strategies.base import reading_plain_types
+from lightning_pipe.strategies.refusals import loss_scaler
 
 __all__ = ["InProcessPipelineStrategy"]
 
@@ -153,7 +154,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
             raise
         if self._compile_partitions:
             pipe.compile_partitions()
-        scaler = getattr(self.precision_plugin, "scaler", None)
+        scaler = loss_scaler(self.precision_plugin)
         if scaler is not None:
             pipe.scale_loss(scaler.get_scale)
         setattr(holder, name, pipe)

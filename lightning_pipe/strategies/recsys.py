@@ -48,10 +48,10 @@ from lightning_pipe.recsys.tasks import RecsysActions, recsys_tasks
 from lightning_pipe.recsys.transfer import check_movable
 from lightning_pipe.strategies.auto import AUTO, IN_FLIGHT, exploration_of, refuse_without_auto, tell_choice
 from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
-from lightning_pipe.strategies.refusals import clips_gradients, refuse_other_precision, refuse_training
+from lightning_pipe.strategies.refusals import clips_gradients, loss_scaler, refuse_other_precision, refuse_training
 from lightning_pipe.strategies.shard_once import shard_once
 from lightning_pipe.strategies.sharded_checkpoint import load_sharded_checkpoint, save_sharded_checkpoint
-from lightning_pipe.strategies.table_gradients import TableGradients, loss_scaler
+from lightning_pipe.strategies.table_gradients import TableGradients
 from lightning_pipe.strategies.table_profile import Profiled, profile_tables
 
 _log = pl.utilities.rank_zero.rank_zero_info

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.strategies.table_gradients import CLIPS_BY_VALUE, loss_scaler
+
+CLIPS_BY_VALUE = (
+    "gradient_clip_algorithm is 'value', but the gradients of table rows exist only inside the fused optimiser; clip by"
+    " 'norm', which is one global norm over dense and sharded parameters"
+)
+
+
+def loss_scaler(precision: Precision) -> torch.amp.GradScaler | None:
+    """The plugin's loss scaler, if it has one."""
+    return precision.scaler if isinstance(precision, MixedPrecision) else None
 
 
 def refuse_other_precision(plugin: Precision) -> None:

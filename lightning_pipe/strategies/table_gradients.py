@@ -15,22 +15,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.plugins import Precision
 from torch.optim import Optimizer
 
 from lightning_pipe.engine import IterContext, SetupError
 from lightning_pipe.recsys.gradient_norm import clip_by_global_norm
 from lightning_pipe.recsys.sharding import ShardedModel
-
-CLIPS_BY_VALUE = (
-    "gradient_clip_algorithm is 'value', but the gradients of table rows exist only inside the fused optimiser; clip by"
-    " 'norm', which is one global norm over dense and sharded parameters"
-)
-
-
-def loss_scaler(precision: Precision) -> torch.amp.GradScaler | None:
-    """The plugin's loss scaler, if it has one."""
-    return precision.scaler if isinstance(precision, MixedPrecision) else None
+from lightning_pipe.strategies.refusals import CLIPS_BY_VALUE, loss_scaler
 
 
 class TableGradients:

@@ -24,7 +24,7 @@ from lightning_pipe.recsys.plans import recsys_plan
 from lightning_pipe.recsys.rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding import ShardedModel
 from lightning_pipe.recsys.tasks import RecsysActions, recsys_tasks
-from lightning_pipe.strategies.table_gradients import loss_scaler
+from lightning_pipe.strategies.refusals import loss_scaler
 from lightning_pipe.strategies.untrained import leaving_no_trace
 
 __all__ = ["Profiled", "profile_tables"]

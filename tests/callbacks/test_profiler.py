@@ -105,6 +105,10 @@ def fits(rank: int, world_size: int) -> dict[str, Any]:
             PipelineProfiler(at_steps=[2], path=None, report=None, **few), records, accumulate_grad_batches=2
         ),
     }
+    try:
+        run(PipelineProfiler(at_steps=[3 + rank], path=None, report=None, **few))
+    except SetupError as error:
+        found["disagree"] = str(error)
     return {**found, "use": monitor.use, "traced": sorted({span.iteration for span in records.spans})}
 
 
@@ -172,6 +176,11 @@ def test_the_report_shows_all_ranks_the_plan_and_predictions(found: list[dict[st
         assert shown in text, shown
 
 
+def test_ranks_that_would_profile_at_other_steps_are_told_so(found: list[dict[str, Any]]) -> None:
+    for rank in range(2):
+        assert "differs between ranks: rank 0 has 'at_steps' = '[3]', but rank 1" in found[rank]["disagree"]
+
+
 def test_a_monitor_leaves_the_profile_out(found: list[dict[str, Any]]) -> None:
     for one in found:
         assert [use.steps for use in one["use"]] == [6, 6]  # of eight: the first one, and the one behind the profile
@@ -219,8 +228,14 @@ def test_a_strategy_without_profiles_is_refused_and_those_that_have_them_named()
         ({}, "no step was given"),
         ({"at_steps": [0, 4]}, r"at_steps is \(0, 4\).*from 1"),
         ({"every_n_steps": 0}, "every_n_steps 0"),
-        ({"at_steps": [1], "rounds": 0}, "needed is at least 1 of each"),
-        ({"at_steps": [1], "batches": 0}, "needed is at least 1 of each"),
+        ({"at_steps": [1], "rounds": 0}, "rounds is 0; needed is a whole number, 1 or more"),
+        ({"at_steps": [1], "batches": 0}, "batches is 0"),
+        ({"at_steps": [1], "iterations": 1.5}, "iterations is 1.5"),
+        ({"at_steps": 5}, r"at_steps is 5; needed is a list, \[5\]"),
+        ({"at_steps": ["3"]}, r"at_steps is \('3',\)"),
+        ({"at_steps": [1], "tasks": "EmbForward"}, "tasks is 'EmbForward'; needed is a list"),
+        ({"at_steps": [1], "path": ""}, "path is ''.*which no file can be called"),
+        ({"at_steps": [1], "report": "a\0b"}, "report is .*which no file can be called"),
     ],
 )
 def test_impossible_arguments_are_refused(arguments: dict[str, Any], said: str) -> None:

@@ -80,6 +80,14 @@ def test_the_first_batch_can_be_recorded_from_its_training_on(tmp_path: Path) ->
     assert iterations(trace, "TrainBatch") == [0, 1]
 
 
+def test_where_the_plan_changes_the_recording_goes_on(tmp_path: Path) -> None:
+    strategy = PipelineStrategy("auto", exploration={"iterations": 1, "rounds": 1})
+    used = cases.trainer(strategy, callbacks=[PipelineTrace(steps=None)], default_root_dir=tmp_path, max_epochs=1)
+    used.fit(Net(), torch.utils.data.DataLoader(Rows(120), batch_size=4))
+    assert strategy.plan_choice is not None
+    assert iterations(read(tmp_path / "trace.json"), "TrainBatch") == list(range(30))
+
+
 def test_batches_are_recorded_again_and_again(tmp_path: Path) -> None:
     fit(PipelineTrace("t.json", steps=(1, 2), every=3, picture="p.svg"), tmp_path)
     assert files(tmp_path) == {"t-1.json", "t-4.json", "t-7.json", "p-1.svg", "p-4.svg", "p-7.svg"}

@@ -142,6 +142,25 @@ def test_a_recording_that_another_has_begun_goes_on(clock: Clock) -> None:
     assert machine.program._pipelines["serial"].trace is trace
 
 
+def test_a_recording_of_others_from_the_first_batch_on_is_what_the_planner_is_told(clock: Clock) -> None:
+    machine = Machine(clock, {}, FEW)
+    machine.program.pipeline.start_trace()  # before anything has run
+    machine.epoch(range(60))
+    ((own, _),) = machine.asked
+    assert own == pytest.approx({"Copy": 1.0, "Train": 5.0})
+    machine.program.close()
+
+
+def test_a_recording_of_others_that_ends_in_between_leaves_the_rest_to_be_recorded(clock: Clock) -> None:
+    machine = Machine(clock, {}, FEW)
+    machine.program.pipeline.start_trace()
+    machine.epoch(range(1))
+    machine.program.pipeline.stop_trace()
+    machine.epoch(range(60))
+    assert machine.asked[0][0] == pytest.approx({"Copy": 1.0, "Train": 5.0})
+    machine.program.close()
+
+
 def test_it_goes_on_over_epochs_that_end_in_the_middle(clock: Clock) -> None:
     machine = Machine(clock, {"ahead": 1.0}, FEW, ["auto_1"])
     for epoch in range(40):
@@ -173,6 +192,21 @@ def test_where_iterations_become_slower_plans_are_tried_again_if_asked_to(clock:
         machine.epoch(range(100))
         assert len(machine.choices) == again
         assert machine.plans[-1] == ("ahead" if again == 1 else "serial")
+
+
+def test_a_plan_that_is_found_again_under_the_same_name_is_the_new_one(clock: Clock) -> None:
+    exploration = Exploration(iterations=3, rounds=5, found=1, replan_above=2.0)
+    machine = Machine(clock, {"serial": 9, "ahead": 8, "auto_1": 5}, exploration, ["auto_1"])
+    machine.epoch(range(200))
+    assert machine.choices[0].plan.schedule["Copy"].stage == 2
+    machine.propose = lambda own, beside: [machine.plan("auto_1", 3)]  # type: ignore[method-assign]
+    machine.program._propose = machine.propose
+    machine.seconds = {"serial": 90, "ahead": 80, "auto_1": 50}
+    machine.epoch(range(50))
+    machine.epoch(range(200))
+    assert machine.choices[1].plan.schedule["Copy"].stage == 3
+    assert machine.program.pipeline.plan.schedule["Copy"].stage == 3
+    machine.program.close()
 
 
 def test_an_iteration_takes_all_that_is_between_its_begin_and_the_next_one(clock: Clock) -> None:

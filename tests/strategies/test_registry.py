@@ -88,12 +88,16 @@ def test_the_plain_name_trains_any_module() -> None:
     assert len(module.losses) == 12
 
 
-def test_the_plain_name_needs_no_torchrec() -> None:
+def test_names_without_tables_need_no_torchrec() -> None:
     code = (
         "import sys; sys.modules['torchrec'] = sys.modules['fbgemm_gpu'] = None\n"
         "import lightning.pytorch as pl, lightning_pipe\n"
         "pl.Trainer(accelerator='cpu', devices=1, strategy='pipeline', logger=False, enable_checkpointing=False)\n"
         "from lightning_pipe.engine import SetupError\n"
+        "for one in ('llm_1f1b_pipeline', 'llm_auto_pipeline', 'in_process_pipeline'):\n"
+        "    pl.Trainer(accelerator='cpu', devices=2, strategy=one, logger=False, enable_checkpointing=False)\n"
+        "import lightning_pipe.cli_llm, lightning_pipe.cli_plan\n"
+        "from lightning_pipe.callbacks import *\n"
         "try:\n"
         "    pl.Trainer(accelerator='cpu', devices=1, strategy='recsys_base_pipeline')\n"
         "except SetupError as error:\n"

@@ -53,9 +53,9 @@ class Profiles(Callback):
 
 
 def trained(
-    plan: str, profiles: Profiles | None = None, **options: Any
+    plan: str, profiles: Profiles | None = None, kind: type[Measured] = Measured, **options: Any
 ) -> tuple[list[float], list[Any], dict[str, Tensor]]:
-    module, logger = Measured(), Memory()
+    module, logger = kind(), Memory()
     callbacks = [] if profiles is None else [profiles]
     strategy = recsys(plan, KINDS, ADAGRAD)
     used = fit(module, strategy, loader(64), loader(16), callbacks=callbacks, logger=logger, **options)
@@ -69,6 +69,38 @@ def same(one: Any, other: Any) -> list[str]:
     different = [] if one[0] == other[0] else ["losses"]
     different += [] if one[1] == other[1] else ["logged"]
     return different + [name for name in other[2] if not torch.equal(one[2][name], other[2][name])]
+
+
+class Counts(torch.optim.SGD):
+    """Counts its steps where schedules of rates are, and takes smaller and smaller ones."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            group["lr"] = 0.1 / group["count"]
+        return super().step(closure)
+
+
+class CountsSteps(Measured):
+    def configure_optimizers(self) -> Any:
+        return Counts(self.parameters(), lr=0.1)
+
+
+class LeavesZeros(Measured):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class ClearsSeldom(Measured):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 4 == 0:
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [CountsSteps, LeavesZeros, ClearsSeldom])
+def test_what_optimisers_and_gradients_hold_is_put_back(kind: type[Measured]) -> None:
+    runs = [trained("serial", profiles, kind=kind) for profiles in (None, Profiles(["EmbForward", "DenseForward"]))]
+    assert same(runs[1], runs[0]) == []
 
 
 def run_cases(rank: int, world_size: int) -> dict[str, Any]:

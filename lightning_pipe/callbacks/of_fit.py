@@ -1,0 +1,77 @@
+"""What callbacks that measure have in common: what they look at, whom they ask, where they write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+
+from lightning_pipe.engine import SetupError, SWPipeline
+from lightning_pipe.loops import PipelineTrainingEpochLoop
+
+__all__ = ["checked_path", "count", "group_of_its_own", "leave_group", "loop_of", "numbered", "pipeline_of"]
+
+
+def loop_of(trainer: pl.Trainer) -> PipelineTrainingEpochLoop:
+    """The loop that runs tasks, which the callback has seen to be there when fit began."""
+    loop = trainer.fit_loop.epoch_loop
+    assert isinstance(loop, PipelineTrainingEpochLoop)
+    return loop
+
+
+def pipeline_of(trainer: pl.Trainer, callback: pl.Callback) -> SWPipeline:
+    """The pipeline at work.
+
+    Raises:
+        SetupError: there is none, since ``training_step`` fetches batches itself.
+    """
+    program = loop_of(trainer).program
+    if program is None:
+        name = type(callback).__name__
+        raise SetupError(
+            f"there is no pipeline for {name}, since training_step takes dataloader_iter and fetches its batches"
+            f" itself; needed is training_step(batch, batch_idx), or no {name}"
+        )
+    return program.pipeline
+
+
+def group_of_its_own() -> dist.ProcessGroup | None:
+    """Of all ranks, on the CPU: others may be under way at the same time. None where there is one rank."""
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    return dist.new_group(backend="gloo") if several else None
+
+
+def leave_group(group: dist.ProcessGroup | None) -> None:
+    """End it, if the ranks are still in any."""
+    if group is not None and dist.is_initialized():
+        dist.destroy_process_group(group)
+
+
+def checked_path(name: str, path: str | Path) -> Path:
+    """A file's path as it was given.
+
+    Raises:
+        SetupError: no file can be called that.
+    """
+    found = Path(path)
+    if not found.name or "\0" in str(path):
+        raise SetupError(f"{name} is {str(path)!r}, which no file can be called; needed is a file's name, or None")
+    return found
+
+
+def count(name: str, value: Any, least: int = 1) -> int:
+    """A whole number.
+
+    Raises:
+        SetupError: it is none, or too small.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise SetupError(f"{name} is {value!r}; needed is a whole number, {least} or more")
+    return value
+
+
+def numbered(folder: Path, path: Path, suffix: str) -> Path:
+    """*path* in *folder*, with *suffix* behind its stem."""
+    return folder / path.with_name(f"{path.stem}{suffix}{path.suffix}")
