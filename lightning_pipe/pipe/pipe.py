@@ -371,7 +371,7 @@ class _Run:
         ]
         self._sums = [GradientSums() for _ in self._partitions]
         self._seed = MiniBatchSeed()
-        self._generators = SharedGenerators(self._seed, pipe.devices)
+        self._generators = SharedGenerators(pipe.devices)
         self._mini_batch = MiniBatch(
             self.count, self._seed, self.grad, capture(), [one.training for one in self._partitions], self._parameters
         )
@@ -411,6 +411,7 @@ class _Run:
             gradients: of those, by place.
             sizes: rows of each micro-batch's, by place.
         """
+        self._generators = SharedGenerators(self._pipe.devices)
         parts = {
             place: [None] * self.count if gradient is None else list(torch.split(gradient, sizes[place]))
             for place, gradient in gradients.items()
@@ -452,8 +453,9 @@ class _Run:
         return found
 
     def check_generators(self) -> None:
-        """See :class:`SharedGenerators`."""
+        """See :class:`SharedGenerators`; then the mini-batch's number is taken from the user's generator."""
         self._generators.check()
+        self._seed.take()
 
     def _micro_batch(self, index: int, piece: Any, given: list[Tensor | None] | None = None) -> MicroBatch:
         return MicroBatch(index, self.count, self._cells[index], piece, self._sums, given, self._streams)

@@ -29,18 +29,28 @@ _SEEDS = 2**63 - 1
 
 
 class MiniBatchSeed:
-    """What the seeds of a mini-batch follow from; drawn when the first layer needs random numbers, if any does."""
+    """What the seeds of a mini-batch follow from: the number that the user's generator would give next.
+
+    It is taken from the generator when the first forward is over, and only if a layer has drawn.
+    """
 
     def __init__(self) -> None:
-        self._base: int | None = None
-        self.after: Tensor | None = None  # the state of the user's generator, once a seed was drawn from it
+        ahead = torch.Generator()
+        ahead.set_state(torch.default_generator.get_state())
+        self._base = int(torch.randint(0, _SEEDS, (), dtype=torch.int64, generator=ahead))
+        self.drawn = False
+        self._taken = False
 
     def of(self, layer: int, micro_batch: int) -> int:
-        """The seed of a layer for a micro-batch. The caller holds the lock."""
-        if self._base is None:
-            self._base = int(torch.randint(0, _SEEDS, (), dtype=torch.int64))
-            self.after = torch.default_generator.get_state()
+        """The seed of a layer for a micro-batch."""
+        self.drawn = True
         return (self._base + _MIXED * (1 + layer) + 0x2545F4914F6CDD1D * (1 + micro_batch)) % _SEEDS
+
+    def take(self) -> None:
+        """Take the number from the user's generator, if layers have drawn; once."""
+        if self.drawn and not self._taken:
+            self._taken = True
+            torch.randint(0, _SEEDS, (), dtype=torch.int64)
 
 
 class LayerGenerators(TorchDispatchMode):
@@ -60,12 +70,12 @@ class LayerGenerators(TorchDispatchMode):
         self._micro_batch = micro_batch
         self._layer = 0
         self.drew = False
-        self._states: dict[torch.device, Tensor] = {}
+        self._generators: dict[torch.device, torch.Generator] = {}
 
     def enter_layer(self, layer: int) -> None:
         """The operations that follow are this layer's."""
         self._layer = layer
-        self._states.clear()
+        self._generators.clear()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -75,20 +85,38 @@ class LayerGenerators(TorchDispatchMode):
             return func(*args, **kwargs)
         self.drew = True
         device = _device_of(args, kwargs)
+        if device.type == "cpu":
+            # With a generator told, nobody else's is touched, and no thread waits for another.
+            if func is torch.ops.aten.native_dropout.default:
+                return _dropout(self._own(device), *args, **kwargs)
+            if any(argument.name == "generator" for argument in func._schema.arguments):
+                return func(*args, **{**kwargs, "generator": self._own(device)})
         with _lock:
-            seed = self._seed.of(self._layer, self._micro_batch)
-            shared = _generator(device)
+            own, shared = self._own(device), _generator(device)
             theirs = shared.get_state()
             try:
-                if device in self._states:
-                    shared.set_state(self._states[device])
-                else:
-                    shared.manual_seed(seed)
+                shared.set_state(own.get_state())
                 result = func(*args, **kwargs)
-                self._states[device] = shared.get_state()
+                own.set_state(shared.get_state())
             finally:
                 shared.set_state(theirs)
         return result
+
+    def _own(self, device: torch.device) -> torch.Generator:
+        """The present layer's."""
+        known = self._generators.get(device)
+        if known is None:
+            known = self._generators[device] = torch.Generator(device)
+            known.manual_seed(self._seed.of(self._layer, self._micro_batch))
+        return known
+
+
+def _dropout(generator: torch.Generator, input: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    """``native_dropout``, which takes no generator, as PyTorch has it on the CPU."""
+    if not train:
+        return torch.ops.aten.native_dropout.default(input, p, train)
+    mask = torch.empty(input.shape, dtype=torch.bool, device=input.device).bernoulli_(1 - p, generator=generator)
+    return input.mul(mask).mul_(0.0 if p == 1 else 1 / (1 - p)), mask
 
 
 def _has_generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -116,15 +144,13 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 class SharedGenerators:
-    """Tells whether layers have drawn from the generators that all threads share.
+    """Tells whether layers have drawn from the generators that all threads share, since this was made.
 
     Args:
-        seed: of the mini-batch.
         devices: of the partitions.
     """
 
-    def __init__(self, seed: MiniBatchSeed, devices: Sequence[torch.device]) -> None:
-        self._seed = seed
+    def __init__(self, devices: Sequence[torch.device]) -> None:
         shared = dict.fromkeys([torch.device("cpu"), *devices])
         self._before = {device: _generator(device).get_state() for device in shared}
 
@@ -135,8 +161,7 @@ class SharedGenerators:
             SetupError: a partition drew that had not drawn in its first micro-batch, and so drew from these.
         """
         for device, before in self._before.items():
-            expected = self._seed.after if device.type == "cpu" and self._seed.after is not None else before
-            if not torch.equal(_generator(device).get_state(), expected):
+            if not torch.equal(_generator(device).get_state(), before):
                 raise SetupError(
                     f"random numbers were drawn on {device} by a layer that drew none for its first micro-batch, or by"
                     " another thread, while the pipe ran: two partitions may have drawn at once, and nobody could"

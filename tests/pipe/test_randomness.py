@@ -115,6 +115,28 @@ def test_micro_batches_layers_and_mini_batches_have_masks_of_their_own() -> None
     twice.close()
 
 
+def test_the_user_may_draw_between_a_forward_and_its_backward() -> None:
+    pipe = Pipe(random_layers(), 3, "always", ["cpu"] * 2)
+    losses = []
+    for _ in range(2):
+        losses.append(pipe(torch.randn(6, 6)).square().mean())
+        torch.rand(3)
+    for loss in losses:
+        loss.backward()
+    assert all(p.grad is not None for p in pipe.parameters())
+    pipe.close()
+
+
+def test_dropout_on_own_generators_is_pytorchs() -> None:
+    for p in (0.0, 0.3, 1.0):
+        inputs = torch.randn(1, 1000)
+        pipe = Pipe(nn.Sequential(nn.Dropout(p)), 1, devices=["cpu"])
+        found = pipe(inputs)
+        assert torch.equal(found, torch.where(found != 0, inputs * (1 / (1 - p) if p < 1 else 0.0), 0.0))
+        assert (found == 0).double().mean().item() == pytest.approx(p, abs=0.1)
+        pipe.close()
+
+
 def test_layers_that_draw_nothing_leave_the_users_numbers_alone() -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 3)).eval(), 2, devices=["cpu"] * 2)
     torch.manual_seed(3)
