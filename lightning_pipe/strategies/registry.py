@@ -52,16 +52,16 @@ STRATEGIES = (
     _llm("zbv_zero_bubble", "two stages a rank in V order, weights' backward put into the bubble"),
     _llm("dualpipev", "two stages a rank in V order, forward and backward overlapped"),
     RegisteredStrategy(
-        "in_process_pipeline",
-        "an nn.Sequential over the devices of one process, without a launcher",
-        "InProcessPipelineStrategy",
-        plan="gpipe_forward",
-    ),
-    RegisteredStrategy(
         "llm_auto_pipeline",
         "language model in stages: schedule, stages, micro-batches and split chosen when training is set up",
         "AutoLLMPipelineStrategy",
         plan="llm",
+    ),
+    RegisteredStrategy(
+        "in_process_pipeline",
+        "an nn.Sequential over the devices of one process, without a launcher",
+        "InProcessPipelineStrategy",
+        plan="gpipe_forward",
     ),
 )
 
