@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -152,15 +152,13 @@ class Pipe(nn.Module):
             gathered, spec = pytree.tree_flatten(gather(outputs))
         if not run.grad:
             return pytree.tree_unflatten(gathered, spec)
-        with_graph = {
+        leaves = [pytree.tree_leaves(output) for output in outputs]
+        places = [
             place
-            for output in outputs
-            for place, leaf in enumerate(pytree.tree_leaves(output))
-            if isinstance(leaf, Tensor) and leaf.requires_grad
-        }
-        places = sorted(with_graph)
+            for place in range(len(gathered))
+            if any(isinstance(one[place], Tensor) and one[place].requires_grad for one in leaves)
+        ]
         if places:
-            leaves = [pytree.tree_leaves(output) for output in outputs]
             sizes = {place: [len(one[place]) for one in leaves] for place in places}
 
             # Not the outputs themselves: they hold this function, and nobody would ever let go of both.
@@ -279,16 +277,15 @@ class Pipe(nn.Module):
             self._refuse_move(f"to({str(device)!r})")
         return super().to(*args, **kwargs)
 
-    def cuda(self, device: Any = None) -> Pipe:
+    def cuda(self, device: Any = None) -> NoReturn:
         self._refuse_move("cuda()")
-        return self
 
     def cpu(self) -> Pipe:
         if any(device.type != "cpu" for device in self.devices):
             self._refuse_move("cpu()")
         return self
 
-    def _refuse_move(self, call: str) -> None:
+    def _refuse_move(self, call: str) -> NoReturn:
         raise SetupError(
             f"{call} would move all partitions of a pipe to one device; its layers are on"
             f" {', '.join(map(str, self.devices))}: make another Pipe with other devices"

@@ -51,35 +51,46 @@ def test_parameters_are_counted() -> None:
     assert balance_by_parameters(layers, 3) == [1, 1, 1]
 
 
-class Waits(nn.Module):
-    """Takes a known time in forward and in backward."""
+class Clock:
+    """Goes on when it is told to."""
 
-    def __init__(self, forward: float, backward: float) -> None:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Takes(nn.Module):
+    """Takes a known time in forward and in backward, by a clock."""
+
+    def __init__(self, clock: Clock, forward: float, backward: float) -> None:
         super().__init__()
-        self.times = forward, backward
+        self.times = clock, forward, backward
         self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, input: Tensor) -> Tensor:
-        output: Tensor = _Wait.apply(input * self.weight, *self.times)
+        output: Tensor = _Take.apply(input * self.weight, *self.times)
         return output
 
 
-class _Wait(torch.autograd.Function):
+class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, forward: float, backward: float) -> Tensor:
-        ctx.backward_time = backward
-        time.sleep(forward)
+    def forward(ctx: Any, input: Tensor, clock: Clock, forward: float, backward: float) -> Tensor:
+        ctx.clock, ctx.backward_time = clock, backward
+        clock.now += forward
         return input.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.backward_time)
-        return gradient, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.clock.now += ctx.backward_time
+        return gradient, None, None, None
 
 
-def test_time_is_that_of_forward_and_backward() -> None:
-    # Five layers of 20 ms and one of 100 ms, of which most is backward: far apart, whatever else the machine does.
-    layers = nn.Sequential(*(Waits(0.01, 0.01) for _ in range(5)), Waits(0.01, 0.09))
+def test_time_is_that_of_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    # Five layers of 2 and one of 10, of which most is backward.
+    layers = nn.Sequential(*(Takes(clock, 1, 1) for _ in range(5)), Takes(clock, 1, 9))
     assert balance_by_time(layers, 2, torch.ones(2, 2), repeats=1) == [5, 1]
 
 
