@@ -35,6 +35,7 @@ from lightning_pipe.engine.agreement import check_agreement
 from lightning_pipe.engine.clocks import measure_offset, to_first_rank
 from lightning_pipe.engine.timeline import Bar, Timeline, task_bars
 from lightning_pipe.engine.trace import Trace
+from lightning_pipe.engine.whole_file import whole_file
 
 __all__ = ["PipelineProfiler"]
 
@@ -300,8 +301,8 @@ class PipelineProfiler(pl.Callback):
 
 
 def _write_json(path: Path, profile: ProfileResult) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(profile.to_json(), encoding="utf-8")
+    with whole_file(path) as unfinished:
+        unfinished.write_text(profile.to_json(), encoding="utf-8")
 
 
 def _what_if(

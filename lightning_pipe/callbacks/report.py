@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from html import escape
 from importlib.resources import files
@@ -13,6 +12,7 @@ from lightning_pipe.callbacks.report_charts import cost_chart, timeline_chart, w
 from lightning_pipe.callbacks.what_if import WhatIf
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError
 from lightning_pipe.engine.timeline import Timeline
+from lightning_pipe.engine.whole_file import whole_file
 
 __all__ = ["require_plotly", "write_report"]
 
@@ -59,13 +59,8 @@ def write_report(
     """
     require_plotly()
     text = _page(profile, plan, timeline, what_if, facts or {})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.part")
-    try:
+    with whole_file(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _page(

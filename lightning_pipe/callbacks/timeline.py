@@ -21,6 +21,7 @@ from lightning_pipe.engine.timeline import (
     Bar,
     Timeline,
 )
+from lightning_pipe.engine.whole_file import whole_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -92,8 +93,8 @@ def draw_timeline(timeline: Timeline, path: Path, title: str, ends: Sequence[flo
         OSError: it cannot be written.
     """
     figure = _Drawing(timeline, title, ends).figure()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    with whole_file(path) as unfinished:
+        figure.savefig(unfinished)
 
 
 class _Drawing:

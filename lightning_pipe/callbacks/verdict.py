@@ -189,4 +189,5 @@ def _network_advice(use: StepUse, plan: PipelinePlan) -> str:
     prefetch = plan.schedule.get("EmbPrefetch")
     if prefetch is not None and prefetch.thread_group == MAIN:
         return f"the plan is {plan.name!r}: try strategy='recsys_prefetch_pipeline' or 'recsys_auto_pipeline'"
-    return "it takes longer than what it can hide behind: send less (fewer ids, narrower tables), or train nearer"
+    less = " (fewer ids, narrower tables)" if prefetch is not None else ""
+    return f"it takes longer than what it can hide behind: send less{less}, or train nearer"

@@ -40,8 +40,11 @@ class PlanLimits:
     allow_stale: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_in_flight < 1:
-            raise PlanError(f"max_in_flight is {self.max_in_flight}; a pipeline needs 1 batch in flight or more")
+        if not isinstance(self.max_in_flight, int) or isinstance(self.max_in_flight, bool) or self.max_in_flight < 1:
+            raise PlanError(
+                f"max_in_flight is {self.max_in_flight!r}; a pipeline needs a whole number of batches in flight, 1 or"
+                " more"
+            )
         if self.max_workers < 0:
             raise PlanError(f"max_workers is {self.max_workers}; give a number from 0")
         for resource in self.streams:

@@ -8,12 +8,12 @@ at times when the bars it joins are open.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning_pipe.engine.timeline import TASK, Bar, Timeline
+from lightning_pipe.engine.whole_file import whole_file
 
 __all__ = ["trace_events", "write_trace"]
 
@@ -31,14 +31,8 @@ def write_trace(timeline: Timeline, path: Path, notes: Mapping[str, Any]) -> Non
     Raises:
         OSError: it cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.part")
-    try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            json.dump(trace_events(timeline, notes), file, separators=(",", ":"))
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with whole_file(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
+        json.dump(trace_events(timeline, notes), file, separators=(",", ":"))
 
 
 def trace_events(timeline: Timeline, notes: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """A program that finds its plan while it trains: every plan trains the same batches to the same values.
 
-    plan         serial      serial    base      prefetch  auto_1    serial   ... (rounds)     the fastest one
+    plan         serial      serial    base      prefetch  auto_1    base   prefetch   ... (rounds)     the fastest one
                  traced: what tasks take; plans are found
                              each is timed in turns, with the loader, hooks and loggers of the user
+                                                                     what has lost too often drops out
 
 Between two plans what is in flight is trained first, so that batches stay in order. An iteration is timed where the
 pipeline was full all through: not where an epoch has just begun or is about to end.
@@ -24,7 +25,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_pipe.engine import IterContext, PipelinePlan, PlanError, SWPipeline
 from lightning_pipe.engine.device_clock import DeviceClock
 from lightning_pipe.engine.devices import DeviceStreams
-from lightning_pipe.engine.plan_choice import fastest, most_found
+from lightning_pipe.engine.plan_choice import contenders, fastest, most_found, typical
 from lightning_pipe.engine.trace import Trace
 from lightning_pipe.loops.program import TrainingProgram
 
@@ -43,28 +44,32 @@ class Exploration:
     Args:
         iterations: timed of each plan in each round.
         rounds: in each of which every plan has its turn.
-        found: plans of the planner's to try at most, beside the hand-written ones. No more than the rounds can show to
+        found: plans of the planner's to try at most, beside the hand-written ones. No more than all rounds can show to
             be faster beyond noise (:func:`~lightning_pipe.engine.plan_choice.most_found`): none in fewer than 5 rounds.
         replan_above: look again at the begin of an epoch, where an iteration of the last one took this many times what
             it took when the plan was chosen; None never to.
+        extra_rounds: at most, for those plans that may yet be the fastest after :attr:`rounds`
+            (:func:`~lightning_pipe.engine.plan_choice.contenders`). They train as every other iteration does, so that
+            nothing is lost by them but what the slower ones of them take longer.
 
     Raises:
-        PlanError: a number is too small.
+        PlanError: a number is too small, or none.
     """
 
     iterations: int = 8
     rounds: int = 6
     found: int = 3
     replan_above: float | None = None
+    extra_rounds: int = 18
 
     def __post_init__(self) -> None:
-        if self.iterations < 1 or self.rounds < 1 or self.found < 0:
-            raise PlanError(
-                f"plans are to be tried for {self.iterations} iterations in {self.rounds} rounds, {self.found} of the"
-                " planner's; needed are at least 1, 1 and 0"
-            )
-        if self.replan_above is not None and not self.replan_above > 1:
-            raise PlanError(f"replan_above is {self.replan_above}; needed is a factor above 1, or None")
+        for name, least in (("iterations", 1), ("rounds", 1), ("found", 0), ("extra_rounds", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise PlanError(f"{name} of an exploration is {value!r}; needed is a whole number, {least} or more")
+        above = self.replan_above
+        if above is not None and (not isinstance(above, int | float) or isinstance(above, bool) or not above > 1):
+            raise PlanError(f"replan_above is {above!r}; needed is a factor above 1, or None")
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,8 @@ class PlanChoice:
 
     Args:
         plan: the fastest one.
-        measured: of each plan tried, by name, seconds an iteration in each round; the mean over ranks.
+        measured: of each plan tried, by name, seconds an iteration in each round; the mean over ranks. Those with
+            fewer rounds were too slow to go on.
         hand_written: names of those that were not found by the planner.
         own: what each task takes, in seconds, when they run one after the other.
     """
@@ -166,9 +172,9 @@ class AutoProgram(TrainingProgram):
     def close(self) -> None:
         if self._pipelines and self._choice is None:
             rank_zero_info(
-                f"Training ended before a plan was chosen, under plan {self.pipeline.plan.name!r}: each is to be timed"
-                f" for {self._exploration.iterations} iterations in {self._exploration.rounds} rounds, without those"
-                " where an epoch begins and ends. Train longer, or lower these."
+                f"Training ended before a plan was chosen, under plan {self.pipeline.plan.name!r}: {self._progress()}."
+                " Iterations where an epoch begins or ends do not count. Train longer, or set fewer iterations, rounds,"
+                " found or extra_rounds in the strategy's exploration."
             )
         for pipeline in self._pipelines.values():
             pipeline.close()
@@ -177,8 +183,21 @@ class AutoProgram(TrainingProgram):
 
     # ------------------------------------------------------------------ blocks of iterations
 
+    def _progress(self) -> str:
+        """How far the exploration has come."""
+        exploration = self._exploration
+        if not self._times:
+            return f"of {exploration.iterations} iterations that tell what tasks take, {len(self._timed)} were done"
+        plans = len(self._by_name)
+        rounds = max(map(len, self._times.values()))
+        return (
+            f"of {exploration.rounds} rounds of {exploration.iterations} iterations under each of {plans} plans, and up"
+            f" to {exploration.extra_rounds} for those that may be the fastest, {rounds} had begun"
+        )
+
     def _explore(self) -> None:
         self._choice: PlanChoice | None = None
+        self._by_name: dict[str, PipelinePlan] = {}
         self._times: dict[str, list[float]] = {}
         self._own: dict[str, float] = {}
         self._blocks = deque([_Block(self._hand_written[0], traced=True)])
@@ -222,16 +241,28 @@ class AutoProgram(TrainingProgram):
 
     def _end_block(self) -> None:
         block = self._blocks.popleft()
-        seconds = self._median_seconds()
+        seconds = self._typical_seconds()
         if block.traced:
             self._find_plans(seconds)
         else:
             (seconds,) = self._mean_of_ranks([seconds])
             self._times.setdefault(block.plan.name, []).append(seconds)
+        if not self._blocks:
+            self._blocks.extend(map(_Block, self._next_round()))
         if self._blocks:
             self._begin_block()
         else:
             self._choose()
+
+    def _next_round(self) -> list[PipelinePlan]:
+        """Plans to time in it, in another order each time; none to choose."""
+        done = max(map(len, self._times.values()), default=0)
+        names = list(self._by_name)
+        if done >= self._exploration.rounds:
+            more = done < self._exploration.rounds + self._exploration.extra_rounds
+            names = contenders(self._times, self._names_by_hand()) if more else []
+        first = done % len(names) if names else 0
+        return [self._by_name[name] for name in names[first:] + names[:first]]
 
     def _find_plans(self, seconds: float) -> None:
         names = list(self.pipeline.plan.tasks)
@@ -247,16 +278,18 @@ class AutoProgram(TrainingProgram):
         *own, seconds = self._mean_of_ranks([*own, seconds])
         self._own = dict(zip(names, own, strict=True))
         found: list[PipelinePlan] = []
-        if most := min(self._exploration.found, most_found(self._exploration.rounds)):
+        rounds = self._exploration.rounds + self._exploration.extra_rounds
+        if most := min(self._exploration.found, most_found(rounds)):
             proposed = self._propose(self._own, max(0.0, seconds - sum(own)))
             known = [_schedule_of(plan) for plan in self._hand_written]
             found = [plan for plan in proposed if _schedule_of(plan) not in known][:most]
-        plans = [*self._hand_written, *found]
-        self._by_name = {plan.name: plan for plan in plans}
-        self._blocks.extend(_Block(plan) for _ in range(self._exploration.rounds) for plan in plans)
+        self._by_name = {plan.name: plan for plan in [*self._hand_written, *found]}
+
+    def _names_by_hand(self) -> list[str]:
+        return [plan.name for plan in self._hand_written]
 
     def _choose(self) -> None:
-        hand_written = [plan.name for plan in self._hand_written]
+        hand_written = self._names_by_hand()
         winner = self._by_name[fastest(self._times, hand_written)]
         self._choice = PlanChoice(winner, self._times, hand_written, self._own)
         self._blocks = deque([_Block(winner)])
@@ -271,9 +304,9 @@ class AutoProgram(TrainingProgram):
         above, choice = self._exploration.replan_above, self._choice
         if above is None or choice is None or len(self._timed) < self._exploration.iterations:
             return
-        (now,) = self._mean_of_ranks([self._median_seconds()])
+        (now,) = self._mean_of_ranks([self._typical_seconds()])
         self._timed.clear()
-        if now > above * statistics.median(choice.measured[choice.plan.name]):
+        if now > above * typical(choice.measured[choice.plan.name]):
             self._explore()
 
     # ------------------------------------------------------------------ what it stands on
@@ -286,9 +319,9 @@ class AutoProgram(TrainingProgram):
             self._pipelines[plan.name] = SWPipeline(plan, self._device, self._group)
         return self._pipelines[plan.name]
 
-    def _median_seconds(self) -> float:
+    def _typical_seconds(self) -> float:
         """Of the iterations that were timed."""
-        return statistics.median(self._clock.seconds(self._timed))
+        return typical(self._clock.seconds(self._timed))
 
     def _mean_of_ranks(self, values: list[float]) -> list[float]:
         """The same on every rank, so that all choose alike."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_pipe.engine import PipelinePlan, SetupError
+from lightning_pipe.engine.plan_choice import typical
+from lightning_pipe.engine.plan_limits import PlanLimits
+from lightning_pipe.engine.whole_file import whole_file
 from lightning_pipe.loops.auto_program import Exploration, PlanChoice
 
 __all__ = [
@@ -47,6 +49,7 @@ def refuse_without_auto(
             f"plan is {plan!r}, but exploration, max_in_flight and save_plan are for plan='auto', which looks for"
             " one; leave them out, or give plan='auto'"
         )
+    PlanLimits(max_in_flight)  # says what is wrong with it
 
 
 def exploration_of(arguments: Mapping[str, Any] | None) -> Exploration:
@@ -67,31 +70,35 @@ def exploration_of(arguments: Mapping[str, Any] | None) -> Exploration:
 def choice_report(choice: PlanChoice) -> Group:
     """What was chosen, and why, for a Rich console of 80 columns or more."""
     measured = choice.measured
-    medians = {name: statistics.median(times) for name, times in measured.items()}
-    by_hand = min(choice.hand_written, key=lambda name: medians[name])
-    rounds = len(measured[by_hand])
+    rounds = max(map(len, measured.values()))
+    by_hand = min(
+        (name for name in choice.hand_written if len(measured[name]) == rounds),
+        key=lambda name: typical(measured[name]),
+    )
+    # Of the rounds that both were timed in: a plan that was too slow has dropped out.
+    ratios = {name: typical(times) / typical(measured[by_hand][: len(times)]) for name, times in measured.items()}
     wins = {name: sum(map(operator.lt, times, measured[by_hand])) for name, times in measured.items()}
     table = Table(box=box.SIMPLE, padding=(0, 1))
     table.add_column("plan", no_wrap=True)
     for column in ("ms an iteration", "over rounds", "faster in", "by hand = 1"):
         table.add_column(column, justify="right", no_wrap=True)
-    for name in sorted(medians, key=lambda name: medians[name]):
+    for name in sorted(ratios, key=lambda name: ratios[name]):
         table.add_row(
             name,
-            f"{1e3 * medians[name]:.2f}",
+            f"{1e3 * typical(measured[name]):.2f}",
             f"{1e3 * min(measured[name]):.2f} .. {1e3 * max(measured[name]):.2f}",
-            "" if name == by_hand else f"{wins[name]} of {rounds}",
-            f"{medians[name] / medians[by_hand]:.3f}",
+            "" if name == by_hand else f"{wins[name]} of {len(measured[name])}",
+            f"{ratios[name]:.3f}",
             style="bold" if name == choice.plan.name else "",
         )
     chosen = choice.plan.name
     if chosen not in choice.hand_written:
-        gain = 1 - medians[chosen] / medians[by_hand]
+        gain = 1 - ratios[chosen]
         why = f"{gain:.1%} faster than {by_hand}, the best by hand, and faster in {wins[chosen]} of {rounds} rounds"
-    elif len(medians) > len(choice.hand_written):
+    elif len(ratios) > len(choice.hand_written):
         why = "no plan that was found is faster than it beyond noise"
     else:
-        why = "no other plan was tried" if len(medians) == 1 else "of those by hand; no other was tried"
+        why = "no other plan was tried" if len(ratios) == 1 else "of those by hand; no other was tried"
     longest = sorted(choice.own, key=lambda name: -choice.own[name])[:4]
     tasks = ", ".join(f"{name} {1e3 * choice.own[name]:.2f}" for name in longest)
     ahead = [
@@ -128,7 +135,7 @@ def tell_choice(choice: PlanChoice, save_plan: str | Path | None) -> None:
 def write_plan(plan: PipelinePlan, path: str | Path) -> None:
     """Write a plan in YAML; where that fails, training goes on with a warning."""
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(plan.to_yaml(), encoding="utf-8")
+        with whole_file(path) as unfinished:
+            unfinished.write_text(plan.to_yaml(), encoding="utf-8")
     except (OSError, ValueError) as error:
         rank_zero_warn(f"the plan {plan.name!r} cannot be written to {str(path)!r} ({error}); training goes on with it")

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.whole_file import whole_file
 from lightning_pipe.llm.choice import Candidate
 from lightning_pipe.llm.dimensions import Dimensions
 from lightning_pipe.llm.schedule_checks import splits_backward
@@ -151,8 +152,8 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
         }
         content = {"class_path": "lightning_pipe.strategies.LLMPipelineStrategy", "init_args": {**chosen, **plain}}
         try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+            with whole_file(path) as unfinished:
+                unfinished.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
         except OSError as error:
             rank_zero_warn(f"the choice cannot be written to {str(path)!r} ({error}); training goes on with it")
 

@@ -44,7 +44,7 @@ class PipelineStrategy(DistributedStrategy):
     Args:
         plan: ``"copy_ahead"``, ``"serial"`` (a batch is moved when its turn comes), the path of a plan in YAML, or a
             plan, of the tasks ``H2D`` and ``TrainBatch``; or ``"auto"``.
-        exploration: of ``"auto"``: ``iterations``, ``rounds``, ``found`` and ``replan_above`` of
+        exploration: of ``"auto"``: ``iterations``, ``rounds``, ``extra_rounds``, ``found`` and ``replan_above`` of
             :class:`~lightning_pipe.loops.auto_program.Exploration`.
         max_in_flight: of ``"auto"``: the most batches in flight, each of which takes its memory.
         save_plan: of ``"auto"``: where to write the plan that was chosen, in YAML, for *plan* to name later.

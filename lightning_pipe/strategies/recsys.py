@@ -91,7 +91,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         validate_ids: check that every id is inside its table before the lookup; costs a pass over the ids.
         detect_nan: check the loss on all ranks together; costs a small all-reduce and, on a GPU, a synchronisation.
         uneven_batches: where some ranks have fewer batches, end the epoch with the ``shortest``, or raise an ``error``.
-        exploration: of ``"auto"``: ``iterations``, ``rounds``, ``found`` and ``replan_above`` of
+        exploration: of ``"auto"``: ``iterations``, ``rounds``, ``extra_rounds``, ``found`` and ``replan_above`` of
             :class:`~lightning_pipe.loops.auto_program.Exploration`.
         max_in_flight: of ``"auto"``: the most batches in flight, each of which takes its memory.
         save_plan: of ``"auto"``: where to write the plan that was chosen, in YAML, for ``plan`` to name later.

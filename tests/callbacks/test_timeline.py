@@ -51,6 +51,7 @@ def drawn(timeline: Timeline, folder: Path, ends: Any = ()) -> Figure:
 
     def keep(figure: Figure, path: Path) -> None:
         figures.append(figure)
+        path.touch()
 
     with mock.patch.object(Figure, "savefig", keep):
         draw_timeline(timeline, folder / "timeline.png", "a title", ends)

@@ -81,7 +81,7 @@ def test_the_first_batch_can_be_recorded_from_its_training_on(tmp_path: Path) ->
 
 
 def test_where_the_plan_changes_the_recording_goes_on(tmp_path: Path) -> None:
-    strategy = PipelineStrategy("auto", exploration={"iterations": 1, "rounds": 1})
+    strategy = PipelineStrategy("auto", exploration={"iterations": 1, "rounds": 1, "extra_rounds": 0})
     used = cases.trainer(strategy, callbacks=[PipelineTrace(steps=None)], default_root_dir=tmp_path, max_epochs=1)
     used.fit(Net(), torch.utils.data.DataLoader(Rows(120), batch_size=4))
     assert strategy.plan_choice is not None

@@ -5,6 +5,7 @@ Time is a clock that tasks move on.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -93,7 +94,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-FEW = Exploration(iterations=3, rounds=5, found=1)  # with fewer rounds nothing that is found is tried
+FEW = Exploration(iterations=3, rounds=5, found=1, extra_rounds=0)  # with fewer rounds nothing that is found is tried
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def test_an_epoch_that_is_given_up_disturbs_nothing(clock: Clock) -> None:
 
 def test_where_iterations_become_slower_plans_are_tried_again_if_asked_to(clock: Clock) -> None:
     for above, again in ((None, 1), (2.0, 2)):
-        machine = Machine(clock, {"serial": 2, "ahead": 1}, Exploration(3, 2, 0, above))
+        machine = Machine(clock, {"serial": 2, "ahead": 1}, Exploration(3, 2, 0, above, 0))
         machine.epoch(range(100))
         machine.seconds = {"serial": 4, "ahead": 50}
         machine.epoch(range(50))
@@ -195,7 +196,7 @@ def test_where_iterations_become_slower_plans_are_tried_again_if_asked_to(clock:
 
 
 def test_a_plan_that_is_found_again_under_the_same_name_is_the_new_one(clock: Clock) -> None:
-    exploration = Exploration(iterations=3, rounds=5, found=1, replan_above=2.0)
+    exploration = Exploration(iterations=3, rounds=5, found=1, replan_above=2.0, extra_rounds=0)
     machine = Machine(clock, {"serial": 9, "ahead": 8, "auto_1": 5}, exploration, ["auto_1"])
     machine.epoch(range(200))
     assert machine.choices[0].plan.schedule["Copy"].stage == 2
@@ -221,7 +222,7 @@ def test_an_iteration_takes_all_that_is_between_its_begin_and_the_next_one(clock
 
 def test_iterations_at_the_ends_of_an_epoch_are_not_timed(clock: Clock) -> None:
     # A pipeline that fills fetches more than once, one that drains not at all; and a loader's workers have to start.
-    machine = Machine(clock, {}, Exploration(1, 8, 1), ["auto_1"])
+    machine = Machine(clock, {}, Exploration(1, 8, 1, extra_rounds=0), ["auto_1"])
     machine.fetch, machine.start = 10.0, 100.0
     epochs = [range(20 * epoch, 20 * epoch + 4 + epoch % 7) for epoch in range(70)]
     for epoch in epochs:
@@ -234,7 +235,7 @@ def test_iterations_at_the_ends_of_an_epoch_are_not_timed(clock: Clock) -> None:
 def test_no_plan_is_tried_that_the_rounds_could_not_show_to_be_faster(clock: Clock) -> None:
     for rounds, tried in ((4, 0), (5, 1), (6, 3)):
         names = ["auto_1", "auto_2", "auto_3"]
-        machine = Machine(clock, dict.fromkeys(names, 1.0), Exploration(1, rounds, 3), names)
+        machine = Machine(clock, dict.fromkeys(names, 1.0), Exploration(1, rounds, 3, extra_rounds=0), names)
         machine.epoch(range(400))
         assert len(machine.choices[0].measured) == 2 + tried
         assert (machine.choices[0].plan.name == "auto_1") == bool(tried)
@@ -249,6 +250,41 @@ def test_training_that_ends_before_says_that_no_plan_was_chosen(clock: Clock, ca
             machine.program.close()
             machine.program.close()
         assert caplog.text.count("ended before a plan was chosen, under plan ") == said
+        if said:
+            assert "of 5 rounds of 3 iterations under each of 2 plans" in caplog.text
+
+
+def test_plans_that_may_yet_be_the_fastest_are_timed_for_longer(clock: Clock) -> None:
+    exploration = Exploration(1, 5, 3, extra_rounds=4)
+    names = ["auto_1", "auto_2", "auto_3"]
+    found = {"auto_1": 7.0, "auto_2": 20.0, "auto_3": 7.0}
+    machine = Machine(clock, {"serial": 7.0, "ahead": 20.0, **found}, exploration, names)
+    machine.epoch(range(400))
+    (choice,) = machine.choices
+    # Two drop out, and the others are as fast as each other to the end.
+    rounds = {"serial": 9, "ahead": 5, "auto_1": 9, "auto_2": 5, "auto_3": 9}
+    assert {name: len(times) for name, times in choice.measured.items()} == rounds
+    assert choice.plan.name == "serial"
+
+
+def test_a_plan_that_is_slow_at_first_and_not_beyond_noise_is_chosen_by_all_rounds(clock: Clock) -> None:
+    machine = Machine(clock, {"serial": 7.0, "ahead": 7.3}, Exploration(1, 2, 0, extra_rounds=10))
+
+    def timed() -> int:
+        return len(machine.program._times.get("ahead", ()))
+
+    while not machine.choices:
+        machine.epoch(range(10))
+        machine.seconds["ahead"] = 7.3 if timed() < 2 else 6.7
+    assert machine.choices[0].plan.name == "ahead"
+    assert 2 < timed() <= 12
+
+
+def test_rounds_begin_with_another_plan_each_so_that_none_always_follows_the_same(clock: Clock) -> None:
+    machine = Machine(clock, {}, Exploration(1, 4, 0, extra_rounds=0))
+    machine.epoch(range(60))
+    order = [name for name, _ in itertools.groupby(machine.plans)]
+    assert order == ["serial", "ahead", "serial", "ahead", "serial"]  # each round's last begins the next one
 
 
 def test_a_device_with_a_clock_says_how_long_iterations_took() -> None:
@@ -276,7 +312,20 @@ def test_a_device_with_a_clock_says_how_long_iterations_took() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"iterations": 0}, {"rounds": 0}, {"found": -1}, {"replan_above": 1.0}, {"replan_above": 0.5}]
+    "arguments",
+    [
+        {"iterations": 0},
+        {"iterations": "8"},
+        {"rounds": 0},
+        {"rounds": 2.5},
+        {"rounds": True},
+        {"found": -1},
+        {"extra_rounds": -1},
+        {"replan_above": 1.0},
+        {"replan_above": 0.5},
+        {"replan_above": "2"},
+        {"replan_above": float("nan")},
+    ],
 )
 def test_numbers_that_make_no_exploration_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(PlanError, match="needed"):

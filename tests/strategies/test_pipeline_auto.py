@@ -24,8 +24,8 @@ from tests.loops.models import Net, Rows
 from tests.strategies.cases import difference, fit, state_of
 
 # Some 11 iterations, in which the hand-written plans are tried; and 80, in which more are.
-QUICK = {"iterations": 1, "rounds": 1}
-LONGER = {"iterations": 1, "rounds": 5}
+QUICK = {"iterations": 1, "rounds": 1, "extra_rounds": 0}
+LONGER = {"iterations": 1, "rounds": 5, "extra_rounds": 0}
 BATCHES = 9
 BY_HAND = {"serial", "copy_ahead"}
 
@@ -257,8 +257,10 @@ GOOD = default_plan(lambda batch: batch).to_yaml()
         (lambda: PipelineStrategy("serial", exploration=QUICK), SetupError, "plan='auto', which looks for"),
         (lambda: PipelineStrategy("serial", max_in_flight=2), SetupError, "plan='auto', which looks for"),
         (lambda: PipelineStrategy("auto", max_in_flight=0), PlanError, "max_in_flight is 0"),
+        (lambda: PipelineStrategy("auto", max_in_flight="3"), PlanError, "max_in_flight is '3'"),  # type: ignore[arg-type]
+        (lambda: auto({"rounds": "two"}), PlanError, "rounds of an exploration is 'two'"),
         (lambda: PipelineStrategy("auto", exploration={"steps": 3}), SetupError, "its keys are iterations, rounds"),
-        (lambda: PipelineStrategy("auto", exploration={"rounds": 0}), PlanError, "needed are at least 1"),
+        (lambda: PipelineStrategy("auto", exploration={"rounds": 0}), PlanError, "needed is a whole number"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(make: Callable[[], Any], kind: type[Exception], said: str) -> None:
