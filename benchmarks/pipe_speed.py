@@ -4,14 +4,18 @@
 partitions, and as the plain module on one thread, on the same micro-batches, in turns and in both orders. Ideally *n*
 partitions with *m* micro-batches are ``n * m / (m + n - 1)`` times as fast. Aim: 90 % of that, with
 ``checkpoint="never"``. Medians over rounds, and the interquartile range of the ratio of rounds.
+
+Beside it *at once*: how much longer the plain module takes while as many others train in other threads, each on its
+own, which is what the machine takes from several threads whatever runs in them.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -37,23 +41,28 @@ def main() -> None:
         torch.randn(given.rows, given.length, given.width),
         torch.randn(given.rows, given.length, given.width),
     )
-    heads = f"{'way':8}{'chunks':>7}{'plain ms':>10}{'pipe ms':>9}{'faster':>8}{'ideal':>7}{'of ideal':>10}"
+    heads = (
+        f"{'way':8}{'chunks':>7}{'plain ms':>10}{'at once':>9}{'pipe ms':>9}{'faster':>8}{'ideal':>7}{'of ideal':>10}"
+    )
     print(f"{heads}  its quartiles; in both orders")
     for chunks in given.chunks:
-        plain = transformer(given.width, given.partitions)
+        plain, *others = (transformer(given.width, given.partitions) for _ in range(given.partitions))
         pipe = Pipe(transformer(given.width, given.partitions), chunks, given.checkpoint, ["cpu"] * given.partitions)
         ideal = given.partitions * chunks / (chunks + given.partitions - 1)
-        for way, of_pipe, of_plain in (
-            ("forward", partial(by_forward, pipe, inputs, targets), partial(whole, plain, inputs, targets, chunks)),
-            ("loss", partial(by_loss, pipe, inputs, targets), partial(in_turns, plain, inputs, targets, chunks)),
-        ):
-            pairs = measure(of_plain, of_pipe, given.rounds)
-            ratios = [before / after / ideal for before, after in pairs]
+        for way, of_pipe, of_plain in (("forward", by_forward, whole), ("loss", by_loss, in_turns)):
+            steps = [
+                partial(of_plain, plain, inputs, targets, chunks),
+                partial(of_pipe, pipe, inputs, targets),
+                partial(at_once, [partial(of_plain, module, inputs, targets, chunks) for module in (plain, *others)]),
+            ]
+            rounds = measure(steps, given.rounds)
+            ratios = [before / after / ideal for before, after, _ in rounds]
             low, _, high = statistics.quantiles(ratios, n=4)
-            slow, fast = (statistics.median(column) for column in zip(*pairs, strict=True))
+            slow, fast, _ = (statistics.median(column) for column in zip(*rounds, strict=True))
+            together = statistics.median(all_of_them / alone for alone, _, all_of_them in rounds)
             orders = [statistics.median(ratios[first::2]) for first in (0, 1)]
             print(
-                f"{way:8}{chunks:7}{slow * 1e3:10.1f}{fast * 1e3:9.1f}{slow / fast:8.3f}{ideal:7.3f}"
+                f"{way:8}{chunks:7}{slow * 1e3:10.1f}{together:9.3f}{fast * 1e3:9.1f}{slow / fast:8.3f}{ideal:7.3f}"
                 f"{statistics.median(ratios):10.3f}  {low:.3f} .. {high:.3f}; {orders[0]:.3f} and {orders[1]:.3f}",
                 flush=True,
             )
@@ -94,19 +103,29 @@ def in_turns(module: nn.Sequential, inputs: Tensor, targets: Tensor, chunks: int
         (nn.functional.mse_loss(module(piece), target) / chunks).backward()
 
 
-def measure(one: Callable[[], None], other: Callable[[], None], rounds: int) -> list[tuple[float, float]]:
-    """Seconds of both, in each round; every second round in the other order."""
-    for step in (one, other):
+def at_once(steps: Sequence[Callable[[], None]]) -> None:
+    """Each in a thread of its own."""
+    threads = [threading.Thread(target=step) for step in steps]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def measure(steps: Sequence[Callable[[], None]], rounds: int) -> list[list[float]]:
+    """Seconds of each step, in each round; every second round in the other order."""
+    for step in steps:
         step()
         step()
     found = []
     for number in range(rounds):
-        taken = {}
-        for step in (one, other) if number % 2 == 0 else (other, one):
+        taken = [0.0] * len(steps)
+        order = range(len(steps))
+        for index in order if number % 2 == 0 else reversed(order):
             begin = time.perf_counter()
-            step()
-            taken[step] = time.perf_counter() - begin
-        found.append((taken[one], taken[other]))
+            steps[index]()
+            taken[index] = time.perf_counter() - begin
+        found.append(taken)
     return found
 
 

@@ -26,6 +26,8 @@ __all__ = ["LayerGenerators", "MiniBatchSeed", "SharedGenerators"]
 _lock = threading.Lock()
 _MIXED = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: neighbouring counts give seeds far apart
 _SEEDS = 2**63 - 1
+# Arguments of operations that draw nothing where one of them is 0 or false.
+_SWITCHES = frozenset({"dropout_p", "dropout", "train", "training"})
 
 
 class MiniBatchSeed:
@@ -81,7 +83,7 @@ class LayerGenerators(TorchDispatchMode):
         self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or _has_generator(args, kwargs):
+        if torch.Tag.nondeterministic_seeded not in func.tags or not _draws(func, args, kwargs):
             return func(*args, **kwargs)
         self.drew = True
         device = _device_of(args, kwargs)
@@ -119,8 +121,17 @@ def _dropout(generator: torch.Generator, input: Tensor, p: float, train: bool | 
     return input.mul(mask).mul_(0.0 if p == 1 else 1 / (1 - p)), mask
 
 
-def _has_generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    return any(isinstance(one, torch.Generator) for one in (*args, *kwargs.values()))
+def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation that may draw from the shared generators does so with these arguments."""
+    if any(isinstance(one, torch.Generator) for one in (*args, *kwargs.values())):
+        return False
+    # Attention without dropout, say: taken for one that draws, it would wait for that of other partitions.
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name in _SWITCHES:
+            given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+            if given is not None and not given:  # no probability, or not in training
+                return False
+    return True
 
 
 def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
