@@ -15,7 +15,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -61,16 +61,17 @@ those of 'lightning-pipe fit'.
 
 
 class PipelineCLI(LightningCLI):
-    """A LightningCLI that hands on what strategies and the trainer say of their values."""
+    """A LightningCLI that hands on what strategies, models, data and callbacks say of their values."""
 
     _refusal: PipelineError | None = None
 
     def before_instantiate_classes(self) -> None:
-        self.parser.add_instantiator(self._make_strategy, Strategy)
+        for kind in (Strategy, LightningModule, LightningDataModule, Callback):
+            self.parser.add_instantiator(self._make, kind)
 
-    def _make_strategy(self, strategy_class: type[Strategy], *args: Any, **kwargs: Any) -> Strategy:
+    def _make(self, kind: type[Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            return strategy_class(*args, **kwargs)
+            return kind(*args, **kwargs)
         except PipelineError as error:
             self._refusal = error
             raise
@@ -185,8 +186,8 @@ def _bubble(arguments: list[str]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--steps", type=_count, default=20, help="how many to measure; default: 20")
-    parser.add_argument("--warmup", type=_count, default=3, help="how many to train before; default: 3")
+    parser.add_argument("--steps", type=count, default=20, help="how many to measure; default: 20")
+    parser.add_argument("--warmup", type=count, default=3, help="how many to train before; default: 3")
     options, others = parser.parse_known_args(arguments)
     from lightning_pipe.callbacks import BubbleMonitor  # here, since it needs a newer torch than other commands
 
@@ -195,7 +196,12 @@ def _bubble(arguments: list[str]) -> None:
     _train(["fit", *others, "--ckpt_path=null"], partial(_BubbleCLI, monitor, options.warmup + options.steps))
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """A number from 1, for argparse.
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
     return int(text)

@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from lightning_pipe.cli import PipelineCLI
+from lightning_pipe.cli import PipelineCLI, count
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.choice import Prediction
 from lightning_pipe.llm.estimate import Refused, parse_size
@@ -54,8 +54,8 @@ def main(arguments: list[str], train: Callable[[list[str], Callable[..., Pipelin
     )
     estimate.add_argument("--memory", metavar="SIZE", help="of each rank's device, such as 80GB or 512MiB")
     estimate.add_argument("--compare", action="store_true", help="show the other schedules too")
-    estimate.add_argument("--rows", type=int, help="of a batch, of all its micro-batches; default: the data's")
-    estimate.add_argument("--length", type=int, help="of a sequence, in tokens; default: the data's")
+    estimate.add_argument("--rows", type=count, help="of a batch, of all its micro-batches; default: the data's")
+    estimate.add_argument("--length", type=count, help="of a sequence, in tokens; default: the data's")
     options, others = parser.parse_known_args(arguments)
     memory = None if options.memory is None else parse_size(options.memory)
     made: list[_EstimateCLI] = []
@@ -130,7 +130,8 @@ def _strategy(given: Any) -> LLMPipelineStrategy:
 def _world_size(trainer: Any) -> int:
     devices, nodes = trainer.get("devices", "auto"), trainer.get("num_nodes", 1)
     if isinstance(devices, str) and devices not in ("auto", "-1"):
-        devices = [one for one in devices.split(",") if one] if "," in devices else int(devices)
+        named = [one for one in devices.split(",") if one]
+        devices = named if "," in devices else int(devices) if devices.isdecimal() else devices
     count = len(devices) if isinstance(devices, (list, tuple)) else devices
     if not isinstance(count, int) or count < 1:
         raise SetupError(

@@ -80,6 +80,28 @@ trainer:
 """
 
 
+PICKY = """
+import lightning.pytorch as pl
+
+from lightning_pipe.engine import SetupError
+
+
+class PickyModel(pl.LightningModule):
+    def __init__(self):
+        raise SetupError("a model needs what is not installed: install it")
+
+
+class PickyData(pl.LightningDataModule):
+    def __init__(self):
+        raise SetupError("a data needs what is not installed: install it")
+
+
+class PickyCallback(pl.Callback):
+    def __init__(self):
+        raise SetupError("a callback needs what is not installed: install it")
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     """The folder where the command runs, which holds the user's module and configuration."""
@@ -230,6 +252,16 @@ def test_an_unknown_plan_in_a_configuration_is_refused_in_the_strategys_own_word
     message = refusal(["fit", "--config", "fit.yaml", "--trainer.strategy.init_args.plan", "basse"], capsys)
     assert message.startswith("there is no plan 'basse'")
     assert "Namespace" not in message
+
+
+@pytest.mark.parametrize("what", ["model", "data", "callback"])
+def test_what_a_model_data_or_a_callback_refuses_is_said_in_its_own_words(
+    what: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "picky.py").write_text(PICKY)
+    name = {"model": "--model", "data": "--data", "callback": "--trainer.callbacks"}[what]
+    message = refusal(["fit", "--config", "fit.yaml", name, f"picky.Picky{what.capitalize()}"], capsys)
+    assert message == f"a {what} needs what is not installed: install it\n"
 
 
 def test_a_value_that_lightning_refuses_ends_in_its_message(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

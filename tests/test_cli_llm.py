@@ -108,6 +108,8 @@ def test_rows_and_length_may_be_given_in_the_place_of_data(folder: Path, capsys:
     [
         (["--memory", "much"], "the size is 'much'; needed is a number of bytes above 0"),
         (["--length", "9"], "--length is 9, without --rows; give both"),
+        (["--memory", "9" * 400], "needed is a number of bytes above 0"),
+        (["--trainer.devices", "x"], "trainer.devices is 'x', which is known only where training runs"),
         (["--trainer.devices", "auto"], "trainer.devices is 'auto', which is known only where training runs"),
         (["--trainer.strategy", "ddp"], "the strategy is DDPStrategy; needed is an LLMPipelineStrategy"),
         (
@@ -123,6 +125,16 @@ def test_what_cannot_be_estimated_is_refused(
     options: list[str], says: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert says in refusal(capsys, *options)
+
+
+@pytest.mark.parametrize("option", ["--rows", "--length"])
+@pytest.mark.parametrize("value", ["0", "-1", "two"])
+def test_a_batch_of_no_size_is_refused(
+    option: str, value: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        estimate(option, value)
+    assert f"argument {option}: '{value}' is no number of at least 1" in capsys.readouterr().err
 
 
 def test_it_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:

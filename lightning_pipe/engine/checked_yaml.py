@@ -38,7 +38,7 @@ def load_mapping(text: str, kind: str, known: tuple[str, ...], *, compare: str) 
 
     try:
         content = yaml.load(text, Loader=Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise PlanError(f"the {kind} is not valid YAML: {error}; compare it with {compare}") from error
     if not isinstance(content, dict):
         raise PlanError(f"a {kind} is a mapping of {', '.join(known)}; found {type(content).__name__}")

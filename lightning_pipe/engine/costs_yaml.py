@@ -81,6 +81,10 @@ def load_costs(text: str) -> CostsFile:
     tasks = content.get("tasks")
     if not isinstance(tasks, dict) or not tasks:
         raise PlanError(f"the costs' 'tasks' map each task to its cost; found {tasks!r}. See {_EXAMPLE}")
+    names = [str(name) for name in tasks]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise PlanError(f"the costs name the task {twice!r} twice, as text and as a number; say it once")
     network = content.get("network") or {}
     if not isinstance(network, dict):
         raise PlanError(f"the costs have network {network!r}; write a mapping of {' and '.join(_NETWORK_KEYS)}")
@@ -139,6 +143,8 @@ def _cost(name: str, given: Any) -> TaskCost:
     elif kinds:
         kind = next(one for one in _KINDS if one == kinds[0])
         background = Message(kind, _parsed(where, parse_size, given[kind]))
+    if waited_by is not None and not isinstance(waited_by, str):
+        raise PlanError(f"{where} is waited_by {waited_by!r}; write the name of one task")
     resource, other = given.get("resource", "compute"), given.get("background_resource", "network")
     seconds = _number(f"{where} has ms", given.get("ms", 0.0)) / 1e3
     launch = _number(f"{where} has launch_ms", given.get("launch_ms", 0.0)) / 1e3

@@ -13,6 +13,9 @@ from lightning_pipe.engine.task import PipelineTask
 
 MAIN = "main"
 
+# Far above what any memory holds; a slip such as 200000 would take half a minute to check.
+_HIGHEST_STAGE = 1000
+
 
 @dataclass(frozen=True)
 class TaskSchedule:
@@ -256,8 +259,11 @@ def _is_count(value: object) -> bool:
 
 
 def _check_schedule(plan: str, task: str, where: TaskSchedule) -> None:
-    if not _is_count(where.stage):
-        raise PlanError(f"plan {plan!r}: task {task!r} has stage {where.stage!r}; stages are whole numbers from 0")
+    if not _is_count(where.stage) or where.stage > _HIGHEST_STAGE:
+        raise PlanError(
+            f"plan {plan!r}: task {task!r} has stage {where.stage!r}; stages are whole numbers from 0 to"
+            f" {_HIGHEST_STAGE}, each of which keeps one more batch in memory"
+        )
     if not isinstance(where.thread_group, str) or not where.thread_group:
         raise PlanError(f"plan {plan!r}: task {task!r} has thread_group {where.thread_group!r}; give it a name")
     if where.stream is not None and (not isinstance(where.stream, str) or not where.stream):

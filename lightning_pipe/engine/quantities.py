@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from lightning_pipe.engine.errors import SetupError
 
@@ -20,9 +21,10 @@ def parse_size(text: str) -> int:
         SetupError: it is no size.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
-    size = int(float(found[1]) * _SIZES[found[2] or ""]) if found else 0
-    if size < 1:
-        raise SetupError(f"the size is {text!r}; needed is a number of bytes above 0, such as 80GB or 512MiB")
+    size = int(Fraction(found[1]) * _SIZES[found[2] or ""]) if found else 0
+    if not 1 <= size < 2**63:
+        shown = text if len(text) <= 40 else f"{text[:40]}..."
+        raise SetupError(f"the size is {shown!r}; needed is a number of bytes above 0, such as 80GB or 512MiB")
     return size
 
 

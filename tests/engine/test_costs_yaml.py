@@ -67,6 +67,12 @@ def test_only_tasks_are_needed_and_a_number_is_milliseconds() -> None:
         ("tasks: {Train: {all_to_all: 2 apples}}", "'Train' of the costs: the size is '2 apples'"),
         ("tasks: {Train: {all_to_all: 1MB, all_reduce: 1MB}}", "has all_to_all and all_reduce; .* give one"),
         ("tasks: {Train: {ms: 5, waited_by: Rest}}", "waited_by 'Rest', but submits nothing"),
+        (
+            "tasks: {Train: {all_to_all: 2MB, waited_by: [Rest]}}",
+            r"is waited_by \['Rest'\]; write the name of one task",
+        ),
+        ("tasks: {1: 5, '1': 6}", "the task '1' twice, as text and as a number"),
+        (f"tasks: {'[' * 5000}", "not valid YAML: maximum recursion depth exceeded"),
         ("tasks: {Train: 5}\nbetween_ms: -1", "between_ms -1; write a number from 0"),
         ("tasks: {Train: 5}\ncores: two", "cores 'two'; write a number from 0"),
         ("tasks: {Train: 5}\ndevice_streams: 1", "device_streams 1; write true or false"),

@@ -139,6 +139,12 @@ def test_too_small_a_depth_is_refused_with_the_one_needed() -> None:
         plan((2, 0, 0), pipeline_depth=2)
 
 
+@pytest.mark.parametrize("stage", [-1, 1.0, "1", True, 1001, 200_000])
+def test_a_stage_that_no_memory_holds_or_is_no_number_is_refused(stage: Any) -> None:
+    with pytest.raises(PlanError, match="stages are whole numbers from 0 to 1000"):
+        plan((stage, 0, 0))
+
+
 @pytest.mark.parametrize("depth", ["three", 2.0, True, -1])
 def test_a_depth_that_is_no_number_of_batches_is_refused(depth: Any) -> None:
     with pytest.raises(PlanError, match="counts batches"):

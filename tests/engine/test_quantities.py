@@ -37,6 +37,7 @@ def test_what_a_person_writes_is_read(parse: Callable[[str], float], text: str, 
     [
         (parse_size, "80 gigs", "a number of bytes above 0, such as 80GB"),
         (parse_size, "0", "a number of bytes above 0"),
+        (parse_size, "9" * 20 + "TB", "a number of bytes above 0"),
         (parse_duration, "5", "with its unit, such as 5us"),
         (parse_duration, "-5us", "a number from 0"),
         (parse_duration, "5 min", "with its unit"),
@@ -50,3 +51,8 @@ def test_what_cannot_be_read_is_refused_with_an_example(parse: Callable[[str], f
     with pytest.raises(SetupError, match=needed) as refusal:
         parse(text)
     assert repr(text) in str(refusal.value)
+
+
+def test_a_size_without_end_is_shown_in_part() -> None:
+    with pytest.raises(SetupError, match=r"the size is '9{40}\.\.\.'; needed"):
+        parse_size("9" * 500)
