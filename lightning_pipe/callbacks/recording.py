@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from lightning_pipe.engine import SWPipeline
+from lightning_pipe.engine import SWPipeline, TaskSpan
 from lightning_pipe.engine.clocks import ClockOffset
 from lightning_pipe.engine.plan import MAIN
-from lightning_pipe.engine.timeline import EVALUATION, TASK, Bar, task_bars
+from lightning_pipe.engine.timeline import BACKWARD, EVALUATION, FORWARD, RECOMPUTE, TASK, Bar, task_bars
+from lightning_pipe.pipe.plans import work_of
+from lightning_pipe.strategies.in_process import InProcessPipelineStrategy
 
 if TYPE_CHECKING:
     from lightning_pipe.llm.runner import PipelineRunner
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["Recording"]
 
 _ENDS = 5  # of batches: more are in no picture
+_KINDS = {"Forward": FORWARD, "Recompute": RECOMPUTE, "Backward": BACKWARD}
+_NOTHING = 5e-5  # seconds: shorter is no forward
 
 
 class Recording:
@@ -30,7 +34,7 @@ class Recording:
     Args:
         first: the batch it begins with.
         clock: how far this rank's clock is off now.
-        strategy: the trainer's; if it has a runner of stages, their work is recorded too.
+        strategy: the trainer's; if it has a runner of stages, or a pipe, their work is recorded too.
         keep: the number of tasks, and of works of stages, to keep.
 
     Attributes:
@@ -49,6 +53,9 @@ class Recording:
         self._runner: PipelineRunner | None = getattr(strategy, "runner", None)
         self._events: deque[StageEvent] = deque(maxlen=keep)
         self._evaluations: deque[tuple[str, float, float]] = deque(maxlen=keep)
+        self._pipe = strategy.pipe if isinstance(strategy, InProcessPipelineStrategy) else None
+        if self._pipe is not None:
+            self._pipe.start_trace(keep)
         self._pipeline: SWPipeline | None = None
         self._offset = 0  # of the pipeline's iterations, behind which batches of the fit they are
         self._earlier: list[Bar] = []
@@ -60,7 +67,7 @@ class Recording:
     @property
     def of_stages(self) -> bool:
         """Whether it has stages' work on micro-batches."""
-        return self._runner is not None
+        return self._runner is not None or self._pipe is not None
 
     def start(self, pipeline: SWPipeline, batch: int) -> None:
         """Record the tasks of *pipeline* from now on, where *batch* of the fit is trained next."""
@@ -105,6 +112,8 @@ class Recording:
             self._take_events()
             self._runner.record_events = self._wanted
             bars.extend(_stage_bars(self._events, bars, rank, _pipeline_index(self._strategy)))
+        if self._pipe is not None:
+            bars.extend(_partition_bars(self._pipe.stop_trace(), bars, rank))
         bars.extend(Bar(rank, MAIN, name, EVALUATION, start, end) for name, start, end in self._evaluations)
         return bars
 
@@ -127,18 +136,46 @@ class Recording:
 
 
 def _stage_bars(events: Iterable[StageEvent], tasks: Sequence[Bar], rank: int, pipeline: int) -> list[Bar]:
-    """Bars of micro-batches, for the iteration of the task that each lies in."""
-    bars = []
-    around = deque(sorted((bar for bar in tasks if bar.kind == TASK and bar.lane == MAIN), key=lambda bar: bar.start))
-    for event in events:
-        start, end = event.start_ns / 1e9, event.end_ns / 1e9
-        while around and around[0].end <= start:
-            around.popleft()
-        iteration = around[0].iteration if around and around[0].start <= start else None
-        bars.append(
-            Bar(rank, MAIN, event.kind, event.kind, start, end, iteration, event.microbatch, event.stage, pipeline)
+    """Bars of micro-batches in stages, for the iteration of the task that each lies in."""
+    bars = [
+        Bar(
+            rank,
+            MAIN,
+            one.kind,
+            one.kind,
+            one.start_ns / 1e9,
+            one.end_ns / 1e9,
+            None,
+            one.microbatch,
+            one.stage,
+            pipeline,
         )
-    return bars
+        for one in events
+    ]
+    return _in_iterations(bars, tasks)
+
+
+def _partition_bars(spans: Iterable[TaskSpan], tasks: Sequence[Bar], rank: int) -> list[Bar]:
+    """Bars of micro-batches in a pipe's partitions, for the iteration of the task that each lies in."""
+    bars = []
+    for span in spans:
+        what, partition = work_of(span.task)
+        kind = _KINDS[what]
+        if kind == RECOMPUTE and span.end - span.start < _NOTHING:
+            continue  # of a micro-batch whose activations were kept
+        bars.append(Bar(rank, span.thread, kind, kind, span.start, span.end, None, span.iteration, partition))
+    return _in_iterations(sorted(bars, key=lambda bar: bar.start), tasks)
+
+
+def _in_iterations(bars: Iterable[Bar], tasks: Sequence[Bar]) -> list[Bar]:
+    """*bars*, by start, each for the iteration of the main thread's task that it began in."""
+    found = []
+    around = deque(sorted((bar for bar in tasks if bar.kind == TASK and bar.lane == MAIN), key=lambda bar: bar.start))
+    for bar in bars:
+        while around and around[0].end <= bar.start:
+            around.popleft()
+        found.append(replace(bar, iteration=around[0].iteration if around and around[0].start <= bar.start else None))
+    return found
 
 
 def _pipeline_index(strategy: Any) -> int:

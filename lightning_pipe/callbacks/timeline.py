@@ -16,6 +16,7 @@ from lightning_pipe.engine.timeline import (
     BACKWARD,
     FORWARD,
     INPUT_BACKWARD,
+    RECOMPUTE,
     WAITS,
     WEIGHT_BACKWARD,
     Bar,
@@ -52,6 +53,7 @@ class _Look:
 
 _LOOKS = {
     FORWARD: _Look("F", 0.45, "", "forward"),
+    RECOMPUTE: _Look("R", 0.45, "\\\\\\\\", "forward again"),
     BACKWARD: _Look("B", -0.1, "", "backward"),
     INPUT_BACKWARD: _Look("I", -0.1, "////", "backward for inputs"),
     WEIGHT_BACKWARD: _Look("W", 0.2, "....", "backward for weights"),
@@ -105,8 +107,9 @@ class _Drawing:
         self._begin = ends[0] if ends else min((bar.start for bar in timeline.bars), default=0.0)
         self._end = ends[-1] if ends else max((bar.end for bar in timeline.bars), default=0.0)
         self._by_microbatch = any(bar.stage is not None for bar in timeline.bars)
-        self._several_stages = len({(bar.rank, bar.stage) for bar in timeline.bars if bar.stage is not None}) > len(
-            {bar.rank for bar in timeline.bars if bar.stage is not None}
+        of_stages = [bar for bar in timeline.bars if bar.stage is not None]
+        self._several_stages = len({(bar.rank, bar.lane, bar.stage) for bar in of_stages}) > len(
+            {(bar.rank, bar.lane) for bar in of_stages}
         )
         seen = [p for p, bar in enumerate(timeline.bars) if bar.end > self._begin and bar.start < self._end]
         self._rows = list(dict.fromkeys((timeline.bars[p].rank, timeline.bars[p].lane) for p in seen))

@@ -23,11 +23,12 @@ from lightning_pipe.callbacks.of_fit import (
 )
 from lightning_pipe.callbacks.recording import Recording
 from lightning_pipe.callbacks.timeline import draw_timeline, require_matplotlib
-from lightning_pipe.engine import SetupError
+from lightning_pipe.engine import PipelinePlan, SetupError
 from lightning_pipe.engine.clocks import measure_offset, to_first_rank
 from lightning_pipe.engine.timeline import Bar, Timeline
 from lightning_pipe.engine.trace_events import write_trace
 from lightning_pipe.loops import PipelineTrainingEpochLoop
+from lightning_pipe.strategies.in_process import InProcessPipelineStrategy
 
 __all__ = ["PipelineTrace"]
 
@@ -112,7 +113,7 @@ class PipelineTrace(pl.Callback):
         if not isinstance(trainer.fit_loop.epoch_loop, PipelineTrainingEpochLoop):
             raise SetupError(
                 f"the strategy is a {type(trainer.strategy).__name__}, which runs no tasks to trace; needed is"
-                " strategy='pipeline', or a recsys_* or llm_* one"
+                " strategy='pipeline', 'in_process_pipeline', or a recsys_* or llm_* one"
             )
         _check_order(trainer, self)
         self._trained, self._recording, self._warned = 0, None, False
@@ -215,8 +216,7 @@ class PipelineTrace(pl.Callback):
         self._try(lambda: write_trace(timeline, self._named(self._path, recording), notes))
         if self._picture is not None:
             picture = self._named(self._picture, recording)
-            schedule = getattr(trainer.strategy, "schedule_spec", None)
-            name = f"plan {pipeline.plan.name}" if schedule is None else f"schedule {schedule.name}"
+            name = _named_plan(trainer.strategy, pipeline.plan)
             self._try(lambda: _draw(timeline, picture, name, recording))
 
     def _named(self, path: Path, recording: Recording, suffix: str = "") -> Path:
@@ -230,6 +230,14 @@ class PipelineTrace(pl.Callback):
             if not self._warned:
                 self._warned = True
                 rank_zero_warn(f"PipelineTrace could not write ({error}); training goes on. Give it another path")
+
+
+def _named_plan(strategy: Any, plan: PipelinePlan) -> str:
+    """What ran, for the title of a picture."""
+    if isinstance(strategy, InProcessPipelineStrategy):
+        return f"pipe of {len(strategy.pipe.balance)} partitions"
+    schedule = getattr(strategy, "schedule_spec", None)
+    return f"plan {plan.name}" if schedule is None else f"schedule {schedule.name}"
 
 
 def _draw(timeline: Timeline, path: Path, name: str, recording: Recording) -> None:

@@ -6,6 +6,7 @@ through a stage lies inside the run of the task that is a whole schedule. Second
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from lightning_pipe.engine.trace import TaskSpan
 TASK, DEVICE, EVALUATION = "task", "device", "evaluation"
 FORWARD, BACKWARD = "forward", "backward"
 INPUT_BACKWARD, WEIGHT_BACKWARD = "input_backward", "weight_backward"
+RECOMPUTE = "recompute"  # a forward once more, for its backward
 WAITS = ("wait_forward", "wait_backward")
 
 Arrow = tuple[int, int]
@@ -33,7 +35,8 @@ class Bar:
         lane: the thread group's name; ``"stream NAME"`` for work on a device.
         name: what it is called: the task's name, or its kind.
         kind: ``"task"``; ``"device"``, the same task on its stream; ``"evaluation"``; of a micro-batch ``"forward"``,
-            ``"backward"``, ``"input_backward"``, ``"weight_backward"``, ``"wait_forward"`` or ``"wait_backward"``.
+            ``"backward"``, ``"input_backward"``, ``"weight_backward"``, ``"recompute"``, ``"wait_forward"`` or
+            ``"wait_backward"``.
         start: seconds.
         end: seconds.
         iteration: that it was for; ``None`` where that is not known.
@@ -96,8 +99,8 @@ class Timeline:
 
     @cached_property
     def outer(self) -> frozenset[int]:
-        """Positions of bars that others lie inside of."""
-        found = set()
+        """Positions of bars that others lie inside of: in their lane, or work on micro-batches in another thread."""
+        found = set(self._held)
         open_bars: list[int] = []
         for position, bar in enumerate(self.bars):
             while open_bars and not _inside(bar, self.bars[open_bars[-1]]):
@@ -106,6 +109,20 @@ class Timeline:
                 found.add(open_bars[-1])
             open_bars.append(position)
         return frozenset(found)
+
+    @cached_property
+    def _held(self) -> dict[int, list[int]]:
+        """Tasks of main threads that wait while other threads of their rank are at micro-batches, and that work."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for rank in {bar.rank for bar in self.bars if bar.stage is not None and bar.lane != MAIN}:
+            tasks = [p for p, bar in enumerate(self.bars) if (bar.rank, bar.lane, bar.kind) == (rank, MAIN, TASK)]
+            begins = [self.bars[position].start for position in tasks]
+            for position, bar in enumerate(self.bars):
+                if bar.rank == rank and bar.stage is not None and bar.lane != MAIN:
+                    before = bisect_right(begins, bar.start) - 1
+                    if before >= 0 and bar.end <= self.bars[tasks[before]].end:
+                        found[tasks[before]].append(position)
+        return found
 
     @cached_property
     def critical(self) -> frozenset[int]:
@@ -136,6 +153,15 @@ class Timeline:
                 before[following].append(one)
                 if self.bars[one].stage is not None and self.bars[following].stage is None:
                     before[following].extend(last[self._schedule(one)])
+        for task, held in self._held.items():
+            in_lane = [p for p in leaves if self._lane(p) == self._lane(task)]
+            for one in in_lane:
+                if self.bars[one].start >= self.bars[task].end:
+                    before[one].append(max(held, key=lambda p: self.bars[p].end))
+                    break
+            earlier = [p for p in in_lane if self.bars[p].end <= self.bars[task].start]
+            for one in held:
+                before[one].extend(earlier[-1:])
         path: list[tuple[int | None, int]] = []
         seen: set[int] = set()
         for ranks in self._joined_ranks():
@@ -155,7 +181,9 @@ class Timeline:
         last: dict[tuple[int, int | None], dict[int, int]] = defaultdict(dict)
         for position in leaves:  # in each lane by start
             if self.bars[position].stage is not None:
-                last[self._schedule(position)][self.bars[position].rank] = position
+                of_rank, rank = last[self._schedule(position)], self.bars[position].rank
+                if rank not in of_rank or self.bars[of_rank[rank]].end <= self.bars[position].end:
+                    of_rank[rank] = position
         return defaultdict(list, {schedule: list(of_rank.values()) for schedule, of_rank in last.items()})
 
     def _schedule(self, position: int) -> tuple[int, int | None]:
@@ -211,7 +239,9 @@ def _needs(stage: int, kind: str) -> list[tuple[int, str]]:
         return [(stage - 1, FORWARD)]
     if kind == WEIGHT_BACKWARD:
         return [(stage, INPUT_BACKWARD)]
-    return [(stage, FORWARD), (stage + 1, BACKWARD), (stage + 1, INPUT_BACKWARD)]
+    if kind == RECOMPUTE:
+        return [(stage, FORWARD)]
+    return [(stage, FORWARD), (stage, RECOMPUTE), (stage + 1, BACKWARD), (stage + 1, INPUT_BACKWARD)]
 
 
 def _inside(bar: Bar, other: Bar) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -66,20 +67,29 @@ def balance_by_parameters(module: nn.Sequential, partitions: int) -> list[int]:
     return even_shares([sum(p.numel() for p in layer.parameters()) for layer in module], partitions)
 
 
-def balance_by_time(module: nn.Sequential, partitions: int, sample: Any, *, repeats: int = 5) -> list[int]:
+def balance_by_time(
+    module: nn.Sequential, partitions: int, sample: Any, *, repeats: int = 5, device: torch.device | str | None = None
+) -> list[int]:
     """A balance by the time that each layer takes, forward and backward.
 
     Args:
-        module: its layers run where they are, in their mode; gradients, buffers and random generators are put back.
+        module: its layers run in their mode; gradients, buffers and random generators are put back.
         partitions: how many.
         sample: what the first layer takes: a micro-batch.
         repeats: how often each is timed; the median counts.
+        device: where each layer is for its turn; by default where it is anyway.
     """
-    return even_shares([seconds for seconds, _ in _measure(module, sample, repeats)], partitions)
+    return even_shares([seconds for seconds, _ in _measure(module, sample, repeats, device)], partitions)
 
 
 def balance_by_memory(
-    module: nn.Sequential, partitions: int, sample: Any, *, chunks: int = 1, parameter_scale: float = 4.0
+    module: nn.Sequential,
+    partitions: int,
+    sample: Any,
+    *,
+    chunks: int = 1,
+    parameter_scale: float = 4.0,
+    device: torch.device | str | None = None,
 ) -> list[int]:
     """A balance by the memory that each layer takes in training.
 
@@ -90,23 +100,30 @@ def balance_by_memory(
         chunks: micro-batches whose activations are kept at once.
         parameter_scale: bytes for a byte of parameters: itself, its gradient, and the optimiser's states. 4 is Adam's,
             3 that of SGD with momentum, 2 of SGD.
+        device: see :func:`balance_by_time`.
     """
     costs = []
-    for layer, (_, activations) in zip(module, _measure(module, sample, 1), strict=True):
+    for layer, (_, activations) in zip(module, _measure(module, sample, 1, device), strict=True):
         parameters = sum(p.numel() * p.element_size() for p in layer.parameters())
         costs.append(parameters * parameter_scale + activations * chunks)
     return even_shares(costs, partitions)
 
 
-def _measure(module: nn.Sequential, sample: Any, repeats: int) -> list[tuple[float, int]]:
+def _measure(
+    module: nn.Sequential, sample: Any, repeats: int, device: torch.device | str | None
+) -> list[tuple[float, int]]:
     """Of each layer: seconds of forward and backward, and bytes that are kept for backward."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     devices = sorted({p.device.index for p in module.parameters() if p.device.type == "cuda"})
+    if device is not None and torch.device(device).type == "cuda":
+        devices = sorted({*devices, torch.device(device).index or 0})
     try:
         with torch.random.fork_rng(devices), torch.enable_grad(), using(_KeptSkips()):
             found, value = [], sample
             for layer in module:
-                seconds, kept, value = _measure_layer(layer, value, repeats)
+                with _moved(layer, device):
+                    value = value if device is None else _to(value, device)
+                    seconds, kept, value = _measure_layer(layer, value, repeats)
                 found.append((seconds, kept))
             return found
     finally:
@@ -140,6 +157,25 @@ def _measure_layer(layer: nn.Module, value: Any, repeats: int) -> tuple[float, i
         _wait(output)
         times.append(time.perf_counter() - begin)
     return statistics.median(times), sum(kept.values()), pytree.tree_map(_leaf, output)
+
+
+@contextmanager
+def _moved(layer: nn.Module, device: torch.device | str | None) -> Iterator[None]:
+    """A layer on a device, in the body."""
+    tensors = [*layer.parameters(), *layer.buffers()]
+    if device is None or not tensors:
+        yield
+        return
+    before = tensors[0].device
+    try:
+        layer.to(device)
+        yield
+    finally:
+        layer.to(before)
+
+
+def _to(value: Any, device: torch.device | str) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
 
 
 class _KeptSkips(Skips):

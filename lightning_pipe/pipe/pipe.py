@@ -237,12 +237,19 @@ class Pipe(nn.Module):
 
     # ------------------------------------------------------------------ measuring, and the end
 
-    def start_trace(self) -> None:
-        """Record when each task runs: ``Forward0`` is partition 0's forward, its iteration a micro-batch."""
-        self._schedule.start_trace()
+    def start_trace(self, keep: int | None = None) -> None:
+        """Record when each task runs: ``Forward0`` is partition 0's forward.
+
+        Args:
+            keep: the number of runs to keep of each plan, the latest; None for all.
+        """
+        self._schedule.start_trace(keep)
 
     def stop_trace(self) -> list[TaskSpan]:
-        """Stop recording; returns the spans in the order in which they ended."""
+        """Stop recording; returns the spans in the order in which they ended.
+
+        Of a span *iteration* is the index of the micro-batch in its mini-batch.
+        """
         return self._schedule.stop_trace()
 
     def scale_loss(self, scale: Callable[[], float] | None) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, TaskSchedule
 from lightning_pipe.pipe.skip_layout import SkipRoute
 
-__all__ = ["TaskFunction", "backward_plan", "forward_plan", "one_forward_one_backward_plan"]
+__all__ = ["TaskFunction", "backward_plan", "forward_plan", "one_forward_one_backward_plan", "work_of"]
 
 # A task's function, for a partition.
 TaskFunction = Callable[[int, IterContext], None]
@@ -43,7 +43,8 @@ def backward_plan(
     """All backwards, the last partition first. A partition recomputes while the next one is at the gradient."""
     tasks = []
     for index in reversed(range(partitions)):
-        tasks.append((_recompute(index, recompute), _where(index, index + 2)))
+        # As late as can be: of what is recomputed a partition holds one micro-batch at a time.
+        tasks.append((_recompute(index, recompute), _where(index, index + 1)))
         tasks.append((_backward(index, routes, backward), _where(index, index + 1)))
     return PipelinePlan(tasks, name="gpipe_backward")
 
@@ -54,7 +55,7 @@ def one_forward_one_backward_plan(
     """Forwards and backwards in turns."""
     tasks = [(_forward(index, routes, forward), _where(index, partitions)) for index in range(partitions)]
     for index in reversed(range(partitions)):
-        tasks.append((_recompute(index, recompute), _where(index, min(index + 2, partitions))))
+        tasks.append((_recompute(index, recompute), _where(index, index + 1)))
         tasks.append((_backward(index, routes, backward), _where(index, index + 1)))
     return PipelinePlan(tasks, name="1f1b")
 
@@ -91,6 +92,12 @@ def _backward(index: int, routes: Sequence[SkipRoute], fn: TaskFunction) -> Pipe
         writes=[gradient_field(index), *skips_out],
         not_replayable=_GRAPH,
     )
+
+
+def work_of(task: str) -> tuple[str, int]:
+    """What a task does, and of which partition: ``("Forward", 0)``, ``("Recompute", 2)`` or ``("Backward", 1)``."""
+    what = task.rstrip("0123456789")
+    return what, int(task.removeprefix(what))
 
 
 def value_field(partition: int) -> str:

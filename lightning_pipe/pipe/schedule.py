@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -73,6 +74,9 @@ class Scheduler:
         self.plans: dict[str, PipelinePlan] = {plan.name: plan for plan in plans}
         self._pipelines: dict[str, SWPipeline] = {}
         self._tracing = False
+        self._keep: int | None = None
+        # Of each plan, while it is traced: with which iteration mini-batches began, and their micro-batches' indices.
+        self._traced: dict[str, deque[tuple[int, Sequence[int]]]] = {}
 
     def run(self, plan: str, micro_batches: Sequence[MicroBatch]) -> Iterator[IterContext]:
         """Run micro-batches under a plan; yields their contexts, in the order given, as they are done.
@@ -84,7 +88,10 @@ class Scheduler:
         if pipeline is None:
             pipeline = self._pipelines[plan] = SWPipeline(self.plans[plan])
             if self._tracing:
-                pipeline.start_trace()
+                pipeline.start_trace(self._keep)
+        if self._tracing:
+            of_plan = self._traced.setdefault(plan, deque(maxlen=self._keep))
+            of_plan.append((pipeline.started, [micro.index for micro in micro_batches]))
         source = iter(micro_batches)
         try:
             while True:
@@ -96,20 +103,35 @@ class Scheduler:
         except BaseException as error:
             # What is in flight must not meet the next mini-batch.
             self._pipelines.pop(plan).close()
+            self._traced.pop(plan, None)
             if isinstance(error, TaskError) and error.__cause__ is not None:
                 raise error.__cause__ from None
             raise
 
-    def start_trace(self) -> None:
-        """Record when each task runs."""
-        self._tracing = True
+    def start_trace(self, keep: int | None = None) -> None:
+        """Record when each task runs; keep the latest *keep* of each plan, or all."""
+        self._tracing, self._keep = True, keep
+        self._traced.clear()
         for pipeline in self._pipelines.values():
-            pipeline.start_trace()
+            pipeline.start_trace(keep)
 
     def stop_trace(self) -> list[TaskSpan]:
-        """Stop recording; returns the spans in the order in which they ended."""
+        """Stop recording; returns the spans in the order in which they ended, an iteration being a micro-batch."""
         self._tracing = False
-        spans = [span for pipeline in self._pipelines.values() for span in pipeline.stop_trace()]
+        spans = []
+        for plan, pipeline in self._pipelines.items():
+            # The engine counts iterations on and on, and a backward begins with the last micro-batch.
+            of_iteration = {
+                first + place: index
+                for first, indices in self._traced.get(plan, ())
+                for place, index in enumerate(indices)
+            }
+            spans += [
+                replace(span, iteration=of_iteration[span.iteration])
+                for span in pipeline.stop_trace()
+                if span.iteration in of_iteration
+            ]
+        self._traced.clear()
         return sorted(spans, key=lambda span: span.end)
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -17,17 +17,19 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipe.engine import SetupError, TaskSpan
+from lightning_pipe.engine import PlanError, SetupError, TaskSpan
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.pipe import Pipe
 from lightning_pipe.pipe.partitioning import Checkpoint, check_checkpoint
 from lightning_pipe.strategies.base import reading_plain_types
+from lightning_pipe.strategies.pipe_balance import Measure, measured_balance
 from lightning_pipe.strategies.refusals import loss_scaler
 
 __all__ = ["InProcessPipelineStrategy"]
 
+_BALANCES = ("parameters", *get_args(Measure))
 _CHUNKS = 4  # for each partition: three of seven or more steps of a partition are then not waiting
 
 
@@ -51,7 +53,9 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
     Args:
         chunks: micro-batches of a batch; by default four for each device.
         checkpoint: see :class:`~lightning_pipe.pipe.Pipe`, as for all that follows.
-        balance: number of layers of each partition.
+        balance: number of layers of each partition; or ``"parameters"`` (the default), ``"time"`` or ``"memory"``: an
+            even share of that. The last two measure each layer, when the trainer sets up, on the module's
+            ``example_input_array``, which is to have about as many rows as a micro-batch.
         deferred_batch_norm: move running statistics once a batch.
         compile_partitions: compile the layers of each partition together.
         pipe_module: the attribute that is the Sequential; by default what the module's own ``pipe_module`` says, and
@@ -73,7 +77,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
         chunks: int | None = None,
         *,
         checkpoint: Checkpoint = "except_last",
-        balance: Sequence[int] | None = None,
+        balance: Sequence[int] | Literal["parameters"] | Measure | None = None,
         deferred_batch_norm: bool = False,
         compile_partitions: bool = False,
         pipe_module: str | None = None,
@@ -84,6 +88,11 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
     ) -> None:
         super().__init__("cpu", accelerator, checkpoint_io, precision_plugin)
         check_checkpoint(1 if chunks is None else chunks, checkpoint)
+        if isinstance(balance, str) and balance not in _BALANCES:
+            raise PlanError(
+                f"balance is {balance!r}; needed is a number of layers for each partition, or one of"
+                f" {', '.join(map(repr, _BALANCES))}"
+            )
         self._chunks = chunks
         self._checkpoint: Checkpoint = checkpoint
         self._balance = balance
@@ -148,7 +157,14 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
             module.to(self.root_device)
             devices = self._devices or [self.root_device]
             chunks = _CHUNKS * len(devices) if self._chunks is None else self._chunks
-            pipe = Pipe(sequential, chunks, self._checkpoint, devices, self._balance, self._deferred_batch_norm)
+            balance = self._balance
+            if balance == "time" or balance == "memory":
+                setattr(holder, name, sequential)  # the module's forward leads to it
+                kept = chunks if self._checkpoint == "never" else 1
+                balance = measured_balance(balance, module, sequential, len(devices), kept, self.root_device)
+            elif isinstance(balance, str):
+                balance = None
+            pipe = Pipe(sequential, chunks, self._checkpoint, devices, balance, self._deferred_batch_norm)
         except BaseException:
             setattr(holder, name, sequential)
             raise

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_pipe.callbacks import BubbleMonitor, PipelineTrace
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.clocks import ClockOffset, measure_offset
-from lightning_pipe.strategies import PipelineStrategy
+from lightning_pipe.strategies import InProcessPipelineStrategy, PipelineStrategy
 from tests.distributed import run_ranks
 from tests.engine.trace_event_rules import violations
 from tests.loops.models import Net, Rows
@@ -86,6 +86,40 @@ def test_where_the_plan_changes_the_recording_goes_on(tmp_path: Path) -> None:
     used.fit(Net(), torch.utils.data.DataLoader(Rows(120), batch_size=4))
     assert strategy.plan_choice is not None
     assert iterations(read(tmp_path / "trace.json"), "TrainBatch") == list(range(30))
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_micro_batches_are_seen_on_their_way_through_the_partitions_of_a_pipe(tmp_path: Path, checkpoint: Any) -> None:
+    class Layers(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = torch.nn.Sequential(torch.nn.Linear(4, 400), torch.nn.Linear(400, 1))
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss: Tensor = self.model(batch).mean()
+            return loss
+
+        def train_dataloader(self) -> Any:
+            rows: Any = torch.randn(28, 4)
+            return torch.utils.data.DataLoader(rows, batch_size=8)  # the last one has four rows
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    pipe = InProcessPipelineStrategy(4, checkpoint=checkpoint, parallel_devices=["cpu", "cpu"])
+    trace = PipelineTrace(steps=(1, 3))
+    cases.trainer(pipe, callbacks=[trace], default_root_dir=tmp_path, max_epochs=1).fit(Layers())
+    assert files(tmp_path) == {"trace.json", "timeline.png"}
+    found = read(tmp_path / "trace.json")
+    for kind, order in (("forward", (0, 1, 2, 3)), ("backward", (3, 2, 1, 0))):
+        for partition in (0, 1):
+            parts = [one["args"] for one in slices(found) if one["cat"] == kind and one["args"]["stage"] == partition]
+            assert [part["microbatch"] for part in parts] == [*order, *order, *order]
+            assert [part["iteration"] for part in parts] == [1] * 4 + [2] * 4 + [3] * 4
+    # From forward to forward, to both backwards, and from backward to backward.
+    assert sum(event["ph"] == "s" and event["name"] != "plan" for event in found["traceEvents"]) >= 3 * 4 * 4
+    if checkpoint == "never":
+        assert "recompute" not in {one["cat"] for one in slices(found)}
 
 
 def test_batches_are_recorded_again_and_again(tmp_path: Path) -> None:

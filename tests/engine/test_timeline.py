@@ -67,6 +67,40 @@ def test_a_bar_that_others_lie_inside_of_is_known() -> None:
 # ---------------------------------------------------------------------- arrows
 
 
+def test_a_task_that_waits_for_work_on_micro_batches_in_other_threads_holds_it() -> None:
+    def partition(kind: str, index: int, start: float, end: float) -> Bar:
+        return Bar(0, f"partition{index}", kind, kind, start, end, 3, 0, index)
+
+    timeline = Timeline(
+        [
+            task("copy", 3, 0, 1),
+            task("train", 3, 1, 9),
+            task("log", 3, 9, 10),
+            task("train", 3, 1, 9, rank=1),
+            partition("forward", 0, 2, 3),
+            partition("forward", 1, 3, 4),
+            partition("backward", 1, 4, 6),
+            partition("recompute", 0, 4, 5),
+            partition("backward", 0, 6, 8),
+        ]
+    )
+    assert [(timeline.bars[position].rank, timeline.bars[position].name) for position in timeline.outer] == [
+        (0, "train")
+    ]
+    # Not the task itself, which would hide what it waited for; nor what was done again in the meantime.
+    found = [timeline.bars[position] for position in sorted(timeline.critical, key=lambda p: timeline.bars[p].start)]
+    assert [(bar.name, bar.stage) for bar in found if bar.rank == 0] == [
+        ("copy", None),
+        ("forward", 0),
+        ("forward", 1),
+        ("backward", 1),
+        ("backward", 0),
+        ("log", None),
+    ]
+    recomputed = next(pair for pair in timeline.arrows if timeline.bars[pair[0]].kind == "recompute")
+    assert timeline.bars[recomputed[1]].name == "backward"
+
+
 def test_arrows_follow_the_plan_inside_a_rank_and_across_iterations() -> None:
     bars = [task("copy", 2, 2, 3), task("train", 2, 3, 4), task("train", 0, 0, 1), task("train", 0, 0, 1, rank=1)]
     timeline = Timeline(bars, AFTER_COPY)

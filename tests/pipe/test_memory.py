@@ -79,10 +79,9 @@ def test_checkpointing_keeps_what_lies_between_partitions() -> None:
     everything = CHUNKS * PARTITIONS * LAYERS * ONE
     never, always, except_last = (peak(forward_and_backward, mode) for mode in ("never", "always", "except_last"))
     assert never >= everything
-    # What goes into partitions, for every micro-batch; outputs, the whole one, and its gradient; a recomputation and
-    # one ahead in each partition, with gradients beside them.
-    between = CHUNKS * (PARTITIONS + 4) * ONE
-    assert always <= between + PARTITIONS * 3 * (LAYERS + 1) * ONE < everything / 2
+    # What goes from partition to partition, for every micro-batch, and what comes out; one recomputation in each
+    # partition, with a gradient and what an operation makes beside it.
+    assert always <= (CHUNKS * PARTITIONS + PARTITIONS * (LAYERS + 2)) * ONE < everything / 2
     assert except_last <= always + PARTITIONS * LAYERS * ONE
 
 
@@ -90,6 +89,12 @@ def test_forwards_and_backwards_in_turns_keep_as_many_micro_batches_as_partition
     never, turns = peak(forward_and_backward, "never"), peak(in_turns, "never")
     # The first partition keeps two micro-batches and the second one; gradients of the input for all of them.
     assert turns <= (2 + 1 + 2) * LAYERS * ONE + 3 * CHUNKS * ONE < never / 2
+
+
+def test_checkpointing_keeps_one_micro_batch_in_turns() -> None:
+    never, always = peak(in_turns, "never"), peak(in_turns, "always")
+    # Not the first partition's second one.
+    assert always <= never - LAYERS // 2 * ONE
 
 
 def test_more_micro_batches_take_no_more_memory_in_turns() -> None:

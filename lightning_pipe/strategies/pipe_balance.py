@@ -1,0 +1,96 @@
+"""How many layers each partition of a pipe gets, where they are to be measured before training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NoReturn
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.pipe.balance import balance_by_memory, balance_by_time
+
+__all__ = ["Measure", "measured_balance"]
+
+Measure = Literal["time", "memory"]
+
+
+def measured_balance(
+    by: Measure,
+    module: pl.LightningModule,
+    layers: nn.Sequential,
+    partitions: int,
+    kept: int,
+    device: torch.device,
+) -> list[int]:
+    """An even share of the time, or of the memory, that layers take in training.
+
+    Args:
+        by: what is shared out.
+        module: holds the layers, and has an ``example_input_array``.
+        layers: to be shared out; they are where they were afterwards.
+        partitions: how many.
+        kept: micro-batches whose activations are kept at once.
+        device: where each layer is measured.
+
+    Raises:
+        SetupError: no example, or one that does not reach the layers as one value.
+    """
+    sample = _input_of(layers, module, by, device)
+    if by == "time":
+        return balance_by_time(layers, partitions, sample, device=device)
+    return balance_by_memory(layers, partitions, sample, chunks=kept, device=device)
+
+
+def _input_of(layers: nn.Sequential, module: pl.LightningModule, by: str, device: torch.device) -> Any:
+    """What the first layer gets when the module's forward runs on its example."""
+    example = move_data_to_device(module.example_input_array, device)
+    if example is None:
+        raise SetupError(
+            f"balance is {by!r}, for which layers are measured, and {type(module).__name__} has no example_input_array;"
+            " set it to an input of about as many rows as a micro-batch, or give balance as numbers of layers"
+        )
+    if not is_overridden("forward", module):
+        return _only(example if isinstance(example, tuple) else (example,), by)
+
+    def seen(layer: nn.Module, inputs: tuple[Any, ...]) -> NoReturn:
+        raise _Seen(inputs)
+
+    handle = layers.register_forward_pre_hook(seen)
+    try:
+        # Its generators are the user's: what comes before the layers may draw.
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            if isinstance(example, Mapping):
+                module(**example)
+            else:
+                module(*example if isinstance(example, tuple) else (example,))
+    except _Seen as found:
+        return _only(found.inputs, by)
+    finally:
+        handle.remove()
+    raise SetupError(
+        f"balance is {by!r}, for which layers are measured, but forward of {type(module).__name__} does not call them"
+        " on example_input_array; give balance as numbers of layers"
+    )
+
+
+class _Seen(Exception):
+    """Ends a forward where the layers begin."""
+
+    def __init__(self, inputs: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.inputs = inputs
+
+
+def _only(inputs: Any, by: str) -> Any:
+    if isinstance(inputs, tuple) and len(inputs) == 1:
+        return inputs[0]
+    found = f"{len(inputs)} inputs" if isinstance(inputs, tuple) else f"a {type(inputs).__name__} of inputs"
+    raise SetupError(
+        f"balance is {by!r}, for which layers are measured one by one, but the first takes {found}; give balance as"
+        " numbers of layers"
+    )
