@@ -116,6 +116,7 @@ def timeline_chart(timeline: Timeline, seconds: float) -> str:
     figure.update_layout(
         barmode="overlay",
         legend={"traceorder": "normal"},
+        uniformtext={"mode": "hide", "minsize": 8},  # rather than letters too small to read
         margin={"t": 64},  # the legend may be as wide as the chart: the buttons are above it
     )
     figure.update_yaxes(categoryorder="array", categoryarray=lanes, fixedrange=True)

@@ -27,12 +27,14 @@ from lightning_pipe.engine.whole_file import whole_file
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
 __all__ = ["draw_timeline", "require_matplotlib"]
 
 # Okabe and Ito's colours and two more, told apart by everyone; neighbours never share one.
 _COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#0072B2", "#D55E00", "#999933")
+_ENDS = (0, (2, 3))  # dots
 _WAIT, _OTHER, _GROUND, _TEXT = "#F4F4F4", "#C9C9C9", "#ECECEC", "#333333"
 _WIDTH, _MOST_ROWS = 15.0, 16  # inches; more rows than that no one takes in
 _LEGEND = 11  # entries in one line
@@ -137,7 +139,7 @@ class _Drawing:
                 self._draw_bar(axes, position)
         self._draw_path(axes)
         for moment in self._ends[1:-1]:
-            axes.axvline(self._at(moment), color=_TEXT, linewidth=0.8, linestyle=(0, (2, 3)), zorder=0.5)
+            axes.axvline(self._at(moment), color=_TEXT, linewidth=0.8, linestyle=_ENDS, zorder=0.5)
         self._draw_frame(axes)
         self._draw_legend(figure)
         return figure
@@ -276,10 +278,11 @@ class _Drawing:
         return done / max(self._end - self._begin, 1e-9)
 
     def _draw_legend(self, figure: Figure) -> None:
+        from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
 
         shown = [self._timeline.bars[p] for p in self._seen if p not in self._timeline.outer]
-        patches = []
+        patches: list[Patch | Line2D] = []
         if self._by_microbatch:
             kinds = {bar.kind for bar in shown}
             for kind, look in _LOOKS.items():
@@ -300,6 +303,8 @@ class _Drawing:
         else:
             patches.extend(_colour_key("batch", {bar.iteration for bar in shown if bar.iteration is not None}))
         patches.append(Patch(color="black", label="critical path"))
+        if len(self._ends) > 2:
+            patches.append(Line2D([], [], color=_TEXT, linewidth=0.8, linestyle=_ENDS, label="a batch is done"))
         figure.legend(
             handles=patches,
             loc="outside lower center",

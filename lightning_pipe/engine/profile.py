@@ -122,7 +122,9 @@ class ProfileResult:
         assert one.low is not None and one.high is not None
         shown = max(0.0, one.exposed)
         share = f"{100 * shown / self.seconds:.1f} %" if self.seconds else "-"
-        hidden = f"{100 * max(0.0, 1 - shown / one.own):.0f} %" if one.own else "-"
+        # Of a task that takes less than what is not known of it, nothing can be said.
+        known = one.own > (one.high - one.low) / 2
+        hidden = f"{100 * max(0.0, 1 - shown / one.own):.0f} %" if known else "-"
         return _ms(one.exposed), f"{_ms(one.low)} .. {_ms(one.high)}", share, hidden
 
 

@@ -255,3 +255,13 @@ def test_the_report_has_a_line_for_each_task_and_cuts_no_figure_off(width: int) 
     assert ["b", "2.000", "-"] in lines
     assert "start_sparse_dist: what it exposes includes b" in text
     assert "b: not replayed: so" in text
+
+
+@pytest.mark.parametrize(("own", "hidden"), [(2e-3, ["75", "%"]), (4e-4, ["-"])])
+def test_how_much_is_hidden_is_said_where_the_task_takes_more_than_what_is_not_known(
+    own: float, hidden: list[str]
+) -> None:
+    console = Console(record=True, width=80, markup=False)
+    console.print(ProfileResult("serial", 2e-3, {"a": TaskProfile(own, 5e-4, 0.0, 1e-3)}, 7, 10).report())
+    (line,) = (line.split() for line in console.export_text().splitlines() if line.split()[:1] == ["a"])
+    assert line[1:] == [f"{1e3 * own:.3f}", "0.500", "0.000", "..", "1.000", "25.0", "%", *hidden]
