@@ -25,7 +25,7 @@ from lightning_pipe.engine.simulation import SimulatedRun, simulate
 from lightning_pipe.environment import import_torchrec
 from lightning_pipe.llm.tasks import llm_plan
 from lightning_pipe.loops.default_program import default_plan
-from lightning_pipe.pipe.plans import forward_plan
+from lightning_pipe.pipe.plans import backward_plan, forward_plan, one_forward_one_backward_plan
 from lightning_pipe.strategies.registry import STRATEGIES
 
 __all__ = ["Break", "Prediction", "find_plan", "first_break", "main", "predict", "simulation_report"]
@@ -40,6 +40,7 @@ examples:
   lightning-pipe plan simulate serial base prefetch --costs profile.json
   lightning-pipe plan simulate base plan.yaml --costs costs.yaml --latency 5us --bandwidth 25GB/s --ranks 2,8,128,4096
 """
+_IN_PROCESS = "in_process_pipeline"
 _RANKS = (2, 8, 128, 4096)
 _MOST_RANKS = 2**20
 _PARTITIONS = 2  # of a module over the devices of one process, where a plan is shown that depends on how many there are
@@ -96,8 +97,23 @@ def _ranks(text: str) -> list[int]:
 
 
 def _show(options: argparse.Namespace) -> None:
-    plan = find_plan(options.name)
-    print(plan.to_yaml() if options.format == "yaml" else f"{plan}\n", end="")
+    plans = [find_plan(options.name)]
+    if options.name == _IN_PROCESS and options.format == "table":
+        plans = _pipe_plans()  # forward and backward, or both in turns
+    print("\n".join(plan.to_yaml() if options.format == "yaml" else f"{plan}\n" for plan in plans), end="")
+
+
+def _pipe_plans() -> list[PipelinePlan]:
+    """Those of a pipe of so many partitions."""
+
+    def nothing(partition: int, ctx: object) -> None:
+        """Tasks are shown, not run."""
+
+    return [
+        forward_plan(_PARTITIONS, (), nothing),
+        backward_plan(_PARTITIONS, (), nothing, nothing),
+        one_forward_one_backward_plan(_PARTITIONS, (), nothing, nothing, nothing),
+    ]
 
 
 def _same(batch: object) -> object:
@@ -115,8 +131,7 @@ def find_plan(name: str) -> PipelinePlan:
     """
     of_strategy = {entry.name: entry.plan for entry in STRATEGIES}
     wanted = of_strategy.get(name, name)
-    in_process = forward_plan(_PARTITIONS, (), lambda partition, ctx: None)
-    plain = {plan.name: plan for plan in (default_plan(_same), llm_plan(_same, _same), in_process)}
+    plain = {plan.name: plan for plan in (default_plan(_same), llm_plan(_same, _same), *_pipe_plans())}
     if wanted in plain:
         return plain[wanted]
     if wanted == "auto":
@@ -127,17 +142,18 @@ def find_plan(name: str) -> PipelinePlan:
         for plan in plain.values():
             if _schedules(wanted) == set(plan.tasks):
                 return PipelinePlan.from_yaml(Path(wanted).read_text(encoding="utf-8"), list(plan.tasks.values()))
-    import_torchrec()  # here, since other commands do without it
-    from lightning_pipe.recsys.plans import PLANS, recsys_plan
-    from lightning_pipe.recsys.tasks import recsys_tasks
-
-    if wanted not in PLANS and not os.path.isfile(wanted):
-        plans = [*plain, *PLANS]
+    recsys = [plan for plan in dict.fromkeys(of_strategy.values()) if plan not in (*plain, "auto")]
+    if wanted not in recsys and not os.path.isfile(wanted):
+        plans = [*plain, *recsys]
         close = difflib.get_close_matches(name, [*of_strategy, *plans], n=1)
         raise PlanError(
             f"there is no plan {name!r}: it is neither a strategy ({', '.join(of_strategy)}), nor a plan"
             f" ({', '.join(plans)}), nor a file.{f' Did you mean {close[0]}?' if close else ''}"
         )
+    import_torchrec()  # here, since other commands do without it
+    from lightning_pipe.recsys.plans import recsys_plan
+    from lightning_pipe.recsys.tasks import recsys_tasks
+
     return recsys_plan(wanted, recsys_tasks())
 
 

@@ -193,6 +193,24 @@ def test_plan_show_takes_the_path_of_what_it_wrote_as_yaml(folder: Path, capsys:
     assert capsys.readouterr().out == shown
 
 
+def test_the_pipe_of_one_process_is_shown_with_both_ways_to_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "show", "in_process_pipeline"]) == 0
+    out = capsys.readouterr().out
+    for plan in ("gpipe_forward", "gpipe_backward", "1f1b"):
+        assert f"plan {plan}" in out
+    for name in ("1f1b", "gpipe_backward"):
+        assert main(["plan", "show", name]) == 0
+        assert "Backward1" in capsys.readouterr().out
+
+
+def test_an_unknown_plan_is_refused_where_torchrec_is_not_installed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchrec", None)
+    monkeypatch.setattr("lightning_pipe.cli_plan.import_torchrec", lambda: pytest.fail("not needed"))
+    assert "there is no plan 'in_process'" in refusal(["plan", "show", "in_process"], capsys)
+
+
 def test_an_unknown_plan_is_refused_with_every_name_and_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     message = refusal(["plan", "show", "recsys_prefech_pipeline"], capsys)
     assert message.startswith("there is no plan 'recsys_prefech_pipeline'")

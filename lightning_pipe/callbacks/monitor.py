@@ -19,6 +19,7 @@ from lightning_pipe.callbacks.verdict import StepUse, Verdict, find_verdict, for
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.meter import Meter
 from lightning_pipe.loops import PipelineTrainingEpochLoop
+from lightning_pipe.strategies.in_process import InProcessPipelineStrategy
 
 __all__ = ["PipelineMonitor"]
 
@@ -138,7 +139,7 @@ class PipelineMonitor(pl.Callback):
         if not isinstance(trainer.fit_loop.epoch_loop, PipelineTrainingEpochLoop):
             raise SetupError(
                 f"the strategy is a {type(trainer.strategy).__name__}, which has no pipeline to watch; needed is"
-                " strategy='pipeline', or a recsys_* or llm_* one"
+                " strategy='pipeline', 'in_process_pipeline', or a recsys_* or llm_* one"
             )
         self._trained, self._use, self._verdict, self._printed = 0, [], None, None
         self._group = group_of_its_own()
@@ -190,6 +191,7 @@ class PipelineMonitor(pl.Callback):
             pipeline_of(trainer, self).plan,
             num_workers=_num_workers(trainer),
             cores=max(1, len(os.sched_getaffinity(0)) // max(1, trainer.num_devices)),
+            has_pipe=isinstance(trainer.strategy, InProcessPipelineStrategy),
         )
         self._verdict = replace(verdict, text=f"epoch {trainer.current_epoch}: {verdict.text}")
         if self._printed is None or self._printed.kind != verdict.kind:

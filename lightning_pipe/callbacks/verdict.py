@@ -73,6 +73,7 @@ def find_verdict(
     *,
     num_workers: int | None = None,
     cores: int = 1,
+    has_pipe: bool = False,
 ) -> Verdict:
     """The largest of what a step need not consist of; where all of that is small, that there is nothing to gain.
 
@@ -81,6 +82,7 @@ def find_verdict(
         plan: what they run.
         num_workers: of the data loader; None where it is not PyTorch's.
         cores: that each rank has.
+        has_pipe: whether a step's work is that of a pipe's partitions.
     """
     ranks = len(uses)
     loaders = [use.loader / use.seconds for use in uses]
@@ -99,7 +101,7 @@ def find_verdict(
     kind = max(found, key=lambda name: found[name])
     share = f"{100 * found[kind]:.0f} % of the step"
     if found[kind] < _MUCH:
-        return _nothing_to_gain(first, ranks)
+        return _nothing_to_gain(first, ranks, has_pipe)
     if kind == "input-bound":
         where = f" on rank {slow_loader}" if ranks > 1 else ""
         advice = _loader_advice(uses[slow_loader], num_workers, cores)
@@ -142,7 +144,7 @@ def _outside(use: StepUse) -> float:
     return max(0.0, use.seconds - use.loader - use.other_loaders - use.workers - sum(use.tasks.values()))
 
 
-def _nothing_to_gain(use: StepUse, ranks: int) -> Verdict:
+def _nothing_to_gain(use: StepUse, ranks: int, has_pipe: bool) -> Verdict:
     waits = (*_FORWARD_WAITS, *_BACKWARD_WAITS) if ranks > 1 else ()
     work = [name for name in use.tasks if name not in (*waits, *_COPIES)]
     share = f"{100 * sum(use.tasks[name] for name in work) / use.seconds:.0f} % of the step"
@@ -150,6 +152,12 @@ def _nothing_to_gain(use: StepUse, ranks: int) -> Verdict:
         return Verdict(
             "schedule-bound",
             f"schedule-bound: {share} is the schedule's; BubbleMonitor says how much of that is waiting for neighbours",
+        )
+    if has_pipe:
+        return Verdict(
+            "schedule-bound",
+            f"schedule-bound: {share} is the pipe's; PipelineTrace shows how much of that its partitions wait for each"
+            " other",
         )
     parts = _largest(use, work)
     return Verdict("compute-bound", f"compute-bound: {share} is work ({parts}); nothing to gain from the pipeline")

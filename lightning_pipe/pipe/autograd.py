@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_pipe.engine import SetupError
 
@@ -78,10 +77,9 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pending: _Pending, *upstream: Tensor) -> Tensor:
         ctx.pending = pending
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *ctx.pending())
 
@@ -94,7 +92,12 @@ class _Result(torch.autograd.Function):
         return tuple(output.detach() for output in outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            # The first derivative has no graph: what is differentiated again would be taken for a constant.
+            raise SetupError(
+                "a gradient through a pipe is asked for with create_graph=True, to be differentiated again, which"
+                " cannot be; use the Sequential without a pipe for that"
+            )
         ctx.pending.given = list(gradients)
-        return (None, torch.empty(0), *(None for _ in gradients))
+        return (None, torch.empty(0, device="cpu"), *(None for _ in gradients))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,9 +11,9 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.pipe.position import position
+from lightning_pipe.pipe.position import Position, position
 
-__all__ = ["DeferredBatchNorm", "defer_batch_norm"]
+__all__ = ["DeferredBatchNorm", "defer_batch_norm", "undefer_batch_norm"]
 
 
 class DeferredBatchNorm(_BatchNorm):
@@ -29,9 +30,9 @@ class DeferredBatchNorm(_BatchNorm):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._count = 0
-        self._mean: Tensor | None = None
-        self._squares: Tensor | None = None
+        self._now: tuple[object, int] | None = None  # the mini-batch and micro-batch of the last forward,
+        self._call = 0  # how many forwards of it were before that one,
+        self._gathered: list[_Moments] = []  # and what each of these has seen of the mini-batch.
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -43,48 +44,88 @@ class DeferredBatchNorm(_BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         if not where.recomputing:
-            if where.micro_batch == 0:
-                self._count, self._mean, self._squares = 0, None, None  # what an error may have left, too
-            self._add(input.detach())
-            if where.micro_batch == where.micro_batches - 1:
-                self._move()
+            self._take(input.detach(), where)
         return functional.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
-    def _add(self, input: Tensor) -> None:
-        """Take a micro-batch into the mean and the sum of squared differences from it."""
-        dims = [dim for dim in range(input.dim()) if dim != 1]
-        count = input.numel() // input.shape[1]
-        variance, mean = torch.var_mean(input.double(), dims, correction=0)
-        if self._mean is None or self._squares is None:
-            self._count, self._mean, self._squares = count, mean, variance * count
-            return
-        total = self._count + count
-        apart = mean - self._mean
-        self._squares = self._squares + variance * count + apart.square() * (self._count * count / total)
-        self._mean = self._mean + apart * (count / total)
-        self._count = total
+    def _take(self, input: Tensor, where: Position) -> None:
+        """Take a micro-batch into the moments of its mini-batch; behind the last one into the running statistics."""
+        if self._now == (where.mini_batch, where.micro_batch):
+            self._call += 1  # the layer is in the Sequential more than once
+        else:
+            if self._now is None or self._now[0] is not where.mini_batch:
+                self._gathered = []  # what an error may have left, too
+            self._now, self._call = (where.mini_batch, where.micro_batch), 0
+        if self._call == len(self._gathered):
+            self._gathered.append(_Moments())
+        moments = self._gathered[self._call]
+        moments.add(input)
+        if where.micro_batch == where.micro_batches - 1:
+            self._move(moments)
 
-    def _move(self) -> None:
-        assert self._mean is not None and self._squares is not None
+    def _move(self, moments: _Moments) -> None:
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         # As PyTorch's: without a momentum a mean of all batches.
         momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        variance = self._squares / max(1, self._count - 1)
+        variance = moments.squares / max(1, moments.count - 1)
         with torch.no_grad():
-            self.running_mean.lerp_(self._mean.to(self.running_mean.dtype), momentum)
+            self.running_mean.lerp_(moments.mean.to(self.running_mean.dtype), momentum)
             self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
-        self._mean = self._squares = None
 
 
-def defer_batch_norm(module: nn.Module) -> nn.Module:
+class _Moments:
+    """The mean of each channel, and the sum of squared differences from it, over micro-batches."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean = self.squares = torch.empty(())
+
+    def add(self, input: Tensor) -> None:
+        """Take in a micro-batch."""
+        dims = [dim for dim in range(input.dim()) if dim != 1]
+        count = input.numel() // input.shape[1]
+        variance, mean = torch.var_mean(input.double(), dims, correction=0)
+        if not self.count:
+            self.count, self.mean, self.squares = count, mean, variance * count
+            return
+        total = self.count + count
+        apart = mean - self.mean
+        self.squares = self.squares + variance * count + apart.square() * (self.count * count / total)
+        self.mean = self.mean + apart * (count / total)
+        self.count = total
+
+
+def defer_batch_norm(module: nn.Module, replaced: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
     """*module* with :class:`DeferredBatchNorm` in the place of every batch normalisation, on the same tensors.
+
+    Args:
+        module: changed in place, if it is none itself.
+        replaced: by each new layer the old one is put in here; for :func:`undefer_batch_norm`.
 
     Raises:
         SetupError: a ``SyncBatchNorm``, whose statistics are of several processes.
     """
-    return _deferred(module, {})
+    known: dict[nn.Module, nn.Module] = {}
+    changed = _deferred(module, known)
+    if replaced is not None:
+        replaced.update({new: old for old, new in known.items() if new is not old})
+    return changed
+
+
+def undefer_batch_norm(module: nn.Module, layers: Mapping[nn.Module, nn.Module]) -> None:
+    """Put batch normalisations back in the place of those that :func:`defer_batch_norm` put there.
+
+    Args:
+        module: as that function left it.
+        layers: by what is there now, what was there before; on the same tensors.
+    """
+    for parent in list(module.modules()):
+        for name, child in list(parent._modules.items()):
+            if child is not None and child in layers:
+                before = layers[child]
+                before.training = child.training
+                parent._modules[name] = before
 
 
 def _deferred(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
@@ -94,6 +135,11 @@ def _deferred(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module
     if isinstance(module, nn.SyncBatchNorm):
         raise SetupError("a SyncBatchNorm is in the module; a pipe is one process: use nn.BatchNorm1d and its like")
     if isinstance(module, _BatchNorm) and not isinstance(module, DeferredBatchNorm) and module.track_running_stats:
+        if type(module).forward is not _BatchNorm.forward:
+            raise SetupError(
+                f"a {type(module).__name__} has a forward of its own, which a deferred batch normalisation would not"
+                " run; needed are nn.BatchNorm1d and its like, or deferred_batch_norm=False"
+            )
         known[module] = _defer(module)
         return known[module]
     for name, child in list(module._modules.items()):
@@ -106,7 +152,6 @@ def _defer(module: _BatchNorm) -> DeferredBatchNorm:
     deferred = DeferredBatchNorm(module.num_features, module.eps, module.momentum, module.affine)
     deferred._parameters = module._parameters
     deferred._buffers = module._buffers
-    deferred._forward_hooks = module._forward_hooks
-    deferred._forward_pre_hooks = module._forward_pre_hooks
+    deferred.__dict__.update({name: hooks for name, hooks in module.__dict__.items() if "hook" in name})
     deferred.training = module.training
     return deferred

@@ -11,16 +11,17 @@ made and outputs whose gradients the next neighbour hands back::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_pipe.engine import SetupError
+from lightning_pipe.engine import InputError, SetupError
 from lightning_pipe.engine.thread_state import ThreadState, capture, entered
-from lightning_pipe.pipe.partition import Partition
+from lightning_pipe.pipe.loss import MicroLoss
+from lightning_pipe.pipe.partition import Modes, Partition
 from lightning_pipe.pipe.position import Position
 from lightning_pipe.pipe.randomness import MiniBatchSeed
 from lightning_pipe.pipe.skip import SkipKey, Skips
@@ -54,7 +55,7 @@ class MiniBatch:
         seed: of random numbers.
         grad: whether there will be a backward.
         state: the caller's thread state.
-        training: of each partition, whether it trains.
+        training: of each partition, which modules train.
         parameters: of each partition, those that are trained.
     """
 
@@ -62,8 +63,9 @@ class MiniBatch:
     seed: MiniBatchSeed
     grad: bool
     state: ThreadState
-    training: Sequence[bool]
+    training: Sequence[Modes]
     parameters: Sequence[Sequence[Tensor]]
+    token: object = field(default_factory=object)  # see :class:`~lightning_pipe.pipe.position.Position`
 
 
 class Cell:
@@ -84,7 +86,7 @@ class Cell:
         micro_batch: int,
         *,
         checkpointed: bool = False,
-        loss: Callable[[Any], Tensor] | None = None,
+        loss: MicroLoss | None = None,
     ) -> None:
         self.partition = partition
         self._of = of
@@ -94,6 +96,7 @@ class Cell:
         self._inputs: _Flat | None = None  # leaves
         self._outputs: _Flat | None = None  # with their graph
         self._versions: list[int] = []
+        self._parameters: list[int] = []  # their versions
 
     @property
     def checkpointed(self) -> bool:
@@ -112,6 +115,7 @@ class Cell:
             outputs = self._run(leaves, recomputing=False)
         self._inputs = leaves
         self._versions = [_version(tensor) for tensor in leaves.tensors()]
+        self._parameters = [_version(one) for one in self._of.parameters[self.partition.index]]
         # What will require grad is known when the layers run with a graph: until then, all that can.
         trains = bool(self._of.parameters[self.partition.index]) or any(leaf.requires_grad for leaf in leaves.tensors())
         return outputs.map(lambda tensor: tensor.detach().requires_grad_(trains and _differentiable(tensor))).passed()
@@ -126,6 +130,16 @@ class Cell:
                     f"the input of {self.partition.name} was changed in place after it ran, and is needed to run it"
                     " again; leave it alone, or use checkpoint='never'"
                 )
+        if self.partition.training != self._of.training[self.partition.index]:
+            raise SetupError(
+                f"modules of {self.partition.name} were switched between training and evaluation after it ran, and it"
+                " is to run again; switch them behind backward, or use checkpoint='never'"
+            )
+        if self._parameters != [_version(one) for one in self._of.parameters[self.partition.index]]:
+            raise SetupError(
+                f"parameters of {self.partition.name} were changed after it ran, and are needed to run it again; change"
+                " them behind backward"
+            )
         now, then = capture(), self._of.state
         autocast = now._replace(
             grad=True,
@@ -147,14 +161,18 @@ class Cell:
         assert leaves is not None and outputs is not None
         self._inputs = self._outputs = None
         ends, given = [], []
-        for key, tensors in outputs.parts.items():
+        # As autograd adds up what comes from several places: the latest use first. In one partition that of a skip,
+        # for all that can be known here.
+        for key, tensors in sorted(
+            outputs.parts.items(), key=lambda part: (-self.partition.target(part[0]), not part[0])
+        ):
             known = gradients.get(key)
             for place, tensor in enumerate(tensors):
                 gradient = None if known is None else known[place]
                 if isinstance(tensor, Tensor) and tensor.requires_grad and (gradient is not None or self._loss):
                     ends.append(tensor)
                     given.append(gradient)
-        starts = [tensor for tensor in leaves.tensors() if tensor.requires_grad]
+        starts = list({id(tensor): tensor for tensor in leaves.tensors() if tensor.requires_grad}.values())
         parameters = self._of.parameters[self.partition.index]
         found: list[Tensor | None] = [None] * (len(starts) + len(parameters))
         if ends and found:
@@ -163,7 +181,8 @@ class Cell:
             if gradient is not None:
                 add(parameter, gradient)
         of_leaf = dict(zip(map(id, starts), found, strict=False))
-        return {key: [of_leaf.get(id(one)) for one in part] for key, part in leaves.parts.items()}
+        # What was handed in several times has one gradient, which goes back once.
+        return {key: [of_leaf.pop(id(one), None) for one in part] for key, part in leaves.parts.items()}
 
     def _run(self, leaves: _Flat, *, recomputing: bool) -> _Flat:
         partition, of = self.partition, self._of
@@ -174,7 +193,7 @@ class Cell:
         versions = [_version(tensor) for tensor in given.tensors()]
         passed = given.passed()
         skips = Skips(passed.skips)
-        where = Position(self._micro_batch, of.micro_batches, recomputing)
+        where = Position(self._micro_batch, of.micro_batches, recomputing, of.token)
         value = partition.run(passed.value, skips, where, of.seed, training)
         if in_place is None and not torch.is_inference_mode_enabled():
             partition.changes_input[training] = _changed(given, versions)
@@ -184,8 +203,38 @@ class Cell:
                 " operations that are not in place in its first layer"
             )
         if self._loss is not None:
-            value = self._loss(value)
-        return _Flat.of(Passed(value, {key: skips.values[key] for key in partition.leaves}))
+            value = partition.run_loss(self._loss, (training, self._loss.kind), value, where, of.seed)
+        if missing := [key for key in partition.leaves if key not in skips.values]:
+            raise SetupError(
+                f"{partition.name} has not stashed {', '.join(map(repr, missing))}, which its layers declare; a"
+                " subclass with a forward of its own needs @skippable, too"
+            )
+        outputs = _Flat.of(Passed(value, {key: skips.values[key] for key in partition.leaves}))
+        if torch.is_grad_enabled():
+            self._check_graph(leaves, outputs, (training, None if self._loss is None else self._loss.kind))
+        return outputs
+
+    def _check_graph(self, leaves: _Flat, outputs: _Flat, known: Any) -> None:
+        """Refuse what requires a gradient and is neither handed in nor a parameter: it would never get one."""
+        partition = self.partition
+        if known in partition.known_graphs:
+            return
+        mine = {id(one) for one in (*leaves.tensors(), *self._of.parameters[partition.index])}
+        seen, todo = set(), [one.grad_fn for one in outputs.tensors() if one.grad_fn is not None]
+        while todo:
+            node = todo.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            variable = getattr(node, "variable", None)
+            if isinstance(variable, Tensor) and variable.requires_grad and id(variable) not in mine:
+                raise SetupError(
+                    f"in {partition.name}, or in the loss behind it, a tensor of shape {tuple(variable.shape)} requires"
+                    " a gradient and is none of the layers' parameters: it would get none. Make it a parameter of a"
+                    " layer; what belongs to the loss, of the last one, or take the loss outside, of pipe(x)"
+                )
+            todo += [following for following, _ in node.next_functions if following is not None]
+        partition.known_graphs.add(known)
 
     def _leaf(self, tensor: Tensor) -> Tensor:
         return tensor.detach().requires_grad_(self._of.grad and tensor.requires_grad)
@@ -201,17 +250,29 @@ class _Flat:
     @classmethod
     def of(cls, passed: Passed) -> _Flat:
         flat = {key: pytree.tree_flatten(value) for key, value in [(None, passed.value), *passed.skips.items()]}
+        for leaves, _ in flat.values():
+            for leaf in leaves:
+                if not isinstance(leaf, Tensor | nn.Module) and any(
+                    isinstance(one, Tensor) for one in getattr(leaf, "__dict__", {}).values()
+                ):
+                    raise InputError(
+                        f"a {type(leaf).__name__} with tensors in it is handed from layer to layer, or to a pipe, which"
+                        " cannot cut or move what it does not see; needed are tuples, lists and dictionaries of tensors"
+                    )
         return cls({key: leaves for key, (leaves, _) in flat.items()}, {key: spec for key, (_, spec) in flat.items()})
 
     def tensors(self) -> list[Tensor]:
         return [leaf for part in self.parts.values() for leaf in part if isinstance(leaf, Tensor)]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> _Flat:
-        parts = {
-            key: [change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in part]
-            for key, part in self.parts.items()
-        }
-        return _Flat(parts, self._specs)
+        """Another tensor in the place of each; one for what is there several times in a value."""
+
+        def changed(part: list[Any]) -> list[Any]:
+            known = {id(leaf): leaf for leaf in part if isinstance(leaf, Tensor)}
+            new = {number: change(tensor) for number, tensor in known.items()}
+            return [new.get(id(leaf), leaf) for leaf in part]
+
+        return _Flat({key: changed(part) for key, part in self.parts.items()}, self._specs)
 
     def passed(self) -> Passed:
         values = {key: pytree.tree_unflatten(part, self._specs[key]) for key, part in self.parts.items()}

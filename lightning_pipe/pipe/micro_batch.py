@@ -53,8 +53,12 @@ def scatter(value: Any, chunks: int) -> list[Any]:
     return [pytree.tree_unflatten([piece[index] for piece in pieces], spec) for index in range(chunks)]
 
 
-def gather(values: Sequence[Any]) -> Any:
+def gather(values: Sequence[Any], rows: Sequence[int] | None = None) -> Any:
     """Put outputs of micro-batches together: the inverse of :func:`scatter`.
+
+    Args:
+        values: of each micro-batch.
+        rows: of each; what is put together is to have as many, or some number for each row.
 
     Raises:
         InputError: outputs that cannot be put together: of different nesting, without rows, or with values other than
@@ -67,17 +71,33 @@ def gather(values: Sequence[Any]) -> Any:
             f"the micro-batches' outputs are of different forms, {spec} and others; needed is one form for all"
         )
     return pytree.tree_unflatten(
-        [_joined([leaves[place] for leaves, _ in flattened]) for place in range(spec.num_leaves)], spec
+        [_joined([leaves[place] for leaves, _ in flattened], rows) for place in range(spec.num_leaves)], spec
     )
 
 
-def _joined(leaves: Sequence[Any]) -> Any:
+def _joined(leaves: Sequence[Any], rows: Sequence[int] | None) -> Any:
     first = leaves[0]
     if isinstance(first, Tensor):
         if not first.dim():
             raise InputError(
                 "the last layer returns a tensor without dimensions for a micro-batch, which cannot be put together;"
                 " needed are rows. A loss goes into pipe.loss(inputs, targets, loss_fn)"
+            )
+        for_each_row = (
+            None if rows is None else {len(leaf) / max(1, count) for leaf, count in zip(leaves, rows, strict=True)}
+        )
+        if for_each_row is not None and (len(for_each_row) > 1 or for_each_row.pop() % 1):
+            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
+            raise InputError(
+                f"the last layer returns tensors of {shapes} for micro-batches of {', '.join(map(str, rows or ()))}"
+                " rows, which cannot be put together along their first dimension; needed are the rows there, in their"
+                " order. What is of a whole mini-batch belongs behind the pipe, or into pipe.loss"
+            )
+        if len({leaf.shape[1:] for leaf in leaves}) > 1:
+            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
+            raise InputError(
+                f"the last layer returns tensors of {shapes} for micro-batches; needed is the same shape, but for the"
+                " rows"
             )
         return torch.cat(list(leaves))
     if any(leaf is not first and leaf != first for leaf in leaves[1:]):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from types import FunctionType, GeneratorType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.pipe.position import Position, at
@@ -17,7 +19,10 @@ from lightning_pipe.pipe.randomness import LayerGenerators, MiniBatchSeed
 from lightning_pipe.pipe.skip import SkipKey, Skips, using
 from lightning_pipe.pipe.skip_layout import SkipRoute
 
-__all__ = ["Partition"]
+__all__ = ["Modes", "Partition"]
+
+# Of each module whether it trains.
+Modes = tuple[bool, ...]
 
 
 class Partition:
@@ -40,10 +45,18 @@ class Partition:
         self.device = device
         self.leaves: list[SkipKey] = [route.key for route in routes if route.source == index]
         self.takes: list[SkipKey] = [route.key for route in routes if route.target == index]
-        # By whether any layer trains: whether the layers draw random numbers, and change their input in place.
-        self.draws: dict[bool, bool] = {}
-        self.changes_input: dict[bool, bool] = {}
-        self.compiled: Callable[[tuple[Any, ...]], Any] | None = None
+        self.targets: dict[SkipKey, int] = {route.key: route.target for route in routes if route.source == index}
+        # By which modules train: whether the layers draw random numbers, and change their input in place; and whether
+        # a loss behind them draws.
+        self.draws: dict[Modes, bool] = {}
+        self.changes_input: dict[Modes, bool] = {}
+        self.loss_draws: dict[Any, bool] = {}
+        # Of which it is known that all gradients in their graphs are of parameters and inputs.
+        self.known_graphs: set[Any] = set()
+        # Look for draws in every operation: what was found in the first micro-batch has turned out not to hold.
+        self.watched = False
+        self._compile_options: dict[str, Any] | None = None
+        self._compiled: Callable[[tuple[Any, ...]], Any] | None = None
 
     @property
     def name(self) -> str:
@@ -53,9 +66,13 @@ class Partition:
         return f"partition {self.index} ({layers}, on {self.device})"
 
     @property
-    def training(self) -> bool:
-        """Whether any of its layers is in training mode."""
-        return any(module.training for layer in self.layers for module in layer.modules())
+    def training(self) -> Modes:
+        """Which of its modules are in training mode."""
+        return tuple(module.training for layer in self.layers for module in layer.modules())
+
+    def target(self, key: SkipKey | None) -> int:
+        """The partition that uses what this one hands on: under None the next one, else where the skip leads."""
+        return self.index + 1 if key is None else self.targets[key]
 
     def check_device(self) -> None:
         """Refuse layers that somebody has moved.
@@ -78,9 +95,24 @@ class Partition:
 
     def compile(self, **options: Any) -> None:
         """Have the layers compiled; those that draw random numbers run as they are."""
-        self.compiled = torch.compile(self._run_layers, **options)
+        self._compile_options, self._compiled = options, None
 
-    def run(self, inputs: tuple[Any, ...], skips: Skips, where: Position, seed: MiniBatchSeed, training: bool) -> Any:
+    @property
+    def compiled(self) -> Callable[[tuple[Any, ...]], Any] | None:
+        """Runs the layers compiled; None where that is not asked for."""
+        if self._compile_options is not None and self._compiled is None:
+            # A code object for each partition: torch.compile counts how often it compiles one, and has a limit.
+            shared = Partition._run_layers
+            code = shared.__code__.replace(co_name=f"partition{self.index}")
+            own = FunctionType(code, shared.__globals__, code.co_name, shared.__defaults__, shared.__closure__)
+            self._compiled = torch.compile(own.__get__(self), **self._compile_options)
+        return self._compiled
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy compiles its own layers.
+        return {**self.__dict__, "_compiled": None, "known_graphs": set(), "loss_draws": {}}
+
+    def run(self, inputs: tuple[Any, ...], skips: Skips, where: Position, seed: MiniBatchSeed, training: Modes) -> Any:
         """Run the layers for a micro-batch.
 
         Args:
@@ -93,22 +125,63 @@ class Partition:
         Returns:
             what the last layer returns.
         """
-        draws = self.draws.get(training)
+        draws = None if self.watched else self.draws.get(training)
+        if draws is None and self._compile_options is not None and not self.watched:
+            draws = self._try_draws(inputs, skips, where, seed, training)
         with at(where), using(skips), self._statistics_kept() if where.recomputing else nullcontext():
             if draws is False:
                 return (self.compiled or self._run_layers)(inputs)
             with LayerGenerators(seed, where.micro_batch) as generators:
                 value = self._run_layers(inputs, generators.enter_layer)
-        if draws is None:
+        if draws is None and not self.watched:
             self.draws[training] = generators.drew
-            if generators.drew and self.compiled is not None:
-                warnings.warn(
-                    f"{self.name} draws random numbers, for which compiled code has no generator of each micro-batch;"
-                    " it runs without being compiled. Move its random layers to another partition to have the rest"
-                    " compiled",
-                    stacklevel=2,
-                )
         return value
+
+    def run_loss(
+        self, loss: Callable[[Any], Tensor], kind: Any, output: Any, where: Position, seed: MiniBatchSeed
+    ) -> Tensor:
+        """Make the loss of what :meth:`run` returned; what it draws is its own, as a layer's.
+
+        Args:
+            loss: called with *output*.
+            kind: the same for losses of which all draw or none.
+            output: of the last layer.
+            where: the micro-batch.
+            seed: of the mini-batch.
+        """
+        if not self.watched and self.loss_draws.get(kind) is False:
+            return loss(output)
+        with LayerGenerators(seed, where.micro_batch) as generators:
+            generators.enter_layer(self.first + len(self.layers))
+            found = loss(output)
+        if not self.watched:
+            self.loss_draws[kind] = generators.drew
+        return found
+
+    def _try_draws(
+        self, inputs: tuple[Any, ...], skips: Skips, where: Position, seed: MiniBatchSeed, training: Modes
+    ) -> bool:
+        """Run the layers once for nothing, to know before the first micro-batch whether they can be compiled.
+
+        That cannot be one that was not compiled: what it keeps for its backward, compiled code may change.
+        """
+        given = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
+        with (
+            torch.no_grad(),
+            at(where._replace(recomputing=True)),
+            using(Skips(skips.values)),
+            self._statistics_kept(),
+            LayerGenerators(seed, where.micro_batch) as generators,
+        ):
+            self._run_layers(given, generators.enter_layer)
+        self.draws[training] = generators.drew
+        if generators.drew:
+            warnings.warn(
+                f"{self.name} draws random numbers, for which compiled code has no generator of each micro-batch; it"
+                " runs without being compiled. Move its random layers to another partition to have the rest compiled",
+                stacklevel=2,
+            )
+        return generators.drew
 
     def _run_layers(self, inputs: tuple[Any, ...], enter: Callable[[int], None] | None = None) -> Any:
         value: Any = None
@@ -116,6 +189,11 @@ class Partition:
             if enter is not None:
                 enter(number)
             value = layer(*inputs) if number == self.first else layer(value)
+            if isinstance(value, GeneratorType):
+                raise SetupError(
+                    f"forward of layer {number}, a {type(layer).__name__}, returns a generator; a layer that yields"
+                    " stash(...) or pop(...) needs @skippable(stash=[...], pop=[...]) on its class"
+                )
         return value
 
     @contextmanager

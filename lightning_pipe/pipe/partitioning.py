@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_pipe.engine import PlanError, SetupError
 from lightning_pipe.pipe.balance import even_shares
@@ -37,6 +37,12 @@ def check_sequential(module: Any) -> None:
         )
     if not len(module):
         raise SetupError("the Sequential has no layers; needed is one for each partition at least")
+    own = [*module._parameters, *module._buffers]
+    if own:
+        raise SetupError(
+            f"the Sequential has {', '.join(map(repr, own))} of its own, beside its layers; needed is a plain"
+            " nn.Sequential: put them into the layer that uses them"
+        )
 
 
 def check_checkpoint(chunks: Any, checkpoint: Any) -> None:
@@ -93,7 +99,19 @@ def _devices(devices: Iterable[torch.device | str | int] | None, balance: Sequen
         raise PlanError(f"devices is the single device {devices!r}; give a list, one for each partition")
     found = []
     for one in devices:
-        device = torch.device("cuda", one) if isinstance(one, int) else torch.device(one)
+        if isinstance(one, bool):
+            raise SetupError(f"devices has {one!r}, which is no device; needed are such as 'cpu', 'cuda:0' or 0")
+        try:
+            device = torch.device("cuda", one) if isinstance(one, int) else torch.device(one)
+        except (RuntimeError, TypeError) as error:
+            raise SetupError(
+                f"devices has {one!r}, which is no device ({str(error).splitlines()[0]}); needed are such as 'cpu',"
+                " 'cuda:0' or 0, a GPU's number"
+            ) from error
+        if device.type == "meta":
+            raise SetupError(f"devices has {one!r}, where nothing can run; needed are such as 'cpu', 'cuda:0' or 0")
+        if device.type == "cpu":
+            device = torch.device("cpu")  # "cpu:0" is the same
         if device.type == "cuda":
             if not torch.cuda.is_available():
                 raise SetupError(
@@ -110,13 +128,20 @@ def _devices(devices: Iterable[torch.device | str | int] | None, balance: Sequen
 
 
 def _checked_balance(balance: Sequence[int], layers: int, devices: int) -> list[int]:
+    if isinstance(balance, str):
+        raise PlanError(
+            f"balance is {balance!r}; needed are numbers of layers, one for each device: balance_by_time,"
+            " balance_by_memory and balance_by_parameters give them"
+        )
     shares = list(balance)
     if len(shares) != devices:
         raise PlanError(f"balance has {len(shares)} entries and there are {devices} devices; needed is one for each")
-    if any(not isinstance(share, int) or share < 1 for share in shares) or sum(shares) != layers:
+    if any(not isinstance(share, int) or isinstance(share, bool) or share < 1 for share in shares):
+        raise PlanError(f"balance is {shares}; needed are whole numbers of layers, 1 or more for each partition")
+    if sum(shares) != layers:
         raise PlanError(
             f"balance is {shares}, which is {sum(shares)} layers, and the Sequential has {layers}; needed are numbers"
-            " of layers, 1 or more for each partition, that add up to that"
+            " of layers that add up to that"
         )
     return shares
 
@@ -125,10 +150,14 @@ def _refuse_shared(parts: Sequence[Sequence[nn.Module]]) -> None:
     owner: dict[int, int] = {}
     for partition, layers in enumerate(parts):
         for layer in layers:
-            for name, parameter in layer.named_parameters(remove_duplicate=False):
-                first = owner.setdefault(id(parameter), partition)
+            tensors: list[tuple[str, str, Tensor]] = [
+                ("parameter", *named) for named in layer.named_parameters(remove_duplicate=False)
+            ]
+            tensors += [("buffer", *named) for named in layer.named_buffers(remove_duplicate=False)]
+            for what, name, tensor in tensors:
+                first = owner.setdefault(id(tensor), partition)
                 if first != partition:
                     raise SetupError(
-                        f"the parameter {name!r} of a {type(layer).__name__} is in partitions {first} and {partition};"
-                        " a parameter is on one device: put its layers into one partition by balance, or copy it"
+                        f"the {what} {name!r} of a {type(layer).__name__} is in partitions {first} and {partition};"
+                        f" a {what} is on one device: put its layers into one partition by balance, or copy it"
                     )

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_pipe.engine import InputError, PipelinePlan, SetupError, TaskSpan
-from lightning_pipe.engine.thread_state import capture
 from lightning_pipe.pipe.autograd import attach, attach_loss
-from lightning_pipe.pipe.batch_norm import defer_batch_norm
-from lightning_pipe.pipe.cell import Cell, MiniBatch
-from lightning_pipe.pipe.gradients import GradientSums
-from lightning_pipe.pipe.micro_batch import gather, rows_of, scatter
+from lightning_pipe.pipe.batch_norm import defer_batch_norm, undefer_batch_norm
+from lightning_pipe.pipe.loss import LossFunction, MiniBatchLoss, Reduction, total_of
+from lightning_pipe.pipe.micro_batch import gather, rows_of
+from lightning_pipe.pipe.mini_batch import Run, to_device
 from lightning_pipe.pipe.partition import Partition
 from lightning_pipe.pipe.partitioning import Checkpoint, check_checkpoint, check_sequential, make_partitions
 from lightning_pipe.pipe.plans import gradient_field, value_field
-from lightning_pipe.pipe.randomness import MiniBatchSeed, SharedGenerators
-from lightning_pipe.pipe.schedule import MicroBatch, Scheduler
+from lightning_pipe.pipe.schedule import Scheduler
+from lightning_pipe.pipe.skip_layout import SkipRoute
 
 __all__ = ["Pipe", "pipe_loss"]
 
@@ -73,18 +71,34 @@ class Pipe(nn.Module):
         self.chunks = chunks
         self.checkpoint = checkpoint
         check_checkpoint(chunks, checkpoint)
-        if deferred_batch_norm:
-            defer_batch_norm(module)
-        for name, layer in module._modules.items():
-            self.add_module(name, layer)
-        # The Sequential's own.
-        self._forward_hooks = module._forward_hooks
-        self._forward_pre_hooks = module._forward_pre_hooks
-        self.train(module.training)
-        layers = [layer for layer in module._modules.values() if layer is not None]
-        self._partitions, self._routes = make_partitions(layers, devices, balance)
+        self._partitions: list[Partition] = []
+        self._routes: list[SkipRoute] = []
         self._scheduler: Scheduler | None = None
         self._loss_scale: Callable[[], float] | None = None
+        self._known_losses: set[Any] = set()  # kinds of functions that are known to return means
+        self._deferred: dict[nn.Module, nn.Module] = {}  # by what is there now, what was there
+        if any(isinstance(one, Pipe) for layer in module for one in layer.modules()):
+            raise SetupError(
+                "a layer of the Sequential holds a Pipe; needed is one pipe over all layers, not one in another"
+            )
+        for name in module._modules:
+            if hasattr(self, name):
+                raise SetupError(
+                    f"the Sequential has a layer {name!r}, which is the name of something else of a Pipe; give it"
+                    " another"
+                )
+        if deferred_batch_norm:
+            defer_batch_norm(module, self._deferred)
+        for name, layer in module._modules.items():
+            self.add_module(name, layer)
+        # The Sequential's own hooks, of every kind.
+        self.__dict__.update({name: hooks for name, hooks in module.__dict__.items() if "hook" in name})
+        self.training = module.training  # and no layer's: some may be frozen
+        try:
+            self._partitions, self._routes = make_partitions([*self], devices, balance)
+        except BaseException:
+            undefer_batch_norm(module, self._deferred)
+            raise
 
     # ------------------------------------------------------------------ what it is made of
 
@@ -99,6 +113,11 @@ class Pipe(nn.Module):
         return [len(partition.layers) for partition in self._partitions]
 
     @property
+    def deferred(self) -> dict[nn.Module, nn.Module]:
+        """By each batch normalisation that *deferred_batch_norm* has put into the Sequential, the one before it."""
+        return self._deferred
+
+    @property
     def plans(self) -> dict[str, PipelinePlan]:
         """What runs when: the plans of forward, of backward, and of :meth:`loss`."""
         return self._schedule.plans
@@ -106,8 +125,10 @@ class Pipe(nn.Module):
     def __len__(self) -> int:
         return len(self._modules)
 
-    def __getitem__(self, index: int) -> nn.Module:
-        return [*self.children()][index]
+    def __getitem__(self, index: int | slice) -> nn.Module:
+        """A layer; or some, as a plain Sequential, which runs them where they are and not as a pipe."""
+        layers = [*self]
+        return nn.Sequential(*layers[index]) if isinstance(index, slice) else layers[index]
 
     def __iter__(self) -> Iterator[nn.Module]:
         return (layer for layer in self._modules.values() if layer is not None)
@@ -143,13 +164,13 @@ class Pipe(nn.Module):
             InputError: inputs that cannot be cut, or outputs that cannot be put together.
             Exception: what a layer raises, with a note of the partition and the micro-batch.
         """
-        run = _Run(self, inputs)
+        run = self._run(inputs, 6)  # through nn.Module's two calls
         outputs = [None] * run.count
         for index, ctx in enumerate(self._schedule.run("gpipe_forward", run.micro_batches())):
             outputs[index] = getattr(ctx, value_field(len(self._partitions))).value
         run.check_generators()
         with torch.no_grad():
-            gathered, spec = pytree.tree_flatten(gather(outputs))
+            gathered, spec = pytree.tree_flatten(gather(outputs, run.rows_of_micro_batches))
         if not run.grad:
             return pytree.tree_unflatten(gathered, spec)
         leaves = [pytree.tree_leaves(output) for output in outputs]
@@ -176,9 +197,9 @@ class Pipe(nn.Module):
         self,
         inputs: Any,
         targets: Any,
-        loss_fn: Callable[[Any, Any], Tensor],
+        loss_fn: LossFunction,
         *,
-        reduction: Literal["mean", "sum"] | None = None,
+        reduction: Reduction | None = None,
     ) -> Tensor:
         """The loss of a mini-batch, with forwards and backwards in turns (1F1B).
 
@@ -192,39 +213,37 @@ class Pipe(nn.Module):
             inputs: of the first layer: one value, or a tuple of them; see :meth:`forward`.
             targets: tensors, in any nesting, with as many rows; they are moved to the last device.
             loss_fn: called with what the last layer returns for a micro-batch, and its targets.
-            reduction: whether *loss_fn* returns a mean over rows, or a sum. By default what its ``reduction`` says,
-                and a mean if it says none.
+            reduction: whether *loss_fn* returns a mean over rows, or a sum. By default what its ``reduction`` says;
+                a function that says nothing is to return a mean over rows, which is tried once on two parts of a
+                micro-batch. ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` (and their functions, with no more arguments)
+                may leave out targets and weigh classes: their mean is over those of the mini-batch that count.
 
         Returns:
             the loss of all rows: of means the mean, weighted by the micro-batches' rows.
 
         Raises:
-            InputError: inputs and targets that cannot be cut alike, or a loss that is no scalar.
+            InputError: inputs and targets that cannot be cut alike, a loss that is no scalar, or that is neither a mean
+                over rows nor said to be a sum.
         """
-        reduction = reduction or getattr(loss_fn, "reduction", "mean")
-        if reduction not in ("mean", "sum"):
-            raise InputError(
-                f"loss_fn has the reduction {reduction!r}; needed is a scalar for a micro-batch: 'mean' or 'sum'"
-            )
-        run = _Run(self, inputs if isinstance(inputs, tuple) else (inputs,))
-        targets = _to(targets, self.devices[-1])
+        of_all = MiniBatchLoss(loss_fn, reduction, self._known_losses)
+        run = self._run(inputs if isinstance(inputs, tuple) else (inputs,), 4)
+        targets = to_device(targets, self.devices[-1])
+        if not run.rows:
+            raise InputError("the inputs have no rows, of which there is no loss; leave such a mini-batch out")
         if rows_of(targets) != run.rows:
             raise InputError(f"the inputs have {run.rows} rows and the targets {rows_of(targets)}; needed are as many")
         scale = 1.0 if self._loss_scale is None else self._loss_scale()
-        losses = [
-            _MicroLoss(loss_fn, target, rows_of(target) / run.rows if reduction == "mean" else 1.0, scale)
-            for target in scatter(targets, run.count)
-        ]
+        losses = of_all.of_micro_batches(targets, run.count, scale)
         micro_batches = run.micro_batches(losses)
         plan = "1f1b" if run.grad else "gpipe_forward"
         first_gradients = []
-        for ctx in self._schedule.run(plan, micro_batches):
-            if run.grad:
-                first_gradients.append(getattr(ctx, gradient_field(0)).value)
+        with run.parameters_alone():
+            for ctx in self._schedule.run(plan, micro_batches):
+                if run.grad:
+                    first_gradients.append(getattr(ctx, gradient_field(0)).value)
         run.check_generators()
-        total = losses[0].value
-        for one in losses[1:]:
-            total = total + one.value
+        of_all.check(losses[0])
+        total = total_of(losses)
         if not run.grad or not run.upstream:
             return total
         known = run.collect(first_gradients)
@@ -268,6 +287,17 @@ class Pipe(nn.Module):
         if self._scheduler is not None:
             self._scheduler.close()
 
+    def _run(self, inputs: tuple[Any, ...], depth: int) -> Run:
+        check_checkpoint(self.chunks, self.checkpoint)
+        if [*map(id, self)] != [id(layer) for partition in self._partitions for layer in partition.layers]:
+            raise SetupError(
+                "layers of the pipe were added or replaced after it was made, which its partitions do not know; change"
+                " the Sequential, and make another Pipe of it"
+            )
+        # Nobody who evaluates wants layers to run twice; a gradient there is a rare thing.
+        checkpoint = self.checkpoint if self.training else "never"
+        return Run(self._partitions, self._schedule, self.chunks, checkpoint, inputs, depth)
+
     @property
     def _schedule(self) -> Scheduler:
         if self._scheduler is None:
@@ -276,11 +306,11 @@ class Pipe(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads stay where they are: a copy starts its own.
-        return {**super().__getstate__(), "_scheduler": None}
+        return {**super().__getstate__(), "_scheduler": None, "_known_losses": set()}
 
     def to(self, *args: Any, **kwargs: Any) -> Pipe:
         device = torch._C._nn._parse_to(*args, **kwargs)[0]
-        if device is not None:
+        if device is not None and any(one != device for one in self.devices):
             self._refuse_move(f"to({str(device)!r})")
         return super().to(*args, **kwargs)
 
@@ -303,9 +333,9 @@ def pipe_loss(
     module: nn.Module,
     inputs: Any,
     targets: Any,
-    loss_fn: Callable[[Any, Any], Tensor],
+    loss_fn: LossFunction,
     *,
-    reduction: Literal["mean", "sum"] | None = None,
+    reduction: Reduction | None = None,
 ) -> Tensor:
     """:meth:`Pipe.loss` of a pipe, and ``loss_fn(module(inputs), targets)`` of any other module.
 
@@ -322,148 +352,3 @@ def pipe_loss(
         return module.loss(inputs, targets, loss_fn, reduction=reduction)
     output = module(*inputs) if isinstance(inputs, tuple) else module(inputs)
     return loss_fn(output, targets)
-
-
-class _MicroLoss:
-    """The loss of one micro-batch: its part of the whole, and that times what backward is scaled by."""
-
-    def __init__(self, loss_fn: Callable[[Any, Any], Tensor], target: Any, weight: float, scale: float) -> None:
-        self._loss_fn, self._target, self._weight, self._scale = loss_fn, target, weight, scale
-        self.value: Tensor = torch.empty(())
-
-    def __call__(self, output: Any) -> Tensor:
-        loss = self._loss_fn(output, self._target)
-        if not isinstance(loss, Tensor) or loss.dim():
-            found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise InputError(f"loss_fn returned {found}; needed is a tensor without dimensions, a mean or a sum")
-        if self._weight != 1.0:
-            loss = loss * self._weight
-        self.value = loss.detach()
-        return loss if self._scale == 1.0 else loss * self._scale
-
-
-class _Run:
-    """One mini-batch.
-
-    Args:
-        pipe: that runs it.
-        inputs: as they were given.
-    """
-
-    def __init__(self, pipe: Pipe, inputs: tuple[Any, ...]) -> None:
-        self._pipe = pipe
-        self._partitions: list[Partition] = pipe._partitions
-        for partition in self._partitions:
-            partition.check_device()
-        self.rows = rows_of(inputs)
-        inputs = _to(inputs, self._partitions[0].device)
-        if self.rows < pipe.chunks:
-            warnings.warn(
-                f"a mini-batch has {self.rows} rows, and {pipe.chunks} micro-batches are to be cut from it; it runs as"
-                f" {self.rows}: lower chunks, or give larger mini-batches",
-                stacklevel=3,
-            )
-        self._pieces = scatter(inputs, pipe.chunks)
-        self.count = len(self._pieces)
-        self.grad = torch.is_grad_enabled()
-        self._parameters = [partition.parameters() for partition in self._partitions]
-        self._inputs = list(pytree.tree_leaves(inputs))
-        self.upstream: list[Tensor] = [
-            tensor
-            for tensor in (*self._inputs, *(one for part in self._parameters for one in part))
-            if isinstance(tensor, Tensor) and tensor.requires_grad
-        ]
-        self._sums = [GradientSums() for _ in self._partitions]
-        self._seed = MiniBatchSeed()
-        self._generators = SharedGenerators(pipe.devices)
-        self._mini_batch = MiniBatch(
-            self.count, self._seed, self.grad, capture(), [one.training for one in self._partitions], self._parameters
-        )
-        self._streams = [torch.cuda.current_stream(one) for one in dict.fromkeys(pipe.devices) if one.type == "cuda"]
-        self._cells: list[list[Cell]] = []
-
-    def micro_batches(self, losses: Sequence[_MicroLoss] = ()) -> list[MicroBatch]:
-        """All micro-batches, for their forward."""
-        last = self._partitions[-1]
-        mode = self._pipe.checkpoint
-        for index in range(self.count):
-            # What is followed by its backward at once gains nothing from running again.
-            at_once = index == self.count - 1 and not losses
-            self._cells.append(
-                [
-                    Cell(
-                        partition,
-                        self._mini_batch,
-                        index,
-                        checkpointed=mode == "always"
-                        or (mode == "except_last" and not at_once and not (losses and partition is last)),
-                        loss=losses[index] if losses and partition is last else None,
-                    )
-                    for partition in self._partitions
-                ]
-            )
-        pieces, self._pieces = self._pieces, []
-        return [self._micro_batch(index, piece) for index, piece in enumerate(pieces)]
-
-    def backward(
-        self, leaves: int, gradients: dict[int, Tensor | None], sizes: dict[int, list[int]]
-    ) -> list[Tensor | None]:
-        """Run all backwards, the last micro-batch first; returns gradients of :attr:`upstream`.
-
-        Args:
-            leaves: of the outputs, flattened.
-            gradients: of those, by place.
-            sizes: rows of each micro-batch's, by place.
-        """
-        self._generators = SharedGenerators(self._pipe.devices)
-        parts = {
-            place: [None] * self.count if gradient is None else list(torch.split(gradient, sizes[place]))
-            for place, gradient in gradients.items()
-        }
-        micro_batches = [
-            self._micro_batch(index, None, [parts[place][index] if place in parts else None for place in range(leaves)])
-            for index in reversed(range(self.count))
-        ]
-        found = [
-            getattr(ctx, gradient_field(0)).value for ctx in self._pipe._schedule.run("gpipe_backward", micro_batches)
-        ]
-        self.check_generators()
-        return self.collect(found[::-1])
-
-    def collect(self, of_inputs: Sequence[list[Tensor | None]]) -> list[Tensor | None]:
-        """Gradients of :attr:`upstream`.
-
-        Args:
-            of_inputs: gradients of the inputs, flattened, of each micro-batch.
-        """
-        found: list[Tensor | None] = []
-        for place, leaf in enumerate(self._inputs):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                rows = torch.tensor_split(leaf.detach(), self.count)
-                parts = [one[place] for one in of_inputs]
-                if all(part is None for part in parts):
-                    found.append(None)
-                else:
-                    found.append(
-                        torch.cat(
-                            [
-                                torch.zeros_like(row) if part is None else part
-                                for part, row in zip(parts, rows, strict=True)
-                            ]
-                        )
-                    )
-        for sums, parameters in zip(self._sums, self._parameters, strict=True):
-            found += [sums.of(parameter) for parameter in parameters]
-        return found
-
-    def check_generators(self) -> None:
-        """See :class:`SharedGenerators`; then the mini-batch's number is taken from the user's generator."""
-        self._generators.check()
-        self._seed.take()
-
-    def _micro_batch(self, index: int, piece: Any, given: list[Tensor | None] | None = None) -> MicroBatch:
-        return MicroBatch(index, self.count, self._cells[index], piece, self._sums, given, self._streams)
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, value)

@@ -17,11 +17,13 @@ class Position(NamedTuple):
         micro_batch: its index.
         micro_batches: how many there are: fewer than the pipe's ``chunks`` where the mini-batch has fewer rows.
         recomputing: whether this forward has run before, without its graph.
+        mini_batch: the same object for all micro-batches of a mini-batch, and for no others.
     """
 
     micro_batch: int
     micro_batches: int
     recomputing: bool
+    mini_batch: object = None
 
 
 class _Current(threading.local):

@@ -37,9 +37,9 @@ class MiniBatchSeed:
     """
 
     def __init__(self) -> None:
-        ahead = torch.Generator()
+        ahead = torch.Generator("cpu")
         ahead.set_state(torch.default_generator.get_state())
-        self._base = int(torch.randint(0, _SEEDS, (), dtype=torch.int64, generator=ahead))
+        self._base = int(torch.randint(0, _SEEDS, (), dtype=torch.int64, generator=ahead, device="cpu"))
         self.drawn = False
         self._taken = False
 
@@ -52,7 +52,7 @@ class MiniBatchSeed:
         """Take the number from the user's generator, if layers have drawn; once."""
         if self.drawn and not self._taken:
             self._taken = True
-            torch.randint(0, _SEEDS, (), dtype=torch.int64)
+            torch.randint(0, _SEEDS, (), dtype=torch.int64, device="cpu")
 
 
 class LayerGenerators(TorchDispatchMode):
@@ -86,6 +86,7 @@ class LayerGenerators(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in func.tags or not _draws(func, args, kwargs):
             return func(*args, **kwargs)
         self.drew = True
+        _refuse_inner_checkpoint()
         device = _device_of(args, kwargs)
         if device.type == "cpu":
             # With a generator told, nobody else's is touched, and no thread waits for another.
@@ -111,6 +112,16 @@ class LayerGenerators(TorchDispatchMode):
             known = self._generators[device] = torch.Generator(device)
             known.manual_seed(self._seed.of(self._layer, self._micro_batch))
         return known
+
+
+def _refuse_inner_checkpoint() -> None:
+    """Nobody would know what to draw when it runs again."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook"):
+        raise SetupError(
+            "a layer draws random numbers inside torch.utils.checkpoint, whose second run would draw others; take that"
+            " out, and let the pipe do it: checkpoint='always' or 'except_last'"
+        )
 
 
 def _dropout(generator: torch.Generator, input: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
@@ -176,5 +187,6 @@ class SharedGenerators:
                 raise SetupError(
                     f"random numbers were drawn on {device} by a layer that drew none for its first micro-batch, or by"
                     " another thread, while the pipe ran: two partitions may have drawn at once, and nobody could"
-                    " repeat it. Draw in every forward of a layer or in none, and in no other thread meanwhile"
+                    " repeat it. Run the step again: from now on the pipe looks at every operation, which is slower;"
+                    " or draw in every forward of a layer or in none, and in no other thread meanwhile"
                 )

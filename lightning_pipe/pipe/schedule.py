@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,6 +44,7 @@ class MicroBatch:
         sums: where gradients of parameters go.
         given: gradients of the last layer's outputs; None where the last cell makes the loss.
         streams: the caller's, on each GPU.
+        rows: of the micro-batch.
     """
 
     index: int
@@ -51,6 +54,7 @@ class MicroBatch:
     sums: Sequence[GradientSums]
     given: list[Tensor | None] | None = None
     streams: Sequence[Any] = field(default=())
+    rows: int = 1
 
 
 class Scheduler:
@@ -73,6 +77,9 @@ class Scheduler:
         ]
         self.plans: dict[str, PipelinePlan] = {plan.name: plan for plan in plans}
         self._pipelines: dict[str, SWPipeline] = {}
+        self._running = threading.Lock()  # callers from several threads take turns
+        self._process = os.getpid()
+        self._lost: list[Any] = []  # of a process that was forked from: their threads are not in this one
         self._tracing = False
         self._keep: int | None = None
         # Of each plan, while it is traced: with which iteration mini-batches began, and their micro-batches' indices.
@@ -84,6 +91,13 @@ class Scheduler:
         Raises:
             Exception: what a layer raised, with a note that says where; the pipe can be used again.
         """
+        with self._running:
+            yield from self._run(plan, micro_batches)
+
+    def _run(self, plan: str, micro_batches: Sequence[MicroBatch]) -> Iterator[IterContext]:
+        if self._process != os.getpid():
+            self._lost.append(self._pipelines)
+            self._pipelines, self._process = {}, os.getpid()
         pipeline = self._pipelines.get(plan)
         if pipeline is None:
             pipeline = self._pipelines[plan] = SWPipeline(self.plans[plan])
@@ -136,7 +150,7 @@ class Scheduler:
 
     def close(self) -> None:
         """End the worker threads; the next mini-batch starts others."""
-        while self._pipelines:
+        while self._pipelines and self._process == os.getpid():
             self._pipelines.popitem()[1].close()
 
     # ------------------------------------------------------------------ tasks
@@ -170,7 +184,9 @@ class Scheduler:
 
     def _backward(self, index: int, ctx: IterContext) -> None:
         micro: MicroBatch = ctx.batch
-        with self._at(micro, index, "backward"):
+        # With the loss inside, nobody has left the autocast of forward, as a caller of backward() does.
+        inside = micro.given is None
+        with self._at(micro, index, "backward"), _without_autocast() if inside else nullcontext():
             gradients: Gradients = {}
             if index < len(self._partitions) - 1:
                 gradients[None] = self._copier.receive(_take(ctx, gradient_field(index + 1)), index)
@@ -187,20 +203,42 @@ class Scheduler:
                     back = self._copier.send(found[route.key], index, route.source)
                     setattr(ctx, skip_gradient_field(number), back)
 
-    @contextmanager
-    def _at(self, micro: MicroBatch, index: int, what: str) -> Iterator[None]:
-        """On the partition's device, in the caller's stream; an error says where it was."""
-        try:
-            with ExitStack() as stack:
-                for stream in micro.streams:
-                    stack.enter_context(torch.cuda.stream(stream))
-                device = self._partitions[index].device
-                if device.type == "cuda":
-                    stack.enter_context(torch.cuda.device(device))
-                yield
-        except Exception as error:
-            error.add_note(f"In the {what} of {self._partitions[index].name}, micro-batch {micro.index} of {micro.of}.")
-            raise
+    def _at(self, micro: MicroBatch, index: int, what: str) -> _Place:
+        return _Place(self._partitions[index], micro, what)
+
+
+class _Place(ExitStack):
+    """On a partition's device, in the caller's stream; an error says where it was."""
+
+    def __init__(self, partition: Partition, micro: MicroBatch, what: str) -> None:
+        super().__init__()
+        self._partition, self._micro, self._what = partition, micro, what
+
+    def __enter__(self) -> _Place:
+        super().__enter__()
+        for stream in self._micro.streams:
+            self.enter_context(torch.cuda.stream(stream))
+        if self._partition.device.type == "cuda":
+            self.enter_context(torch.cuda.device(self._partition.device))
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool | None:
+        if error is not None:
+            micro = self._micro
+            rows = f" ({micro.rows} row{'s' if micro.rows > 1 else ''})"
+            error.add_note(
+                f"In the {self._what} of {self._partition.name}, micro-batch {micro.index} of {micro.of}{rows}."
+            )
+        return super().__exit__(kind, error, traceback)
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def _take(ctx: IterContext, field: str) -> Sent:

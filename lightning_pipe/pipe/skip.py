@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -36,7 +37,19 @@ T = TypeVar("T", bound=nn.Module)
 
 
 class Namespace:
-    """Where names of skips are looked up, so that two parts of a model can use the same ones. Equal to itself only."""
+    """Where names of skips are looked up, so that two parts of a model can use the same ones.
+
+    Equal to itself and to its copies, so that layers that are copied one by one still find each other.
+    """
+
+    def __init__(self) -> None:
+        self._id = uuid.uuid4()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Namespace) and self._id == other._id
+
+    def __hash__(self) -> int:
+        return hash(self._id)
 
 
 class SkipKey(NamedTuple):
@@ -72,14 +85,16 @@ class Skips:
 
     Args:
         values: that were left elsewhere.
+        once: refuse to leave a second value under a name.
     """
 
-    def __init__(self, values: Mapping[SkipKey, Any] | None = None) -> None:
+    def __init__(self, values: Mapping[SkipKey, Any] | None = None, *, once: bool = True) -> None:
         self.values: dict[SkipKey, Any] = dict(values or {})
+        self._once = once
 
     def leave(self, key: SkipKey, value: Any) -> None:
         """Keep *value* until it is taken."""
-        if key in self.values:
+        if self._once and key in self.values:
             raise SetupError(f"the skip {key} was stashed twice before it was popped; give the second another name")
         self.values[key] = value
 
@@ -94,7 +109,8 @@ class _Current(threading.local):
     """Of each thread: where layers leave what they stash."""
 
     def __init__(self) -> None:
-        self.skips = Skips()
+        # Outside of a pipe: what an exception has left there must not be in the way of the next forward.
+        self.skips = Skips(once=False)
 
 
 _current = _Current()
@@ -120,6 +136,10 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
     Raises:
         SetupError: a name is in both, none is given, a single string, or ``forward`` is no generator.
     """
+    if isinstance(stash, type):
+        raise SetupError(
+            f"@skippable stands bare on {stash.__name__}; say what it leaves or takes: @skippable(stash=['features'])"
+        )
     for what, names in (("stash", stash), ("pop", pop)):
         if isinstance(names, str):
             raise SetupError(f"{what} is the single name {names!r}; give a list, [{names!r}]")

@@ -22,6 +22,7 @@ from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.pipe import Pipe
+from lightning_pipe.pipe.batch_norm import undefer_batch_norm
 from lightning_pipe.pipe.partitioning import Checkpoint, check_checkpoint
 from lightning_pipe.strategies.base import reading_plain_types
 from lightning_pipe.strategies.pipe_balance import Measure, measured_balance
@@ -116,6 +117,20 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
         self._devices = list(devices)
 
     @property
+    def num_nodes(self) -> int:
+        """Machines: one."""
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, number: int) -> None:
+        # The Trainer's.
+        if number != 1:
+            raise SetupError(
+                f"num_nodes is {number}, and a pipe is one process on one machine; needed is 1, or"
+                " strategy='llm_1f1b_pipeline', in several processes"
+            )
+
+    @property
     def root_device(self) -> torch.device:
         return self._devices[0] if self._devices else torch.device("cpu")
 
@@ -186,11 +201,13 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
         found = getattr(holder, name, None)
         if not isinstance(found, nn.Sequential):
             sequentials = [one for one, child in module.named_modules() if isinstance(child, nn.Sequential) and one]
-            there = f"those it has are {', '.join(map(repr, sequentials))}" if sequentials else "it has none"
-            raise SetupError(
-                f"{path!r} of {type(module).__name__} is a {type(found).__name__}; needed is an nn.Sequential, and"
-                f" {there}: name one by pipe_module"
-            )
+            what = f"{type(module).__name__} has no {path!r}"
+            if found is not None:
+                what = f"{path!r} of {type(module).__name__} is a {type(found).__name__}"
+            fix = f"name one of those it has by pipe_module: {', '.join(map(repr, sequentials))}"
+            if not sequentials:
+                fix = "it has none: make one of the layers that are to be shared out"
+            raise SetupError(f"{what}; needed is an nn.Sequential, and {fix}")
         assert isinstance(holder, nn.Module)
         return holder, name, found
 
@@ -199,21 +216,27 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
         if module is not None and pipe is not None and sequential is not None:
             self._pipe = self._sequential = None
             pipe.close()
-            holder, name = next(
+            places = [
                 (parent, name)
                 for parent in module.modules()
                 for name, child in parent._modules.items()
                 if child is pipe
-            )
-            sequential.train(pipe.training)
-            setattr(holder, name, sequential)
+            ]
+            sequential.training = pipe.training
+            undefer_batch_norm(sequential, pipe.deferred)
+            for holder, name in places:  # none where the module has replaced it
+                setattr(holder, name, sequential)
         super().teardown()
 
     # ------------------------------------------------------------------ batches
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         module = self.lightning_module
-        if module is None or self._pipe is None or is_overridden("transfer_batch_to_device", module):
+        hooks = "transfer_batch_to_device"
+        if module is None or self._pipe is None or is_overridden(hooks, module):
+            return super().batch_to_device(batch, device, dataloader_idx)
+        data = getattr(module.trainer, "datamodule", None)
+        if data is not None and is_overridden(hooks, data):
             return super().batch_to_device(batch, device, dataloader_idx)
         place = getattr(module, "place_batch", None)
         batch = self._placed(batch) if place is None else place(batch, list(self._devices))

@@ -303,6 +303,14 @@ def test_one_rank_is_held_up_by(one: StepUse, kind: str, said: str) -> None:
     assert said in found.text
 
 
+def test_of_a_pipe_it_is_not_said_that_nothing_is_to_be_gained() -> None:
+    step = StepUse(9, 1.0, 0.0, tasks={"TrainBatch": 0.95})
+    assert find_verdict([step], PREFETCH).kind == "compute-bound"
+    found = find_verdict([step], PREFETCH, has_pipe=True)
+    assert found.kind == "schedule-bound"
+    assert "95 % of the step is the pipe's; PipelineTrace shows" in found.text
+
+
 def test_a_plan_without_the_recsys_tasks_is_not_advised_another_recsys_plan() -> None:
     def nothing(_: Any) -> None:
         """Nothing."""

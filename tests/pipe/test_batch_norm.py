@@ -48,7 +48,9 @@ def test_the_first_layers_statistics_equal_the_whole_batchs(
                 if through == "forward":
                     pipe(inputs).sum().backward()
                 else:
-                    pipe.loss(inputs, torch.zeros(rows), lambda output, target: output.sum()).backward()
+                    pipe.loss(
+                        inputs, torch.zeros(rows), lambda output, target: output.sum(), reduction="sum"
+                    ).backward()
         for name, expected in statistics(whole).items():
             if name.startswith("1."):  # the later one sees what the first has normalised by micro-batches
                 torch.testing.assert_close(pipe.state_dict()[name], expected, rtol=1e-6, atol=1e-6)
@@ -114,7 +116,7 @@ def test_without_it_recomputation_counts_no_batch_twice(through: str) -> None:
         if through == "forward":
             pipe(inputs).sum().backward()
         else:
-            pipe.loss(inputs, torch.zeros(6), lambda output, target: output.sum()).backward()
+            pipe.loss(inputs, torch.zeros(6), lambda output, target: output.sum(), reduction="sum").backward()
         found.append(statistics(pipe))
         pipe.close()
     for other in found[1:]:
@@ -132,3 +134,20 @@ def test_outside_of_a_pipe_it_is_batch_normalisation() -> None:
         inputs = torch.randn(6, 4)
         assert torch.equal(one(inputs), other(inputs))
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_a_layer_that_is_there_twice_moves_twice_as_in_the_whole_batch(chunks: int) -> None:
+    def twice() -> nn.Sequential:
+        layer = nn.BatchNorm1d(3)
+        return nn.Sequential(layer, nn.Identity(), layer)
+
+    pipe, whole = Pipe(twice(), chunks, devices=["cpu"], deferred_batch_norm=True), twice()
+    for _ in range(2):
+        # Of four equal micro-batches each is normalised as the whole.
+        inputs = (torch.randn(4, 3) * 2 + 1).repeat(4, 1)
+        pipe(inputs)
+        whole(inputs)
+    for name, expected in statistics(whole).items():
+        torch.testing.assert_close(pipe.state_dict()[name], expected, rtol=1e-5, atol=1e-6)
+    pipe.close()

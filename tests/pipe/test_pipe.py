@@ -426,7 +426,7 @@ def test_an_error_in_a_layer_is_raised_as_it_is_with_its_place_and_the_pipe_goes
         step()
     micro_batch = 2 if phase != "forward" and through == "forward" else 1  # those of backward come the last one first
     assert raised.value.__notes__[0] == (
-        f"In the {phase} of partition 1 (layer 1, on cpu), micro-batch {micro_batch} of 4."
+        f"In the {phase} of partition 1 (layer 1, on cpu), micro-batch {micro_batch} of 4 (2 rows)."
     )
     fails.armed = False
     pipe.zero_grad()

@@ -270,10 +270,10 @@ def test_what_is_no_sequential_is_refused_with_what_there_is() -> None:
     class Wrong(Model):
         pipe_module = "scale"
 
-    with pytest.raises(SetupError, match=r"'scale' of Wrong is a Parameter; .* those it has are 'model'"):
+    with pytest.raises(SetupError, match=r"'scale' of Wrong is a Parameter; .* those it has by pipe_module: 'model'"):
         trainer().fit(Wrong(), data())
     model = Model()
-    with pytest.raises(SetupError, match=r"'there.is' of Model is a NoneType"):
+    with pytest.raises(SetupError, match=r"Model has no 'there.is'; needed is an nn.Sequential"):
         trainer(InProcessPipelineStrategy(pipe_module="there.is")).fit(model, data())
     with pytest.raises(PlanError, match="balance has 3 entries"):
         trainer(InProcessPipelineStrategy(balance=[1, 2, 5])).fit(model, data())
@@ -282,6 +282,41 @@ def test_what_is_no_sequential_is_refused_with_what_there_is() -> None:
         InProcessPipelineStrategy(0)
     with pytest.raises(SetupError, match="there is no pipe"):
         _ = InProcessPipelineStrategy().pipe
+
+
+def test_several_machines_are_refused() -> None:
+    with pytest.raises(SetupError, match="num_nodes is 2, and a pipe is one process"):
+        trainer(num_nodes=2)
+
+
+def test_what_was_frozen_stays_so_and_deferred_batch_normalisations_are_gone_behind_a_fit() -> None:
+    for deferred in (False, True):
+        model = Model("plain")
+        norm, inner = nn.BatchNorm1d(6), nn.BatchNorm1d(6)
+        holder = nn.Sequential(inner)
+        model.model = nn.Sequential(nn.Linear(6, 6), norm, nn.Dropout(0.5).eval(), holder, nn.Linear(6, 3))
+        strategy = InProcessPipelineStrategy(2, deferred_batch_norm=deferred, parallel_devices=["cpu", "cpu"])
+        trainer(strategy, max_epochs=1).fit(model, data(rows=18))
+        assert model.model[1] is norm
+        assert holder[0] is inner
+        assert norm.num_batches_tracked == (3 if deferred else 6)
+        assert [layer.training for layer in model.model] == [True, True, False, True, True]
+
+
+def test_a_data_modules_transfer_is_its_own() -> None:
+    class Data(pl.LightningDataModule):
+        moved = 0
+
+        def train_dataloader(self) -> Any:
+            return data()
+
+        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+            self.moved += 1
+            return batch
+
+    used = Data()
+    trainer(max_epochs=1).fit(Model(), datamodule=used)
+    assert used.moved == 4
 
 
 def test_an_error_in_a_layer_ends_the_fit_with_its_place() -> None:

@@ -1,0 +1,230 @@
+"""What GPipe's users may rely on of skip connections, as torchgpipe's tests state it: what test_skip leaves out."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.pipe import Namespace, Pipe, isolate, pop, skippable, stash
+from lightning_pipe.pipe.skip import Skips, using
+from lightning_pipe.pipe.skip_layout import skip_routes
+from tests.pipe.models import AddEarly, Leave, TimesLate, different, whole_forward
+from tests.pipe.test_skip import pops, stashes
+
+CHECKPOINT: tuple[Any, ...] = ("always", "except_last", "never")
+
+
+@pytest.fixture(autouse=True)
+def one_thread_and_seed() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+def pipe_of(layers: Sequence[nn.Module], chunks: int, checkpoint: Any = "except_last", **options: Any) -> closing[Pipe]:
+    """A pipe on CPUs, a partition for each layer if nothing else is said; closed in the end."""
+    balance = options.pop("balance", [1] * len(layers))
+    return closing(Pipe(nn.Sequential(*layers), chunks, checkpoint, ["cpu"] * len(balance), balance, **options))
+
+
+@skippable(stash=["b"], pop=["a"])
+class PopsAndStashes(nn.Module):
+    """Ends one skip and begins another."""
+
+    def forward(self, input: Tensor) -> Any:
+        value = yield pop("a")
+        yield stash("b", input * value)
+        return input
+
+
+# ---------------------------------------------------------------------- where they lead
+
+
+def test_routes_are_of_skips_that_change_partition_in_the_order_in_which_they_are_stashed() -> None:
+    def routes(*partitions: list[nn.Module]) -> list[tuple[str, int, int]]:
+        return [(route.key.name, route.source, route.target) for route in skip_routes(partitions)]
+
+    assert routes([nn.Identity()], [nn.Identity()]) == []
+    assert routes([stashes("a")], [pops("a")]) == [("a", 0, 1)]
+    assert routes([stashes("a")], [stashes("b")], [pops("b"), pops("a")]) == [("a", 0, 2), ("b", 1, 2)]
+    assert routes([stashes("a"), stashes("b")], [pops("b"), pops("a")]) == [("a", 0, 1), ("b", 0, 1)]
+    assert routes([stashes("a"), PopsAndStashes()], [pops("b")]) == [("b", 0, 1)]
+
+
+def test_one_name_in_two_namespaces_is_two_routes() -> None:
+    one, other = Namespace(), Namespace()
+    assert one != other
+    layers = [isolate(stashes("a"), one), isolate(stashes("a"), other)]
+    last = nn.Sequential(isolate(pops("a"), other), isolate(pops("a"), one))
+    routes = skip_routes([[layers[0]], [layers[1]], [last]])
+    assert [(route.key.namespace, route.source, route.target) for route in routes] == [(one, 0, 2), (other, 1, 2)]
+
+
+def test_a_name_that_was_popped_is_stashed_again_only_in_another_namespace() -> None:
+    with pytest.raises(SetupError, match="'a' is stashed by layers 0 and 2"):
+        skip_routes([[stashes("a")], [pops("a")], [stashes("a")], [pops("a")]])
+    one, other = Namespace(), Namespace()
+    layers = [isolate(stashes("a"), one), isolate(pops("a"), one), isolate(stashes("a"), other)]
+    with pipe_of([*layers, isolate(pops("a"), other)], 2) as pipe:
+        assert torch.equal(pipe(torch.ones(2, 1)), torch.full((2, 1), 9.0))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_copies_of_a_module_keep_its_namespaces_apart(copied: Callable[[nn.Module], nn.Module]) -> None:
+    one, other = Namespace(), Namespace()
+    layers = nn.Sequential(*(isolate(Leave(), namespace) for namespace in (one, other)))
+    layers.extend([isolate(AddEarly(), other), isolate(TimesLate(), one), isolate(TimesLate(), other)])
+    layers.append(isolate(AddEarly(), one))
+    input = torch.rand(2, 3)
+    assert torch.equal(copied(layers)(input), layers(input))
+
+
+# ---------------------------------------------------------------------- what they bring
+
+
+@pytest.mark.parametrize("balance", [[3], [1, 2], [2, 1], [1, 1, 1]])
+@pytest.mark.parametrize("checkpoint", CHECKPOINT)
+def test_a_skip_around_convolutions_is_the_sequentials(checkpoint: Any, balance: list[int]) -> None:
+    @skippable(stash=["image"])
+    class First(nn.Conv2d):
+        def forward(self, input: Tensor) -> Any:
+            yield stash("image", input)
+            return super().forward(input)
+
+    @skippable(pop=["image"])
+    class Last(nn.Conv2d):
+        def forward(self, input: Tensor) -> Any:
+            image = yield pop("image")
+            return super().forward(input) + image
+
+    layers = [First(3, 3, 1), nn.Conv2d(3, 3, 1), Last(3, 3, 1)]
+    whole = nn.Sequential(*copy.deepcopy(layers))
+    mine = torch.rand(7, 3, 4, 4, requires_grad=True)
+    theirs = mine.detach().clone().requires_grad_()
+    expected = whole_forward(whole, theirs, 3)
+    expected.mean().backward()
+    with pipe_of(layers, 3, checkpoint, balance=balance) as pipe:
+        output = pipe(mine)
+        output.mean().backward()
+        assert torch.equal(output, expected)
+        assert different(pipe, whole) == []
+    assert mine.grad is not None
+    assert theirs.grad is not None
+    assert torch.equal(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT)
+def test_a_layer_may_end_one_skip_and_begin_another(checkpoint: Any) -> None:
+    input = torch.full((4, 1), 3.0, requires_grad=True)
+    with pipe_of([stashes("a"), PopsAndStashes(), pops("b")], 2, checkpoint) as pipe:
+        output = pipe(input)  # 2x + 2x * x
+        assert torch.equal(output, torch.full((4, 1), 24.0))
+        output.sum().backward()
+    assert input.grad is not None
+    assert torch.equal(input.grad, torch.full((4, 1), 14.0))
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT)
+def test_nothing_may_be_stashed_and_comes_as_nothing(checkpoint: Any) -> None:
+    found: list[Any] = []
+
+    @skippable(stash=["nothing"])
+    class Stash(nn.Module):
+        def forward(self, input: Tensor) -> Any:
+            yield stash("nothing", None)
+            return input
+
+    @skippable(pop=["nothing"])
+    class Pop(nn.Module):
+        def forward(self, input: Tensor) -> Any:
+            found.append((yield pop("nothing")))
+            return input
+
+    input = torch.rand(10, requires_grad=True)
+    with pipe_of([Stash(), nn.Identity(), Pop()], 5, checkpoint) as pipe:
+        pipe(input).sum().backward()
+    assert found == [None] * {"always": 10, "except_last": 9, "never": 5}[checkpoint]
+    assert input.grad is not None
+    assert torch.equal(input.grad, torch.ones(10))
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT)
+@pytest.mark.parametrize("training", [True, False])
+def test_what_was_stashed_is_freed_with_backward_or_at_once_without_one(training: bool, checkpoint: Any) -> None:
+    stashed: list[StorageWeakRef] = []
+
+    @skippable(stash=["twice"])
+    class Stash(nn.Module):
+        def forward(self, input: Tensor) -> Any:
+            twice = input * 2
+            stashed.append(StorageWeakRef(twice.untyped_storage()))
+            yield stash("twice", twice)
+            return input
+
+    @skippable(pop=["twice"])
+    class Pop(nn.Module):
+        def forward(self, input: Tensor) -> Any:
+            return input * (yield pop("twice"))
+
+    with pipe_of([Stash(), nn.Identity(), Pop()], 2, checkpoint) as pipe:
+        pipe.train(training)
+        with torch.set_grad_enabled(training):
+            output = pipe(torch.rand(10, 1, requires_grad=True))
+        assert len(stashed) == 2
+        assert any(not one.expired() for one in stashed) == training
+        if training:
+            output.sum().backward()
+        assert all(one.expired() for one in stashed)
+
+
+# ---------------------------------------------------------------------- outside of a pipe
+
+
+def test_what_is_popped_is_what_was_stashed_and_that_once() -> None:
+    value = torch.ones(1)
+    with using(Skips()):
+        stashes("a")(value)
+        assert torch.equal(pops("a")(torch.zeros(1)), value)
+        with pytest.raises(SetupError, match="'a' is popped, and was not stashed before"):
+            pops("a")(value)
+
+
+def test_a_declared_pop_must_come() -> None:
+    @skippable(pop=["a"])
+    class Forgets(nn.Module):
+        def forward(self, input: Tensor) -> Any:
+            if input.dim() > 5:
+                yield pop("a")
+            return input
+
+    with pytest.raises(SetupError, match=r"Forgets.forward ended and did not pop 'a'"):
+        Forgets()(torch.ones(1))
+
+
+def test_threads_do_not_see_each_others_skips() -> None:
+    raised: list[str] = []
+
+    def elsewhere() -> None:
+        with pytest.raises(SetupError) as error:
+            pops("a")(torch.ones(1))
+        raised.append(str(error.value))
+
+    with using(Skips()):
+        stashes("a")(torch.ones(1))
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        pops("a")(torch.ones(1))
+    assert ["was not stashed before" in message for message in raised] == [True]
