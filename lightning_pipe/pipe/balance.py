@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_pipe.engine import PlanError
+from lightning_pipe.engine import PlanError, SetupError
 from lightning_pipe.pipe.skip import SkipKey, Skips, using
 
 __all__ = ["balance_by_memory", "balance_by_parameters", "balance_by_time", "even_shares"]
@@ -30,12 +30,13 @@ def even_shares(costs: Sequence[float], partitions: int) -> list[int]:
         the number of layers in each.
 
     Raises:
-        PlanError: fewer layers than partitions, no partition, a negative cost.
+        PlanError: fewer layers than partitions, no number of partitions, a negative cost.
     """
-    if partitions < 1 or len(costs) < partitions:
+    _check_number("partitions", partitions)
+    if len(costs) < partitions:
         raise PlanError(
-            f"{len(costs)} layers are to be shared out among {partitions} partitions; needed are one partition or more,"
-            " and as many layers: give fewer devices, or cut layers into smaller ones"
+            f"{len(costs)} layers are to be shared out among {partitions} partitions; needed are as many layers: give"
+            " fewer devices, or cut layers into smaller ones"
         )
     if any(cost < 0 for cost in costs):
         raise PlanError(f"the layers' costs are {list(costs)}; needed are numbers of 0 or more")
@@ -102,6 +103,9 @@ def balance_by_memory(
             3 that of SGD with momentum, 2 of SGD.
         device: see :func:`balance_by_time`.
     """
+    _check_number("chunks", chunks)
+    if not isinstance(parameter_scale, int | float) or not parameter_scale >= 0:
+        raise PlanError(f"parameter_scale is {parameter_scale!r}; needed are bytes for a byte of parameters, 0 or more")
     costs = []
     for layer, (_, activations) in zip(module, _measure(module, sample, 1, device), strict=True):
         parameters = sum(p.numel() * p.element_size() for p in layer.parameters())
@@ -109,10 +113,20 @@ def balance_by_memory(
     return even_shares(costs, partitions)
 
 
+def _check_number(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise PlanError(f"{name} is {value!r}; needed is a whole number, 1 or more")
+
+
 def _measure(
     module: nn.Sequential, sample: Any, repeats: int, device: torch.device | str | None
 ) -> list[tuple[float, int]]:
     """Of each layer: seconds of forward and backward, and bytes that are kept for backward."""
+    _check_number("repeats", repeats)
+    if not isinstance(module, nn.Sequential):
+        raise SetupError(
+            f"the module is a {type(module).__name__}; needed is an nn.Sequential, whose layers are measured"
+        )
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     devices = sorted({p.device.index for p in module.parameters() if p.device.type == "cuda"})
     if device is not None and torch.device(device).type == "cuda":

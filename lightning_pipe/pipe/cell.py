@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from lightning_pipe.engine import InputError, SetupError
 from lightning_pipe.engine.thread_state import ThreadState, capture, entered
 from lightning_pipe.pipe.loss import MicroLoss
-from lightning_pipe.pipe.partition import Modes, Partition
+from lightning_pipe.pipe.partition import Modes, NamedBuffer, Partition
 from lightning_pipe.pipe.position import Position
 from lightning_pipe.pipe.randomness import MiniBatchSeed
 from lightning_pipe.pipe.skip import SkipKey, Skips
@@ -97,6 +97,7 @@ class Cell:
         self._outputs: _Flat | None = None  # with their graph
         self._versions: list[int] = []
         self._parameters: list[int] = []  # their versions
+        self._buffers: list[NamedBuffer] = []  # as they were before the first run
 
     @property
     def checkpointed(self) -> bool:
@@ -111,6 +112,7 @@ class Cell:
             if self._of.grad:
                 self._inputs, self._outputs = leaves, outputs
             return outputs.map(_cut).passed()
+        self._buffers = self.partition.snapshot(self._of.training[self.partition.index])
         with torch.no_grad():
             outputs = self._run(leaves, recomputing=False)
         self._inputs = leaves
@@ -149,6 +151,7 @@ class Cell:
         )
         with entered(autocast):
             self._outputs = self._run(leaves, recomputing=True)
+        self._buffers = []
 
     def backward(self, gradients: Gradients, add: Callable[[Tensor, Tensor], None]) -> Gradients:
         """Gradients of what was passed in, of those of what was passed out; frees the graph.
@@ -194,7 +197,7 @@ class Cell:
         passed = given.passed()
         skips = Skips(passed.skips)
         where = Position(self._micro_batch, of.micro_batches, recomputing, of.token)
-        value = partition.run(passed.value, skips, where, of.seed, training)
+        value = partition.run(passed.value, skips, where, of.seed, training, self._buffers if recomputing else None)
         if in_place is None and not torch.is_inference_mode_enabled():
             partition.changes_input[training] = _changed(given, versions)
         elif in_place is False and _changed(given, versions):

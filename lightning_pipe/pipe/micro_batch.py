@@ -100,9 +100,16 @@ def _joined(leaves: Sequence[Any], rows: Sequence[int] | None) -> Any:
                 " rows"
             )
         return torch.cat(list(leaves))
-    if any(leaf is not first and leaf != first for leaf in leaves[1:]):
+    if any(leaf is not first and not _equal(leaf, first) for leaf in leaves[1:]):
         raise InputError(
             f"the last layer returns {first!r} for the first micro-batch and another value for a later one; needed are"
             " tensors with rows, or what is the same for all"
         )
     return first
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except (ValueError, RuntimeError):  # of arrays, say, which compare element by element
+        return False

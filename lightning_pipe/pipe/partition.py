@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import FunctionType, GeneratorType
 from typing import Any
 
@@ -19,10 +19,12 @@ from lightning_pipe.pipe.randomness import LayerGenerators, MiniBatchSeed
 from lightning_pipe.pipe.skip import SkipKey, Skips, using
 from lightning_pipe.pipe.skip_layout import SkipRoute
 
-__all__ = ["Modes", "Partition"]
+__all__ = ["Modes", "NamedBuffer", "Partition"]
 
 # Of each module whether it trains.
 Modes = tuple[bool, ...]
+# A buffer, the module that has it, and its name there.
+NamedBuffer = tuple[nn.Module, str, Tensor]
 
 
 class Partition:
@@ -51,6 +53,8 @@ class Partition:
         self.draws: dict[Modes, bool] = {}
         self.changes_input: dict[Modes, bool] = {}
         self.loss_draws: dict[Any, bool] = {}
+        # By the same: which buffers the layers change.
+        self._changing: dict[Modes, set[tuple[int, str]]] = {}
         # Of which it is known that all gradients in their graphs are of parameters and inputs.
         self.known_graphs: set[Any] = set()
         # Look for draws in every operation: what was found in the first micro-batch has turned out not to hold.
@@ -110,9 +114,17 @@ class Partition:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy compiles its own layers.
-        return {**self.__dict__, "_compiled": None, "known_graphs": set(), "loss_draws": {}}
+        return {**self.__dict__, "_compiled": None, "known_graphs": set(), "loss_draws": {}, "_changing": {}}
 
-    def run(self, inputs: tuple[Any, ...], skips: Skips, where: Position, seed: MiniBatchSeed, training: Modes) -> Any:
+    def run(
+        self,
+        inputs: tuple[Any, ...],
+        skips: Skips,
+        where: Position,
+        seed: MiniBatchSeed,
+        training: Modes,
+        buffers: Sequence[NamedBuffer] | None = None,
+    ) -> Any:
         """Run the layers for a micro-batch.
 
         Args:
@@ -121,6 +133,7 @@ class Partition:
             where: the micro-batch.
             seed: of the mini-batch.
             training: see :attr:`training`.
+            buffers: where the layers run again, those to run with: a :meth:`snapshot` from before the first time.
 
         Returns:
             what the last layer returns.
@@ -128,7 +141,8 @@ class Partition:
         draws = None if self.watched else self.draws.get(training)
         if draws is None and self._compile_options is not None and not self.watched:
             draws = self._try_draws(inputs, skips, where, seed, training)
-        with at(where), using(skips), self._statistics_kept() if where.recomputing else nullcontext():
+        kept = self._changes_seen(training) if buffers is None else self._buffers_are(buffers)
+        with at(where), using(skips), kept:
             if draws is False:
                 return (self.compiled or self._run_layers)(inputs)
             with LayerGenerators(seed, where.micro_batch) as generators:
@@ -170,7 +184,7 @@ class Partition:
             torch.no_grad(),
             at(where._replace(recomputing=True)),
             using(Skips(skips.values)),
-            self._statistics_kept(),
+            self._buffers_are(self.snapshot(None)),
             LayerGenerators(seed, where.micro_batch) as generators,
         ):
             self._run_layers(given, generators.enter_layer)
@@ -196,22 +210,52 @@ class Partition:
                 )
         return value
 
-    @contextmanager
-    def _statistics_kept(self) -> Iterator[None]:
-        """In the body, running statistics are copies: the first forward has put this micro-batch into them."""
-        buffers = [
+    def snapshot(self, training: Modes | None) -> list[NamedBuffer]:
+        """Copies of the buffers that layers change, so that they can run again from where they were.
+
+        Args:
+            training: see :attr:`training`; None for copies of all buffers.
+        """
+        changing = None if training is None else self._changing.get(training)
+        return [
+            (module, name, buffer.clone())
+            for module, name, buffer in self._buffers()
+            # Running statistics are changed without a trace.
+            if changing is None or (id(module), name) in changing or (isinstance(module, _NormBase) and module.training)
+        ]
+
+    def _buffers(self) -> list[NamedBuffer]:
+        return [
             (module, name, buffer)
             for layer in self.layers
             for module in layer.modules()
-            if isinstance(module, _NormBase) and module.training
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+
+    @contextmanager
+    def _changes_seen(self, training: Modes) -> Iterator[None]:
+        """Find out, in the first forward, which buffers the layers change: a spectral norm's vectors, say."""
+        if training in self._changing:
+            yield
+            return
+        before = [(*named, named[-1]._version) for named in self._buffers() if not named[-1].is_inference()]
+        yield
+        self._changing[training] = {
+            (id(module), name)
+            for module, name, buffer, version in before
+            if module._buffers.get(name) is not buffer or buffer._version != version
+        }
+
+    @contextmanager
+    def _buffers_are(self, others: Sequence[NamedBuffer]) -> Iterator[None]:
+        """In the body, others are in the place of buffers: the first forward has put this micro-batch into those."""
         # Not changed and put back: earlier micro-batches' graphs hold them.
-        for module, name, buffer in buffers:
-            module._buffers[name] = buffer.clone()
+        before = [(module, name, module._buffers[name]) for module, name, _ in others]
+        for module, name, other in others:
+            module._buffers[name] = other
         try:
             yield
         finally:
-            for module, name, buffer in buffers:
+            for module, name, buffer in before:
                 module._buffers[name] = buffer

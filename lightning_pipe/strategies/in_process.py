@@ -94,6 +94,15 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
                 f"balance is {balance!r}; needed is a number of layers for each partition, or one of"
                 f" {', '.join(map(repr, _BALANCES))}"
             )
+        if pipe_module is not None and not isinstance(pipe_module, str):
+            raise SetupError(
+                f"pipe_module is {pipe_module!r}; needed is the name of an attribute, such as 'encoder.body'"
+            )
+        for name, value in (("deferred_batch_norm", deferred_batch_norm), ("compile_partitions", compile_partitions)):
+            if not isinstance(value, bool):
+                raise SetupError(f"{name} is {value!r}; needed is True or False")
+        if isinstance(parallel_devices, str | torch.device):
+            raise SetupError(f"parallel_devices is the single device {parallel_devices!r}; give a list")
         self._chunks = chunks
         self._checkpoint: Checkpoint = checkpoint
         self._balance = balance
@@ -239,6 +248,10 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
         if data is not None and is_overridden(hooks, data):
             return super().batch_to_device(batch, device, dataloader_idx)
         place = getattr(module, "place_batch", None)
+        if place is not None and not callable(place):
+            raise SetupError(
+                f"place_batch of {type(module).__name__} is {place!r}; needed is a method of a batch and the devices"
+            )
         batch = self._placed(batch) if place is None else place(batch, list(self._devices))
         return module._call_batch_hook("on_after_batch_transfer", batch, dataloader_idx)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipe.engine import InputError, PlanError, SetupError
-from lightning_pipe.pipe import Pipe, pop, skippable, stash
+from lightning_pipe.pipe import Pipe, balance_by_memory, balance_by_time, pop, skippable, stash
 from tests.pipe.models import whole_forward
 
 CPUS = ["cpu", "cpu"]
@@ -231,6 +231,38 @@ def test_what_is_to_run_again_must_not_have_changed(make: Make, change: str) -> 
             next(pipe.parameters()).add_(1)
     with pytest.raises(SetupError, match=r"(it is to run|are needed to run it) again"):
         output.sum().backward()
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_buffers_that_a_layer_changes_are_changed_once(make: Make, mode: str) -> None:
+    class Counts(nn.Module):
+        sum: Tensor
+        last: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("sum", torch.zeros(()))
+            self.register_buffer("last", torch.zeros(4))
+
+        def forward(self, input: Tensor) -> Tensor:
+            self.sum += input.detach().sum()
+            self.last = input.detach().mean(0)
+            return input * self.sum.clone()
+
+    def layers() -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), Counts(), nn.Linear(4, 3))
+
+    pipe, plain = make(layers(), 3, mode), layers()
+    for _ in range(2):
+        inputs = torch.randn(6, 4)
+        pipe(inputs).sum().backward()
+        whole_forward(plain, inputs, 3).sum().backward()
+    for one, other in zip(pipe.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(one, other)
+    # The weight is used twice in each micro-batch, which is added up in another order than over all of them.
+    for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
 
 
 def test_buffers_in_two_partitions_are_refused(make: Make) -> None:
@@ -489,6 +521,34 @@ def test_outputs_that_are_not_laid_out_by_rows_are_refused(make: Make) -> None:
             make([nn.Linear(4, 5), Other(change)], 2)(torch.randn(7, 4))
     flat = make([nn.Linear(4, 6), Other(lambda x: x.reshape(-1, 2))], 2)
     assert flat(torch.randn(7, 4)).shape == (21, 2)  # three for each row
+
+
+def test_arrays_are_no_outputs(make: Make) -> None:
+    class Array(nn.Module):
+        def forward(self, input: Tensor) -> Any:
+            return input.detach().numpy()
+
+    with pytest.raises(InputError, match="another value for a later one; needed are tensors"):
+        make([nn.Linear(4, 4), Array()])(torch.randn(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("measure", "error", "message"),
+    [
+        (lambda x: balance_by_time(nn.Sequential(*linear()), 2, x, repeats=0), PlanError, "repeats is 0"),
+        (lambda x: balance_by_time(nn.Sequential(*linear()), 2.5, x), PlanError, "partitions is 2.5"),  # type: ignore[arg-type]
+        (lambda x: balance_by_time(nn.Linear(4, 4), 1, x), SetupError, "the module is a Linear"),  # type: ignore[arg-type]
+        (lambda x: balance_by_memory(nn.Sequential(*linear()), 2, x, chunks=0), PlanError, "chunks is 0"),
+        (
+            lambda x: balance_by_memory(nn.Sequential(*linear()), 2, x, parameter_scale=-1),
+            PlanError,
+            "parameter_scale is -1",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(measure: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        measure(torch.randn(4, 4))
 
 
 def test_a_forward_that_yields_without_being_skippable_is_named(make: Make) -> None:
