@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_pipe.engine import PlanError, SetupError
 from lightning_pipe.pipe.balance import even_shares
@@ -37,6 +38,12 @@ def check_sequential(module: Any) -> None:
         )
     if not len(module):
         raise SetupError("the Sequential has no layers; needed is one for each partition at least")
+    lazy = [name for name, one in (*module.named_parameters(), *module.named_buffers()) if is_lazy(one)]
+    if lazy:
+        raise SetupError(
+            f"{lazy[0]!r} of the Sequential has no shape yet; needed are layers that know what they hold: run the"
+            " Sequential once on a batch, before the pipe is made"
+        )
     own = [*module._parameters, *module._buffers]
     if own:
         raise SetupError(
@@ -128,7 +135,7 @@ def _devices(devices: Iterable[torch.device | str | int] | None, balance: Sequen
 
 
 def _checked_balance(balance: Sequence[int], layers: int, devices: int) -> list[int]:
-    if isinstance(balance, str):
+    if isinstance(balance, str) or not isinstance(balance, Iterable):
         raise PlanError(
             f"balance is {balance!r}; needed are numbers of layers, one for each device: balance_by_time,"
             " balance_by_memory and balance_by_parameters give them"

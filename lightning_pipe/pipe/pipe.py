@@ -81,8 +81,9 @@ class Pipe(nn.Module):
             raise SetupError(
                 "a layer of the Sequential holds a Pipe; needed is one pipe over all layers, not one in another"
             )
+        own = {*dir(type(self)), *vars(self)}
         for name in module._modules:
-            if hasattr(self, name):
+            if name in own:
                 raise SetupError(
                     f"the Sequential has a layer {name!r}, which is the name of something else of a Pipe; give it"
                     " another"

@@ -470,6 +470,7 @@ def test_the_cpu_is_the_same_under_its_number(make: Make) -> None:
     ("balance", "message"),
     [
         ("auto", "balance is 'auto'; needed are numbers of layers"),
+        (5, "balance is 5; needed are numbers of layers"),
         ([2.0, 1.0], "needed are whole numbers"),
         ([True, 2], "needed are whole numbers"),
         ([None, 3], "needed are whole numbers"),
@@ -480,7 +481,12 @@ def test_what_is_no_balance_is_refused(make: Make, balance: Any, message: str) -
         make(linear(), balance=balance)
 
 
-@pytest.mark.parametrize("name", ["loss", "chunks", "close", "_partitions", "training", "devices"])
+def test_layers_without_a_shape_are_refused(make: Make) -> None:
+    with pytest.raises(SetupError, match=r"'0\.weight' of the Sequential has no shape yet; .* on a batch, before"):
+        make([nn.LazyLinear(4), nn.Linear(4, 3)])
+
+
+@pytest.mark.parametrize("name", ["loss", "chunks", "close", "_partitions", "training", "devices", "plans"])
 def test_a_layer_with_a_name_of_the_pipes_is_refused(make: Make, name: str) -> None:
     layers = nn.Sequential(*linear())
     layers._modules[name] = nn.Linear(3, 3)
