@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
@@ -19,14 +18,7 @@ CHECKPOINT = ("always", "except_last", "never")
 ROWS = (8, 13, 16, 5)  # uneven ones, and fewer than micro-batches
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="a mini-batch has")
-        yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.filterwarnings("ignore:a mini-batch has")
 
 
 def trained(

@@ -22,8 +22,6 @@ Make = Callable[..., Pipe]
 @pytest.fixture
 def make() -> Iterator[Make]:
     """Makes pipes that are closed in the end."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     made: list[Pipe] = []
 
@@ -34,7 +32,6 @@ def make() -> Iterator[Make]:
     yield one
     for pipe in made:
         pipe.close()
-    torch.set_num_threads(threads)
 
 
 class Calls(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -24,12 +24,8 @@ both = pytest.mark.parametrize("measure", [balance_by_time, balance_by_memory])
 
 
 @pytest.fixture(autouse=True)
-def one_thread_and_seed() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def seed() -> None:
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 def tilted() -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -25,12 +25,8 @@ CHECKPOINT: tuple[Any, ...] = ("always", "except_last", "never")
 
 
 @pytest.fixture(autouse=True)
-def one_thread_and_seed() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def seed() -> None:
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 def pipe_of(layers: Sequence[nn.Module], chunks: int, checkpoint: Any = "except_last", **options: Any) -> closing[Pipe]:
