@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_pipe.engine import PlanError, SetupError
+from lightning_pipe.pipe.micro_batch import to_device
 from lightning_pipe.pipe.skip import SkipKey, Skips, using
 
 __all__ = ["balance_by_memory", "balance_by_parameters", "balance_by_time", "even_shares"]
@@ -136,7 +137,7 @@ def _measure(
             found, value = [], sample
             for layer in module:
                 with _moved(layer, device):
-                    value = value if device is None else _to(value, device)
+                    value = value if device is None else to_device(value, device)
                     seconds, kept, value = _measure_layer(layer, value, repeats)
                 found.append((seconds, kept))
             return found
@@ -186,10 +187,6 @@ def _moved(layer: nn.Module, device: torch.device | str | None) -> Iterator[None
         yield
     finally:
         layer.to(before)
-
-
-def _to(value: Any, device: torch.device | str) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
 
 
 class _KeptSkips(Skips):

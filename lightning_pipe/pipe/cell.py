@@ -207,12 +207,12 @@ class Cell:
             )
         if self._loss is not None:
             value = partition.run_loss(self._loss, (training, self._loss.kind), value, where, of.seed)
-        if missing := [key for key in partition.leaves if key not in skips.values]:
+        if missing := [key for key in partition.targets if key not in skips.values]:
             raise SetupError(
                 f"{partition.name} has not stashed {', '.join(map(repr, missing))}, which its layers declare; a"
                 " subclass with a forward of its own needs @skippable, too"
             )
-        outputs = _Flat.of(Passed(value, {key: skips.values[key] for key in partition.leaves}))
+        outputs = _Flat.of(Passed(value, {key: skips.values[key] for key in partition.targets}))
         if torch.is_grad_enabled():
             self._check_graph(leaves, outputs, (training, None if self._loss is None else self._loss.kind))
         return outputs

@@ -72,16 +72,15 @@ class MiniBatchLoss:
         pieces = scatter(targets, count)
         total = None if self.reduction == "sum" else _counted(self.loss_fn, targets)
         rows = rows_of(targets)
+        loss_fn, by_rows = self.loss_fn, self.reduction == "mean" and total is None
+        if total is not None:
+            loss_fn = copy.copy(loss_fn)
+            loss_fn.reduction = "sum"  # type: ignore[union-attr]
         losses = []
         for index, piece in enumerate(pieces):
             keep = self._to_try and index == 0 and rows_of(piece) > 1
-            if total is not None:
-                summed = copy.copy(self.loss_fn)
-                summed.reduction = "sum"  # type: ignore[union-attr]
-                losses.append(MicroLoss(summed, piece, 1.0, total, scale, keep))
-            else:
-                weight = rows_of(piece) / rows if self.reduction == "mean" else 1.0
-                losses.append(MicroLoss(self.loss_fn, piece, weight, None, scale, keep))
+            weight = rows_of(piece) / rows if by_rows else 1.0
+            losses.append(MicroLoss(loss_fn, piece, weight, total, scale, keep))
         return losses
 
     def check(self, first: MicroLoss) -> None:
@@ -181,6 +180,7 @@ def _counted(loss_fn: LossFunction, targets: Any) -> Tensor | None:
     assert isinstance(loss_fn, _CROSS_ENTROPIES)
     counts = targets != loss_fn.ignore_index
     if loss_fn.weight is None:
+        # On a GPU the host waits here, once a mini-batch; where all count, means stay what they are, to the bit.
         return None if bool(counts.all()) else counts.sum()
     weights: Tensor = loss_fn.weight.to(targets.device)
     return weights[targets[counts]].sum()
@@ -188,7 +188,7 @@ def _counted(loss_fn: LossFunction, targets: Any) -> Tensor | None:
 
 def _on_halves(loss_fn: LossFunction, output: Any, target: Any) -> list[tuple[float, int]] | None:
     """Losses and rows of two parts of a micro-batch; None where they cannot be had, or are random."""
-    devices = sorted(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.no_grad(), torch.random.fork_rng(devices):
         before = torch.get_rng_state()
         try:

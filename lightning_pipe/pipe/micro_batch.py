@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipe.engine import InputError
 
-__all__ = ["gather", "rows_of", "scatter"]
+__all__ = ["gather", "rows_of", "scatter", "to_device"]
 
 
 def rows_of(value: Any) -> int:
@@ -73,6 +73,11 @@ def gather(values: Sequence[Any], rows: Sequence[int] | None = None) -> Any:
     return pytree.tree_unflatten(
         [_joined([leaves[place] for leaves, _ in flattened], rows) for place in range(spec.num_leaves)], spec
     )
+
+
+def to_device(value: Any, device: torch.device | str) -> Any:
+    """Every tensor of *value* on *device*."""
+    return pytree.tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def _joined(leaves: Sequence[Any], rows: Sequence[int] | None) -> Any:

@@ -16,14 +16,14 @@ from lightning_pipe.engine.thread_state import capture
 from lightning_pipe.pipe.cell import Cell, MiniBatch
 from lightning_pipe.pipe.gradients import GradientSums
 from lightning_pipe.pipe.loss import MicroLoss
-from lightning_pipe.pipe.micro_batch import rows_of, scatter
+from lightning_pipe.pipe.micro_batch import rows_of, scatter, to_device
 from lightning_pipe.pipe.partition import Partition
 from lightning_pipe.pipe.partitioning import Checkpoint
 from lightning_pipe.pipe.plans import gradient_field
 from lightning_pipe.pipe.randomness import MiniBatchSeed, SharedGenerators
 from lightning_pipe.pipe.schedule import MicroBatch, Scheduler
 
-__all__ = ["Run", "to_device"]
+__all__ = ["Run"]
 
 
 class Run:
@@ -197,8 +197,3 @@ class Run:
             self._streams,
             self.rows_of_micro_batches[index],
         )
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """Every tensor of *value* on *device*."""
-    return pytree.tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, value)

@@ -45,16 +45,14 @@ class Partition:
         self.first = first
         self.layers = list(layers)
         self.device = device
-        self.leaves: list[SkipKey] = [route.key for route in routes if route.source == index]
-        self.takes: list[SkipKey] = [route.key for route in routes if route.target == index]
         self.targets: dict[SkipKey, int] = {route.key: route.target for route in routes if route.source == index}
         # By which modules train: whether the layers draw random numbers, and change their input in place; and whether
         # a loss behind them draws.
         self.draws: dict[Modes, bool] = {}
         self.changes_input: dict[Modes, bool] = {}
         self.loss_draws: dict[Any, bool] = {}
-        # By the same: which buffers the layers change.
-        self._changing: dict[Modes, set[tuple[int, str]]] = {}
+        # By the same: which buffers the layers change, by the modules that have them and their names there.
+        self._changing: dict[Modes, list[tuple[nn.Module, str]]] = {}
         # Of which it is known that all gradients in their graphs are of parameters and inputs.
         self.known_graphs: set[Any] = set()
         # Look for draws in every operation: what was found in the first micro-batch has turned out not to hold.
@@ -217,11 +215,10 @@ class Partition:
             training: see :attr:`training`; None for copies of all buffers.
         """
         changing = None if training is None else self._changing.get(training)
+        if changing is None:
+            return [(module, name, buffer.clone()) for module, name, buffer in self._buffers()]
         return [
-            (module, name, buffer.clone())
-            for module, name, buffer in self._buffers()
-            # Running statistics are changed without a trace.
-            if changing is None or (id(module), name) in changing or (isinstance(module, _NormBase) and module.training)
+            (module, name, buffer.clone()) for module, name in changing if (buffer := module._buffers[name]) is not None
         ]
 
     def _buffers(self) -> list[NamedBuffer]:
@@ -241,11 +238,14 @@ class Partition:
             return
         before = [(*named, named[-1]._version) for named in self._buffers() if not named[-1].is_inference()]
         yield
-        self._changing[training] = {
-            (id(module), name)
+        self._changing[training] = [
+            (module, name)
             for module, name, buffer, version in before
-            if module._buffers.get(name) is not buffer or buffer._version != version
-        }
+            # Running statistics are changed without a trace.
+            if (isinstance(module, _NormBase) and module.training)
+            or module._buffers.get(name) is not buffer
+            or buffer._version != version
+        ]
 
     @contextmanager
     def _buffers_are(self, others: Sequence[NamedBuffer]) -> Iterator[None]:

@@ -13,8 +13,8 @@ from lightning_pipe.engine import InputError, PipelinePlan, SetupError, TaskSpan
 from lightning_pipe.pipe.autograd import attach, attach_loss
 from lightning_pipe.pipe.batch_norm import defer_batch_norm, undefer_batch_norm
 from lightning_pipe.pipe.loss import LossFunction, MiniBatchLoss, Reduction, total_of
-from lightning_pipe.pipe.micro_batch import gather, rows_of
-from lightning_pipe.pipe.mini_batch import Run, to_device
+from lightning_pipe.pipe.micro_batch import gather, rows_of, to_device
+from lightning_pipe.pipe.mini_batch import Run
 from lightning_pipe.pipe.partition import Partition
 from lightning_pipe.pipe.partitioning import Checkpoint, check_checkpoint, check_sequential, make_partitions
 from lightning_pipe.pipe.plans import gradient_field, value_field
