@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from lightning_pipe.engine import InputError, PlanError, SetupError
 from lightning_pipe.pipe import Pipe, is_recomputing
@@ -460,6 +461,24 @@ def test_the_trace_shows_every_task_of_every_micro_batch() -> None:
     assert {span.thread for span in spans} == {"partition0", "partition1"}
     pipe(batch(9)[0])
     assert pipe.stop_trace() == []
+    pipe.close()
+
+
+def test_pytorchs_profiler_shows_the_tasks_in_the_threads_of_their_partitions() -> None:
+    pipe = Pipe(MODELS["plain"](), 3, "always", ["cpu"] * 2)
+    pipe(batch(9)[0])  # the threads are there before the profiler is
+    everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere) as found:
+        pipe(batch(9)[0]).sum().backward()
+    threads: dict[str, list[int]] = {}
+    for event in found.events() or ():
+        threads.setdefault(event.name, []).append(event.thread)
+    for partition in range(2):
+        of_partition = [threads[f"{kind}{partition}"] for kind in ("Forward", "Recompute", "Backward")]
+        assert [len(numbers) for numbers in of_partition] == [3, 3, 3]
+        assert [len(set(numbers)) for numbers in of_partition] == [1, 1, 1]
+    for kind in ("Forward", "Recompute", "Backward"):
+        assert set(threads[f"{kind}0"]).isdisjoint(threads[f"{kind}1"])
     pipe.close()
 
 
