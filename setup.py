@@ -1,0 +1,19 @@
+"""The compiled part: a library without Python in it, called through ctypes. What it does can be done without it."""
+
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+sources = sorted(str(path) for path in Path("lightning_pipe/recsys/csrc").glob("*.cpp"))
+setup(
+    ext_modules=[
+        Extension(
+            "lightning_pipe.recsys._native",
+            sources,
+            language="c++",
+            extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-fno-strict-aliasing"],
+            # Where there is no compiler, the package installs without.
+            optional=True,
+        )
+    ]
+)
