@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from torchrec.distributed.types import Awaitable
 
 from lightning_pipe.recsys.boundary import Cut, cut_output
 from lightning_pipe.recsys.call_arguments import Arguments, PostprocessResults
+from lightning_pipe.recsys.dynamic.batch_rows import BatchRows
 from lightning_pipe.recsys.input_dist import SplitsRequest
 from lightning_pipe.recsys.kernel_calls import KernelGradients, LookupCalls
 
@@ -99,6 +100,7 @@ class Embeddings:
         self._ready: dict[str, Any] = {}
         self._calls: list[ModuleCall] = []
         self.kernel_gradients: KernelGradients | None = None
+        self._rows: list[BatchRows] = []
 
     def add(self, name: str, output: Any, lookups: LookupCalls | None = None) -> Any:
         """Cuts the awaited ``output`` of one call of the module ``name`` and returns what the step may use."""
@@ -134,6 +136,17 @@ class Embeddings:
     def gradient_tensors(self) -> list[torch.Tensor]:
         """The gradients that the dense backward has sent to this rank's outputs so far, unscaled."""
         return [cut.gradient for cut in self.cuts() if cut.gradient is not None]
+
+    def hold_rows(self, rows: Iterable[BatchRows]) -> None:
+        """Rows of dynamic tables that were looked up, to be let go of when the step ends."""
+        self._rows += rows
+
+    def end(self, trained: bool) -> None:
+        """The tables' backward has been run, or will not be: lets go of everything."""
+        rows, self._rows = self._rows, []
+        for one in rows:
+            one.end(trained)
+        self.clear()
 
     def clear(self) -> None:
         """Lets go of outputs, graphs and gradients."""

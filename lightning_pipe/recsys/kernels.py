@@ -13,6 +13,8 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
+from lightning_pipe.recsys.dynamic.row_adam import row_optimizer
+
 __all__ = [
     "count_step",
     "evaluating",
@@ -45,6 +47,8 @@ def moves_rows_at_zero_gradient(module: torch.nn.Module) -> bool:
 
 
 def _moves_at_zero(kernel: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
+    if row_optimizer(kernel) is not None:
+        return True
     if kernel.optimizer in (EmbOptimType.SGD, EmbOptimType.EXACT_SGD):
         divides_by_zero = False
     elif kernel.optimizer in (EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD):

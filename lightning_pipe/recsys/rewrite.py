@@ -12,7 +12,7 @@ All state of a batch is in the objects that the methods return; the rewrite itse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -25,10 +25,13 @@ from lightning_pipe.engine.errors import InputError, SetupError
 from lightning_pipe.recsys.agreement import Agreement
 from lightning_pipe.recsys.boundary import without_gradient
 from lightning_pipe.recsys.call_arguments import Arguments, CallArguments, PostprocessResults, same_arguments
+from lightning_pipe.recsys.dynamic.batch_rows import BatchRows
+from lightning_pipe.recsys.dynamic.row_adam import row_optimizer
+from lightning_pipe.recsys.dynamic.sharded import ShardedDynamicModule
 from lightning_pipe.recsys.embeddings import Embeddings, Features, Inputs, Requests, Splits, record_stream
 from lightning_pipe.recsys.input_dist import answer_without_splits, fusing, send_splits
 from lightning_pipe.recsys.kernel_calls import LookupCalls, capture_calls, check_capturable
-from lightning_pipe.recsys.kernels import evaluating, prefetches_set_aside
+from lightning_pipe.recsys.kernels import evaluating, fused_kernels, prefetches_set_aside
 from lightning_pipe.recsys.outputs import wait_output
 from lightning_pipe.recsys.record import Recorder
 from lightning_pipe.recsys.resolution import Method, Resolution
@@ -53,9 +56,10 @@ class ModelRewrite:
             thread. None: the input group.
         validate_ids: check every id against its table before it is sent.
         split_backward: keep what the lookups were called with, so that ``tables_backward`` can stop in front of them.
+            Where tables are trained by a row optimiser, that is so anyway.
 
     Attributes:
-        splits_backward: as ``split_backward``.
+        splits_backward: whether it is.
         tables_backward: what ``backward`` calls, and its two halves.
 
     Raises:
@@ -76,8 +80,8 @@ class ModelRewrite:
     ) -> None:
         model = get_unwrapped_module(model)
         self._sharded = find_sharded(model, validate_ids)
-        self.splits_backward = split_backward
-        if split_backward:
+        self.splits_backward = split_backward or _has_row_optimizers(self.modules.values())
+        if self.splits_backward:
             check_capturable(self.modules)
         first = next(iter(self._sharded.values()))
         self._device = first.device
@@ -307,6 +311,7 @@ class ModelRewrite:
                 with self._capturing(module) as captured[name]:
                     awaitables[name] = module.compute_and_output_dist(inputs.contexts[name], features.distributed[name])
             outputs = {name: wait_output(awaitable) for name, awaitable in awaitables.items()}
+        embeddings.hold_rows(_claim_rows(modules.values()))
         for name, output in outputs.items():
             embeddings.keep_ready(name, output, captured[name])
         return embeddings
@@ -374,6 +379,7 @@ class ModelRewrite:
             return self._call_now(entry, call)
         with self._capturing(entry.module) as lookups:
             output = self._call_now(entry, call)
+        embeddings.hold_rows(_claim_rows([entry.module]))
         return embeddings.add(entry.name, output, lookups)
 
     def _call_now(self, entry: Sharded, call: Arguments) -> Any:
@@ -422,6 +428,15 @@ class ModelRewrite:
 
 def _lookup_mode(*modules: torch.nn.Module) -> AbstractContextManager[None]:
     return nullcontext() if torch.is_grad_enabled() else evaluating(modules)
+
+
+def _has_row_optimizers(modules: Iterable[torch.nn.Module]) -> bool:
+    return any(row_optimizer(kernel) is not None for module in modules for kernel in fused_kernels(module))
+
+
+def _claim_rows(modules: Iterable[torch.nn.Module]) -> list[BatchRows]:
+    """The rows of dynamic tables that these modules have just looked up."""
+    return [rows for module in modules if isinstance(module, ShardedDynamicModule) for rows in module.claim_rows()]
 
 
 class _ServedForward:

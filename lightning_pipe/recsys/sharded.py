@@ -18,6 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.engine.errors import InputError, SetupError
 from lightning_pipe.recsys.call_arguments import Arguments, CallArguments, PostprocessResults
+from lightning_pipe.recsys.dynamic.sharded import ShardedDynamicModule
 from lightning_pipe.recsys.input_dist import FusableAllToAll, fusing, kjt_all_to_alls, splits_length
 from lightning_pipe.recsys.inputs import (
     FeatureForm,
@@ -67,7 +68,7 @@ class Sharded:
         self.lock = threading.Lock()
         self._fusable: list[FusableAllToAll] = []
         self._changes_features = isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection)
-        maps_ids = isinstance(module, BaseShardedManagedCollisionEmbeddingCollection)
+        maps_ids = isinstance(module, (BaseShardedManagedCollisionEmbeddingCollection, ShardedDynamicModule))
         self._checked_tables = _tables_by_feature(module) if validate_ids and not maps_ids else {}
 
     @property

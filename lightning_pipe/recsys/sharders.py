@@ -20,6 +20,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.recsys.dynamic.modules import DynamicEmbeddingBagCollection, DynamicEmbeddingCollection
+from lightning_pipe.recsys.dynamic.sharded import DynamicBagSharder, DynamicSequenceSharder
 from lightning_pipe.recsys.output_order import OrderedEmbeddingBagCollection, OrderedEmbeddingCollection
 from lightning_pipe.recsys.tables import Table
 
@@ -35,6 +37,8 @@ SHARDING_TYPES: dict[type[nn.Module], list[str]] = {
     EmbeddingBagCollection: _POOLED_TYPES,
     FeatureProcessedEmbeddingBagCollection: _POOLED_TYPES,
     EmbeddingCollection: _SEQUENCE_TYPES,
+    DynamicEmbeddingBagCollection: [ShardingType.ROW_WISE.value],
+    DynamicEmbeddingCollection: [ShardingType.ROW_WISE.value],
 }
 COLUMN_TYPES = {
     ShardingType.COLUMN_WISE.value,
@@ -46,6 +50,8 @@ COLUMN_TYPES = {
 ONLY_WHEN_ASKED: dict[type[nn.Module], set[str]] = {
     EmbeddingBagCollection: {ShardingType.GRID_SHARD.value},
     EmbeddingCollection: set(),
+    DynamicEmbeddingBagCollection: set(),
+    DynamicEmbeddingCollection: set(),
     FeatureProcessedEmbeddingBagCollection: {
         ShardingType.GRID_SHARD.value,
         ShardingType.ROW_WISE.value,
@@ -90,7 +96,13 @@ class _SequenceSharder(EmbeddingCollectionSharder):
 
 def default_sharders() -> list[ModuleSharder[nn.Module]]:
     """Sharders for the modules in ``tables.TABLE_MODULES``, with every sharding type that works."""
-    return [_BagSharder(), _SequenceSharder(), FeatureProcessedEmbeddingBagCollectionSharder(_BagSharder())]
+    return [
+        _BagSharder(),
+        _SequenceSharder(),
+        FeatureProcessedEmbeddingBagCollectionSharder(_BagSharder()),
+        DynamicBagSharder(),
+        DynamicSequenceSharder(),
+    ]
 
 
 def check_names(where: str, found: Sequence[str] | None, allowed: Sequence[str], why: str = "") -> None:

@@ -148,7 +148,7 @@ def _look(
     optimizers: list[TableOptimizer] = []
     without: list[str] = []
     for table, parameter in pairs:
-        optimizer = resolve_table_optimizer(table.name, parameter, default, device)
+        optimizer = resolve_table_optimizer(table.name, parameter, default, device, table.is_dynamic)
         if optimizer is None:
             without.append(table.name)
         else:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lightning_pipe.recsys.agreement import Agreement
+from lightning_pipe.recsys.dynamic.row_adam import row_optimizer
 from lightning_pipe.recsys.embeddings import Embeddings, ModuleCall, record_stream
 from lightning_pipe.recsys.kernel_calls import KernelGradients
 from lightning_pipe.recsys.kernels import take_back_step
@@ -50,7 +51,7 @@ class TableBackward:
         elif calls := self._calls(embeddings, agree_unused):
             cuts = [cut for call in calls for cut in call.cuts]
             torch.autograd.backward([cut.source for cut in cuts], [cut.scaled_gradient(scale) for cut in cuts])
-        embeddings.clear()
+        embeddings.end(trained=True)
 
     def begin(self, embeddings: Embeddings, agree_unused: bool = False) -> KernelGradients:
         """The first half: through the output dists, up to the lookups, whose calls were captured. No table changes.
@@ -69,7 +70,7 @@ class TableBackward:
         if embeddings.kernel_gradients is not None:
             for weights in embeddings.kernel_gradients.replicated:
                 weights.grad = None
-        embeddings.clear()
+        embeddings.end(trained=False)
 
     def overflowed(self, embeddings: Embeddings) -> bool:
         """Whether the dense backward left an infinity or NaN at the cuts of any rank."""
@@ -116,7 +117,13 @@ def _through_kernels(left: KernelGradients, scale: torch.Tensor | float | None) 
     if left.calls:
         _will_be_used(left.gradients)
         gradients = left.gradients if scale is None else [gradient * scale for gradient in left.gradients]
-        torch.autograd.backward([call.output for call in left.calls], gradients)
+        pairs = list(zip(left.calls, gradients, strict=True))
+        fused = [pair for pair in pairs if row_optimizer(pair[0].kernel) is None]
+        if fused:
+            torch.autograd.backward([call.output for call, _ in fused], [gradient for _, gradient in fused])
+        for optimizer in dict.fromkeys(row_optimizer(call.kernel) for call in left.calls):
+            if optimizer is not None:
+                optimizer.step([pair for pair in pairs if row_optimizer(pair[0].kernel) is optimizer])
     if scale is not None:
         for weights in left.replicated:
             assert weights.grad is not None

@@ -39,6 +39,8 @@ class _Support:
         row_local: whether a step leaves rows without a gradient as they are. Where it does not, stepping a whole
             replicated table is another optimiser than stepping the rows that were looked up.
         row_wise_state: whether one number per row is kept: splitting rows by columns makes several of it.
+        row_adam: whether :class:`~lightning_pipe.recsys.dynamic.row_adam.RowAdam` stands in where there is no CPU
+            kernel, for dynamic tables.
     """
 
     reference: type[torch.optim.Optimizer] | None
@@ -47,6 +49,7 @@ class _Support:
     cpu: bool = False
     row_local: bool = False
     row_wise_state: bool = False
+    row_adam: bool = False
 
 
 _ADAM = ("lr", "betas", "eps")
@@ -58,8 +61,8 @@ _SUPPORTED: dict[type[torch.optim.Optimizer], _Support] = {
     torchrec_optim.RowWiseAdagrad: _Support(
         torchrec_optim.RowWiseAdagrad, ("lr", "eps"), cpu=True, row_local=True, row_wise_state=True
     ),
-    torch.optim.Adam: _Support(torch.optim.Adam, _ADAM, _ADAM),
-    torchrec_optim.Adam: _Support(torch.optim.Adam, _ADAM, _ADAM),
+    torch.optim.Adam: _Support(torch.optim.Adam, _ADAM, _ADAM, row_adam=True),
+    torchrec_optim.Adam: _Support(torch.optim.Adam, _ADAM, _ADAM, row_adam=True),
     torchrec_optim.PartialRowWiseAdam: _Support(None, (*_ADAM, "weight_decay"), _ADAM, row_wise_state=True),
     torchrec_optim.LAMB: _Support(None, (*_ADAM, "weight_decay"), _ADAM),
     torchrec_optim.PartialRowWiseLAMB: _Support(None, (*_ADAM, "weight_decay"), _ADAM, row_wise_state=True),
@@ -76,11 +79,15 @@ def class_name(optimizer_class: type) -> str:
     return f"{module}.{optimizer_class.__qualname__}"
 
 
-def _usable(device: torch.device) -> str:
+def _has_kernel(support: _Support, device: torch.device, is_dynamic: bool) -> bool:
+    return support.cpu or device.type != "cpu" or (is_dynamic and support.row_adam)
+
+
+def _usable(device: torch.device, is_dynamic: bool) -> str:
     return ", ".join(
         class_name(optimizer_class)
         for optimizer_class, support in _SUPPORTED.items()
-        if support.cpu or device.type != "cpu"
+        if _has_kernel(support, device, is_dynamic)
     )
 
 
@@ -190,7 +197,11 @@ def _chosen(
 
 
 def resolve_table_optimizer(
-    table: str, parameter: nn.Parameter, default: SparseOptimizer | None, device: torch.device
+    table: str,
+    parameter: nn.Parameter,
+    default: SparseOptimizer | None,
+    device: torch.device,
+    is_dynamic: bool = False,
 ) -> TableOptimizer | None:
     """The optimiser of one table: the one applied to its parameter, else the default, else None.
 
@@ -199,6 +210,7 @@ def resolve_table_optimizer(
         parameter: the table as the user's module holds it, unsharded.
         default: optimiser of tables that have none of their own.
         device: where the table will live.
+        is_dynamic: whether the table has no size.
 
     Raises:
         SetupError: a class or hyper-parameter that FBGEMM's kernel on this device does not do as the class does.
@@ -212,12 +224,12 @@ def resolve_table_optimizer(
     if support is None:
         raise SetupError(
             f"table {table} asks for the optimiser {name}, for which there is no fused kernel; use one of"
-            f" {_usable(device)}"
+            f" {_usable(device, is_dynamic)}"
         )
-    if device.type == "cpu" and not support.cpu:
+    if not _has_kernel(support, device, is_dynamic):
         raise SetupError(
             f"table {table} asks for the optimiser {name}, which FBGEMM has no CPU kernel for; on CPU use one of"
-            f" {_usable(device)}"
+            f" {_usable(device, is_dynamic)}"
         )
     values = _with_defaults(support, {key: value for key, value in arguments.items() if key != "optimizer"})
     unknown = sorted(set(arguments) - set(values) - {"optimizer"})

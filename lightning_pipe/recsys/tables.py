@@ -18,11 +18,22 @@ from torchrec.modules.mc_modules import ManagedCollisionCollection, ManagedColli
 from torchrec.modules.object_pool import ObjectPool
 
 from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.recsys.dynamic.modules import (
+    DynamicEmbeddingBagCollection,
+    DynamicEmbeddingCollection,
+    is_dynamic_type,
+)
 from lightning_pipe.recsys.table_optimizer import TableOptimizer
 
 __all__ = ["TABLE_MODULES", "Table", "find_tables"]
 
-TABLE_MODULES = (EmbeddingBagCollection, EmbeddingCollection, FeatureProcessedEmbeddingBagCollection)
+TABLE_MODULES = (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    FeatureProcessedEmbeddingBagCollection,
+    DynamicEmbeddingBagCollection,
+    DynamicEmbeddingCollection,
+)
 _REFUSED: tuple[type[nn.Module], ...] = (
     BaseManagedCollisionEmbeddingCollection,
     ManagedCollisionCollection,
@@ -66,6 +77,11 @@ class Table:
     def holder_name(self) -> str:
         """The name of the module that holds nothing but tables: inside ``module_name`` where features are processed."""
         return ".".join(self.name.split(".")[:-3])  # without embedding_bags, the table's name, weight
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether it has no size: what the sharded module holds is a cache of rows."""
+        return is_dynamic_type(self.module_type)
 
     @property
     def known_optimizer(self) -> TableOptimizer:

@@ -34,10 +34,12 @@ from lightning_pipe.strategies.whole_folder import (
     write_file,
 )
 
-__all__ = ["META", "FolderCheckpointStrategy", "WriteFolder", "gather", "on_all_ranks", "reasons", "write_folder"]
+__all__ = ["META", "FolderCheckpointStrategy", "WriteFolder", "WritePart", "gather", "on_all_ranks", "reasons", "write_folder"]
 
 T = TypeVar("T")
-WriteFolder = Callable[[str | Path, dict[str, Any], dict[str, Any]], None]
+WriteFolder = Callable[[str | Path, dict[str, Any], dict[str, Any], "WritePart | None"], None]
+# Writes what a rank has beside tensors into the folder; ranks do not wait for each other in it.
+WritePart = Callable[[Path], None]
 
 META = "meta.pt"
 
@@ -143,13 +145,19 @@ class FolderCheckpointStrategy(DistributedStrategy):
         else:
             remove()
 
-    def _write_folder(self, path: str | Path, state: dict[str, Any], rest: dict[str, Any]) -> None:
-        """As :func:`write_folder`; in the background where that was asked for, to the same contents."""
+    def _write_folder(
+        self, path: str | Path, state: dict[str, Any], rest: dict[str, Any], part: WritePart | None = None
+    ) -> None:
+        """As :func:`write_folder`; in the background where that was asked for, to the same contents.
+
+        With a *part* it is never in the background: what that reads goes on changing.
+        """
         saves, folder = self._saves, Path(path)
-        if saves is None:
-            write_folder(folder, state, rest)
+        if saves is not None:
+            saves.wait()
+        if saves is None or part is not None:
+            write_folder(folder, state, rest, part)
             return
-        saves.wait()
         with _lost_ranks_named(folder):
             copies, packed = on_all_ranks(lambda: (HostCopies(state), _pack(rest)), _failed(folder))
         saves.start(lambda: _write(folder, {}, packed, copies, saves.group))
@@ -175,13 +183,16 @@ class FolderCheckpointStrategy(DistributedStrategy):
 # ---------------------------------------------------------------------- writing
 
 
-def write_folder(path: str | Path, state: dict[str, Any], rest: dict[str, Any]) -> None:
+def write_folder(
+    path: str | Path, state: dict[str, Any], rest: dict[str, Any], part: WritePart | None = None
+) -> None:
     """Write a checkpoint to the folder *path*; every rank calls this.
 
     Args:
         path: the same on every rank, which all ranks can write to. What is there is replaced once all is written.
         state: this rank's part of what goes through ``torch.distributed.checkpoint``.
         rest: everything else; rank 0's is kept.
+        part: writes what this rank has beside these.
 
     Raises:
         SetupError: on every rank, if any cannot write; what was there before is as it was.
@@ -189,11 +200,16 @@ def write_folder(path: str | Path, state: dict[str, Any], rest: dict[str, Any]) 
     folder = Path(path)
     with _lost_ranks_named(folder):
         packed = on_all_ranks(lambda: _pack(rest), _failed(folder))
-    _write(folder, state, packed, dcp.DefaultSavePlanner(), None)
+    _write(folder, state, packed, dcp.DefaultSavePlanner(), None, part)
 
 
 def _write(
-    folder: Path, state: dict[str, Any], packed: bytes, planner: dcp.SavePlanner, group: dist.ProcessGroup | None
+    folder: Path,
+    state: dict[str, Any],
+    packed: bytes,
+    planner: dcp.SavePlanner,
+    group: dist.ProcessGroup | None,
+    part: WritePart | None = None,
 ) -> None:
     failed, first, beside = _failed(folder), dist.get_rank(group) == 0, folder_to_write(folder)
 
@@ -208,6 +224,8 @@ def _write(
         permissions = on_first_rank(lambda: _begin(folder))
         try:
             dcp.save(state, checkpoint_id=beside, planner=planner, process_group=group)
+            if part is not None:
+                on_all_ranks(partial(part, beside), failed, group)
             on_first_rank(lambda: finish(permissions or 0))
         except (dcp.CheckpointException, SetupError) as error:  # on every rank, whichever failed
             if first:

@@ -14,6 +14,8 @@ from lightning_pipe.strategies.checkpoint_folder import WriteFolder, on_all_rank
 from lightning_pipe.strategies.folder_reading import fill_from_folder, misfits, read_metadata, read_rest
 
 _KIND = "under a recsys plan. Give the path of one, or load the module's state before it is sharded"
+# What of Lightning's dictionary says which rows of dynamic tables belong to it.
+_ROWS = "dynamic_rows"
 _FIX = "Build the module, and shard its tables, as when it was written"
 
 
@@ -33,10 +35,12 @@ def save_sharded_checkpoint(
         SetupError: on every rank, if any cannot write; what was there before is as it was.
     """
     rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
-    state = {"model": checkpoint["state_dict"]}
+    state = {"model": sharded.without_dynamic(checkpoint["state_dict"])}
     if "optimizer_states" in checkpoint:
-        state["tables"] = sharded.fused_optimizer.state_dict()
-    write(path, state, rest)
+        state["tables"] = _table_states(sharded)
+    if sharded.dynamic_rows:
+        rest[_ROWS] = sharded.commit_rows()
+    write(path, state, rest, sharded.write_rows if sharded.dynamic_rows else None)
 
 
 def load_sharded_checkpoint(
@@ -67,14 +71,23 @@ def load_sharded_checkpoint(
         lambda: (read_metadata(folder, ("model",), _KIND), read_rest(folder, weights_only)),
         f"the checkpoint {str(folder)!r} cannot be read",
     )
-    state: dict[str, Any] = {"model": sharded.dmp.state_dict()}
+    state: dict[str, Any] = {"model": sharded.without_dynamic(sharded.dmp.state_dict())}
     if with_optimizers and "optimizer_states" in rest:
-        state["tables"] = sharded.fused_optimizer.state_dict()
+        state["tables"] = _table_states(sharded)
     problems = misfits(saved, state, strict)
     if problems:
         raise SetupError(f"the checkpoint {str(folder)!r} does not fit the module: {'; '.join(problems)}. {_FIX}")
     fill_from_folder(folder, saved, state, strict=strict, weights_only=weights_only, fix=_FIX)
-    sharded.dmp.load_state_dict(state["model"])
+    sharded.dmp.load_state_dict({**sharded.dmp.state_dict(), **state["model"]})
     if "tables" in state:
-        sharded.fused_optimizer.load_state_dict(state["tables"])
+        present = sharded.fused_optimizer.state_dict()
+        sharded.fused_optimizer.load_state_dict({**present, "state": {**present["state"], **state["tables"]["state"]}})
+    if sharded.dynamic_rows:
+        sharded.read_rows(folder, rest.pop(_ROWS, None), with_optimizers="tables" in state)
     return {**rest, "state_dict": {}}
+
+
+def _table_states(sharded: ShardedModel) -> dict[str, Any]:
+    """Of the tables' optimisers, but for those of dynamic tables, which are part of their rows."""
+    state = sharded.fused_optimizer.state_dict()
+    return {**state, "state": sharded.without_dynamic(state["state"])}

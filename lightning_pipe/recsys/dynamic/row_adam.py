@@ -1,0 +1,87 @@
+"""Adam over the rows that a batch looked up, for kernels that FBGEMM does not have: those on a CPU.
+
+As FBGEMM's on a GPU: moments of a row move only when it is looked up, and the bias is corrected by the number of
+batches that the kernel has trained (Kingma and Ba, "Adam", 2015).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lightning_pipe.recsys.gradient_norm import row_gradients
+from lightning_pipe.recsys.kernel_calls import KernelCall
+
+__all__ = ["RowAdam", "row_optimizer"]
+
+_ATTRIBUTE = "_lightning_pipe_row_optimizer"
+
+
+class RowAdam:
+    """Trains the tables of one kernel, whose own optimiser is left alone but for its learning rate.
+
+    Args:
+        kernel: FBGEMM's, with SGD for its optimiser.
+        betas: of the moments.
+        eps: added to the root of the second moment.
+
+    Attributes:
+        states: of each table the two moments, rows x columns, zeros at first.
+        steps: how many batches were trained.
+    """
+
+    def __init__(self, kernel: Any, betas: tuple[float, float], eps: float) -> None:
+        self._kernel = kernel
+        self._betas = betas
+        self._eps = eps
+        self._weights = [weights.detach() for weights in kernel.split_embedding_weights()]
+        self.states = [
+            (torch.zeros_like(weights, dtype=torch.float32), torch.zeros_like(weights, dtype=torch.float32))
+            for weights in self._weights
+        ]
+        self.steps = 0
+        setattr(kernel, _ATTRIBUTE, self)
+
+    @torch.no_grad()
+    def step(self, calls: Sequence[tuple[KernelCall, torch.Tensor]]) -> None:
+        """Trains the rows that one batch looked up.
+
+        Args:
+            calls: the kernel's calls, and the gradient of each one's output.
+        """
+        self.steps += 1
+        rate = self._kernel.get_learning_rate()
+        starts = self._kernel.hash_size_cumsum.tolist()
+        for rows, gradients in row_gradients(calls):
+            ends = torch.searchsorted(rows, torch.tensor(starts, device=rows.device)).tolist()
+            for table, weights in enumerate(self._weights):
+                here = slice(ends[table], ends[table + 1])
+                if here.start < here.stop:
+                    self._step_table(weights, self.states[table], rows[here] - starts[table], gradients[here], rate)
+
+    def _step_table(
+        self,
+        weights: torch.Tensor,
+        states: tuple[torch.Tensor, torch.Tensor],
+        rows: torch.Tensor,
+        gradients: torch.Tensor,
+        rate: float,
+    ) -> None:
+        first, second = (state.index_select(0, rows) for state in states)
+        beta1, beta2 = self._betas
+        first.lerp_(gradients, 1 - beta1)
+        second.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
+        states[0].index_copy_(0, rows, first)
+        states[1].index_copy_(0, rows, second)
+        first_bias, second_bias = 1 - beta1**self.steps, 1 - beta2**self.steps
+        change = (first / first_bias).div_((second / second_bias).sqrt_().add_(self._eps))
+        held = weights.index_select(0, rows)
+        weights.index_copy_(0, rows, (held.float() - rate * change).to(held.dtype))
+
+
+def row_optimizer(kernel: Any) -> RowAdam | None:
+    """What trains the tables of a kernel in place of its own optimiser, if anything does."""
+    found: RowAdam | None = getattr(kernel, _ATTRIBUTE, None)
+    return found
