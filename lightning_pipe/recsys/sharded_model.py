@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lightning_pipe.engine.errors import SetupError
 from lightning_pipe.recsys.agreement import Agreement
 from lightning_pipe.recsys.data_parallel_tables import DataParallelTables, unwrap_lookups
 from lightning_pipe.recsys.dense_values import broadcast_from_first_rank
+from lightning_pipe.recsys.dynamic.row_tables import RowTables
 from lightning_pipe.recsys.gradient_norm import table_norm
 from lightning_pipe.recsys.kernel_calls import KernelGradients
 from lightning_pipe.recsys.optimizers import TableParameters
@@ -34,6 +36,7 @@ class ShardedModel:
         sharded_modules: TorchRec's sharded modules by name.
         tables: what is known of each table, by the name of its parameter.
         fused_optimizer: TorchRec's optimiser over all tables, replicated ones included, for checkpoints.
+        dynamic_rows: the rows of dynamic modules on this rank, by the module's name.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class ShardedModel:
         self.module: nn.Module = dmp.module
         self.tables = {table.name: table for table in tables}
         self.sharded_modules = dict(_outermost_sharded(self.module))
+        self.dynamic_rows: dict[str, RowTables] = {}
         self._table_parameters = TableParameters()
         self._group = group
         self._device = device
@@ -153,7 +157,7 @@ class ShardedModel:
         Args:
             name: the table's full name, or its short one where only one module has it.
         """
-        table = self._named(name)
+        table = self._of_known_size(name)
         state = self.sharded_modules[table.module_name].state_dict()
         return full_tensor(state[table.key], self._group, self._device)
 
@@ -164,11 +168,84 @@ class ShardedModel:
             State tensors by TorchRec's names: none for SGD, ``momentum1`` for Adagrad (rows x columns) and row-wise
             Adagrad (rows, times the number of shards across where the table is split by columns).
         """
-        table = self._named(name)
+        table = self._of_known_size(name)
         state = self.fused_optimizer.state_dict()["state"].get(table.name, {})
         prefix = f"{table.config.name}."
         keys = sorted({key for keys in self._agreement.gather(list(state)) for key in keys})
         return {key.removeprefix(prefix): full_tensor(state.get(key), self._group, self._device) for key in keys}
+
+    def _of_known_size(self, name: str) -> Table:
+        table = self._named(name)
+        if table.is_dynamic:
+            raise SetupError(
+                f"table {table.name} has no size, so there is no whole tensor of it; its rows are in"
+                f" dynamic_rows[{table.module_name!r}].rows({table.config.name!r})"
+            )
+        return table
+
+    # ------------------------------------------------------------------ rows of dynamic tables
+
+    def without_dynamic(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict by the names of parameters, without those of dynamic tables: caches of rows."""
+        return {name: value for name, value in state.items() if name not in self._dynamic_names}
+
+    @property
+    def _dynamic_names(self) -> set[str]:
+        return {table.name for table in self.tables.values() if table.is_dynamic}
+
+    def commit_rows(self) -> dict[str, dict[str, Any]]:
+        """Makes the rows as they are now those that all ranks open with after a crash. All ranks call it together.
+
+        Returns:
+            what :meth:`read_rows` wants to know of rows that are written now.
+
+        Raises:
+            SetupError: on every rank, if any cannot write; the commit before is whole.
+        """
+        return {
+            name: {"version": rows.commit(), "progress": rows.progress(), "tables": rows.description}
+            for name, rows in self.dynamic_rows.items()
+        }
+
+    def write_rows(self, folder: Path, since: int = 0) -> None:
+        """Writes this rank's rows of dynamic tables below a folder, for :meth:`read_rows` on any number of ranks.
+
+        Args:
+            folder: one that all ranks share.
+            since: only rows that were in a batch of at least this number: what has changed since then.
+        """
+        for name, rows in self.dynamic_rows.items():
+            rows.write(_rows_folder(folder, name), since)
+
+    def read_rows(
+        self, folder: Path, committed: Mapping[str, Mapping[str, Any]] | None, *, with_optimizers: bool
+    ) -> None:
+        """Makes the rows of dynamic tables those that were written, and commits them. All ranks call it together.
+
+        Args:
+            folder: of :meth:`write_rows`.
+            committed: what :meth:`commit_rows` has returned for the same rows.
+            with_optimizers: whether to read the states of optimisers, too.
+
+        Raises:
+            SetupError: on every rank: rows of other tables, or that any rank cannot read.
+        """
+        for name, rows in self.dynamic_rows.items():
+            found = (committed or {}).get(name)
+            if found is None:
+                raise SetupError(
+                    f"{str(folder)!r} has no rows of the dynamic module {name or 'given'!r}, it has those of"
+                    f" {', '.join(committed or ()) or 'none'}; needed is a checkpoint of the same module"
+                )
+            if found["tables"] != rows.description:
+                raise SetupError(
+                    f"rows of the dynamic module {name or 'given'!r} in {str(folder)!r} are of the tables"
+                    f" {found['tables']}, and the module has {rows.description}; needed are the same dimensions and"
+                    " optimisers: build it as it was"
+                )
+            rows.read(
+                _rows_folder(folder, name), found["progress"], version=found["version"], with_states=with_optimizers
+            )
 
     def _named(self, name: str) -> Table:
         if name in self.tables:
@@ -205,3 +282,7 @@ def _merge(groups: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
         touching = [group for group in merged if group & names]
         merged = [group for group in merged if not group & names] + [names.union(*touching)]
     return sorted(sorted(group) for group in merged)
+
+
+def _rows_folder(folder: Path, name: str) -> Path:
+    return folder / "rows" / (name or "module")

@@ -22,6 +22,8 @@ from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 from lightning_pipe.engine.errors import SetupError
 from lightning_pipe.recsys.agreement import Agreement
 from lightning_pipe.recsys.dense_values import broadcast_from_first_rank, materialise_dense, unfillable
+from lightning_pipe.recsys.dynamic.opening import in_kernel, open_rows
+from lightning_pipe.recsys.dynamic.sharded import ShardedDynamicModule
 from lightning_pipe.recsys.planner_options import read_constraints, read_topology
 from lightning_pipe.recsys.planning import check_plan, make_plan
 from lightning_pipe.recsys.sharded_model import ShardedModel
@@ -110,7 +112,8 @@ def shard_model(
         torch.manual_seed(agreed_seed)
         materialise_dense(module, _table_modules(module, tables), device)
         for parameter, table in zip(found.parameters, tables, strict=True):
-            _say_optimizer(parameter, table.known_optimizer)
+            told = in_kernel(table.known_optimizer, device) if table.is_dynamic else table.known_optimizer
+            _say_optimizer(parameter, told)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of torch, about how TorchRec calls it
             dmp = DistributedModelParallel(
@@ -126,6 +129,10 @@ def shard_model(
         model = ShardedModel(dmp, tables, group, device)
         held = agreement.gather([not parameter.is_meta for parameter in found.parameters])[0]
         _fill(model, found.parameters, held, agreed_seed, device, group)
+    for name, sharded in model.sharded_modules.items():
+        if isinstance(sharded, ShardedDynamicModule):
+            own = {table.config.name: table.known_optimizer for table in tables if table.module_name == name}
+            model.dynamic_rows[name] = open_rows(name, sharded, own, agreed_seed, group, device)
     for table, parameter in zip(tables, found.parameters, strict=True):
         model.table_parameters().add_original(table.name, parameter)
         release(parameter)
@@ -220,6 +227,8 @@ def _fill(
     """Gives every table the values it held on rank 0, or its ``init_fn``'s where rank 0 held none."""
     states = {name: sharded.state_dict() for name, sharded in model.sharded_modules.items()}
     for table, original, is_held in zip(model.tables.values(), originals, held, strict=True):
+        if table.is_dynamic:
+            continue  # a cache of rows, each made when it is first seen
         pieces = pieces_of(states[table.module_name][table.key])
         if is_held:
             shape = (table.config.num_embeddings, table.config.embedding_dim)

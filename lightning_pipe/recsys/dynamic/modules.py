@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 from torch import nn
@@ -15,6 +15,9 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from lightning_pipe.engine.errors import SetupError
 
 __all__ = ["DynamicEmbeddingBagCollection", "DynamicEmbeddingCollection", "DynamicTable", "Storage", "is_dynamic_type"]
+
+
+Existing = Literal["refuse", "keep", "forget"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +82,8 @@ class Storage:
         seed: of the initial values; None for the trainer's (``torch.initial_seed()`` when tables are sharded).
         commit_every: also commit after so many trained batches, beside every checkpoint; None for checkpoints only.
         check_nan: refuse to keep rows with a NaN; costs a look at every row that is written.
+        existing: what becomes of rows that an earlier run has left there, unless a checkpoint is loaded: ``refuse`` to
+            train or look up, ``keep`` them, or ``forget`` them.
     """
 
     path: Path
@@ -86,6 +91,7 @@ class Storage:
     seed: int | None = None
     commit_every: int | None = None
     check_nan: bool = False
+    existing: Existing = "refuse"
 
 
 class _Dynamic:
@@ -102,6 +108,7 @@ class _Dynamic:
         seed: int | None,
         commit_every: int | None,
         check_nan: bool,
+        existing: Existing,
     ) -> list[DynamicTable]:
         found = [table if isinstance(table, DynamicTable) else DynamicTable(**table) for table in tables]
         if not found:
@@ -112,7 +119,11 @@ class _Dynamic:
         if len(set(names)) < len(names):
             raise SetupError(f"{type(self).__name__} has tables {names}; needed is one table of each name")
         self.dynamic_tables = {table.name: table for table in found}
-        self.storage = Storage(Path(store), store_kind, seed, commit_every, check_nan)
+        if existing not in get_args(Existing):
+            raise SetupError(
+                f"{type(self).__name__} has existing={existing!r}; needed is one of {', '.join(get_args(Existing))}"
+            )
+        self.storage = Storage(Path(store), store_kind, seed, commit_every, check_nan, existing)
         return found
 
     def forward(self, *arguments: Any, **named: Any) -> NoReturn:
@@ -141,6 +152,8 @@ class DynamicEmbeddingBagCollection(_Dynamic, EmbeddingBagCollection):
         seed: of the initial values; None for ``torch.initial_seed()`` of the first rank.
         commit_every: commit the store after so many trained batches, beside every checkpoint.
         check_nan: refuse to keep rows with a NaN.
+        existing: what becomes of rows that an earlier run has left in the store, where no checkpoint is loaded:
+            ``refuse`` to go on, ``keep`` them, or ``forget`` them.
 
     Raises:
         SetupError: a table that cannot be, or two of one name.
@@ -156,8 +169,9 @@ class DynamicEmbeddingBagCollection(_Dynamic, EmbeddingBagCollection):
         seed: int | None = None,
         commit_every: int | None = None,
         check_nan: bool = False,
+        existing: Existing = "refuse",
     ) -> None:
-        found = self._keep(tables, store, store_kind, seed, commit_every, check_nan)
+        found = self._keep(tables, store, store_kind, seed, commit_every, check_nan, existing)
         super().__init__(
             tables=[
                 EmbeddingBagConfig(
@@ -187,6 +201,7 @@ class DynamicEmbeddingCollection(_Dynamic, EmbeddingCollection):
         seed: see there.
         commit_every: see there.
         check_nan: see there.
+        existing: see there.
 
     Raises:
         SetupError: a table that cannot be, two of one name, or different dimensions.
@@ -201,8 +216,9 @@ class DynamicEmbeddingCollection(_Dynamic, EmbeddingCollection):
         seed: int | None = None,
         commit_every: int | None = None,
         check_nan: bool = False,
+        existing: Existing = "refuse",
     ) -> None:
-        found = self._keep(tables, store, store_kind, seed, commit_every, check_nan)
+        found = self._keep(tables, store, store_kind, seed, commit_every, check_nan, existing)
         dims = {table.name: table.embedding_dim for table in found}
         if len(set(dims.values())) > 1:
             raise SetupError(f"tables of one DynamicEmbeddingCollection have dimensions {dims}; needed is one for all")

@@ -6,7 +6,7 @@ batches that the kernel has trained (Kingma and Ba, "Adam", 2015).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,22 +24,21 @@ class RowAdam:
 
     Args:
         kernel: FBGEMM's, with SGD for its optimiser.
-        betas: of the moments.
-        eps: added to the root of the second moment.
+        hyper_parameters: of each of its tables ``betas`` of the moments and ``eps``, added to the root of the second;
+            None for a table that SGD is right for.
 
     Attributes:
-        states: of each table the two moments, rows x columns, zeros at first.
+        states: of each table the two moments, rows x columns, zeros at first; nothing under SGD.
         steps: how many batches were trained.
     """
 
-    def __init__(self, kernel: Any, betas: tuple[float, float], eps: float) -> None:
+    def __init__(self, kernel: Any, hyper_parameters: Sequence[Mapping[str, Any] | None]) -> None:
         self._kernel = kernel
-        self._betas = betas
-        self._eps = eps
+        self._hyper_parameters = list(hyper_parameters)
         self._weights = [weights.detach() for weights in kernel.split_embedding_weights()]
         self.states = [
-            (torch.zeros_like(weights, dtype=torch.float32), torch.zeros_like(weights, dtype=torch.float32))
-            for weights in self._weights
+            [] if own is None else [torch.zeros_like(weights, dtype=torch.float32) for _ in range(2)]
+            for weights, own in zip(self._weights, self._hyper_parameters, strict=True)
         ]
         self.steps = 0
         setattr(kernel, _ATTRIBUTE, self)
@@ -59,25 +58,24 @@ class RowAdam:
             for table, weights in enumerate(self._weights):
                 here = slice(ends[table], ends[table + 1])
                 if here.start < here.stop:
-                    self._step_table(weights, self.states[table], rows[here] - starts[table], gradients[here], rate)
+                    self._step_table(table, weights, rows[here] - starts[table], gradients[here], rate)
 
     def _step_table(
-        self,
-        weights: torch.Tensor,
-        states: tuple[torch.Tensor, torch.Tensor],
-        rows: torch.Tensor,
-        gradients: torch.Tensor,
-        rate: float,
+        self, table: int, weights: torch.Tensor, rows: torch.Tensor, gradients: torch.Tensor, rate: float
     ) -> None:
+        own, states = self._hyper_parameters[table], self.states[table]
+        held = weights.index_select(0, rows)
+        if own is None:
+            weights.index_copy_(0, rows, (held.float() - rate * gradients).to(held.dtype))
+            return
         first, second = (state.index_select(0, rows) for state in states)
-        beta1, beta2 = self._betas
+        beta1, beta2 = own["betas"]
         first.lerp_(gradients, 1 - beta1)
         second.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
         states[0].index_copy_(0, rows, first)
         states[1].index_copy_(0, rows, second)
         first_bias, second_bias = 1 - beta1**self.steps, 1 - beta2**self.steps
-        change = (first / first_bias).div_((second / second_bias).sqrt_().add_(self._eps))
-        held = weights.index_select(0, rows)
+        change = (first / first_bias).div_((second / second_bias).sqrt_().add_(own["eps"]))
         weights.index_copy_(0, rows, (held.float() - rate * change).to(held.dtype))
 
 

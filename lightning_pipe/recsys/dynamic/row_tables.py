@@ -2,64 +2,104 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
+from pathlib import Path
+from typing import Any
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_pipe.engine.errors import SetupError
 from lightning_pipe.recsys.agreement import Agreement
 from lightning_pipe.recsys.dynamic.batch_rows import BatchRows
-from lightning_pipe.recsys.dynamic.row_cache import RowCache, Ticket
+from lightning_pipe.recsys.dynamic.commit import commit_together
+from lightning_pipe.recsys.dynamic.mixing import mix, unmix
+from lightning_pipe.recsys.dynamic.row_adam import RowAdam
+from lightning_pipe.recsys.dynamic.row_cache import RowCache
+from lightning_pipe.recsys.dynamic.row_files import Rows, read_rows, write_rows
+from lightning_pipe.recsys.dynamic.row_store import RowStore
+from lightning_pipe.recsys.dynamic.ticket import Ticket
 
 __all__ = ["RowTables"]
 
 
 class RowTables:
-    """Caches by table.
+    """Caches by table, and what brings them to disk.
 
     Args:
         caches: each table's.
         tables_of_keys: for each key of the distributed features, in order, the table that it is looked up in.
-        device: of the caches.
+        store: this rank's, opened together with the other ranks'.
         agreement: among the ranks that share the ids.
+        ranks: how many there are.
+        description: of the tables, in plain types, the same on every rank.
+        row_optimizers: what trains tables in place of fused kernels.
+        commit_every: batches between two commits; None for none but those that are asked for.
+        refuse_rows: whether to refuse to go on from the rows that the store was opened with.
     """
 
     def __init__(
         self,
         caches: Mapping[str, RowCache],
         tables_of_keys: Sequence[str],
-        device: torch.device,
+        *,
+        store: RowStore,
         agreement: Agreement,
+        ranks: int,
+        description: Mapping[str, Any],
+        row_optimizers: Sequence[RowAdam] = (),
+        commit_every: int | None = None,
+        refuse_rows: bool = False,
     ) -> None:
-        self.agreement = agreement
         self.caches = dict(caches)
+        self.agreement = agreement
+        self.description = dict(description)
+        self._store = store
+        self._ranks = ranks
+        self._row_optimizers = list(row_optimizers)
+        self._commit_every = commit_every
+        self._refused = refuse_rows
         # Keys of one table follow one another, so that its ids are one piece of the values.
-        self._runs = [
-            (table, run[0], run[-1] + 1)
-            for table, run in (
-                (table, [position for position, _ in pairs])
-                for table, pairs in groupby(enumerate(tables_of_keys), key=itemgetter(1))
-            )
-        ]
-        self._device = device
-        self._last_use: torch.cuda.Event | None = None
-        self.batches = 0
+        runs = [[position for position, _ in run] for _, run in groupby(enumerate(tables_of_keys), itemgetter(1))]
+        self._runs = [(tables_of_keys[run[0]], run[0], run[-1] + 1) for run in runs]
+        self._set_progress(store.notes())
+
+    # ------------------------------------------------------------------ batches
+
+    @property
+    def step(self) -> int:
+        """Number of the batch that has begun last: what rows are last seen in."""
+        return self._step
+
+    def next_step(self) -> int:
+        """A batch begins."""
+        self._step += 1
+        return self._step
+
+    def one_trained(self) -> None:
+        """A batch has been trained: now and then its rows are committed, by all ranks together."""
+        self._uncommitted += 1
+        if self._uncommitted == self._commit_every:
+            self.commit()
 
     def prefetch(self, features: KeyedJaggedTensor) -> BatchRows:
-        """Brings the rows of a batch into the caches, where they stay until it ends.
+        """Brings the rows of a batch into the caches, where they stay until it ends. Needs no other rank.
 
         Args:
             features: distributed ones, whose values are mixed ids that this rank owns.
+
+        Returns:
+            The rows; or, in them, what went wrong.
         """
-        self._wait_for_last_use()
         ids = features.values()
         offsets = features.offset_per_key()
         slots = torch.empty_like(ids, dtype=torch.int64)
         tickets: list[tuple[RowCache, Ticket]] = []
-        rows = BatchRows(None, ())
         try:
+            self._refuse_old_rows()
             for table, begin, end in self._runs:
                 where = slice(offsets[begin], offsets[end])
                 cache = self.caches[table]
@@ -69,43 +109,140 @@ class RowTables:
         except Exception as error:
             for cache, ticket in tickets:
                 cache.discard(ticket)
-            rows.error = error
-            return rows
-        return BatchRows(_with_values(features, slots), tickets, on_end=self._ended)
+            return BatchRows(None, (), self, error)
+        return BatchRows(_with_values(features, slots), tickets, self)
 
-    def sizes(self) -> Iterator[tuple[str, int]]:
-        """Slots of each table."""
-        for name, cache in self.caches.items():
-            yield name, cache.capacity
+    def _refuse_old_rows(self) -> None:
+        if self._refused:
+            raise SetupError(
+                f"the store of {', '.join(self.caches)} holds rows that an earlier run has trained, in {self._step}"
+                " batches, and no checkpoint was loaded; needed is a store without rows, or the run's checkpoint:"
+                " resume from that, name an empty folder, or give the module existing='keep' to go on from the rows"
+                " (the dense parameters begin anew), or existing='forget' to begin without them"
+            )
 
-    def _ended(self, trained: bool) -> None:
-        if self._device.type == "cuda":
-            # Slots that are let go of may be in use by kernels yet to run: who fills them waits for these.
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self._device))
-            self._last_use = event
-        if trained:
-            self.batches += 1
+    # ------------------------------------------------------------------ on disk
 
-    def _wait_for_last_use(self) -> None:
-        event = self._last_use
-        if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
+    @property
+    def version(self) -> str:
+        """Of the rows that were committed last: a text of its own for each commit, the same on every rank."""
+        return self._store.notes().get("version", "")
+
+    def commit(self) -> str:
+        """Makes the rows as they are now those that every rank opens with after a crash. All ranks call it together.
+
+        Returns:
+            its :attr:`version`.
+
+        Raises:
+            SetupError: on every rank, if any cannot write; the commit before is whole.
+        """
+        error: Exception | None = None
+        try:
+            for cache in self.caches.values():
+                cache.flush()
+        except Exception as caught:
+            error = caught
+        self.agreement.raise_together(error)
+        version = self.agreement.gather(secrets.token_hex(8))[0]
+        notes = {"version": version, **self.progress()}
+        commit_together(self._store, self.agreement, self._store.state.committed + 1, notes)
+        self._uncommitted = 0
+        return version
+
+    def rows(self, table: str, since: int = 0) -> Iterator[Rows]:
+        """This rank's rows of a table, some at a time, in any order, as after the last trained batch.
+
+        Args:
+            since: only rows seen in a batch of at least this number.
+        """
+        for found in self.caches[table].rows(since=since):
+            yield Rows(unmix(found.keys), found.counts, found.last_seen, found.columns)
+
+    def write(self, folder: Path, since: int = 0) -> None:
+        """Writes this rank's rows; see ``rows``. What ``read`` needs beside them is in :meth:`progress`."""
+        for table in self.caches:
+            write_rows(folder, table, self.agreement.rank, self._ranks, self.rows(table, since))
+
+    def progress(self) -> dict[str, str]:
+        """What belongs to rows that are written: how far training was."""
+        return {"step": str(self._step), "optimizer_steps": ",".join(str(one.steps) for one in self._row_optimizers)}
+
+    def read(self, folder: Path, progress: Mapping[str, str], *, version: str | None, with_states: bool) -> None:
+        """Makes the rows those that any number of ranks have written, and commits them. All ranks call it together.
+
+        Args:
+            folder: of ``write``.
+            progress: as :meth:`progress` was.
+            version: the commit that was of the same rows: where the store is at it, nothing is read.
+            with_states: whether to read the optimiser's states; without, they begin anew.
+
+        Raises:
+            SetupError: on every rank, if any cannot read or write.
+        """
+        untouched = all(cache.untouched for cache in self.caches.values())
+        same = with_states and bool(version) and version == self.version and untouched
+        if not all(self.agreement.gather(same)):
+            error: Exception | None = None
+            try:
+                for table, cache in self.caches.items():
+                    cache.forget()
+                    self._erase(table)
+                    for rows in read_rows(folder, table):
+                        self._keep(cache, rows, with_states)
+            except Exception as caught:
+                error = caught
+            self.agreement.raise_together(error)
+            self._set_progress(progress if with_states else {"step": progress["step"]})
+            self.commit()
+        self._set_progress(progress if with_states else {"step": progress["step"]})
+        self._refused = False
+
+    def forget(self) -> None:
+        """Rows of an earlier run are no more. All ranks call it together."""
+        for table, cache in self.caches.items():
+            cache.forget()
+            self._erase(table)
+        self._set_progress({})
+        self._refused = False
+
+    def close(self) -> None:
+        """Lets go of the store; what was not committed is lost."""
+        self._store.close()
+
+    def _erase(self, table: str) -> None:
+        for keys, _ in list(self._store.scan(table)):
+            self._store.erase(table, keys)
+
+    def _keep(self, cache: RowCache, rows: Rows, with_states: bool) -> None:
+        mixed = mix(rows.ids)
+        own = _owned(mixed, self._ranks, self.agreement.rank)
+        cache.keep(
+            mixed[own],
+            rows.counts[own],
+            rows.last_seen[own],
+            [column[own] for column in (rows.columns if with_states else rows.columns[:1])],
+        )
+
+    def _set_progress(self, progress: Mapping[str, str]) -> None:
+        self._step = int(progress.get("step", "0"))
+        self._uncommitted = 0
+        steps = [int(number) for number in progress.get("optimizer_steps", "").split(",") if number]
+        for optimizer, number in zip(self._row_optimizers, steps or [0] * len(self._row_optimizers), strict=True):
+            optimizer.steps = number
+
+
+def _owned(mixed: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
+    """Whose number modulo *ranks*, unsigned, is *rank*: where FBGEMM sends an id."""
+    # int64 has no unsigned remainder: that of the upper 63 bits, and of the lowest.
+    upper = (mixed >> 1) & 0x7FFFFFFFFFFFFFFF
+    return (upper.remainder(ranks) * 2 + (mixed & 1)).remainder(ranks) == rank
 
 
 def _with_values(features: KeyedJaggedTensor, values: torch.Tensor) -> KeyedJaggedTensor:
     """The same features over other values."""
-    variable = features.variable_stride_per_key()
-    return KeyedJaggedTensor(
-        keys=features.keys(),
-        values=values,
-        weights=features.weights_or_none(),
-        lengths=features.lengths_or_none(),
-        offsets=features.offsets_or_none(),
-        stride=None if variable else features.stride(),
-        stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
-        length_per_key=features.length_per_key_or_none(),
-        offset_per_key=features.offset_per_key_or_none(),
-        index_per_key=None,
-        inverse_indices=features.inverse_indices_or_none(),
-    )
+    changed: KeyedJaggedTensor = KeyedJaggedTensor.__new__(type(features))
+    changed.__dict__.update(features.__dict__)
+    changed._values = values
+    changed._jt_dict = None
+    return changed

@@ -30,6 +30,7 @@ from lightning_pipe.recsys.dynamic.modules import (
     DynamicTable,
     Storage,
 )
+from lightning_pipe.recsys.dynamic.row_adam import row_optimizer
 from lightning_pipe.recsys.dynamic.row_tables import RowTables
 from lightning_pipe.recsys.output_order import OrderedEmbeddingBagCollection, OrderedEmbeddingCollection
 
@@ -39,7 +40,6 @@ __all__ = [
     "ShardedDynamicEmbeddingBagCollection",
     "ShardedDynamicEmbeddingCollection",
     "ShardedDynamicModule",
-    "table_columns",
 ]
 
 
@@ -76,6 +76,24 @@ class ShardedDynamicModule:
                 " lightning_pipe.recsys.shard_model, or train it under a recsys strategy"
             )
         return self._rows
+
+    def table_columns(self) -> Iterator[tuple[str, list[str], list[torch.Tensor]]]:
+        """This rank's tables in the order of the distributed features.
+
+        Yields:
+            the table's name, its features, and its tensors as the kernel holds them: weights, slots x dimensions, and
+            the optimiser's states, slots or slots x dimensions.
+        """
+        for lookup in self._lookups:
+            for kernel in lookup._emb_modules:  # type: ignore[union-attr]  # a ModuleList
+                fused: Any = kernel.emb_module
+                own = row_optimizer(fused)
+                states = fused.split_optimizer_states() if own is None else own.states
+                for index, (table, weights) in enumerate(
+                    zip(kernel._config.embedding_tables, fused.split_embedding_weights(), strict=True)
+                ):
+                    tensors = [weights, *(states[index] if states else ())]
+                    yield table.name, list(table.feature_names), [tensor.detach() for tensor in tensors]
 
     def use_rows(self, rows: RowTables | None) -> None:
         """The caches from now on; None to let go of them."""
@@ -129,6 +147,8 @@ class ShardedDynamicModule:
                 earlier.end(trained=True)
             self._unclaimed = [rows]
             rows.begin()
+        else:
+            rows.show()
         slots = KJTList([rows.features])
         output: LazyAwaitable[Any] = super().compute_and_output_dist(ctx, slots)  # type: ignore[misc]
         if not trains:
@@ -212,24 +232,3 @@ class DynamicSequenceSharder(_RowWise, EmbeddingCollectionSharder):
         return ShardedDynamicEmbeddingCollection(
             module, params, env, fused_params=self.fused_params, device=device, module_fqn=module_fqn
         )
-
-
-# ---------------------------------------------------------------------- what the caches are made over
-
-
-def table_columns(module: ShardedDynamicModule) -> Iterator[tuple[str, list[str], list[torch.Tensor]]]:
-    """This rank's tables in the order of the distributed features.
-
-    Yields:
-        the table's name, its features, and its tensors as the fused kernel holds them: weights, slots x dimensions,
-        and the optimiser's states, slots or slots x dimensions.
-    """
-    for lookup in module._lookups:
-        for kernel in lookup._emb_modules:  # type: ignore[union-attr]  # a ModuleList
-            fused: Any = kernel.emb_module
-            states = fused.split_optimizer_states()
-            for index, (table, weights) in enumerate(
-                zip(kernel._config.embedding_tables, fused.split_embedding_weights(), strict=True)
-            ):
-                own = list(states[index]) if states else []
-                yield table.name, list(table.feature_names), [weights.detach(), *(state.detach() for state in own)]

@@ -1,0 +1,171 @@
+"""Gives sharded dynamic modules their rows: caches over what TorchRec's kernels hold, and a store for each module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.recsys.agreement import Agreement
+from lightning_pipe.recsys.dynamic.commit import open_together
+from lightning_pipe.recsys.dynamic.initial_values import Constant, InitialValues, Normal, Uniform
+from lightning_pipe.recsys.dynamic.mixing import unmix
+from lightning_pipe.recsys.dynamic.modules import DynamicTable
+from lightning_pipe.recsys.dynamic.row_adam import RowAdam
+from lightning_pipe.recsys.dynamic.row_cache import RowCache
+from lightning_pipe.recsys.dynamic.row_tables import RowTables
+from lightning_pipe.recsys.dynamic.sharded import ShardedDynamicModule
+from lightning_pipe.recsys.dynamic.stores import open_store
+from lightning_pipe.recsys.table_optimizer import TableOptimizer
+
+__all__ = ["in_kernel", "open_rows"]
+
+
+def in_kernel(optimizer: TableOptimizer, device: torch.device) -> TableOptimizer:
+    """What a fused kernel is to be told of a dynamic table's optimiser: it has none where a row optimiser stands in."""
+    if not _needs_row_adam(optimizer, device):
+        return optimizer
+    return TableOptimizer(torch.optim.SGD, {"lr": optimizer.learning_rate}, torch.optim.SGD, False)
+
+
+def _needs_row_adam(optimizer: TableOptimizer, device: torch.device) -> bool:
+    return device.type == "cpu" and "betas" in optimizer.hyper_parameters
+
+
+def open_rows(
+    name: str,
+    module: ShardedDynamicModule,
+    optimizers: Mapping[str, TableOptimizer],
+    seed: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> RowTables:
+    """Opens the store of a module and makes its caches. All ranks call it together.
+
+    Args:
+        name: of the module, for messages.
+        module: sharded; its caches are set.
+        optimizers: of each table.
+        seed: of initial values, where the module has none of its own.
+        group: the ranks that the module is sharded over.
+        device: of its tables.
+
+    Raises:
+        SetupError: on every rank, if any cannot open its store, or the cache is too small for the ranks.
+    """
+    agreement = Agreement(group, device)
+    ranks, storage = group.size(), module.storage
+    row_optimizers = _row_optimizers(module, optimizers, device)
+    columns: dict[str, list[Tensor]] = {}
+    tables_of_keys: list[str] = []
+    for table, features, tensors in module.table_columns():
+        columns[table] = tensors
+        tables_of_keys += [table] * len(features)
+    for table, tensors in columns.items():
+        if not len(tensors[0]):
+            raise SetupError(
+                f"dynamic table {table!r} of module {name!r} has cache_rows="
+                f"{module.dynamic_tables[table].cache_rows} for {ranks} ranks; needed is at least one for each, and the"
+                " rows of all batches in flight"
+            )
+    description = {
+        table: {
+            "optimizer": optimizers[table].name,
+            "columns": [[list(tensor.shape[1:]), str(tensor.dtype)] for tensor in tensors],
+        }
+        for table, tensors in columns.items()
+    }
+    path = storage.path / f"ranks-{ranks}" / f"rank-{agreement.rank}"
+    widths = {table: RowCache.record_width(tensors) for table, tensors in columns.items()}
+    store = open_together(
+        lambda: open_store(storage.kind, path, widths=widths, description=description), agreement, ranks
+    )
+    try:
+        caches = {
+            table: _cache(module.dynamic_tables[table], tensors, store, storage.seed, seed, storage.check_nan)
+            for table, tensors in columns.items()
+        }
+        rows = RowTables(
+            caches,
+            tables_of_keys,
+            store=store,
+            agreement=agreement,
+            ranks=ranks,
+            description=description,
+            row_optimizers=row_optimizers,
+            commit_every=storage.commit_every,
+            refuse_rows=storage.existing == "refuse" and store.state.committed > 0,
+        )
+        if storage.existing == "forget" and store.state.committed > 0:
+            rows.forget()
+    except BaseException:
+        store.close()
+        raise
+    module.use_rows(rows)
+    return rows
+
+
+def _row_optimizers(
+    module: ShardedDynamicModule, optimizers: Mapping[str, TableOptimizer], device: torch.device
+) -> list[RowAdam]:
+    found = []
+    for lookup in module._lookups:
+        for kernel in lookup._emb_modules:  # type: ignore[union-attr]  # a ModuleList
+            names = [table.name for table in kernel._config.embedding_tables]
+            own = [
+                optimizers[name].hyper_parameters if _needs_row_adam(optimizers[name], device) else None
+                for name in names
+            ]
+            if any(one is not None for one in own):
+                found.append(RowAdam(kernel.emb_module, own))
+    return found
+
+
+def _cache(
+    table: DynamicTable, columns: list[Tensor], store: Any, own_seed: int | None, seed: int, check_nan: bool
+) -> RowCache:
+    values = InitialValues(
+        table.name, table.embedding_dim, _initial(table), seed=seed if own_seed is None else own_seed
+    )
+    return RowCache(
+        table.name,
+        columns,
+        store,
+        initial=values,
+        policy=table.eviction,
+        admission_threshold=table.admission_threshold,
+        ttl=table.ttl,
+        check_nan=check_nan,
+    )
+
+
+def _initial(table: DynamicTable) -> Any:
+    given = table.initial
+    if given is None:
+        bound = 1 / math.sqrt(table.embedding_dim)
+        return Uniform(-bound, bound)
+    if callable(given):
+        return partial(_of_ids, given)
+    kinds = {"uniform": Uniform, "normal": Normal, "constant": Constant}
+    where = f"initial of dynamic table {table.name!r}"
+    if len(given) != 1 or next(iter(given)) not in kinds:
+        raise SetupError(
+            f"{where} is {dict(given)}; needed is one of {{'uniform': [low, high]}}, {{'normal': [mean, std]}} and"
+            " {'constant': value}, or a function of ids"
+        )
+    kind, arguments = next(iter(given.items()))
+    try:
+        return kinds[kind](*(arguments if isinstance(arguments, (list, tuple)) else [arguments]))
+    except TypeError as error:
+        raise SetupError(f"{where} is {dict(given)}: {error}; mend the numbers") from error
+
+
+def _of_ids(function: Callable[[Tensor], Tensor], mixed: Tensor) -> Tensor:
+    """Users know ids as they are, and not how they are spread over ranks."""
+    return function(unmix(mixed))

@@ -1,0 +1,253 @@
+"""Dynamic modules train as if all rows were in one dictionary, under every plan, with a cache that is too small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.engine import InputError, SetupError
+from lightning_pipe.recsys.dynamic.modules import DynamicEmbeddingBagCollection, DynamicTable
+from tests.distributed import run_ranks
+from tests.recsys.dynamic.dynamic_cases import (
+    ADAGRAD,
+    ADAM,
+    CPU,
+    ROW_WISE_ADAGRAD,
+    SGD,
+    Batch,
+    Model,
+    Whole,
+    batch,
+    merged,
+    outcome,
+    rows_of,
+    same,
+    shard,
+    train,
+)
+
+STEPS = 12
+PLANS = ("serial", "base", "prefetch")
+
+
+def under(plan: str, store: Path, optimizer: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Scores, and everything that is there after training."""
+    sharded = shard(Model(store, **options), optimizer)
+    scores = train(sharded, range(STEPS), plan)
+    evicted = sum(cache.stats.evicted for rows in sharded.dynamic_rows.values() for cache in rows.caches.values())
+    found = {"scores": scores, "outcome": outcome(sharded), "evicted": evicted}
+    for rows in sharded.dynamic_rows.values():
+        rows.close()
+    return found
+
+
+def trained(rank: int, world_size: int, path: Path, optimizer: dict[str, Any]) -> dict[str, Any]:
+    results = {plan: under(plan, path / plan, optimizer) for plan in PLANS}
+    small = under("prefetch", path / "small", optimizer, cache_rows=40 * world_size)
+    large = under("serial", path / "large", optimizer, cache_rows=4000)
+    return {**results, "small": small, "large": large}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("optimizer", [SGD, ADAGRAD, ROW_WISE_ADAGRAD, ADAM], ids=["sgd", "adagrad", "row-wise", "adam"])
+def test_every_plan_trains_alike_to_the_bit_whatever_leaves_the_cache(
+    world_size: int, optimizer: dict[str, Any], tmp_path: Path
+) -> None:
+    if world_size == 3 and optimizer is not ROW_WISE_ADAGRAD:
+        pytest.skip("three ranks once")
+    ranks = run_ranks(trained, world_size, tmp_path, optimizer)
+    for results in ranks:
+        for way in ("base", "prefetch", "small", "large"):
+            assert same(results[way]["scores"], results["serial"]["scores"]), way
+            assert same(results[way]["outcome"], results["serial"]["outcome"]), way
+    assert sum(results["small"]["evicted"] for results in ranks) > 0
+    assert all(results["large"]["evicted"] == 0 for results in ranks)
+
+
+def together(world_size: int) -> Callable[[int], Batch]:
+    """All ranks' batches of a step as one."""
+
+    def make(step: int) -> Batch:
+        parts = [batch(step, rank) for rank in range(world_size)]
+        rows = [part.sparse.to_dict() for part in parts]
+        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+        keys = parts[0].sparse.keys()
+        values = torch.cat([row[key].values() for key in keys for row in rows])
+        lengths = torch.cat([row[key].lengths() for key in keys for row in rows])
+        return Batch(
+            torch.cat([part.dense for part in parts]),
+            KeyedJaggedTensor(keys, values, lengths=lengths),
+            torch.cat([part.label for part in parts]),
+        )
+
+    return make
+
+
+def whole_run(world_size: int, optimizer: type[torch.optim.Optimizer], **options: Any) -> tuple[Whole, list[float]]:
+    """The same training without any table; only rows of the batch are stepped, as sparse optimisers do."""
+    model = Whole()
+    dense = torch.optim.SGD(model.over.parameters(), lr=0.1)
+    steppers: dict[int, torch.optim.Optimizer] = {}
+    losses = []
+    for step in range(STEPS):
+        dense.zero_grad()
+        loss = model(together(world_size)(step))
+        loss.backward()
+        losses.append(loss.item())
+        for rows in model.tables.values():
+            for row in rows.values():
+                if row.grad is not None:
+                    stepper = steppers.setdefault(id(row), optimizer([row], **options))
+                    stepper.step()
+                    row.grad = None
+        dense.step()
+    return model, losses
+
+
+def trained_rows(rank: int, world_size: int, path: Path, optimizer: dict[str, Any]) -> Any:
+    sharded = shard(Model(path), optimizer)
+    train(sharded, range(STEPS), "prefetch")
+    return outcome(sharded)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("optimizer", "plain", "options"),
+    [(SGD, torch.optim.SGD, {"lr": 0.5}), (ADAGRAD, torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-10})],
+    ids=["sgd", "adagrad"],
+)
+def test_it_trains_what_a_dictionary_of_rows_would(
+    world_size: int, optimizer: dict[str, Any], plain: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    found = merged(run_ranks(trained_rows, world_size, tmp_path, optimizer))
+    model, _ = whole_run(world_size, plain, **options)
+    for table, rows in model.tables.items():
+        assert found[table].keys() == rows.keys()
+        assert len(rows) > 20
+        for id, row in rows.items():
+            assert torch.allclose(found[table][id][0], row.detach(), rtol=1e-4, atol=1e-6), (table, id)
+    for name, parameter in model.over.named_parameters():
+        assert torch.allclose(found["dense"][f"over.{name}"], parameter.detach(), rtol=1e-4, atol=1e-6)
+
+
+def adam_rows(rank: int, world_size: int, path: Path) -> Any:
+    """Every batch has the same ids, so that lazy and usual Adam are the same."""
+    sharded = shard(Model(path), ADAM)
+    train(sharded, range(STEPS), "prefetch", make=lambda step, rank: batch(5, rank))
+    return outcome(sharded)
+
+
+def test_adam_is_pytorchs_for_rows_of_every_batch(tmp_path: Path) -> None:
+    (found,) = run_ranks(adam_rows, 1, tmp_path)
+    model = Whole()
+    dense = torch.optim.SGD(model.over.parameters(), lr=0.1)
+    data = batch(5, 0)
+    model(data)
+    rows = torch.optim.Adam(
+        [row for table in model.tables.values() for row in table.values()], lr=0.05, betas=(0.9, 0.99), eps=1e-6
+    )
+    for _ in range(STEPS):
+        dense.zero_grad()
+        rows.zero_grad()
+        model(data).backward()
+        rows.step()
+        dense.step()
+    for name, table in model.tables.items():
+        for id, row in table.items():
+            assert torch.allclose(found[name][id][0], row.detach(), rtol=1e-4, atol=1e-6)
+
+
+# ---------------------------------------------------------------------- what depends on the order of training
+
+
+def counted(rank: int, world_size: int, path: Path, options: dict[str, Any]) -> dict[str, Any]:
+    return {plan: under(plan, path / plan, ROW_WISE_ADAGRAD, cache_rows=60 * world_size, **options) for plan in PLANS}
+
+
+@pytest.mark.parametrize("options", [{"admission_threshold": 3}, {"ttl": 2}, {"eviction": "lfu"}], ids=str)
+def test_admission_and_expiry_go_by_trained_batches_and_not_by_the_plan(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    for results in run_ranks(counted, 2, tmp_path, options):
+        for plan in ("base", "prefetch"):
+            assert same(results[plan]["scores"], results["serial"]["scores"])
+            assert same(results[plan]["outcome"], results["serial"]["outcome"])
+
+
+def looked_up(rank: int, world_size: int, path: Path) -> dict[str, Any]:
+    """Rows before and after an evaluation of ids that were never trained."""
+    sharded = shard(Model(path), SGD)
+    train(sharded, range(3))
+    before = rows_of(sharded)
+    sharded.module.eval()
+    first = train(sharded, range(50, 53), "prefetch")
+    second = train(sharded, range(50, 53), "serial")
+    return {"unchanged": same(before, rows_of(sharded)), "alike": same(first, second), "scores": first}
+
+
+def test_evaluation_makes_no_rows_and_counts_nothing(tmp_path: Path) -> None:
+    for results in run_ranks(looked_up, 2, tmp_path):
+        assert results["unchanged"]
+        assert results["alike"]
+        assert all(score.isfinite().all() for score in results["scores"])
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+def too_small(rank: int, world_size: int, path: Path) -> list[str]:
+    messages = []
+    for plan in PLANS:
+        sharded = shard(Model(path / plan, cache_rows=6), SGD)
+        try:
+            # One rank's ids alone are too many.
+            train(sharded, range(STEPS), plan)
+        except (InputError, SetupError) as error:
+            messages.append(str(error))
+        trained = train(sharded, range(STEPS), plan, make=lambda step, rank: batch(step, rank, rows=1, longest=1))
+        assert len(trained) == STEPS
+    return messages
+
+
+def test_a_cache_smaller_than_a_batch_is_an_error_on_every_rank_that_says_how_many_rows(tmp_path: Path) -> None:
+    for messages in run_ranks(too_small, 2, tmp_path):
+        assert len(messages) == len(PLANS)
+        for message in messages:
+            assert "at least" in message
+            assert "rows" in message
+
+
+def test_an_unsharded_module_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="is not sharded"):
+        Model(tmp_path).bags(batch(0, 0).sparse)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cache_rows": 0}, "cache_rows=0"),
+        ({"embedding_dim": True}, "embedding_dim=True"),
+        ({"ttl": 0}, "ttl=0"),
+        ({"admission_threshold": -1}, "admission_threshold=-1"),
+        ({"feature_names": "user"}, "feature_names='user'"),
+        ({"feature_names": []}, "feature_names="),
+        ({"pooling": "max"}, "pooling='max'"),
+        ({"eviction": "random"}, "eviction='random'"),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+    right: dict[str, Any] = {"name": "t", "embedding_dim": 4, "feature_names": ["f"], "cache_rows": 10}
+    with pytest.raises(SetupError, match=message):
+        DynamicTable(**{**right, **changes})
+
+
+def test_two_tables_of_one_name_are_refused(tmp_path: Path) -> None:
+    table = DynamicTable(name="t", embedding_dim=4, feature_names=["f"], cache_rows=10)
+    with pytest.raises(SetupError, match="one table of each name"):
+        DynamicEmbeddingBagCollection([table, table], tmp_path)
