@@ -217,6 +217,11 @@ class ShardedModel:
         for name, rows in self.dynamic_rows.items():
             rows.write(_rows_folder(folder, name), since)
 
+    def close(self) -> None:
+        """Lets go of the stores of dynamic tables, for another module to open; what was not committed is lost."""
+        for rows in self.dynamic_rows.values():
+            rows.close()
+
     def read_rows(
         self, folder: Path, committed: Mapping[str, Mapping[str, Any]] | None, *, with_optimizers: bool
     ) -> None:

@@ -34,10 +34,20 @@ from lightning_pipe.strategies.whole_folder import (
     write_file,
 )
 
-__all__ = ["META", "FolderCheckpointStrategy", "WriteFolder", "WritePart", "gather", "on_all_ranks", "reasons", "write_folder"]
+__all__ = [
+    "META",
+    "FolderCheckpointStrategy",
+    "WriteFolder",
+    "WritePart",
+    "gather",
+    "on_all_ranks",
+    "reasons",
+    "write_folder",
+]
 
 T = TypeVar("T")
-WriteFolder = Callable[[str | Path, dict[str, Any], dict[str, Any], "WritePart | None"], None]
+# As write_folder, whose last argument may be left out.
+WriteFolder = Callable[..., None]
 # Writes what a rank has beside tensors into the folder; ranks do not wait for each other in it.
 WritePart = Callable[[Path], None]
 
@@ -183,9 +193,7 @@ class FolderCheckpointStrategy(DistributedStrategy):
 # ---------------------------------------------------------------------- writing
 
 
-def write_folder(
-    path: str | Path, state: dict[str, Any], rest: dict[str, Any], part: WritePart | None = None
-) -> None:
+def write_folder(path: str | Path, state: dict[str, Any], rest: dict[str, Any], part: WritePart | None = None) -> None:
     """Write a checkpoint to the folder *path*; every rank calls this.
 
     Args:

@@ -555,6 +555,11 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
     def on_predict_start(self) -> None:
         self.sharded_model.share_buffers()
 
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self.sharded_model.dynamic_rows:
+            self.sharded_model.commit_rows()
+
     # ------------------------------------------------------------------ checkpoints
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
@@ -582,8 +587,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         return checkpoint
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.sharded_model.dmp.state_dict()
-        return state
+        return self.sharded_model.without_dynamic(self.sharded_model.dmp.state_dict())
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Nothing is left to do: :meth:`load_checkpoint` has filled the module's own tensors."""

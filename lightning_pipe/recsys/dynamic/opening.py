@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -16,9 +17,11 @@ from lightning_pipe.recsys.agreement import Agreement
 from lightning_pipe.recsys.dynamic.commit import open_together
 from lightning_pipe.recsys.dynamic.initial_values import Constant, InitialValues, Normal, Uniform
 from lightning_pipe.recsys.dynamic.mixing import unmix
-from lightning_pipe.recsys.dynamic.modules import DynamicTable
+from lightning_pipe.recsys.dynamic.modules import DynamicTable, Storage
 from lightning_pipe.recsys.dynamic.row_adam import RowAdam
 from lightning_pipe.recsys.dynamic.row_cache import RowCache
+from lightning_pipe.recsys.dynamic.row_headers import BYTES
+from lightning_pipe.recsys.dynamic.row_store import RowStore
 from lightning_pipe.recsys.dynamic.row_tables import RowTables
 from lightning_pipe.recsys.dynamic.sharded import ShardedDynamicModule
 from lightning_pipe.recsys.dynamic.stores import open_store
@@ -82,13 +85,12 @@ def open_rows(
         for table, tensors in columns.items()
     }
     path = storage.path / f"ranks-{ranks}" / f"rank-{agreement.rank}"
-    widths = {table: RowCache.record_width(tensors) for table, tensors in columns.items()}
-    store = open_together(
-        lambda: open_store(storage.kind, path, widths=widths, description=description), agreement, ranks
-    )
+    widths = {table: record_width(tensors) for table, tensors in columns.items()}
+    store = open_together(lambda: open_store(storage.kind, path, widths=widths, description=description), agreement)
+    lock = threading.Lock()
     try:
         caches = {
-            table: _cache(module.dynamic_tables[table], tensors, store, storage.seed, seed, storage.check_nan)
+            table: _cache(module.dynamic_tables[table], tensors, store, lock, storage, seed)
             for table, tensors in columns.items()
         }
         rows = RowTables(
@@ -111,6 +113,11 @@ def open_rows(
     return rows
 
 
+def record_width(columns: list[Tensor]) -> int:
+    """Bytes of a row in the store: its header, and its part of each column."""
+    return BYTES + sum(column[:1].numel() * column.element_size() for column in columns)
+
+
 def _row_optimizers(
     module: ShardedDynamicModule, optimizers: Mapping[str, TableOptimizer], device: torch.device
 ) -> list[RowAdam]:
@@ -128,20 +135,27 @@ def _row_optimizers(
 
 
 def _cache(
-    table: DynamicTable, columns: list[Tensor], store: Any, own_seed: int | None, seed: int, check_nan: bool
+    table: DynamicTable,
+    columns: list[Tensor],
+    store: RowStore,
+    store_lock: threading.Lock,
+    storage: Storage,
+    seed: int,
 ) -> RowCache:
     values = InitialValues(
-        table.name, table.embedding_dim, _initial(table), seed=seed if own_seed is None else own_seed
+        table.name, table.embedding_dim, _initial(table), seed=seed if storage.seed is None else storage.seed
     )
     return RowCache(
         table.name,
         columns,
         store,
+        store_lock=store_lock,
         initial=values,
+        state_fill=[0.0] * (len(columns) - 1),
         policy=table.eviction,
         admission_threshold=table.admission_threshold,
         ttl=table.ttl,
-        check_nan=check_nan,
+        check_nan=storage.check_nan,
     )
 
 

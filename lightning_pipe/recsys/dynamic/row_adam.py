@@ -52,11 +52,12 @@ class RowAdam:
         """
         self.steps += 1
         rate = self._kernel.get_learning_rate()
-        starts = self._kernel.hash_size_cumsum.tolist()
+        # By feature; several may be of one table.
+        starts = dict(zip(self._kernel.feature_table_map, self._kernel.hash_size_cumsum.tolist(), strict=False))
         for rows, gradients in row_gradients(calls):
-            ends = torch.searchsorted(rows, torch.tensor(starts, device=rows.device)).tolist()
             for table, weights in enumerate(self._weights):
-                here = slice(ends[table], ends[table + 1])
+                bounds = torch.tensor([starts[table], starts[table] + len(weights)], device=rows.device)
+                here = slice(*torch.searchsorted(rows, bounds).tolist())
                 if here.start < here.stop:
                     self._step_table(table, weights, rows[here] - starts[table], gradients[here], rate)
 

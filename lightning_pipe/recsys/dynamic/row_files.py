@@ -94,7 +94,7 @@ def read_rows(folder: Path, table: str) -> Iterator[Rows]:
             rows = Rows(contents["ids"], contents["counts"], contents["last_seen"], list(contents["columns"]))
         except Exception as error:  # of the file system, of pickle, of zip, ...
             raise SetupError(
-                f"rows of dynamic table {table} cannot be read from {str(file)!r}: {error}; needed is the file as it was"
-                " written"
+                f"rows of dynamic table {table} cannot be read from {str(file)!r}: {error}; needed is the file as it"
+                " was written"
             ) from error
         yield rows

@@ -157,7 +157,8 @@ class RowTables:
             since: only rows seen in a batch of at least this number.
         """
         for found in self.caches[table].rows(since=since):
-            yield Rows(unmix(found.keys), found.counts, found.last_seen, found.columns)
+            ids = unmix(torch.from_numpy(found.keys))
+            yield Rows(ids, torch.tensor(found.counts), torch.tensor(found.last_seen), found.columns)
 
     def write(self, folder: Path, since: int = 0) -> None:
         """Writes this rank's rows; see ``rows``. What ``read`` needs beside them is in :meth:`progress`."""
@@ -180,7 +181,7 @@ class RowTables:
         Raises:
             SetupError: on every rank, if any cannot read or write.
         """
-        untouched = all(cache.untouched for cache in self.caches.values())
+        untouched = not any(cache.stats.ids for cache in self.caches.values())
         same = with_states and bool(version) and version == self.version and untouched
         if not all(self.agreement.gather(same)):
             error: Exception | None = None
@@ -207,8 +208,13 @@ class RowTables:
         self._refused = False
 
     def close(self) -> None:
-        """Lets go of the store; what was not committed is lost."""
+        """Lets go of the store; what was not committed is lost. So does forgetting the module."""
         self._store.close()
+
+    def __del__(self) -> None:
+        store = self.__dict__.get("_store")
+        if store is not None:
+            store.close()
 
     def _erase(self, table: str) -> None:
         for keys, _ in list(self._store.scan(table)):
@@ -216,13 +222,15 @@ class RowTables:
 
     def _keep(self, cache: RowCache, rows: Rows, with_states: bool) -> None:
         mixed = mix(rows.ids)
-        own = _owned(mixed, self._ranks, self.agreement.rank)
-        cache.keep(
-            mixed[own],
-            rows.counts[own],
-            rows.last_seen[own],
-            [column[own] for column in (rows.columns if with_states else rows.columns[:1])],
-        )
+        own = _owned(mixed, self._ranks, self.agreement.rank).nonzero()[:, 0]
+        if not len(own):
+            return
+        weights, *states = (column[own] for column in rows.columns)
+        if not with_states:
+            states = [torch.zeros_like(state) for state in states]
+        headers = torch.stack([rows.counts[own], rows.last_seen[own]], dim=1)
+        records = [part.reshape(len(own), -1).view(torch.uint8) for part in (headers, weights, *states)]
+        self._store.write(cache.table, mixed[own].numpy(), torch.cat(records, dim=1).numpy())
 
     def _set_progress(self, progress: Mapping[str, str]) -> None:
         self._step = int(progress.get("step", "0"))

@@ -1,10 +1,10 @@
 """Dynamic modules as TorchRec's sharded modules: by id over the ranks, with a third split, the prefetch, of their own.
 
-    input_dist        ids, mixed, to the ranks that own them     (TorchRec's row-wise input dist, by id modulo ranks)
-    prefetch          ids ──► slots; rows missing in the cache read from the store, others written back
-    compute           TorchRec's fused lookup of slots, in tables as large as the rank's part of the cache
-    output_dist       TorchRec's row-wise one
-    backward          TorchRec's fused optimisers, in place in the cache
+input_dist        ids, mixed, to the ranks that own them     (TorchRec's row-wise input dist, by id modulo ranks)
+prefetch          ids ──► slots; rows missing in the cache read from the store, others written back
+compute           TorchRec's fused lookup of slots, in tables as large as the rank's part of the cache
+output_dist       TorchRec's row-wise one
+backward          TorchRec's fused optimisers, in place in the cache
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 from torchrec.distributed.types import Awaitable, LazyAwaitable, ParameterSharding, ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -56,9 +56,10 @@ class ShardedDynamicModule:
     _rows: RowTables | None = None
     _lookups: list[nn.Module]
     _input_dists: list[nn.Module]
+    _has_uninitialized_input_dist: bool
 
     def __init__(self, module: Any, *arguments: Any, **named: Any) -> None:
-        super().__init__(module, *arguments, **named)
+        super().__init__(module, *arguments, **named)  # type: ignore[call-arg]  # TorchRec's class beside this one
         self.dynamic_tables = module.dynamic_tables
         self.storage = module.storage
         self._unclaimed: list[BatchRows] = []
@@ -117,6 +118,12 @@ class ShardedDynamicModule:
             InputError: ids that are no whole numbers.
         """
         mixed = with_mixed_ids(features)
+        if self._has_uninitialized_input_dist:
+            # TorchRec's own first time would warn of ids beyond the rows of the cache.
+            self._create_input_dist(mixed.keys())
+            self._has_uninitialized_input_dist = False
+            if mixed.variable_stride_per_key() and isinstance(self, ShardedEmbeddingBagCollection):
+                self._create_inverse_indices_permute_indices(mixed.inverse_indices_or_none())
         awaitable: Awaitable[Awaitable[KJTList]] = super().input_dist(ctx, mixed)  # type: ignore[misc]
         return awaitable
 

@@ -41,7 +41,7 @@ class Batch:
     label: Tensor
 
 
-def batch(step: int, rank: int, rows: int = 4, ids: int = 60, longest: int = 3) -> Batch:
+def batch(step: int, rank: int, rows: int = 4, ids: int = 300, longest: int = 3) -> Batch:
     """Ids as hashes are: scattered over all of int64; some are frequent."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     lengths = torch.randint(0, longest + 1, (len(KEYS) * rows,), generator=generator)
@@ -56,7 +56,7 @@ def batch(step: int, rank: int, rows: int = 4, ids: int = 60, longest: int = 3) 
 
 def tables(**options: Any) -> list[DynamicTable]:
     """Two for bags, one of them for two features, and one pooled by mean."""
-    options = {"cache_rows": 64, "initial": initial, **options}
+    options = {"cache_rows": 1000, "initial": initial, **options}
     return [
         DynamicTable(name="people", embedding_dim=WIDTH, feature_names=["user", "friend"], **options),
         DynamicTable(name="things", embedding_dim=WIDTH, feature_names=["item"], pooling="mean", **options),
@@ -71,7 +71,7 @@ class Model(nn.Module):
         torch.manual_seed(3)
         module_options = {key: options.pop(key) for key in ("commit_every", "check_nan", "existing") if key in options}
         self.bags = DynamicEmbeddingBagCollection(tables(**options), store / "bags", **module_options)
-        options = {"cache_rows": 64, "initial": initial, **options}
+        options = {"cache_rows": 1000, "initial": initial, **options}
         self.history = DynamicEmbeddingCollection(
             [DynamicTable(name="past", embedding_dim=WIDTH, feature_names=["past"], **options)],
             store / "history",
