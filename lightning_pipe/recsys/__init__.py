@@ -12,6 +12,11 @@ from typing import TYPE_CHECKING, Any
 from lightning_pipe.recsys.plans import PLANS, recsys_plan
 
 if TYPE_CHECKING:
+    from lightning_pipe.recsys.dynamic.modules import (
+        DynamicEmbeddingBagCollection,
+        DynamicEmbeddingCollection,
+        DynamicTable,
+    )
     from lightning_pipe.recsys.rewrite import ModelRewrite
     from lightning_pipe.recsys.sharding import ShardedModel, shard_model
     from lightning_pipe.recsys.table_optimizer import SparseOptimizer
@@ -20,6 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PLANS",
+    "DynamicEmbeddingBagCollection",
+    "DynamicEmbeddingCollection",
+    "DynamicTable",
     "ModelRewrite",
     "RecsysActions",
     "ShardedModel",
@@ -31,6 +39,9 @@ __all__ = [
 ]
 
 _MODULES = {
+    "DynamicEmbeddingBagCollection": "dynamic.modules",
+    "DynamicEmbeddingCollection": "dynamic.modules",
+    "DynamicTable": "dynamic.modules",
     "ModelRewrite": "rewrite",
     "RecsysActions": "tasks",
     "ShardedModel": "sharding",

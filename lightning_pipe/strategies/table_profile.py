@@ -74,7 +74,7 @@ def profile_tables(
         iterations: of each measurement.
 
     Raises:
-        SetupError: gradients of some batches are accumulated, or losses are scaled.
+        SetupError: gradients of some batches are accumulated, losses are scaled, or tables have no size.
     """
     _check(of)
     clip_value = of.trainer.gradient_clip_val
@@ -140,6 +140,11 @@ def _check(of: Profiled) -> None:
         raise SetupError(
             "a profile was asked for under precision 16-mixed, whose loss scaler decides whether steps are made;"
             " profile with 'bf16-mixed' or 32"
+        )
+    if of.sharded.dynamic_rows:
+        raise SetupError(
+            f"a profile was asked for of dynamic tables ({', '.join(of.sharded.dynamic_rows)}), whose batches cannot be run"
+            " again without leaving their rows in the cache; profile the model with plain tables of the same dimensions"
         )
 
 

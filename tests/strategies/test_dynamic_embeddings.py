@@ -190,6 +190,24 @@ def test_an_evaluation_in_mid_epoch_changes_nothing(tmp_path: Path) -> None:
     assert same(plain, evaluated)
 
 
+class Profile(Callback):
+    """Asks for one in mid-training."""
+
+    message = ""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        try:
+            trainer.strategy.profile(list(loader()))  # type: ignore[attr-defined]
+        except SetupError as error:
+            self.message = str(error)
+
+
+def test_a_profile_is_refused(tmp_path: Path) -> None:
+    profile = Profile()
+    run(tmp_path, "prefetch", callbacks=[profile], max_steps=2)
+    assert "dynamic tables (network.bags, network.history)" in profile.message
+
+
 # ---------------------------------------------------------------------- killed
 
 

@@ -1,0 +1,271 @@
+"""Dynamic tables over a store 20 times their cache: what the prefetch hides, and what the lookup of slots costs.
+
+``OMP_NUM_THREADS=1 python benchmarks/dynamic_embeddings.py`` trains, in one process, one model three times over, by
+turns of a block of batches each, in another order in every round: under the base plan and under the prefetch plan,
+with a cache of a twentieth of the rows that are in the store, and with all rows in memory. Ids follow Zipf's law. Reads
+of the store wait as long as a disk would take (``--latency`` a record, ``--readers`` at once), so that the system's
+cache of files does not hide what is measured. Batches are made before. Aims: prefetch / base at most 0.70, prefetch /
+all in memory at most 1.15. With ``--part lookup``: the lookup of slots against a plain ``EmbeddingBag`` of as many rows
+(aim: at most 1.2), forward alone, and ids to slots where all rows are cached (aim: at most 25 ns an id).
+
+The dense part is as large as it takes: ``--dense`` layers of ``--width``. The printed share of the store's reads says
+how much there was to hide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_pipe.recsys import ShardedModel, TrainPipeline, shard_model
+from lightning_pipe.recsys.dynamic import opening
+from lightning_pipe.recsys.dynamic.mixing import mix
+from lightning_pipe.recsys.dynamic.modules import DynamicEmbeddingBagCollection, DynamicTable
+from lightning_pipe.recsys.dynamic.slow_store import SlowStore
+
+CPU = torch.device("cpu")
+OPTIMIZER = {"class_path": "torchrec.optim.RowWiseAdagrad", "init_args": {"lr": 0.05}}
+SPREAD = 0x5851F42D4C957F2D  # odd: numbers become ids scattered over int64
+
+
+@dataclass
+class Batch:
+    """``features`` has one key, with a bag for each row."""
+
+    features: KeyedJaggedTensor
+    label: Tensor
+
+
+class Model(nn.Module):
+    """One table, and a tower over it."""
+
+    def __init__(self, store: Path, cache_rows: int, given: argparse.Namespace) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        table = DynamicTable(name="things", embedding_dim=given.dim, feature_names=["item"], cache_rows=cache_rows)
+        self.bags = DynamicEmbeddingBagCollection([table], store, seed=1, existing="keep")
+        widths = [given.dim, *[given.width] * given.dense]
+        layers = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
+        self.tower = nn.Sequential(*layers, nn.Linear(widths[-1], 1))
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        scores = self.tower(self.bags(batch.features).values())[:, 0]
+        loss = nn.functional.binary_cross_entropy_with_logits(scores, batch.label)
+        return loss, loss.detach()
+
+
+def main() -> None:
+    """Print what was asked for."""
+    options = argparse.ArgumentParser(description="dynamic tables over a store")
+    options.add_argument("--part", choices=("plans", "lookup"), default="plans")
+    options.add_argument("--rows", type=int, default=400_000, help="rows in the store")
+    options.add_argument("--dim", type=int, default=32)
+    options.add_argument("--batch", type=int, default=512, help="rows of a batch")
+    options.add_argument("--bag", type=int, default=20, help="ids of a bag")
+    options.add_argument("--zipf", type=float, default=1.05)
+    options.add_argument("--dense", type=int, default=4)
+    options.add_argument("--width", type=int, default=512)
+    options.add_argument("--latency", type=float, default=100e-6, help="seconds that a record's read waits")
+    options.add_argument("--readers", type=int, default=16, help="records read at once")
+    options.add_argument("--block", type=int, default=12, help="batches of a turn")
+    options.add_argument("--rounds", type=int, default=9)
+    given = options.parse_args()
+    torch.set_num_threads(1)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/world", rank=0, world_size=1)
+        (plans if given.part == "plans" else lookup)(Path(folder), given)
+        dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------- plans
+
+
+class Ids:
+    """Zipf's law over a fixed number of ids, drawn by inversion."""
+
+    def __init__(self, rows: int, exponent: float) -> None:
+        weights = np.arange(1, rows + 1, dtype=np.float64) ** -exponent
+        self._ends = np.cumsum(weights / weights.sum())
+        self._draw = np.random.default_rng(0)
+        self._rows = rows
+
+    def draw(self, number: int) -> Tensor:
+        found = np.searchsorted(self._ends, self._draw.random(number)).clip(max=self._rows - 1)
+        return torch.from_numpy(found.astype(np.int64)) * SPREAD
+
+
+def batch(ids: Ids, given: argparse.Namespace) -> Batch:
+    lengths = torch.full((given.batch,), given.bag)
+    features = KeyedJaggedTensor(["item"], ids.draw(given.batch * given.bag), lengths=lengths)
+    return Batch(features, torch.randint(0, 2, (given.batch,)).float())
+
+
+def fill(sharded: ShardedModel, rows: int) -> None:
+    """Every id is looked up and trained once, so that the store has it."""
+    (tables,) = sharded.dynamic_rows.values()
+    (cache,) = tables.caches.values()
+
+    for first in range(0, rows, cache.capacity // 4):
+        keys = mix(torch.arange(first, min(rows, first + cache.capacity // 4)) * SPREAD)
+        ticket = cache.prefetch(keys)
+        cache.begin(ticket, tables.next_step())
+        cache.trained(ticket)
+    tables.commit()
+
+
+class Arm:
+    """One model under one plan."""
+
+    def __init__(self, name: str, plan: str, folder: Path, cache_rows: int, given: argparse.Namespace) -> None:
+        self.name = name
+        world = dist.group.WORLD
+        assert world is not None
+        model = Model(folder / name, cache_rows, given)
+        self.sharded = shard_model(model, device=CPU, group=world, sparse_optimizer=OPTIMIZER)
+        fill(self.sharded, given.rows)
+        dense = torch.optim.SGD([parameter for _, parameter in self.sharded.dense_parameters()], lr=0.01)
+        self.pipeline = TrainPipeline(self.sharded, dense, CPU, plan, rewrite="direct")
+        self.times: list[float] = []
+
+    @property
+    def cache(self) -> Any:
+        (tables,) = self.sharded.dynamic_rows.values()
+        return next(iter(tables.caches.values()))
+
+    def turn(self, batches: Sequence[Batch]) -> float:
+        """Seconds a batch; the pipeline is full when the clock starts, and still when it stops."""
+        data = iter([*batches, *batches[:3]])
+        for _ in range(3):
+            self.pipeline.progress(data)
+        begin = time.perf_counter()
+        for _ in range(len(batches) - 3):
+            self.pipeline.progress(data)
+        taken = (time.perf_counter() - begin) / (len(batches) - 3)
+        while True:
+            try:
+                self.pipeline.progress(data)
+            except StopIteration:
+                return taken
+
+
+def plans(folder: Path, given: argparse.Namespace) -> None:
+    reads: list[float] = []
+
+    def slow(*arguments: Any, **named: Any) -> Any:
+        def wait(seconds: float) -> None:
+            if reads:
+                reads[0] += seconds
+                time.sleep(seconds)
+
+        return SlowStore(open_store(*arguments, **named), 0.0, given.latency / given.readers, wait)
+
+    open_store = opening.open_store
+    small = given.rows // 20
+    with mock.patch.object(opening, "open_store", slow):
+        arms = [
+            Arm("base", "base", folder, small, given),
+            Arm("prefetch", "prefetch", folder, small, given),
+            Arm("all in memory", "prefetch", folder, given.rows + small, given),
+        ]
+    ids = Ids(given.rows, given.zipf)
+    draw = random.Random(0)
+    reads.append(0.0)
+    before = [arm.cache.stats for arm in arms]
+    waited: dict[str, list[float]] = {arm.name: [] for arm in arms}
+    for turn in range(given.rounds + 1):
+        batches = [batch(ids, given) for _ in range(given.block)]
+        for arm in draw.sample(arms, len(arms)):
+            reads[0] = 0.0
+            taken = arm.turn(batches)
+            if turn:
+                arm.times.append(taken)
+                waited[arm.name].append(reads[0] / (given.block + 3))
+    print(
+        f"{given.rows} rows of {given.dim} numbers in the store, {small} in the cache, batches of {given.batch} x"
+        f" {given.bag} ids, Zipf {given.zipf}"
+    )
+    for arm, start in zip(arms, before, strict=True):
+        stats = arm.cache.stats
+        missing = 1 - (stats.hits - start.hits) / max(1, stats.ids - start.ids)
+        low, middle, high = statistics.quantiles(arm.times, n=4)
+        print(
+            f"{arm.name:14} {middle * 1e3:8.1f} ms a batch ({low * 1e3:.1f} .. {high * 1e3:.1f}); ids not cached"
+            f" {missing:.3f}; reads wait {statistics.median(waited[arm.name]) * 1e3:.1f} ms a batch"
+        )
+    for name, other, aim in (("prefetch", "base", 0.70), ("prefetch", "all in memory", 1.15)):
+        one, two = (next(arm.times for arm in arms if arm.name == wanted) for wanted in (name, other))
+        ratios = [a / b for a, b in zip(one, two, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        print(f"{name} / {other}: {middle:.3f} ({low:.3f} .. {high:.3f}), aim at most {aim}")
+    for arm in arms:
+        arm.pipeline.close()
+        arm.sharded.close()
+
+
+# ---------------------------------------------------------------------- lookup
+
+
+def lookup(folder: Path, given: argparse.Namespace) -> None:
+    world = dist.group.WORLD
+    assert world is not None
+    model = Model(folder / "rows", given.rows, given)
+    sharded = shard_model(model, device=CPU, group=world, sparse_optimizer=OPTIMIZER)
+    fill(sharded, given.rows)
+    (tables,) = sharded.dynamic_rows.values()
+    cache = tables.caches["things"]
+    plain = nn.EmbeddingBag(given.rows, given.dim, mode="sum")
+    ids = Ids(given.rows, given.zipf)
+    kernel: Any = next(iter(sharded.sharded_modules.values()))._lookups[0]
+    times: dict[str, list[float]] = {"EmbeddingBag": [], "slots": [], "slots, training": [], "ids to slots": []}
+    count = given.batch * given.bag
+    offsets = torch.arange(0, count + 1, given.bag)
+
+    for _ in range(given.rounds * 5):
+        drawn = ids.draw(count)
+        mixed = mix(drawn)
+        begin = time.perf_counter()
+        ticket = cache.prefetch(mixed)
+        times["ids to slots"].append((time.perf_counter() - begin) / count * 1e9)
+        slots = KeyedJaggedTensor(["item"], ticket.slots, offsets=offsets, lengths=offsets.diff())
+        rows = ticket.slots.clone()
+        steps: dict[str, Callable[[], Any]] = {
+            "EmbeddingBag": lambda rows=rows: plain(rows, offsets[:-1]),
+            "slots": lambda slots=slots: kernel(slots),
+        }
+        with torch.no_grad():
+            for name in random.sample(list(steps), 2):
+                begin = time.perf_counter()
+                steps[name]()
+                times[name].append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        kernel(slots)
+        times["slots, training"].append(time.perf_counter() - begin)
+        cache.discard(ticket)
+    for name, taken in times.items():
+        low, middle, high = statistics.quantiles(taken, n=4)
+        unit, scale = ("ns an id", 1.0) if name == "ids to slots" else ("us", 1e6)
+        print(f"{name:16} {middle * scale:9.1f} {unit} ({low * scale:.1f} .. {high * scale:.1f})")
+    ratios = [a / b for a, b in zip(times["slots"], times["EmbeddingBag"], strict=True)]
+    print(f"slots / EmbeddingBag: {statistics.median(ratios):.3f}, aim at most 1.2; ids to slots, aim at most 25 ns")
+    sharded.close()
+
+
+if __name__ == "__main__":
+    main()
