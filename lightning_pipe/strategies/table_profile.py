@@ -144,7 +144,7 @@ def _check(of: Profiled) -> None:
     if of.sharded.dynamic_rows:
         raise SetupError(
             f"a profile was asked for of dynamic tables ({', '.join(of.sharded.dynamic_rows)}), whose batches cannot be"
-            " run again without leaving their rows in the cache; profile the model with plain tables of the same dimensions"
+            " run again without leaving their rows in the cache; profile the model with plain tables of these sizes"
         )
 
 
