@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from itertools import repeat
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -84,7 +83,7 @@ class IdMap:
 
     def keys_of(self, slots: Slots) -> Keys:
         """Ids of *slots* in use."""
-        return cast(Keys, self._keys[slots])
+        return self._keys[slots]
 
     def ticks(self) -> npt.NDArray[np.int64]:
         """When each slot was last touched, by slot; 0 where it is free."""

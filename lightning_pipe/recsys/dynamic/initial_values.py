@@ -100,8 +100,8 @@ class InitialValues:
     Args:
         table: its name; tables of other names get other values.
         width: numbers in a row.
-        values: a distribution; or a function of ids (int64, on the CPU) that returns rows (ids x width), each a function
-            of its id alone: it is called again where a row starts anew.
+        values: a distribution; or a function of ids (int64, on the CPU) that returns rows (ids x width), each made of
+            its id alone, since it is called again where a row starts anew, from any thread.
         seed: any int.
     """
 
@@ -127,7 +127,9 @@ class InitialValues:
             return torch.from_numpy(rows)
         step = max(1, _BLOCK // max(1, self._width))
         for first in range(0, len(keys), step):
-            rows[first : first + step] = values.values(_random_bits(self._seed, keys[first : first + step], self._width))
+            rows[first : first + step] = values.values(
+                _random_bits(self._seed, keys[first : first + step], self._width)
+            )
         return torch.from_numpy(rows)
 
     def _of_function(self, function: Callable[[Tensor], Tensor], keys: Keys) -> Tensor:
