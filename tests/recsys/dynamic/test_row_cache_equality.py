@@ -100,7 +100,7 @@ class Run:
 
     def train(self, ids: list[int], ticket: Ticket, begun: Begun) -> None:
         """What a fused backward does: the columns of the batch's distinct rows change in place."""
-        place = {key: slot for key, slot in zip(ids, ticket.slots.tolist(), strict=True)}
+        place = dict(zip(ids, ticket.slots.tolist(), strict=True))
         slots = torch.tensor([place[key] for key in begun.ids], dtype=torch.int64)
         gradients = self.columns[0][slots] * 0.3 + _noise(begun)
         after = OPTIMIZERS[self.settings.optimizer][0]([column[slots] for column in self.columns], gradients)
