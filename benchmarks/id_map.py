@@ -1,0 +1,197 @@
+"""What it costs to get from ids to the rows of a cache, an id, beside other ways to look ids up.
+
+``OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/id_map.py`` fills a cache of a million rows and then, in turns, looks up the same
+batches, whose ids are all cached:
+
+- *prefetch*: all that ``RowCache.prefetch`` does for such a batch: slots, a note of their use for eviction, the
+  distinct rows, the pin; and the ticket's end;
+- *begin*: ``begin`` and ``trained`` of the same batch: counts, last steps, time to live, admission;
+- *map*: ``IdMap.find`` alone;
+- *searchsorted*: ``torch.searchsorted`` over the sorted ids and a gather of their slots;
+- *dict*: a dictionary, over ids that are Python's ints already.
+
+Aim: *prefetch* at most 25 ns an id. Then it lets rows miss, a sixteenth of a batch, so that rows are made and leave,
+over a store that keeps nothing: what the cache itself costs for a row that comes, whatever the disk. Medians over
+batches, with quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.quiet import QuietRuns
+from lightning_pipe.recsys import native
+from lightning_pipe.recsys.dynamic.id_map import IdMap
+from lightning_pipe.recsys.dynamic.initial_values import InitialValues, Normal, Uniform
+from lightning_pipe.recsys.dynamic.row_cache import RowCache
+from lightning_pipe.recsys.dynamic.row_store import Keys, Records, RowStore, StoreState
+
+
+def main() -> None:
+    """Print a row for each size and distribution of batches, then one for each policy of eviction."""
+    options = argparse.ArgumentParser(description="ids to rows, and rows that come and leave")
+    options.add_argument("--rows", type=int, default=1 << 20)
+    options.add_argument("--width", type=int, default=64)
+    options.add_argument("--batches", type=int, default=24)
+    options.add_argument("--ids", type=int, nargs="+", default=[20_000, 60_000, 200_000])
+    given = options.parse_args()
+    torch.set_num_threads(1)
+    print(f"the library is {'not ' if native.library() is None else ''}compiled; {given.rows} rows cached; ns an id")
+    quiet = QuietRuns()
+    known(given.rows, given.batches, given.ids, quiet)
+    coming(given.rows, given.width)
+    values(given.width, quiet)
+    print(f"{quiet.disturbed} runs were disturbed")
+
+
+def known(rows: int, batches: int, sizes: list[int], quiet: QuietRuns) -> None:
+    """Ids that are all cached."""
+    source = np.random.default_rng(0)
+    keys = source.integers(-(2**63), 2**63 - 1, rows)
+    cache = _cache(rows, 1)
+    cache.discard(cache.prefetch(torch.from_numpy(keys)))
+    table = IdMap(rows)
+    table.insert(keys, np.arange(rows))
+    order, slots = torch.from_numpy(keys).sort()
+    dictionary = {key: slot for slot, key in enumerate(keys.tolist())}
+    heads = ("prefetch", "begin", "map", "searchsorted", "dict")
+    print(f"{'ids':>8} {'kind':8}" + "".join(f"{name:>24}" for name in heads))
+    step = 0
+    for size in sizes:
+        for kind in ("uniform", "zipf"):
+            times: list[list[float]] = []
+            for _ in range(batches):
+                places = source.integers(0, rows, size) if kind == "uniform" else source.zipf(1.2, size) % rows
+                batch = torch.from_numpy(keys[places])
+                ids = batch.tolist()
+                step += 1
+
+                def once(batch: Tensor = batch, ids: list[int] = ids, step: int = step) -> list[float]:
+                    return [
+                        _time(lambda: cache.discard(cache.prefetch(batch))),
+                        _begun(cache, batch, step),
+                        _time(lambda: table.find(batch.numpy())),
+                        _time(lambda: slots[torch.searchsorted(order, batch)]),
+                        _time(lambda: np.array([dictionary[key] for key in ids])),
+                    ]
+
+                times.append([one / size for one in quiet.run(once)])
+            columns = "".join(f"{_spread(column):>24}" for column in zip(*times, strict=True))
+            print(f"{size:8} {kind:8}{columns}", flush=True)
+
+
+def coming(rows: int, width: int) -> None:
+    """Ids of which a sixteenth are new, so that as many rows leave."""
+    print(f"{'policy':8}{'us a row that comes':>24}{'longest ms':>12}   rows of {width} numbers and as many states")
+    size = 32_768
+    for policy in ("lru", "lfu"):
+        source = np.random.default_rng(1)
+        cache = _cache(rows, width, policy)
+        # All rows have been trained, so those that leave are written.
+        _begun(cache, torch.arange(rows), 0)
+        times: list[float] = []
+        for step in range(1, 129):
+            ids = source.integers(rows // 2, rows, size)
+            ids[: size // 16] = np.arange(step * size // 16, (step + 1) * size // 16) + rows
+            begun = time.perf_counter_ns()
+            ticket = cache.prefetch(torch.from_numpy(ids))
+            times.append(time.perf_counter_ns() - begun)
+            cache.begin(ticket, step)
+            cache.trained(ticket)
+        stats = cache.stats
+        came = stats.new - rows
+        print(
+            f"{policy:8}{sum(times) / came / 1e3:24.2f}{max(times) / 1e6:12.1f}   {came} came, {stats.evicted} left,"
+            f" {stats.written} written",
+            flush=True,
+        )
+
+
+def values(width: int, quiet: QuietRuns) -> None:
+    """Initial values."""
+    keys = np.random.default_rng(2).integers(-(2**63), 2**63 - 1, 8192)
+    for one in (Uniform(-0.1, 0.1), Normal(0.0, 0.1)):
+        initial = InitialValues("table", width, one)
+        times = [quiet.run(partial(_time, partial(initial, keys))) / keys.size / width for _ in range(12)]
+        print(f"{one}: {_spread(times)} ns a number", flush=True)
+
+
+def _cache(rows: int, width: int, policy: str = "lru") -> RowCache:
+    columns = [torch.zeros(rows, width), torch.zeros(rows, width)]
+    return RowCache(
+        "table",
+        columns,
+        _Nothing(2 * width * 4 + 16),
+        store_lock=threading.Lock(),
+        initial=InitialValues("table", width, Uniform(-0.1, 0.1)),
+        state_fill=[0.0],
+        policy="lfu" if policy == "lfu" else "lru",
+        ttl=1000,
+    )
+
+
+def _begun(cache: RowCache, batch: Tensor, step: int) -> float:
+    ticket = cache.prefetch(batch)
+    begun = time.perf_counter_ns()
+    cache.begin(ticket, step)
+    cache.trained(ticket)
+    return time.perf_counter_ns() - begun
+
+
+def _time(body: Callable[[], object]) -> float:
+    begun = time.perf_counter_ns()
+    body()
+    return time.perf_counter_ns() - begun
+
+
+def _spread(times: list[float] | tuple[float, ...]) -> str:
+    low, middle, high = statistics.quantiles(times, n=4)
+    return f"{middle:.1f} ({low:.1f} .. {high:.1f})"
+
+
+class _Nothing(RowStore):
+    """A store that keeps nothing."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+
+    @property
+    def state(self) -> StoreState:
+        return StoreState(0, None)
+
+    def settle(self, version: int) -> None: ...
+
+    def read(self, table: str, keys: Keys) -> tuple[Records, np.ndarray]:
+        return np.empty((len(keys), self._width), np.uint8), np.zeros(len(keys), bool)
+
+    def write(self, table: str, keys: Keys, records: Records) -> None: ...
+
+    def erase(self, table: str, keys: Keys) -> None: ...
+
+    def prepare(self, version: int, notes: Mapping[str, str] | None = None) -> None: ...
+
+    def commit(self, version: int) -> None: ...
+
+    def notes(self) -> dict[str, str]:
+        return {}
+
+    def scan(self, table: str, chunk: int = 65536) -> Iterator[tuple[Keys, Records]]:
+        return iter(())
+
+    def count(self, table: str) -> int:
+        return 0
+
+    def close(self) -> None: ...
+
+
+if __name__ == "__main__":
+    main()

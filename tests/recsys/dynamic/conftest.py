@@ -1,0 +1,20 @@
+"""What tests of this folder share: they run with the compiled library and without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_pipe.recsys import native
+
+
+@pytest.fixture(params=["compiled", "plain"])
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Both ways, for what is made in the test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LIGHTNING_PIPE_NATIVE", "1" if request.param == "compiled" else "0")
+        native.library.cache_clear()
+        assert (native.library() is not None) == (request.param == "compiled")
+        yield request.param
+    native.library.cache_clear()
