@@ -19,10 +19,25 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Keys", "Records", "RowStore", "StoreState"]
+__all__ = ["Keys", "Records", "RowStore", "RunPart", "StoreState"]
 
 Keys = npt.NDArray[np.int64]
 Records = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class RunPart:
+    """Whose part of a table's rows a store has; those of a run fit together.
+
+    Attributes:
+        run: drawn at random when the stores of all ranks were new.
+        rank: whose store it is.
+        ranks: how many there are.
+    """
+
+    run: str
+    rank: int
+    ranks: int
 
 
 @dataclass(frozen=True)
@@ -32,10 +47,12 @@ class StoreState:
     Attributes:
         committed: the newest version that this rank has committed; 0 before the first.
         prepared: the version that is prepared and not committed, None where there is none.
+        part: what was last told to ``join``, None before.
     """
 
     committed: int
     prepared: int | None
+    part: RunPart | None = None
 
 
 class RowStore(ABC):
@@ -59,6 +76,10 @@ class RowStore(ABC):
     @abstractmethod
     def state(self) -> StoreState:
         """What was found at opening, or has become of it since."""
+
+    @abstractmethod
+    def join(self, part: RunPart) -> None:
+        """Be *part* of a run from now on, also after a crash. May come before ``settle``."""
 
     @abstractmethod
     def settle(self, version: int) -> None:
@@ -92,8 +113,13 @@ class RowStore(ABC):
     def prepare(self, version: int, notes: Mapping[str, str] | None = None) -> None:
         """Make everything written so far durable, to become *version* (committed + 1) or to be forgotten.
 
+        A second call, after the first has failed on some rank, takes its place.
+
         Args:
             notes: texts that belong to the version, for ``notes``.
+
+        Raises:
+            SetupError: as of ``write``.
         """
 
     @abstractmethod
