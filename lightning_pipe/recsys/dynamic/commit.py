@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from lightning_pipe.engine.errors import PipelineError, SetupError
 from lightning_pipe.recsys.agreement import Agreement
@@ -20,7 +19,7 @@ from lightning_pipe.recsys.dynamic.row_store import RowStore, RunPart, StoreStat
 __all__ = ["commit_together", "open_together"]
 
 
-def open_together(make: Callable[[], RowStore], agreement: Agreement, ranks: int) -> RowStore:
+def open_together(make: Callable[[], RowStore], agreement: Agreement) -> RowStore:
     """This rank's store, settled at the newest version that any rank has committed. All ranks call it together.
 
     Stores that have nothing committed on any rank become those of a new run.
@@ -28,7 +27,6 @@ def open_together(make: Callable[[], RowStore], agreement: Agreement, ranks: int
     Args:
         make: opens this rank's store.
         agreement: over all ranks.
-        ranks: how many there are.
 
     Raises:
         SetupError: on every rank, where one of them cannot open its store, or the stores are not those of one run of
@@ -46,13 +44,11 @@ def open_together(make: Callable[[], RowStore], agreement: Agreement, ranks: int
         opened = store
         states = agreement.gather(opened.state)
         version = max(state.committed for state in states)
-        if version == 0:
+        if version == 0 and all(state.prepared is None for state in states):
             run = agreement.gather(secrets.token_hex(8))[0]
-            _together(agreement, lambda: opened.join(RunPart(run, agreement.rank, ranks)))
-        else:
-            wrong = _wrong(states, version)
-            if wrong is not None:
-                raise SetupError(wrong)
+            _together(agreement, lambda: opened.join(RunPart(run, agreement.rank, len(states))))
+        elif wrong := _wrong(states, version):
+            raise SetupError(wrong)
         _together(agreement, lambda: opened.settle(version))
         return opened
     except BaseException:
@@ -97,23 +93,17 @@ def _raise_together(agreement: Agreement, error: Exception | None) -> None:
         raise SetupError("\n".join(failed)) from error
 
 
-@dataclass(frozen=True)
-class _Expected:
-    run: str
-    ranks: int
-
-
 def _wrong(states: list[StoreState], version: int) -> str | None:
     """What keeps the stores from being opened at *version*, with what each of them is; None where nothing does."""
-    newest = next(state for state in states if state.committed == version)
-    expected = newest.part and _Expected(newest.part.run, newest.part.ranks)
+    # One that has something: the version, or where no rank has committed any, the first one prepared.
+    known = next(state for state in states if state.committed + (state.prepared or 0) >= max(version, 1)).part
     problems = []
-    if expected is None or expected.ranks != len(states):
-        problems.append(f"they are of {expected.ranks if expected else 'an unknown number of'} ranks, not {len(states)}")
+    if known is None or known.ranks != len(states):
+        problems.append(f"they are of {known.ranks if known else 'an unknown number of'} ranks, not {len(states)}")
     for rank, state in enumerate(states):
-        if state.part is None or (state.committed == 0 and state.prepared != version):
+        if state.part is None:
             problems.append(f"that of rank {rank} is missing: its folder is new")
-        elif expected is not None and state.part.run != expected.run:
+        elif known is not None and state.part.run != known.run:
             problems.append(f"that of rank {rank} is of another run")
         elif state.part.rank != rank:
             problems.append(f"that of rank {rank} was rank {state.part.rank}'s")

@@ -77,7 +77,7 @@ class VersionedFolder:
         self.require(
             version in (self.state.committed, self.state.prepared),
             f"version {version} is asked for",
-            f"the store has {self.state}",
+            f"the store has version {self.state.committed} committed and {self.state.prepared} prepared",
             "bring back the folders of all ranks as they were together, or start with an empty one",
         )
         with self._system_errors():
