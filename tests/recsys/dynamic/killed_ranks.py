@@ -187,7 +187,9 @@ class _killed:
         sys.settrace(None)
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self._step if frame.f_code.co_filename.startswith(_CODE) else None
+        # Not the many steps of comprehensions.
+        code = frame.f_code
+        return self._step if code.co_filename.startswith(_CODE) and not code.co_name.startswith("<") else None
 
     def _step(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":

@@ -12,8 +12,8 @@ from tests.recsys.dynamic.killed_ranks import Kill, Seen, expected, look, moment
 
 RANKS = 2
 VERSIONS = 2
-# Lines to kill at: all of them take some minutes, these are spread over all.
-STRIDE = 41
+# How many of the lines to kill at, spread over all of them.
+KILLS = 12
 
 
 def _all_look(ranks: Nursery, folder: Path) -> list[Seen]:
@@ -61,7 +61,7 @@ def test_killed_before_any_line_all_ranks_open_at_one_commit_and_go_on(
     lines = whole[rank].value
     assert isinstance(lines, int), told(whole)
     found = set()
-    for line in range(1 + rank, lines, STRIDE):
+    for line in range(1 + rank, lines, lines // KILLS):
         folder = tmp_path / str(line)
         ended = ranks.run(train, RANKS, str(folder), VERSIONS, Kill(rank, line=line))
         assert ended[rank].code == -9, told(ended)
