@@ -8,7 +8,7 @@ background, to new files, without a log: they may be lost, and nothing is writte
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import islice
@@ -78,7 +78,7 @@ class RocksDbStore(RowStore):
         self._folder = VersionedFolder(Path(path), "rocksdb", described, shared=".sst")
         self._options = _options(write_buffer, block_cache, direct)
         self._unlogged = WriteOptions()
-        self._unlogged.disable_wal = True
+        self._unlogged.disable_wal = True  # type: ignore[method-assign, assignment]  # its stub is wrong
         self._open: Rdict | None = None
         self._readers = readers
         self._pool: ThreadPoolExecutor | None = None
@@ -93,8 +93,8 @@ class RocksDbStore(RowStore):
     def settle(self, version: int) -> None:
         if self._open is not None:
             raise SetupError(
-                f"settle({version}) came after the store was settled at {self.state.committed}; needed is one call: open"
-                " the store again"
+                f"settle({version}) came after the store was settled at {self.state.committed}; needed is one call:"
+                " open the store again"
             )
         self._folder.settle(version)
         with self._engine_errors():
@@ -147,8 +147,8 @@ class RocksDbStore(RowStore):
     def scan(self, table: str, chunk: int = 65536) -> Iterator[tuple[Keys, Records]]:
         width = self._widths[table]
         options = self._range(table)
-        items = self._database.items(from_key=_first(self._numbers[table]), read_opt=options)
         last = _first(self._numbers[table])
+        items = self._database.items(from_key=last, read_opt=options)
         while part := list(islice(items, chunk)):
             keys, values = zip(*part, strict=True)
             last = keys[-1]
@@ -157,8 +157,8 @@ class RocksDbStore(RowStore):
 
     def count(self, table: str) -> int:
         options = self._range(table)
-        keys = self._database.keys(from_key=_first(self._numbers[table]), read_opt=options)
         total, last = 0, _first(self._numbers[table])
+        keys: Iterator[Any] = self._database.keys(from_key=last, read_opt=options)
         while part := list(islice(keys, 65536)):
             total, last = total + len(part), part[-1]
         self._expect_end(options, last)
@@ -185,13 +185,14 @@ class RocksDbStore(RowStore):
 
     def _get(self, keys: list[bytes]) -> list[bytes | None]:
         """The call lets go of the interpreter while it reads."""
-        database = self._database
+        get: Callable[[Any], Any] = self._database.get
         readers = min(self._readers, len(keys) // _KEYS_PER_READER)
         if readers < 2 or self._pool is None:
-            return database.get(keys) if keys else []
+            found: list[bytes | None] = get(keys) if keys else []
+            return found
         size = -(-len(keys) // readers)
         parts = [keys[begin : begin + size] for begin in range(0, len(keys), size)]
-        return [value for values in self._pool.map(database.get, parts) for value in values]
+        return [value for values in self._pool.map(get, parts) for value in values]
 
     def _write(self, batch: WriteBatch) -> None:
         with self._engine_errors():

@@ -87,9 +87,9 @@ class VersionedFolder:
                 discard(self._version(self.state.prepared))
             self.state = StoreState(version, None, self.state.part)
             for left in self._path.iterdir():
-                if left.name.startswith(("trash.", "version.", "working")) or left.name.endswith(".new"):
-                    if left != self._version(version):
-                        discard(left)
+                ours = left.name.startswith(("trash.", "version.", "working")) or left.name.endswith(".new")
+                if ours and left != self._version(version):
+                    discard(left)
             if version > 0:
                 self._notes = self._check(version)
                 link_files(self._version(version), self.working, self._shared)
@@ -225,8 +225,8 @@ class VersionedFolder:
         differences = list(_differences({key: found.get(key) for key in wanted}, wanted))
         if differences:
             raise SetupError(
-                f"the store of rows in {self._path} was made for something else: {'; '.join(differences)}; needed is the"
-                " same: change it back, or use another folder"
+                f"the store of rows in {self._path} was made for something else: {'; '.join(differences)}; needed is"
+                " the same: change it back, or use another folder"
             )
         return dict(found)
 
