@@ -38,7 +38,7 @@ class Kill:
     Attributes:
         rank: which one.
         line: before the so-manieth line that it runs in the package's room of stores, or
-        seconds: so long after its start.
+        seconds: so long after it has begun.
     """
 
     rank: int
@@ -56,7 +56,7 @@ class Seen:
 
 
 def make(folder: Path, rank: int) -> RocksDbStore:
-    """Small buffers: files are written and merged in the background all the time."""
+    """Small buffers, so that files are written and merged in the background all the time."""
     return RocksDbStore(folder / f"rank_{rank}", WIDTHS, {"dimension": 1}, write_buffer=1 << 16, readers=2)
 
 
@@ -124,8 +124,9 @@ def train_alone(here: Here, folder: str, versions: int, kill: Kill | None) -> in
 
 def train(here: Here, folder: str, versions: int, kill: Kill | None) -> int:
     """All ranks; returns how many lines this one took."""
+    # What a rank does that waits for others to join is not of this package.
+    agreement = join(here)
     with _killed(here.rank, kill) as counted:
-        agreement = join(here)
         store = open_together(lambda: make(Path(folder), here.rank), agreement)
         for version in range(store.state.committed + 1, versions + 1):
             apply(store, version, here.rank)

@@ -22,13 +22,20 @@ def _all_look(ranks: Nursery, folder: Path) -> list[Seen]:
     return [one.value for one in ended]
 
 
-def _check(ranks: Nursery, folder: Path) -> int:
-    """All ranks have what they had at one version: the last that any rank took for committed, or the one after it."""
+def _check(ranks: Nursery, folder: Path, before: int = 0) -> int:
+    """All ranks have what they had at one version: the last that any rank took for committed, or the one after it.
+
+    Args:
+        ranks: to look with.
+        folder: of the run that was killed.
+        before: the version that it began with.
+    """
     seen = _all_look(ranks, folder)
     versions = {one.version for one in seen}
     assert len(versions) == 1, versions
     version = versions.pop()
     done = max((int(line.split()[1]) for rank in range(RANKS) for line in noted(folder, rank)), default=0)
+    done = max(done, before)
     assert version in (done, done + 1)
     for rank, one in enumerate(seen):
         assert one.rows == expected(version, rank)
@@ -79,7 +86,7 @@ def test_killed_at_any_time_several_times_over(ranks: Nursery, tmp_path: Path, s
     for time in moments(seed, 6, longest=0.6):
         versions += VERSIONS
         ranks.run(train, RANKS, str(tmp_path), versions, Kill(seed % RANKS, seconds=time))
-        versions = _check(ranks, tmp_path)
+        versions = _check(ranks, tmp_path, before=versions - VERSIONS)
     ended = ranks.run(train, RANKS, str(tmp_path), versions + 1, None)
     assert all(one.code == 0 for one in ended), told(ended)
     assert _check(ranks, tmp_path) == versions + 1
