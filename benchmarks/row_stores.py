@@ -237,8 +237,8 @@ def main() -> None:
     parser.add_argument("--records", type=int, default=2_000_000)
     parser.add_argument("--width", type=int, default=136, help="bytes of a record")
     parser.add_argument("--batches", type=int, nargs="+", default=[1000, 5000, 20000], help="keys of a batch")
-    parser.add_argument("--commit-every", type=int, default=10, help="batches")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--commit-every", type=int, default=4, help="batches")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement beside a computing thread")
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure; a temporary one")
     options = parser.parse_args()
@@ -259,7 +259,7 @@ def main() -> None:
                 one_round(name, make, root / name, work, options, figures)
     finally:
         shutil.rmtree(root)
-    show(figures, list(makers))
+        show(figures, list(makers))  # of an interrupted run, too
 
 
 def load(make: Callable[[], Contender], work: Workload, options: argparse.Namespace) -> None:
@@ -278,7 +278,7 @@ def show(figures: Figures, names: list[str]) -> None:
     for what in whats:
         cells = []
         for name in names:
-            values = figures[what, name]
+            values = figures.get((what, name), [float("nan")])
             digits = 2 if max(values) < 10 else 0
             least, middle, most = min(values), statistics.median(values), max(values)
             cells.append(f"{middle:.{digits}f} ({least:.{digits}f}-{most:.{digits}f})")

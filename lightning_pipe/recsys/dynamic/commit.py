@@ -95,8 +95,8 @@ def _raise_together(agreement: Agreement, error: Exception | None) -> None:
 
 def _wrong(states: list[StoreState], version: int) -> str | None:
     """What keeps the stores from being opened at *version*, with what each of them is; None where nothing does."""
-    # One that has something: the version, or where no rank has committed any, the first one prepared.
-    known = next(state for state in states if state.committed + (state.prepared or 0) >= max(version, 1)).part
+    # The one that has most: where no rank has committed anything, one that has prepared.
+    known = max(states, key=lambda state: (state.committed, state.prepared or 0)).part
     problems = []
     if known is None or known.ranks != len(states):
         problems.append(f"they are of {known.ranks if known else 'an unknown number of'} ranks, not {len(states)}")
