@@ -2,7 +2,7 @@
 
     lock              held while the store is open; the system lets go of it when the process ends, however it does
     store.json        what the store is: format, engine, description, and whose part of which run
-    committed.json    the version that is the present one; not there before the first
+    committed.json    the version that is the present one, 0 before the first
     version.12/       its files, which nobody changes, and contents.json: their sizes, and the version's notes
     version.13/       prepared: in place of version.12 as soon as committed.json says so
     working/          the engine's own; made anew from a version whenever the store is opened
@@ -32,6 +32,8 @@ from lightning_pipe.recsys.dynamic.row_store import RunPart, StoreState
 __all__ = ["VersionedFolder"]
 
 _FORMAT = 1
+# What is there of a store that is being made.
+_FIRST = {"lock", "committed.json", "committed.json.new", "store.json.new"}
 # Locks of this kind do not keep a process from itself.
 _open_here: set[Path] = set()
 
@@ -215,9 +217,11 @@ class VersionedFolder:
         try:
             found = read_json(path)
         except FileNotFoundError:
-            others = sorted(file.name for file in self._path.iterdir() if file.name not in ("lock", "store.json.new"))
+            others = sorted(file.name for file in self._path.iterdir() if file.name not in _FIRST)
             if others:
                 raise self.damaged(f"it has {', '.join(others)}, but no store.json") from None
+            # With the last of them it is a store.
+            write_json(self._path / "committed.json", {"version": 0})
             write_json(path, wanted)
             return wanted
         except ValueError as error:
@@ -233,9 +237,7 @@ class VersionedFolder:
     def _find(self) -> StoreState:
         try:
             committed = int(read_json(self._path / "committed.json")["version"])
-        except FileNotFoundError:
-            committed = 0
-        except ValueError as error:
+        except (FileNotFoundError, ValueError) as error:
             raise self.damaged(str(error)) from error
         versions = {
             int(match[1]) for file in self._path.iterdir() if (match := re.fullmatch(r"version\.(\d+)", file.name))
