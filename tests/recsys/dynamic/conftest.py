@@ -1,4 +1,4 @@
-"""What tests of this folder share: they run with the compiled library and without."""
+"""What tests of this folder share: both ways of the library, and a process that forks the ranks that get killed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_pipe.recsys import native
+from tests.faults.forked_ranks import Nursery, nursery
 
 
 @pytest.fixture(params=["compiled", "plain"])
@@ -18,3 +19,9 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
         assert (native.library() is not None) == (request.param == "compiled")
         yield request.param
     native.library.cache_clear()
+
+
+@pytest.fixture(scope="package")
+def ranks() -> Iterator[Nursery]:
+    with nursery(["tests.recsys.dynamic.killed_ranks"]) as made:
+        yield made

@@ -1,0 +1,289 @@
+"""What a store of rows costs a cache in front of it: the project's, in RocksDB, against LMDB used in the barest way.
+
+``python benchmarks/row_stores.py`` loads as many records as asked for into each, then plays what a cache of a
+twentieth of them does: batches of ids drawn from a Zipf distribution, of which those that a cache has are left out, are
+read; as many records, of batches long past, are written back; a commit now and then. It prints medians over the rounds,
+with the least and the most, for
+
+- hot reads: the system has the files in memory; and cold ones: the store was closed and the files were dropped from
+  the system's memory (``posix_fadvise``), which is all that can be done without owning the machine;
+- writes, commits, a scan, and the size on disk;
+- the same reads and writes beside a thread that computes, in many small kernels or in large ones, and what that
+  thread loses.
+
+The contenders take turns in each round. LMDB has it easier: its transaction is the overlay, its commit has one phase
+instead of two, and its pages have no checksums.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import lmdb
+import numpy as np
+import torch
+
+from lightning_pipe.recsys.dynamic.record_bytes import join_keys, join_records, split_keys, split_records
+from lightning_pipe.recsys.dynamic.rocksdb_store import RocksDbStore
+from lightning_pipe.recsys.dynamic.row_store import Keys, Records
+
+TABLE = "rows"
+Figures = dict[tuple[str, str], list[float]]
+
+
+class Contender(Protocol):
+    def read(self, keys: Keys) -> Records: ...
+    def write(self, keys: Keys, records: Records) -> None: ...
+    def commit(self) -> None: ...
+    def scan(self) -> Iterator[tuple[Keys, Records]]: ...
+    def close(self) -> None: ...
+
+
+class Rocks:
+    """The project's store."""
+
+    def __init__(self, folder: Path, width: int, **options: Any) -> None:
+        self._store = RocksDbStore(folder, {TABLE: width}, **options)
+        self._store.settle(self._store.state.committed)
+
+    def read(self, keys: Keys) -> Records:
+        records, found = self._store.read(TABLE, keys)
+        assert found.all()
+        return records
+
+    def write(self, keys: Keys, records: Records) -> None:
+        self._store.write(TABLE, keys, records)
+
+    def commit(self) -> None:
+        version = self._store.state.committed + 1
+        self._store.prepare(version)
+        self._store.commit(version)
+
+    def scan(self) -> Iterator[tuple[Keys, Records]]:
+        return self._store.scan(TABLE)
+
+    def close(self) -> None:
+        self._store.close()
+
+
+class Lmdb:
+    """One transaction from commit to commit, calls for many keys at once, keys in order."""
+
+    def __init__(self, folder: Path, width: int) -> None:
+        self._width = width
+        folder.mkdir(exist_ok=True)
+        self._environment = lmdb.open(str(folder), map_size=1 << 36, readahead=False)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._transaction = self._environment.begin(write=True)
+        self._cursor = self._transaction.cursor()
+
+    def read(self, keys: Keys) -> Records:
+        order = np.argsort(keys)
+        pairs = self._cursor.getmulti(split_keys(0, keys[order]))
+        records = np.empty((len(keys), self._width), np.uint8)
+        records[order] = join_records([value for _, value in pairs], self._width)
+        return records
+
+    def write(self, keys: Keys, records: Records) -> None:
+        order = np.argsort(keys)
+        pairs = zip(split_keys(0, keys[order]), split_records(records[order]), strict=True)
+        self._cursor.putmulti(list(pairs), dupdata=False)
+
+    def commit(self) -> None:
+        self._transaction.commit()
+        self._begin()
+
+    def scan(self) -> Iterator[tuple[Keys, Records]]:
+        self._cursor.first()
+        pairs = self._cursor.iternext()
+        while part := [pair for _, pair in zip(range(65536), pairs, strict=False)]:
+            yield join_keys([key for key, _ in part]), join_records([value for _, value in part], self._width)
+
+    def close(self) -> None:
+        self._transaction.abort()
+        self._environment.close()
+
+
+class Workload:
+    """Which ids miss a cache of the most frequent ones."""
+
+    def __init__(self, records: int, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._ids = self._rng.permutation(records).astype(np.int64) * 1_000_003 - 2**40
+        share = 1.0 / np.arange(1, records + 1) ** 1.05
+        share[: records // 20] = 0.0
+        self._sums = np.cumsum(share / share.sum())
+
+    @property
+    def all(self) -> Keys:
+        return self._ids
+
+    def misses(self, count: int) -> Keys:
+        """That many different ids."""
+        found = np.empty(0, np.int64)
+        while len(found) < count:
+            drawn = np.searchsorted(self._sums, self._rng.random(2 * count)).clip(max=len(self._ids) - 1)
+            found = np.unique(np.concatenate([found, drawn]))
+        return self._ids[self._rng.permutation(found)[:count]]
+
+    def records(self, count: int, width: int) -> Records:
+        return self._rng.integers(0, 256, (count, width), dtype=np.uint8)
+
+
+def drop(folder: Path) -> None:
+    """The system forgets what it has in memory of the files."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            descriptor = os.open(file, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def size_on_disk(folder: Path) -> int:
+    """Bytes; files with several names count once."""
+    found = {file.stat().st_ino: file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file()}
+    return sum(found.values())
+
+
+def beside(body: Callable[[], None], size: int, seconds: float) -> tuple[float, float]:
+    """Runs *body* over and over beside a thread that multiplies matrices of that size.
+
+    Returns:
+        the thread's multiplications a second, and the seconds that *body* takes.
+    """
+    matrix = torch.ones(size, size) / size
+    done, end = 0, threading.Event()
+
+    def compute() -> None:
+        nonlocal done
+        value = matrix
+        while not end.is_set():
+            value = value @ matrix
+            done += 1
+
+    thread = threading.Thread(target=compute)
+    begun = time.perf_counter()
+    thread.start()
+    times = 0
+    while time.perf_counter() - begun < seconds:
+        body()
+        times += 1
+    taken = time.perf_counter() - begun
+    end.set()
+    thread.join()
+    return done / taken, taken / times
+
+
+def timed(body: Callable[..., object], *args: Any) -> float:
+    begun = time.perf_counter()
+    body(*args)
+    return time.perf_counter() - begun
+
+
+def one_round(
+    name: str, make: Callable[[], Contender], folder: Path, work: Workload, options: argparse.Namespace, into: Figures
+) -> None:
+    """All the figures of one contender, once."""
+
+    def add(what: str, value: float) -> None:
+        into[what, name].append(value)
+
+    for batch in options.batches:
+        drop(folder)  # closed since the last measurement
+        contender = make()
+        keys = work.misses(batch)
+        add(f"read cold, {batch} keys, ns a record", timed(contender.read, keys) / batch * 1e9)
+        add(f"read hot, {batch} keys, ns a record", timed(contender.read, keys) / batch * 1e9)
+        for _ in range(options.commit_every):
+            keys, records = work.misses(batch), work.records(batch, options.width)
+            contender.read(keys)
+            add(f"write, {batch} keys, ns a record", timed(contender.write, keys, records) / batch * 1e9)
+        add(f"commit after {options.commit_every} batches of {batch}, ms", timed(contender.commit) * 1e3)
+        contender.close()
+    contender = make()
+    add("scan, ns a record", timed(lambda: sum(len(keys) for keys, _ in contender.scan())) / options.records * 1e9)
+    keys, records = work.misses(options.batches[-1]), work.records(options.batches[-1], options.width)
+
+    def read_and_write() -> None:
+        contender.read(keys)
+        contender.write(keys, records)
+
+    for size in (32, 512):
+        alone, _ = beside(lambda: time.sleep(0.05), size, options.seconds)
+        store_alone = statistics.median(timed(read_and_write) for _ in range(5))
+        together, store_together = beside(read_and_write, size, options.seconds)
+        add(f"beside {size} x {size} products: the thread's speed, of that alone", together / alone)
+        add(f"beside {size} x {size} products: the store's time, of that alone", store_together / store_alone)
+    contender.commit()
+    contender.close()
+    add("size on disk, MB", size_on_disk(folder) / 1e6)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--records", type=int, default=2_000_000)
+    parser.add_argument("--width", type=int, default=136, help="bytes of a record")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1000, 5000, 20000], help="keys of a batch")
+    parser.add_argument("--commit-every", type=int, default=4, help="batches")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement beside a computing thread")
+    parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure; a temporary one")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    root = Path(tempfile.mkdtemp(dir=options.folder))
+    makers: dict[str, Callable[[], Contender]] = {
+        "rocksdb": lambda: Rocks(root / "rocksdb", options.width),
+        "rocksdb, 1 reader": lambda: Rocks(root / "rocksdb, 1 reader", options.width, readers=1),
+        "lmdb": lambda: Lmdb(root / "lmdb", options.width),
+    }
+    figures: Figures = defaultdict(list)
+    work = Workload(options.records, seed=0)
+    try:
+        for name, make in makers.items():
+            figures["load, ns a record", name] = [timed(load, make, work, options) / options.records * 1e9]
+        for _ in range(options.rounds):
+            for name, make in makers.items():
+                one_round(name, make, root / name, work, options, figures)
+    finally:
+        shutil.rmtree(root)
+        show(figures, list(makers))  # of an interrupted run, too
+
+
+def load(make: Callable[[], Contender], work: Workload, options: argparse.Namespace) -> None:
+    """All records, in one commit."""
+    contender = make()
+    for begin in range(0, options.records, 20000):
+        keys = work.all[begin : begin + 20000]
+        contender.write(keys, work.records(len(keys), options.width))
+    contender.commit()
+    contender.close()
+
+
+def show(figures: Figures, names: list[str]) -> None:
+    whats = list(dict.fromkeys(what for what, _ in figures))
+    print(f"{'':<66}" + "".join(f"{name:>28}" for name in names))
+    for what in whats:
+        cells = []
+        for name in names:
+            values = figures.get((what, name), [float("nan")])
+            digits = 2 if max(values) < 10 else 0
+            least, middle, most = min(values), statistics.median(values), max(values)
+            cells.append(f"{middle:.{digits}f} ({least:.{digits}f}-{most:.{digits}f})")
+        print(f"{what:<66}" + "".join(f"{cell:>28}" for cell in cells))
+
+
+if __name__ == "__main__":
+    main()

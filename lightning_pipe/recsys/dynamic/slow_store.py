@@ -1,0 +1,74 @@
+"""A store whose reads take longer, as those of a slower disk would: to see what hides them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_pipe.recsys.dynamic.row_store import Keys, Records, RowStore, RunPart, StoreState
+
+__all__ = ["SlowStore"]
+
+
+class SlowStore(RowStore):
+    """Reads wait, with the interpreter let go of, and are then those of another store.
+
+    Args:
+        store: does all else.
+        per_read: seconds that each read waits, however many keys it has.
+        per_record: seconds that it waits for each key.
+        wait: what waits that many seconds.
+    """
+
+    def __init__(
+        self,
+        store: RowStore,
+        per_read: float = 0.0,
+        per_record: float = 0.0,
+        wait: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._store = store
+        self._per_read, self._per_record = per_read, per_record
+        self._wait = wait
+
+    @property
+    def state(self) -> StoreState:
+        return self._store.state
+
+    def join(self, part: RunPart) -> None:
+        self._store.join(part)
+
+    def settle(self, version: int) -> None:
+        self._store.settle(version)
+
+    def read(self, table: str, keys: Keys) -> tuple[Records, npt.NDArray[np.bool_]]:
+        if len(keys):
+            self._wait(self._per_read + self._per_record * len(keys))
+        return self._store.read(table, keys)
+
+    def write(self, table: str, keys: Keys, records: Records) -> None:
+        self._store.write(table, keys, records)
+
+    def erase(self, table: str, keys: Keys) -> None:
+        self._store.erase(table, keys)
+
+    def prepare(self, version: int, notes: Mapping[str, str] | None = None) -> None:
+        self._store.prepare(version, notes)
+
+    def commit(self, version: int) -> None:
+        self._store.commit(version)
+
+    def notes(self) -> dict[str, str]:
+        return self._store.notes()
+
+    def scan(self, table: str, chunk: int = 65536) -> Iterator[tuple[Keys, Records]]:
+        return self._store.scan(table, chunk)
+
+    def count(self, table: str) -> int:
+        return self._store.count(table)
+
+    def close(self) -> None:
+        self._store.close()

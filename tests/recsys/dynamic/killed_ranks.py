@@ -1,0 +1,215 @@
+"""A training run of stores alone, on forked ranks, one of which is killed: at a line of the code, or at some time."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import lightning_pipe.recsys.dynamic
+from lightning_pipe.recsys.agreement import Agreement
+from lightning_pipe.recsys.dynamic.commit import commit_together, open_together
+from lightning_pipe.recsys.dynamic.rocksdb_store import RocksDbStore
+from lightning_pipe.recsys.dynamic.row_store import Keys, Records, RowStore
+from tests.faults.forked_ranks import Here
+
+WIDTHS = {"items": 24, "users": 136}
+_CODE = str(Path(lightning_pipe.recsys.dynamic.__file__).parent)
+
+Rows = dict[str, dict[int, bytes]]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """When a rank is killed.
+
+    Attributes:
+        rank: which one.
+        line: before the so-manieth line that it runs in the package's room of stores, or
+        seconds: so long after it has begun.
+    """
+
+    rank: int
+    line: int | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank's store has when it is opened."""
+
+    version: int
+    notes: dict[str, str]
+    rows: Rows
+
+
+def make(folder: Path, rank: int) -> RocksDbStore:
+    """Small buffers, so that files are written and merged in the background all the time."""
+    return RocksDbStore(folder / f"rank_{rank}", WIDTHS, {"dimension": 1}, write_buffer=1 << 16, readers=2)
+
+
+def changes(version: int, rank: int) -> list[tuple[str, Keys, Records | None]]:
+    """What a rank writes, and where there are no records erases, up to this version since the last."""
+    found: list[tuple[str, Keys, Records | None]] = []
+    rng = np.random.default_rng([version, rank])
+    for table, width in WIDTHS.items():
+        for _ in range(3):
+            keys = np.unique(rng.integers(-600, 600, 400)) * 7_000_000_000_000_000
+            found.append((table, keys, rng.integers(0, 256, (len(keys), width), dtype=np.uint8)))
+        found.append((table, rng.permutation(keys)[:100], None))
+    return found
+
+
+def apply(store: RowStore, version: int, rank: int) -> None:
+    for table, keys, records in changes(version, rank):
+        if records is None:
+            store.erase(table, keys)
+        else:
+            store.write(table, keys, records)
+
+
+def expected(version: int, rank: int) -> Rows:
+    """The rows at a version."""
+    rows: Rows = {table: {} for table in WIDTHS}
+    for one in range(1, version + 1):
+        for table, keys, records in changes(one, rank):
+            for row, key in enumerate(keys.tolist()):
+                if records is None:
+                    rows[table].pop(key, None)
+                else:
+                    rows[table][key] = records[row].tobytes()
+    return rows
+
+
+def see(store: RowStore) -> Seen:
+    rows = {
+        table: {
+            key: record.tobytes()
+            for keys, records in store.scan(table, chunk=100)
+            for key, record in zip(keys.tolist(), records, strict=True)
+        }
+        for table in WIDTHS
+    }
+    return Seen(store.state.committed, store.notes(), rows)
+
+
+def train_alone(here: Here, folder: str, versions: int, kill: Kill | None) -> int:
+    """Without other ranks: goes on to *versions* from what is there; returns how many lines it took."""
+    with _killed(here.rank, kill) as counted:
+        store = make(Path(folder), 0)
+        committed, prepared = store.state.committed, store.state.prepared
+        store.settle(committed if prepared is None else prepared)
+        for version in range(store.state.committed + 1, versions + 1):
+            apply(store, version, 0)
+            store.prepare(version, {"step": str(version)})
+            _note(Path(folder), 0, f"prepared {version}")
+            store.commit(version)
+            _note(Path(folder), 0, f"committed {version}")
+        apply(store, versions + 1, 0)  # evictions that nobody commits
+        store.close()
+    return counted()
+
+
+def train(here: Here, folder: str, versions: int, kill: Kill | None) -> int:
+    """All ranks; returns how many lines this one took."""
+    # What a rank does that waits for others to join is not of this package.
+    agreement = join(here)
+    with _killed(here.rank, kill) as counted:
+        store = open_together(lambda: make(Path(folder), here.rank), agreement)
+        for version in range(store.state.committed + 1, versions + 1):
+            apply(store, version, here.rank)
+            commit_together(store, agreement, version, {"step": str(version)})
+            _note(Path(folder), here.rank, f"committed {version}")
+        apply(store, versions + 1, here.rank)
+        store.close()
+    return counted()
+
+
+def look(here: Here, folder: str) -> Seen:
+    """Opens the stores of all ranks and says what is in this rank's."""
+    agreement = join(here)
+    store = open_together(lambda: make(Path(folder), here.rank), agreement)
+    seen = see(store)
+    store.close()
+    return seen
+
+
+def join(here: Here) -> Agreement:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{here.folder}/group",
+        rank=here.rank,
+        world_size=here.world_size,
+        timeout=timedelta(seconds=20),
+    )
+    return Agreement(dist.group.WORLD, torch.device("cpu"))
+
+
+def noted(folder: Path, rank: int) -> list[str]:
+    """What a rank has said that it did, before it was killed."""
+    path = folder / f"noted_{rank}"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _note(folder: Path, rank: int, text: str) -> None:
+    with (folder / f"noted_{rank}").open("a") as file:
+        file.write(f"{text}\n")
+
+
+class _killed:
+    """While it lasts, the process is killed when its time has come."""
+
+    def __init__(self, rank: int, kill: Kill | None) -> None:
+        mine = kill if kill is not None and kill.rank == rank else None
+        self._line = None if mine is None else mine.line
+        self._seconds = None if mine is None else mine.seconds
+        self._count = 0
+
+    def __enter__(self) -> Callable[[], int]:
+        if self._seconds is not None:
+            _kill_after(self._seconds)
+        else:
+            sys.settrace(self._enter)
+        return lambda: self._count
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+        # Not the many steps of comprehensions.
+        code = frame.f_code
+        return self._step if code.co_filename.startswith(_CODE) and not code.co_name.startswith("<") else None
+
+    def _step(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line":
+            self._count += 1
+            if self._count == self._line:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return self._step
+
+
+def _kill_after(seconds: float) -> None:
+    """Another process does it: also while this one is inside a call."""
+    target = os.getpid()
+    if os.fork() == 0:
+        select.select([], [], [], seconds)
+        os.kill(target, signal.SIGKILL)
+        os._exit(0)
+
+
+def moments(seed: int, count: int, longest: float) -> list[float]:
+    """Times to kill at, seconds."""
+    drawn = random.Random(seed)
+    return [drawn.uniform(0.0, longest) for _ in range(count)]
