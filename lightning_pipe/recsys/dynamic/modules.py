@@ -57,7 +57,7 @@ class DynamicTable:
         where = f"dynamic table {self.name!r}"
         if not isinstance(self.name, str) or not self.name or "." in self.name or hasattr(nn.ModuleDict, self.name):
             raise SetupError(
-                f"{where} cannot have that name: it becomes one of a module's children; needed is another, without dots,"
+                f"{where} cannot have that name: it becomes one of a module's children; needed is another one, no dots,"
                 f" such as 'table_{str(self.name).replace('.', '_')}'"
             )
         for field in ("embedding_dim", "cache_rows", "admission_threshold"):
