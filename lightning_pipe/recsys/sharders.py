@@ -21,6 +21,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 
 from lightning_pipe.engine.errors import SetupError
 from lightning_pipe.recsys.output_order import OrderedEmbeddingBagCollection, OrderedEmbeddingCollection
+from lightning_pipe.recsys.quantized_comms import QuantizedComms
 from lightning_pipe.recsys.tables import Table
 
 __all__ = ["COLUMN_TYPES", "ONLY_WHEN_ASKED", "SHARDING_TYPES", "check_names", "check_types", "default_sharders"]
@@ -55,8 +56,12 @@ ONLY_WHEN_ASKED: dict[type[nn.Module], set[str]] = {
 
 
 class _BagSharder(EmbeddingBagCollectionSharder):
+    def __init__(self, comms: QuantizedComms) -> None:
+        super().__init__(qcomm_codecs_registry=comms.registry())
+        self._comms = comms
+
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        return list(SHARDING_TYPES[EmbeddingBagCollection])
+        return self._comms.usable(SHARDING_TYPES[EmbeddingBagCollection], pooled=True)
 
     def shard(
         self,
@@ -67,13 +72,23 @@ class _BagSharder(EmbeddingBagCollectionSharder):
         module_fqn: str | None = None,
     ) -> OrderedEmbeddingBagCollection:
         return OrderedEmbeddingBagCollection(
-            module, params, env, fused_params=self.fused_params, device=device, module_fqn=module_fqn
+            module,
+            params,
+            env,
+            fused_params=self.fused_params,
+            device=device,
+            qcomm_codecs_registry=self._comms.registry(params),
+            module_fqn=module_fqn,
         )
 
 
 class _SequenceSharder(EmbeddingCollectionSharder):
+    def __init__(self, comms: QuantizedComms) -> None:
+        super().__init__(qcomm_codecs_registry=comms.registry())
+        self._comms = comms
+
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        return list(SHARDING_TYPES[EmbeddingCollection])
+        return self._comms.usable(SHARDING_TYPES[EmbeddingCollection], pooled=False)
 
     def shard(
         self,
@@ -84,13 +99,30 @@ class _SequenceSharder(EmbeddingCollectionSharder):
         module_fqn: str | None = None,
     ) -> OrderedEmbeddingCollection:
         return OrderedEmbeddingCollection(
-            module, params, env, fused_params=self.fused_params, device=device, module_fqn=module_fqn
+            module,
+            params,
+            env,
+            fused_params=self.fused_params,
+            device=device,
+            qcomm_codecs_registry=self._comms.registry(params),
+            module_fqn=module_fqn,
         )
 
 
-def default_sharders() -> list[ModuleSharder[nn.Module]]:
-    """Sharders for the modules in ``tables.TABLE_MODULES``, with every sharding type that works."""
-    return [_BagSharder(), _SequenceSharder(), FeatureProcessedEmbeddingBagCollectionSharder(_BagSharder())]
+class _ProcessedSharder(FeatureProcessedEmbeddingBagCollectionSharder):
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return self._ebc_sharder.sharding_types(compute_device_type)
+
+
+def default_sharders(comms: QuantizedComms | None = None) -> list[ModuleSharder[nn.Module]]:
+    """Sharders for the modules in ``tables.TABLE_MODULES``, with every sharding type that works.
+
+    Args:
+        comms: how embeddings travel between ranks; None for 32 bits.
+    """
+    comms = QuantizedComms() if comms is None else comms
+    bags = _BagSharder(comms)
+    return [bags, _SequenceSharder(comms), _ProcessedSharder(bags, comms.registry())]
 
 
 def check_names(where: str, found: Sequence[str] | None, allowed: Sequence[str], why: str = "") -> None:
