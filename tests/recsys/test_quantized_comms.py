@@ -9,6 +9,7 @@ a pooled embedding, each part is rounded, and each sum of parts is.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -25,7 +26,7 @@ from lightning_pipe.recsys.rewrite import ModelRewrite
 from lightning_pipe.recsys.sharders import default_sharders
 from lightning_pipe.recsys.traffic import recorded_traffic
 from tests.distributed import run_ranks
-from tests.recsys.rewrite_cases import groups
+from tests.recsys.rewrite_cases import Bags, Sequences, batches, groups, variable_batches
 from tests.recsys.sharding_cases import (
     BATCH,
     SGD,
@@ -250,6 +251,26 @@ def processed(precision: str | None, kind: str, rank: int) -> tuple[list[float],
     return losses, sharded.full_table("users")
 
 
+def uneven(precision: str | None, kind: Callable[[], nn.Module], rank: int) -> list[float]:
+    """Losses where each feature has a batch size of its own, and then where each rank has."""
+    model = kind()
+    names = [name.split(".")[-2] for name, _ in model.named_parameters() if "embedding" in name]
+    constraints = {name: {"sharding_types": ["table_wise"]} for name in names}
+    shard(model, sparse_optimizer=SGD, constraints=constraints, quantized_comms=precision and both(precision))
+    losses = []
+    for batch in variable_batches(2):
+        loss = model(batch)
+        loss.backward()
+        losses.append(float(loss.detach()))
+    model = kind()
+    shard(model, sparse_optimizer=SGD, constraints=constraints, quantized_comms=precision and both(precision))
+    for batch in batches(2, size=3 + rank):
+        loss = model(batch)
+        loss.backward()
+        losses.append(float(loss.detach()))
+    return losses
+
+
 # ---------------------------------------------------------------------- refusals
 
 
@@ -301,6 +322,11 @@ def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
             for kind in ("table_wise", "row_wise", "column_wise")
             for precision in (None, *PRECISIONS)
             if kind != "row_wise" or precision != "int8"
+        },
+        "uneven": {
+            (kind.__name__, precision): uneven(precision, kind, rank)
+            for kind in (Bags, Sequences)
+            for precision in (None, *PRECISIONS)
         },
         "refusals": refusals(rank),
         "chosen": {table.sharding_type for table in chosen.tables.values() if table.module_name == "pooled"},
@@ -356,6 +382,15 @@ def test_feature_processed_tables_travel_so_too(two_ranks: list[dict[str, Any]],
         assert not torch.equal(table, exact)
         torch.testing.assert_close(table, exact, rtol=0.0, atol=1e-2)
         assert losses == pytest.approx(exact_losses, rel=0.02)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", ["Bags", "Sequences"])
+def test_batches_of_any_size_can_be_cut_into_rows(two_ranks: list[dict[str, Any]], kind: str, precision: str) -> None:
+    for found in two_ranks:
+        losses, exact = found["uneven"][kind, precision], found["uneven"][kind, None]
+        assert losses != exact
+        assert losses == pytest.approx(exact, abs=0.05)
 
 
 def test_bytes_of_all_to_alls_are_what_the_format_says(two_ranks: list[dict[str, Any]]) -> None:

@@ -41,6 +41,7 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], dict[str, Any]]] = {
         {"quantized_comms": {"forward": "int8", "backward": "int8"}, "ids_on_wire": "int32"},
         {},
     ),
+    "16 bits, a loss that is scaled": (Mixed, KINDS, {"quantized_comms": HALF}, {"precision": "16-mixed"}),
     "ids of 64 bits": (Mixed, KINDS, {"ids_on_wire": "int64"}, {}),
     "as it comes": (Mixed, KINDS, {}, {}),
 }
@@ -51,7 +52,14 @@ def train(case: str, plan: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     module = Clicks(network)
     tables = {name for name, _ in module.named_parameters()}
     used = {name: kind for name, kind in kinds.items() if any(f".{name}." in full for full in tables)}
+    if options.get("precision") == "16-mixed":
+        options = {"plugins": [scaled()]}
     return module.losses, state_of(fit(module, recsys(plan, used, **wire), **options))
+
+
+def scaled() -> MixedPrecision:
+    """Lightning turns "16-mixed" on a CPU into bf16, unless it is given the plugin."""
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
 
 
 def moved_through_a_checkpoint() -> list[list[str]]:
@@ -72,14 +80,13 @@ def moved_through_a_checkpoint() -> list[list[str]]:
 
 def refused() -> dict[str, str]:
     found = {}
-    half = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))  # Lightning has bf16 on a CPU
     rows = {"people": "row_wise", "things": "table_wise"}
     for name, strategy, options in (
         ("int8", recsys(kinds=rows, quantized_comms={"forward": "int8"}), {}),
         (
             "scaled",
             recsys(kinds=rows, quantized_comms=HALF),
-            {"plugins": [half], "gradient_clip_val": 1.0},
+            {"plugins": [scaled()], "gradient_clip_val": 1.0},
         ),
     ):
         with pytest.raises(SetupError) as caught:
