@@ -25,6 +25,8 @@ from torchrec.distributed.train_pipeline.runtime_forwards import KJTAllToAllForw
 from torchrec.distributed.types import Awaitable, ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_pipe.recsys.ids_on_wire import SentAsInt32
+
 __all__ = [
     "FusableAllToAll",
     "SplitsRequest",
@@ -65,15 +67,19 @@ class FusableAllToAll:
     Args:
         all_to_all: the module whose forward is replaced.
         group: sends while fusing; at other times the module's own group does.
+        int32: send ids so while fusing.
     """
 
-    def __init__(self, all_to_all: KJTAllToAll, group: dist.ProcessGroup) -> None:
+    def __init__(self, all_to_all: KJTAllToAll, group: dist.ProcessGroup, int32: bool = False) -> None:
         self._all_to_all = all_to_all
         self._original = all_to_all.forward
+        self._int32 = int32
         self._fused = KJTAllToAllForward(pg=group, splits=all_to_all._splits, stagger=all_to_all._stagger)
 
     def __call__(self, features: KeyedJaggedTensor) -> Any:
-        return self._fused(features) if getattr(_this_thread, "fusing", False) else self._original(features)
+        if not getattr(_this_thread, "fusing", False):
+            return self._original(features)
+        return self._fused(SentAsInt32.of(features) if self._int32 else features)
 
     def install(self) -> None:
         self._all_to_all.forward = self

@@ -29,6 +29,7 @@ from lightning_pipe.recsys.dynamic.batch_rows import BatchRows
 from lightning_pipe.recsys.dynamic.row_adam import row_optimizer
 from lightning_pipe.recsys.dynamic.sharded import ShardedDynamicModule
 from lightning_pipe.recsys.embeddings import Embeddings, Features, Inputs, Requests, Splits, record_stream
+from lightning_pipe.recsys.ids_on_wire import IdsOnWire
 from lightning_pipe.recsys.input_dist import answer_without_splits, fusing, send_splits
 from lightning_pipe.recsys.kernel_calls import LookupCalls, capture_calls, check_capturable
 from lightning_pipe.recsys.kernels import evaluating, fused_kernels, prefetches_set_aside
@@ -55,6 +56,7 @@ class ModelRewrite:
         agree_group: over all ranks, for comparing what ranks found and for the texts of errors; used by the calling
             thread. None: the input group.
         validate_ids: check every id against its table before it is sent.
+        ids_on_wire: what the ids of pipelined modules travel as; see ``ids_on_wire.sends_int32``.
         split_backward: keep what the lookups were called with, so that ``tables_backward`` can stop in front of them.
             Where tables are trained by a row optimiser, that is so anyway.
 
@@ -64,7 +66,7 @@ class ModelRewrite:
 
     Raises:
         SetupError: no sharded module, one that cannot be trained here, whose backward cannot be split if it is to be,
-            or a model rewritten already.
+            whose ids do not fit what they shall travel as, or a model rewritten already.
     """
 
     def __init__(
@@ -76,10 +78,11 @@ class ModelRewrite:
         input_group: dist.ProcessGroup | None = None,
         agree_group: dist.ProcessGroup | None = None,
         validate_ids: bool = False,
+        ids_on_wire: IdsOnWire = "auto",
         split_backward: bool = False,
     ) -> None:
         model = get_unwrapped_module(model)
-        self._sharded = find_sharded(model, validate_ids)
+        self._sharded = find_sharded(model, validate_ids, ids_on_wire)
         self.splits_backward = split_backward or _has_row_optimizers(self.modules.values())
         if self.splits_backward:
             check_capturable(self.modules)

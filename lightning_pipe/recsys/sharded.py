@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,11 +14,13 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
 from torchrec.distributed.mc_embedding_modules import BaseShardedManagedCollisionEmbeddingCollection
 from torchrec.distributed.types import ShardedModule, ShardingType
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.engine.errors import InputError, SetupError
 from lightning_pipe.recsys.call_arguments import Arguments, CallArguments, PostprocessResults
 from lightning_pipe.recsys.dynamic.sharded import ShardedDynamicModule
+from lightning_pipe.recsys.ids_on_wire import IdsOnWire, sends_int32
 from lightning_pipe.recsys.input_dist import FusableAllToAll, fusing, kjt_all_to_alls, splits_length
 from lightning_pipe.recsys.inputs import (
     FeatureForm,
@@ -56,7 +58,13 @@ class Sharded:
         splits: rows of splits that its input dist sends to each rank.
     """
 
-    def __init__(self, name: str, module: ShardedModule[Any, Any, Any, Any], validate_ids: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: ShardedModule[Any, Any, Any, Any],
+        validate_ids: bool,
+        ids_on_wire: IdsOnWire = "int64",
+    ) -> None:
         self.name = name
         self.module = module
         self.forward: Callable[..., Any] = module.forward
@@ -70,6 +78,7 @@ class Sharded:
         self._changes_features = isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection)
         maps_ids = isinstance(module, (BaseShardedManagedCollisionEmbeddingCollection, ShardedDynamicModule))
         self._checked_tables = _tables_by_feature(module) if validate_ids and not maps_ids else {}
+        self._sends_int32 = sends_int32(name, _tables(module), maps_ids, ids_on_wire)
 
     @property
     def pipelinable(self) -> bool:
@@ -177,7 +186,7 @@ class Sharded:
                 return f"exchanges its inputs among the ranks {own}, but the input group has the ranks {ranks}"
         if len(ranks) == 1:
             return None
-        self._fusable = [FusableAllToAll(all_to_all, group) for all_to_all in all_to_alls]
+        self._fusable = [FusableAllToAll(all_to_all, group, self._sends_int32) for all_to_all in all_to_alls]
         self._fuse()
         with fusing():
             positional, named = arguments
@@ -212,23 +221,26 @@ class Sharded:
             fusable.restore()
 
 
+def _tables(module: ShardedModule[Any, Any, Any, Any]) -> Iterator[BaseEmbeddingConfig]:
+    for child in module.modules():
+        yield from getattr(child, "_embedding_bag_configs", None) or getattr(child, "_embedding_configs", None) or ()
+
+
 def _tables_by_feature(module: ShardedModule[Any, Any, Any, Any]) -> dict[str, TableRows]:
     tables: dict[str, TableRows] = {}
-    for child in module.modules():
-        configs = getattr(child, "_embedding_bag_configs", None) or getattr(child, "_embedding_configs", None)
-        for config in configs or ():
-            for feature in config.feature_names:
-                known = tables.get(feature)
-                if known is None or config.num_embeddings < known.rows:
-                    tables[feature] = TableRows(config.name, config.num_embeddings)
+    for config in _tables(module):
+        for feature in config.feature_names:
+            known = tables.get(feature)
+            if known is None or config.num_embeddings < known.rows:
+                tables[feature] = TableRows(config.name, config.num_embeddings)
     return tables
 
 
-def find_sharded(model: torch.nn.Module, validate_ids: bool) -> dict[str, Sharded]:
+def find_sharded(model: torch.nn.Module, validate_ids: bool, ids_on_wire: IdsOnWire = "int64") -> dict[str, Sharded]:
     """The sharded modules of ``model`` by name, without those inside another sharded module.
 
     Raises:
-        SetupError: there is none, or one is of a kind that cannot be trained here.
+        SetupError: there is none, one is of a kind that cannot be trained here, or what ``sends_int32`` says.
     """
     found: dict[str, Sharded] = {}
     for name, module in model.named_modules():
@@ -239,7 +251,7 @@ def find_sharded(model: torch.nn.Module, validate_ids: bool) -> dict[str, Sharde
                 f"sharded module {name!r} is a {type(module).__name__}: its interaction layers would be trained on the"
                 " ranks of one host only. Use an EmbeddingBagCollection and put the interaction into the model."
             )
-        found[name] = Sharded(name, module, validate_ids)
+        found[name] = Sharded(name, module, validate_ids, ids_on_wire)
     if not found:
         raise SetupError(
             f"{type(model).__name__} holds no sharded module. Shard it first: torchrec's DistributedModelParallel"

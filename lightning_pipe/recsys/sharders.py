@@ -23,6 +23,7 @@ from lightning_pipe.engine.errors import SetupError
 from lightning_pipe.recsys.dynamic.modules import DynamicEmbeddingBagCollection, DynamicEmbeddingCollection
 from lightning_pipe.recsys.dynamic.sharded import DynamicBagSharder, DynamicSequenceSharder
 from lightning_pipe.recsys.output_order import OrderedEmbeddingBagCollection, OrderedEmbeddingCollection
+from lightning_pipe.recsys.quantized_comms import QuantizedComms
 from lightning_pipe.recsys.tables import Table
 
 __all__ = ["COLUMN_TYPES", "ONLY_WHEN_ASKED", "SHARDING_TYPES", "check_names", "check_types", "default_sharders"]
@@ -61,8 +62,12 @@ ONLY_WHEN_ASKED: dict[type[nn.Module], set[str]] = {
 
 
 class _BagSharder(EmbeddingBagCollectionSharder):
+    def __init__(self, comms: QuantizedComms) -> None:
+        super().__init__(qcomm_codecs_registry=comms.registry())
+        self._comms = comms
+
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        return list(SHARDING_TYPES[EmbeddingBagCollection])
+        return self._comms.usable(SHARDING_TYPES[EmbeddingBagCollection], pooled=True)
 
     def shard(
         self,
@@ -73,13 +78,23 @@ class _BagSharder(EmbeddingBagCollectionSharder):
         module_fqn: str | None = None,
     ) -> OrderedEmbeddingBagCollection:
         return OrderedEmbeddingBagCollection(
-            module, params, env, fused_params=self.fused_params, device=device, module_fqn=module_fqn
+            module,
+            params,
+            env,
+            fused_params=self.fused_params,
+            device=device,
+            qcomm_codecs_registry=self._comms.registry(params),
+            module_fqn=module_fqn,
         )
 
 
 class _SequenceSharder(EmbeddingCollectionSharder):
+    def __init__(self, comms: QuantizedComms) -> None:
+        super().__init__(qcomm_codecs_registry=comms.registry())
+        self._comms = comms
+
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        return list(SHARDING_TYPES[EmbeddingCollection])
+        return self._comms.usable(SHARDING_TYPES[EmbeddingCollection], pooled=False)
 
     def shard(
         self,
@@ -90,18 +105,35 @@ class _SequenceSharder(EmbeddingCollectionSharder):
         module_fqn: str | None = None,
     ) -> OrderedEmbeddingCollection:
         return OrderedEmbeddingCollection(
-            module, params, env, fused_params=self.fused_params, device=device, module_fqn=module_fqn
+            module,
+            params,
+            env,
+            fused_params=self.fused_params,
+            device=device,
+            qcomm_codecs_registry=self._comms.registry(params),
+            module_fqn=module_fqn,
         )
 
 
-def default_sharders() -> list[ModuleSharder[nn.Module]]:
-    """Sharders for the modules in ``tables.TABLE_MODULES``, with every sharding type that works."""
+class _ProcessedSharder(FeatureProcessedEmbeddingBagCollectionSharder):
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return self._ebc_sharder.sharding_types(compute_device_type)
+
+
+def default_sharders(comms: QuantizedComms | None = None) -> list[ModuleSharder[nn.Module]]:
+    """Sharders for the modules in ``tables.TABLE_MODULES``, with every sharding type that works.
+
+    Args:
+        comms: how embeddings travel between ranks; None for 32 bits.
+    """
+    comms = QuantizedComms() if comms is None else comms
+    bags = _BagSharder(comms)
     return [
-        _BagSharder(),
-        _SequenceSharder(),
-        FeatureProcessedEmbeddingBagCollectionSharder(_BagSharder()),
-        DynamicBagSharder(),
-        DynamicSequenceSharder(),
+        bags,
+        _SequenceSharder(comms),
+        _ProcessedSharder(bags, comms.registry()),
+        DynamicBagSharder(comms),
+        DynamicSequenceSharder(comms),
     ]
 
 

@@ -26,6 +26,7 @@ from lightning_pipe.recsys.dynamic.opening import in_kernel, open_rows
 from lightning_pipe.recsys.dynamic.sharded import ShardedDynamicModule
 from lightning_pipe.recsys.planner_options import read_constraints, read_topology
 from lightning_pipe.recsys.planning import check_plan, make_plan
+from lightning_pipe.recsys.quantized_comms import QuantizedComms
 from lightning_pipe.recsys.sharded_model import ShardedModel
 from lightning_pipe.recsys.sharders import default_sharders
 from lightning_pipe.recsys.table_optimizer import SparseOptimizer, TableOptimizer, resolve_table_optimizer
@@ -46,6 +47,7 @@ class _Found:
     topology: Topology
     batch_size: int | None
     dense: list[str]
+    comms: QuantizedComms
 
     def signature(self) -> list[str]:
         """What ranks must agree on, a line for each table and dense tensor."""
@@ -53,7 +55,7 @@ class _Found:
             f"table {table.name} {list(parameter.shape)} {parameter.dtype} trained by {optimizer.describe()}"
             for table, parameter, optimizer in zip(self.tables, self.parameters, self.optimizers, strict=True)
         ]
-        return tables + self.dense
+        return [*tables, *self.dense, f"embeddings sent as {self.comms}"]
 
 
 def shard_model(
@@ -66,6 +68,7 @@ def shard_model(
     constraints: Mapping[str, Mapping[str, Any] | ParameterConstraints] | None = None,
     topology: Mapping[str, Any] | Topology | None = None,
     sharders: Sequence[ModuleSharder[nn.Module]] | None = None,
+    quantized_comms: QuantizedComms | Mapping[str, Any] | None = None,
     seed: int | None = None,
 ) -> ShardedModel:
     """Shards the TorchRec modules inside a module, in place. Every rank of the group calls it.
@@ -85,6 +88,8 @@ def shard_model(
         constraints: for the planner, by table; see ``planning.read_constraints``.
         topology: for the planner; see ``planning.read_topology``.
         sharders: TorchRec sharders to use instead of this project's.
+        quantized_comms: what embeddings and their gradients are on their way; see ``quantized_comms.QuantizedComms``.
+            Sharders of the caller's have codecs of their own.
         seed: of the tables and dense parameters on the meta device; ``torch.initial_seed()`` where none is given.
             Rank 0's counts.
 
@@ -94,16 +99,20 @@ def shard_model(
     agreement = Agreement(group, device)
     found, error = None, None
     try:
-        found = _look(module, device, group, sparse_optimizer, constraints, topology)
+        comms = _look_at_comms(quantized_comms, sharders)
+        found = _look(module, device, group, sparse_optimizer, constraints, topology, comms)
     except Exception as caught:  # of whatever kind: the other ranks wait for an answer
         error = caught
     agreed_seed = _agree(found, error, torch.initial_seed() if seed is None else seed, agreement)
     assert found is not None
-    all_sharders = default_sharders() if sharders is None else list(sharders)
+    comms = found.comms
+    comms.check_backend(group, device)
+    all_sharders = default_sharders(comms) if sharders is None else list(sharders)
     sharding_plan = agreement.gather(sharding_plan if agreement.rank == 0 else None)[0]
     if sharding_plan is None:
         sharding_plan = make_plan(module, all_sharders, found.constraints, found.topology, found.batch_size, agreement)
     types = check_plan(sharding_plan, found.tables)
+    comms.check_plan(sharding_plan, found.tables)
     tables = [
         table.planned(optimizer, types[table.name])
         for table, optimizer in zip(found.tables, found.optimizers, strict=True)
@@ -148,6 +157,7 @@ def _look(
     sparse_optimizer: SparseOptimizer | Mapping[str, Any] | None,
     constraints: Mapping[str, Mapping[str, Any] | ParameterConstraints] | None,
     topology: Mapping[str, Any] | Topology | None,
+    comms: QuantizedComms,
 ) -> _Found:
     """Everything that can be wrong on one rank alone, without a word to the others."""
     pairs = find_tables(module)
@@ -184,15 +194,33 @@ def _look(
         for name, tensor in named
         if not name.startswith(inside)
     ]
+    read = read_constraints(constraints, tables)
+    for table in tables:
+        asked = read.get(table.config.name)
+        if asked is not None:
+            comms.check_types(f"constraints of table {table.config.name}, sharding_types,", asked.sharding_types, table)
     return _Found(
         tables,
         [parameter for _, parameter in pairs],
         optimizers,
-        read_constraints(constraints, tables),
+        read,
         planned_topology,
         batch_size,
         dense,
+        comms,
     )
+
+
+def _look_at_comms(
+    given: QuantizedComms | Mapping[str, Any] | None, sharders: Sequence[ModuleSharder[nn.Module]] | None
+) -> QuantizedComms:
+    comms = QuantizedComms.from_config(given)
+    if comms.quantizes and sharders is not None:
+        raise SetupError(
+            f"both sharders and quantized_comms={given!r} are given, and sharders bring codecs of their own; give these"
+            " sharders their qcomm_codecs_registry, or leave sharders out"
+        )
+    return comms
 
 
 def _agree(found: _Found | None, error: Exception | None, seed: int, agreement: Agreement) -> int:

@@ -18,6 +18,7 @@ from lightning_pipe.engine import IterContext, PipelineError, PipelinePlan, Setu
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.embeddings import Embeddings
 from lightning_pipe.recsys.gradient_norm import clip_by_global_norm
+from lightning_pipe.recsys.ids_on_wire import IdsOnWire
 from lightning_pipe.recsys.loss_check import check_finite_loss
 from lightning_pipe.recsys.plans import recsys_plan
 from lightning_pipe.recsys.rewrite import ModelRewrite
@@ -47,6 +48,7 @@ class TrainPipeline:
         custom_model_fwd: called with the batch in place of the model.
         rewrite: how the inputs of the sharded modules are found in a batch.
         validate_ids: check that ids are inside their tables before the lookup.
+        ids_on_wire: ``int64``, ``int32``, or ``auto``: int32 for the modules whose tables have rows that few.
         detect_nan: check the loss on all ranks together; costs a small all-reduce a batch.
         max_norm: scale all gradients of a batch, the tables' included, so that their norm is at most this; None for no
             limit. It takes a model of ``shard_model``.
@@ -80,6 +82,7 @@ class TrainPipeline:
         custom_model_fwd: Callable[[Any], Any] | None = None,
         rewrite: Literal["auto", "record", "direct", "fx"] = "auto",
         validate_ids: bool = False,
+        ids_on_wire: IdsOnWire = "auto",
         detect_nan: bool = False,
         max_norm: float | None = None,
         input_group: dist.ProcessGroup | None = None,
@@ -111,6 +114,7 @@ class TrainPipeline:
                 input_group=input_group,
                 agree_group=world,
                 validate_ids=validate_ids,
+                ids_on_wire=ids_on_wire,
                 split_backward=clip is not None,
             )
             undo.callback(self.rewrite.restore)

@@ -36,11 +36,13 @@ from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.recsys.auto_plan import hand_written_plans, propose_plans
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
+from lightning_pipe.recsys.ids_on_wire import IdsOnWire, check_ids_on_wire
 from lightning_pipe.recsys.kernel_calls import check_tables_wait
 from lightning_pipe.recsys.kernels import evaluating, prefetches_set_aside
 from lightning_pipe.recsys.loss_check import check_finite_loss
 from lightning_pipe.recsys.optimizers import base_learning_rate, learning_rate_factor, take_tables_out
 from lightning_pipe.recsys.plans import evaluation_plan, recsys_plan
+from lightning_pipe.recsys.quantized_comms import QuantizedComms
 from lightning_pipe.recsys.rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding import ShardedModel
 from lightning_pipe.recsys.table_schedule import TableSchedule
@@ -48,7 +50,13 @@ from lightning_pipe.recsys.tasks import RecsysActions, recsys_tasks
 from lightning_pipe.recsys.transfer import check_movable
 from lightning_pipe.strategies.auto import AUTO, IN_FLIGHT, exploration_of, refuse_without_auto, tell_choice
 from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
-from lightning_pipe.strategies.refusals import clips_gradients, loss_scaler, refuse_other_precision, refuse_training
+from lightning_pipe.strategies.refusals import (
+    clips_gradients,
+    loss_scaler,
+    refuse_other_precision,
+    refuse_scaled_fp16,
+    refuse_training,
+)
 from lightning_pipe.strategies.shard_once import shard_once
 from lightning_pipe.strategies.sharded_checkpoint import load_sharded_checkpoint, save_sharded_checkpoint
 from lightning_pipe.strategies.table_gradients import TableGradients
@@ -88,6 +96,11 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         sharding_plan: a TorchRec ``ShardingPlan`` to use as it is, instead of the planner's.
         constraints: the planner's constraints, table name to ``sharding_types``, ``compute_kernels`` and the like.
         topology: the planner's topology: ``hbm_cap``, ``ddr_cap``, ``local_world_size`` and the like.
+        quantized_comms: what embeddings and their gradients are on their way between ranks: ``forward`` and
+            ``backward``, each ``fp32``, ``fp16``, ``bf16`` or ``int8``, and options; see
+            :class:`~lightning_pipe.recsys.quantized_comms.QuantizedComms`.
+        ids_on_wire: what ids are on theirs: ``"int64"``; ``"auto"``, int32 for each module whose tables have rows that
+            few; or ``"int32"``, which refuses a module with a larger table.
         validate_ids: check that every id is inside its table before the lookup; costs a pass over the ids.
         detect_nan: check the loss on all ranks together; costs a small all-reduce and, on a GPU, a synchronisation.
         uneven_batches: where some ranks have fewer batches, end the epoch with the ``shortest``, or raise an ``error``.
@@ -120,6 +133,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         sharding_plan: Any = None,
         constraints: Mapping[str, Any] | None = None,
         topology: Mapping[str, Any] | None = None,
+        quantized_comms: Mapping[str, Any] | None = None,
+        ids_on_wire: IdsOnWire = "auto",
         validate_ids: bool = False,
         detect_nan: bool = False,
         uneven_batches: Uneven = "shortest",
@@ -149,6 +164,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         self._take_uneven_batches(uneven_batches)
         # A name that does not exist is said when the strategy is made, not when training begins.
         recsys_plan("serial" if plan == AUTO else plan, recsys_tasks())
+        self._quantized_comms = QuantizedComms.from_config(quantized_comms)
+        check_ids_on_wire(ids_on_wire)
         refuse_without_auto(plan, exploration, max_in_flight, save_plan)
         self._exploration = exploration_of(exploration)
         self._max_in_flight = max_in_flight
@@ -157,6 +174,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         self._plan = plan
         self._sparse_lr_scheduler_config = sparse_lr_scheduler
         self._method: Literal["auto", "record", "direct", "fx"] = rewrite
+        self._ids_on_wire: IdsOnWire = ids_on_wire
         self._validate_ids = validate_ids
         self._detect_nan = detect_nan
         self._pipelined_evaluation = pipelined_evaluation
@@ -165,6 +183,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             "sharding_plan": sharding_plan,
             "constraints": constraints,
             "topology": topology,
+            "quantized_comms": quantized_comms,
         }
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._sharded: ShardedModel | None = None
@@ -209,6 +228,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         refuse_other_precision(self.precision_plugin)
         if fitting:
             refuse_training(trainer, module, self.precision_plugin)
+            refuse_scaled_fp16(trainer, self.precision_plugin, self._quantized_comms.backward)
             if self._layer_sync is not None:
                 self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
@@ -431,6 +451,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             input_group=self._group("input"),
             agree_group=dist.group.WORLD,
             validate_ids=self._validate_ids,
+            ids_on_wire=self._ids_on_wire,
             split_backward=split_backward,
         )
 

@@ -73,6 +73,25 @@ def refuse_training(trainer: pl.Trainer, module: pl.LightningModule, plugin: Pre
         )
 
 
+def refuse_scaled_fp16(trainer: pl.Trainer, plugin: Precision, backward: str) -> None:
+    """Refuse to send gradients that are scaled up as numbers that end at 65504.
+
+    Args:
+        trainer: about to train.
+        plugin: its precision.
+        backward: what the tables' gradients travel as.
+
+    Raises:
+        SetupError: gradients travel as fp16, and are unscaled only where they arrive.
+    """
+    if backward == "fp16" and clips_gradients(trainer) and loss_scaler(plugin) is not None:
+        raise SetupError(
+            "quantized_comms has backward='fp16', precision is '16-mixed' and gradients are clipped: the tables'"
+            " gradients are then sent as the loss scale has made them, and those beyond 65504 would be cut off without"
+            " a word; use backward='bf16', no clipping, or another precision"
+        )
+
+
 def refuse_callbacks_of_whole_modules(trainer: pl.Trainer) -> None:
     """Refuse callbacks that average, or prune, the weights of the module as it was made, where no rank holds all.
 

@@ -34,6 +34,7 @@ from lightning_pipe.recsys.dynamic.modules import (
 from lightning_pipe.recsys.dynamic.row_adam import row_optimizer
 from lightning_pipe.recsys.dynamic.row_tables import RowTables
 from lightning_pipe.recsys.output_order import OrderedEmbeddingBagCollection, OrderedEmbeddingCollection
+from lightning_pipe.recsys.quantized_comms import QuantizedComms
 
 __all__ = [
     "DynamicBagSharder",
@@ -197,6 +198,10 @@ class _RowWise:
 
     fused_params: dict[str, Any] | None
 
+    def __init__(self, comms: QuantizedComms) -> None:
+        super().__init__(qcomm_codecs_registry=comms.registry())  # type: ignore[call-arg]  # TorchRec's, beside this one
+        self._comms = comms
+
     def sharding_types(self, compute_device_type: str) -> list[str]:
         return [ShardingType.ROW_WISE.value]
 
@@ -224,7 +229,13 @@ class DynamicBagSharder(_RowWise, EmbeddingBagCollectionSharder):
         module_fqn: str | None = None,
     ) -> ShardedDynamicEmbeddingBagCollection:
         return ShardedDynamicEmbeddingBagCollection(
-            module, params, env, fused_params=self._kernel_arguments(), device=device, module_fqn=module_fqn
+            module,
+            params,
+            env,
+            fused_params=self._kernel_arguments(),
+            device=device,
+            qcomm_codecs_registry=self._comms.registry(params),
+            module_fqn=module_fqn,
         )
 
 
@@ -244,5 +255,11 @@ class DynamicSequenceSharder(_RowWise, EmbeddingCollectionSharder):
         module_fqn: str | None = None,
     ) -> ShardedDynamicEmbeddingCollection:
         return ShardedDynamicEmbeddingCollection(
-            module, params, env, fused_params=self._kernel_arguments(), device=device, module_fqn=module_fqn
+            module,
+            params,
+            env,
+            fused_params=self._kernel_arguments(),
+            device=device,
+            qcomm_codecs_registry=self._comms.registry(params),
+            module_fqn=module_fqn,
         )

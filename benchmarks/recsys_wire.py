@@ -1,0 +1,124 @@
+"""Bytes that a step sends, and the time it takes, by what embeddings, gradients and ids travel as.
+
+``torchrun --nproc-per-node 2 benchmarks/recsys_wire.py`` trains the model of :mod:`recsys_train_pipeline`, its tables
+sharded table-wise, in turns within one run; ``python benchmarks/slow_link.py --rate 1gbit benchmarks/recsys_wire.py``
+does so over a link of that rate (root is needed). It also prints what an id's way to int32 and back costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from recsys_train_pipeline import EPS, RATE, Model, batches, forever, seed_tables
+from torchrec import KeyedJaggedTensor
+
+from lightning_pipe.recsys.ids_on_wire import SentAsInt32
+from lightning_pipe.recsys.sharding import shard_model
+from lightning_pipe.recsys.traffic import recorded_traffic
+from lightning_pipe.recsys.train_pipeline import TrainPipeline
+
+# Embeddings and gradients, ids.
+WIRES = {
+    "fp32, int64 ids": (None, "int64"),
+    "fp32, int32 ids": (None, "int32"),
+    "fp16, int32 ids": ("fp16", "int32"),
+    "bf16, int32 ids": ("bf16", "int32"),
+    "int8, int32 ids": ("int8", "int32"),
+}
+
+
+def pipeline(options: argparse.Namespace, precision: str | None, ids: Any) -> Callable[[Iterator[Any]], Any]:
+    """The ``progress`` of one of them."""
+    torch.manual_seed(1)
+    model = Model(options)
+    sharded = shard_model(
+        model,
+        device=torch.device("cpu"),
+        group=dist.new_group(),
+        sparse_optimizer={"class_path": "torchrec.optim.RowWiseAdagrad", "init_args": {"lr": RATE, "eps": EPS}},
+        constraints={f"table{index}": {"sharding_types": ["table_wise"]} for index in range(options.tables)},
+        quantized_comms=None if precision is None else {"forward": precision, "backward": precision},
+    )
+    seed_tables(sharded.dmp)
+    dense = torch.optim.SGD([parameter for _, parameter in sharded.dense_parameters()], lr=RATE)
+    return TrainPipeline(sharded, dense, "cpu", plan=options.plan, ids_on_wire=ids).progress
+
+
+def conversion(ids: torch.Tensor, repetitions: int = 50) -> tuple[float, float]:
+    """Nanoseconds an id to int32 and back."""
+    features = SentAsInt32.of(KeyedJaggedTensor(["feature"], ids, lengths=torch.tensor([ids.numel()])))
+    narrow = features.dist_tensors()[1]
+    found = []
+    for run in (features.dist_tensors, narrow.long):
+        taken = []
+        for _ in range(repetitions):
+            start = time.perf_counter()
+            run()
+            taken.append(time.perf_counter() - start)
+        found.append(statistics.median(taken) / ids.numel() * 1e9)
+    return found[0], found[1]
+
+
+def main() -> None:
+    """Run and print on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in (
+        ("tables", 8),
+        ("rows", 100_000),
+        ("width", 64),
+        ("pooling", 10),
+        ("batch", 1024),
+        ("dense", 16),
+        ("steps", 5),
+        ("rounds", 11),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--mlp", type=int, nargs="*", default=[256, 128])
+    parser.add_argument("--plan", default="serial", help="so that what travels is waited for")
+    options = parser.parse_args()
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    data = batches(options, rank, False)
+    runs = {name: (pipeline(options, *wire), forever(data)) for name, wire in WIRES.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    sent: dict[str, float] = {}
+    losses: dict[str, float] = {}
+    for turn in range(options.rounds):
+        for place in range(len(runs)):
+            # Whoever comes first in a round is faster than the others: each does in turn.
+            name = list(runs)[(turn + place) % len(runs)]
+            progress, endless = runs[name]
+            dist.barrier()
+            start = time.perf_counter()
+            with recorded_traffic() as traffic:
+                for _ in range(options.steps):
+                    losses[name] = float(progress(endless)[0])
+            if turn:  # the first round warms up, and the model is resolved in it
+                times[name].append((time.perf_counter() - start) / options.steps * 1000)
+                sent[name] = sum(one.bytes for one in traffic if one.kind == "all_to_all") / options.steps
+    if rank == 0:
+        plain = next(iter(runs))
+        most, slowest = sent[plain], statistics.median(times[plain])
+        print(f"{'':<18}{'MB a step':>10}{'ratio':>7}{'ms a step':>11}{'ratio':>7}{'loss':>10}")
+        for name in runs:
+            taken = times[name]
+            middle = statistics.median(taken)
+            print(
+                f"{name:<18}{sent[name] / 1e6:>10.3f}{sent[name] / most:>7.3f}{middle:>11.2f}{middle / slowest:>7.3f}"
+                f"{losses[name]:>10.6f}"
+            )
+        there, back = conversion(data[0].sparse.values())
+        print(f"an id's way to int32 takes {there:.2f} ns, and back {back:.2f} ns")
+    dist.barrier()
+    os._exit(0)  # threads still wait for more
+
+
+if __name__ == "__main__":
+    main()

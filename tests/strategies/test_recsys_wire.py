@@ -1,0 +1,169 @@
+"""Embeddings, gradients and ids that take fewer bytes on their way: plans train alike, checkpoints know nothing of it.
+
+One spawn of two ranks runs every case; each test looks at one of them.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins import MixedPrecision
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.strategies import RecsysPipelineStrategy
+from tests.distributed import run_ranks
+from tests.strategies.cases import (
+    PLANS,
+    Clicks,
+    Mixed,
+    Pooled,
+    Sequenced,
+    difference,
+    fit,
+    recsys,
+    state_of,
+    trainer,
+)
+
+KINDS = {"people": "row_wise", "things": "table_wise", "tags": "column_wise", "past": "table_wise"}
+HALF = {"forward": "bf16", "backward": "fp16", "backward_loss_scale": 1024.0}
+# Network, sharding types, how embeddings and ids travel, options of the trainer.
+CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], dict[str, Any]]] = {
+    "16 bits": (Mixed, KINDS, {"quantized_comms": HALF}, {}),
+    "16 bits, clipped": (Sequenced, KINDS, {"quantized_comms": HALF}, {"gradient_clip_val": 0.05}),
+    "8 bits": (
+        Mixed,
+        {**KINDS, "people": "table_wise"},
+        {"quantized_comms": {"forward": "int8", "backward": "int8"}, "ids_on_wire": "int32"},
+        {},
+    ),
+    "16 bits, a loss that is scaled": (Mixed, KINDS, {"quantized_comms": HALF}, {"precision": "16-mixed"}),
+    "ids of 64 bits": (Mixed, KINDS, {"ids_on_wire": "int64"}, {}),
+    "as it comes": (Mixed, KINDS, {}, {}),
+}
+
+
+def train(case: str, plan: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    network, kinds, wire, options = CASES[case]
+    module = Clicks(network)
+    tables = {name for name, _ in module.named_parameters()}
+    used = {name: kind for name, kind in kinds.items() if any(f".{name}." in full for full in tables)}
+    if options.get("precision") == "16-mixed":
+        options = {"plugins": [scaled()]}
+    return module.losses, state_of(fit(module, recsys(plan, used, **wire), **options))
+
+
+def scaled() -> MixedPrecision:
+    """Lightning turns "16-mixed" on a CPU into bf16, unless it is given the plugin."""
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
+
+
+def moved_through_a_checkpoint() -> list[list[str]]:
+    """What differs of a model that was trained in 16 bits, saved, and loaded by one in 32; and the other way round."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for index, (before, after) in enumerate([({"quantized_comms": HALF}, {}), ({}, {"quantized_comms": HALF})]):
+            kinds = {"people": "row_wise", "things": "table_wise"}
+            saving = fit(Clicks(Pooled), recsys(kinds=kinds, **before))
+            path = saving.strategy.broadcast(f"{folder}/{index}.ckpt")
+            saving.save_checkpoint(path)
+            loading = trainer(recsys(kinds=kinds, **after), max_epochs=2)
+            loading.fit(Clicks(Pooled), saving.train_dataloader, ckpt_path=path)  # nothing is left to train
+            found.append(difference(state_of(saving), state_of(loading)))
+            dist.barrier()
+    return found
+
+
+def refused() -> dict[str, str]:
+    found = {}
+    rows = {"people": "row_wise", "things": "table_wise"}
+    for name, strategy, options in (
+        ("int8", recsys(kinds=rows, quantized_comms={"forward": "int8"}), {}),
+        (
+            "scaled",
+            recsys(kinds=rows, quantized_comms=HALF),
+            {"plugins": [scaled()], "gradient_clip_val": 1.0},
+        ),
+    ):
+        with pytest.raises(SetupError) as caught:
+            fit(Clicks(Pooled), strategy, **options)
+        found[name] = str(caught.value)
+    module = Clicks(Pooled)
+    fit(module, recsys(quantized_comms=HALF), max_epochs=1)
+    with pytest.raises(SetupError) as caught:
+        fit(module, recsys(quantized_comms={"forward": "fp16"}), max_epochs=1)
+    found["sharded already"] = str(caught.value)
+    return found
+
+
+def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
+    return {
+        "trained": {case: {plan: train(case, plan) for plan in PLANS} for case in CASES},
+        "checkpoint": moved_through_a_checkpoint(),
+        "refused": refused(),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(on_two_ranks, 2, timeout=200)
+
+
+@pytest.mark.parametrize("plan", PLANS[1:])
+@pytest.mark.parametrize("case", CASES)
+def test_every_plan_trains_as_the_serial_one_to_the_bit(ranks: list[dict[str, Any]], case: str, plan: str) -> None:
+    for of_rank in ranks:
+        (losses, state), (expected_losses, expected) = (
+            of_rank["trained"][case][plan],
+            of_rank["trained"][case]["serial"],
+        )
+        assert len(losses) == 6
+        assert losses == expected_losses
+        assert difference(state, expected) == []
+
+
+def test_what_ids_travel_as_changes_no_bit(ranks: list[dict[str, Any]]) -> None:
+    for of_rank in ranks:
+        for plan in PLANS:
+            (losses, state), (expected_losses, expected) = (
+                of_rank["trained"][case][plan] for case in ("as it comes", "ids of 64 bits")
+            )
+            assert losses == expected_losses
+            assert difference(state, expected) == []
+
+
+@pytest.mark.parametrize("case", ["16 bits", "8 bits"])
+def test_what_embeddings_travel_as_changes_little(ranks: list[dict[str, Any]], case: str) -> None:
+    for of_rank in ranks:
+        losses, _ = of_rank["trained"][case]["prefetch"]
+        exact, _ = of_rank["trained"]["as it comes"]["prefetch"]
+        assert losses != exact
+        assert losses == pytest.approx(exact, abs=0.02)
+
+
+def test_checkpoints_are_those_of_tables_in_32_bits(ranks: list[dict[str, Any]]) -> None:
+    assert [of_rank["checkpoint"] for of_rank in ranks] == [[[], []]] * 2
+
+
+REFUSED = {
+    "int8": "numbers of int8 cannot be added up",
+    "scaled": "those beyond 65504 would be cut off",
+    "sharded already": "sharded by an earlier strategy with quantized_comms=",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_on_every_rank(ranks: list[dict[str, Any]], name: str) -> None:
+    for of_rank in ranks:
+        assert REFUSED[name] in of_rank["refused"][name]
+
+
+def test_a_name_that_does_not_exist_is_said_when_the_strategy_is_made() -> None:
+    with pytest.raises(SetupError, match="forward='half'"):
+        RecsysPipelineStrategy(quantized_comms={"forward": "half"})
+    with pytest.raises(SetupError, match="ids_on_wire is 'int16'"):
+        RecsysPipelineStrategy(ids_on_wire="int16")  # type: ignore[arg-type]
