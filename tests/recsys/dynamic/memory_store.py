@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pipe.recsys.dynamic.row_store import Keys, Records, RowStore, StoreState
+from lightning_pipe.recsys.dynamic.row_store import Keys, Records, RowStore, RunPart, StoreState
 
 
 class MemoryStore(RowStore):
@@ -28,6 +28,9 @@ class MemoryStore(RowStore):
     @property
     def state(self) -> StoreState:
         return StoreState(0, None)
+
+    def join(self, part: RunPart) -> None:
+        raise NotImplementedError
 
     def settle(self, version: int) -> None:
         raise NotImplementedError
