@@ -1,4 +1,4 @@
-"""TorchRec recommenders: sharding, the rewrite, the eleven tasks, their plans, and a train pipeline without Lightning.
+"""TorchRec recommenders: sharding, the rewrite, the tasks, their plans, and a train pipeline without Lightning.
 
 What needs TorchRec is imported when it is asked for: an environment whose packages clash then says so, and how to mend
 it, and plans can be built and shown without TorchRec.
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_pipe.recsys.plans import PLANS, recsys_plan
 
 if TYPE_CHECKING:
+    from lightning_pipe.recsys.balancing import BatchBalancer
     from lightning_pipe.recsys.rewrite import ModelRewrite
     from lightning_pipe.recsys.sharding import ShardedModel, shard_model
     from lightning_pipe.recsys.table_optimizer import SparseOptimizer
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PLANS",
+    "BatchBalancer",
     "ModelRewrite",
     "RecsysActions",
     "ShardedModel",
@@ -31,6 +33,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "BatchBalancer": "balancing",
     "ModelRewrite": "rewrite",
     "RecsysActions": "tasks",
     "ShardedModel": "sharding",

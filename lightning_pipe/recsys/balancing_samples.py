@@ -144,8 +144,8 @@ class Samples:
             return real if self.real == self.rows else torch.cat([real, like.detach()[self.real :]])
 
         for one in self._dense:
-            values = columns(_tensor(one))
-            made[id(one)] = KeyedTensor(one.keys(), one.length_per_key(), values) if _keyed(one) else values
+            own = columns(_tensor(one))
+            made[id(one)] = own if isinstance(one, Tensor) else KeyedTensor(one.keys(), one.length_per_key(), own)
         left = iter(streams)
         for jagged in self._jagged:
             lengths = columns(jagged.lengths)
@@ -281,10 +281,6 @@ def _form(piece: Any) -> str:
     return (
         f"jagged, {keys}, values of {values.dtype}{list(values.shape[1:])}, {kept}, lengths of {piece.lengths().dtype}"
     )
-
-
-def _keyed(piece: Any) -> bool:
-    return isinstance(piece, KeyedTensor)
 
 
 def _tensor(piece: Tensor | KeyedTensor) -> Tensor:

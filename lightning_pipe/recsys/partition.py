@@ -76,7 +76,7 @@ def partition(workloads: Workloads, source: Ranks, ranks: int) -> Ranks:
 
 def loads_of(workloads: Workloads, rank_of: Ranks, ranks: int) -> Workloads:
     """What each rank has to do."""
-    return np.bincount(rank_of, weights=workloads, minlength=ranks)
+    return np.bincount(rank_of, weights=workloads, minlength=ranks).astype(np.float64, copy=False)
 
 
 def imbalance(loads: Workloads) -> float:

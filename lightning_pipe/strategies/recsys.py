@@ -35,6 +35,7 @@ from lightning_pipe.loops.default_program import default_evaluation
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.recsys.auto_plan import hand_written_plans, propose_plans
+from lightning_pipe.recsys.balancing import BalanceReport, BatchBalancer, make_balancer
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.kernel_calls import check_tables_wait
 from lightning_pipe.recsys.kernels import evaluating, prefetches_set_aside
@@ -90,6 +91,9 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         topology: the planner's topology: ``hbm_cap``, ``ddr_cap``, ``local_world_size`` and the like.
         validate_ids: check that every id is inside its table before the lookup; costs a pass over the ids.
         detect_nan: check the loss on all ranks together; costs a small all-reduce and, on a GPU, a synchronisation.
+        balancer: exchange samples between ranks in training, so that all have about as much to do: ``True``, the arguments
+            of :class:`~lightning_pipe.recsys.balancing.BatchBalancer`, or one of them. What it does for the batches is
+            in :attr:`balance_report`.
         uneven_batches: where some ranks have fewer batches, end the epoch with the ``shortest``, or raise an ``error``.
         exploration: of ``"auto"``: ``iterations``, ``rounds``, ``extra_rounds``, ``found`` and ``replan_above`` of
             :class:`~lightning_pipe.loops.auto_program.Exploration`.
@@ -122,6 +126,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         topology: Mapping[str, Any] | None = None,
         validate_ids: bool = False,
         detect_nan: bool = False,
+        balancer: bool | Mapping[str, Any] | BatchBalancer | None = None,
         uneven_batches: Uneven = "shortest",
         exploration: Mapping[str, Any] | None = None,
         max_in_flight: int = IN_FLIGHT,
@@ -159,6 +164,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         self._method: Literal["auto", "record", "direct", "fx"] = rewrite
         self._validate_ids = validate_ids
         self._detect_nan = detect_nan
+        self._balancer = make_balancer(balancer)
         self._pipelined_evaluation = pipelined_evaluation
         self._asked = {
             "sparse_optimizer": sparse_optimizer,
@@ -191,6 +197,13 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         if self._program is None:
             raise SetupError("there is no pipeline; Trainer.fit makes one when training begins")
         return self._program.pipeline
+
+    @property
+    def balance_report(self) -> BalanceReport:
+        """How uneven the work of ranks was before samples were exchanged, and after; the same on every rank."""
+        if self._balancer is None:
+            raise SetupError("samples are not balanced between ranks; give the strategy balancer=True")
+        return self._balancer.report
 
     def start_trace(self) -> None:
         """Record when and where each task runs from now on."""
@@ -287,6 +300,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             rewrite.restore()
             if tables is not None:
                 tables.close()
+            if self._balancer is not None:
+                self._balancer.close()
 
         actions = RecsysActions(
             rewrite,
@@ -298,13 +313,17 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             check_loss=(lambda loss: check_finite_loss(loss, self._group("dense"))) if self._detect_nan else None,
             lookup_context=self.precision_plugin.forward_context,
             agree_overflow=loss_scaler(self.precision_plugin) is not None,
+            balancer=self._balancer,
         )
+        if self._balancer is not None:
+            self._balancer.open(self._group("balance"), dist.group.WORLD, self.root_device)
         tasks = recsys_tasks(actions, scaled_late=scaled_late)
         arguments: dict[str, Any] = {
             "transfer": "H2DAndShuffle",
             "forward": "LossPostprocess",
             "backward": "FinalizeGrads",
             "step": "OptimStep",
+            "prepared": None if self._balancer is None else "BalanceFinish",
             "alone": lambda: rewrite.records and not rewrite.resolved,
             "on_close": close,
         }
@@ -415,6 +434,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             precision=self.precision_plugin,
             rewrite=partial(self._make_rewrite, "training_step", split_backward=clips_gradients(module.trainer)),
             before_lookup=self._update_table_learning_rates,
+            balancer=self._balancer,
             loss_of=_lightning_loss,
             plan=plan,
             device=self.root_device,
