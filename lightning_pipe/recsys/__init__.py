@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_pipe.recsys.sharding import ShardedModel, shard_model
     from lightning_pipe.recsys.table_optimizer import SparseOptimizer
     from lightning_pipe.recsys.tasks import RecsysActions, recsys_tasks
+    from lightning_pipe.recsys.token_weighted_loss import TokenCount, token_weighted_mean
     from lightning_pipe.recsys.train_pipeline import TrainPipeline
 
 __all__ = [
@@ -26,10 +27,12 @@ __all__ = [
     "RecsysActions",
     "ShardedModel",
     "SparseOptimizer",
+    "TokenCount",
     "TrainPipeline",
     "recsys_plan",
     "recsys_tasks",
     "shard_model",
+    "token_weighted_mean",
 ]
 
 _MODULES = {
@@ -38,9 +41,11 @@ _MODULES = {
     "RecsysActions": "tasks",
     "ShardedModel": "sharding",
     "SparseOptimizer": "table_optimizer",
+    "TokenCount": "token_weighted_loss",
     "TrainPipeline": "train_pipeline",
     "recsys_tasks": "tasks",
     "shard_model": "sharding",
+    "token_weighted_mean": "token_weighted_loss",
 }
 
 

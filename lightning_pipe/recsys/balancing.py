@@ -24,9 +24,9 @@ import torch.distributed as dist
 from lightning_pipe.engine.agreement import check_agreement
 from lightning_pipe.engine.errors import InputError, SetupError
 from lightning_pipe.engine.worker import Worker
-from lightning_pipe.recsys.agreement import Agreement
+from lightning_pipe.recsys.agreement import Agreement, communicating_device
 from lightning_pipe.recsys.balancing_exchange import ExchangeKind, exchange
-from lightning_pipe.recsys.balancing_gather import Gathered, Gathering, Room, check_workloads, communicating_device
+from lightning_pipe.recsys.balancing_gather import Gathered, Gathering, Room, check_workloads
 from lightning_pipe.recsys.balancing_samples import Samples, take_apart
 from lightning_pipe.recsys.partition import Ranks, imbalance, loads_of, partition
 
@@ -305,6 +305,8 @@ def make_balancer(config: bool | Mapping[str, Any] | BatchBalancer | None) -> Ba
     if config is True:
         return BatchBalancer()
     try:
+        if not isinstance(config, Mapping):
+            raise TypeError(f"it is a {type(config).__name__}")
         if "class_path" not in config:
             return BatchBalancer(**config)
         unknown = sorted(set(config) - {"class_path", "init_args"})

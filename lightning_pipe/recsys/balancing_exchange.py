@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipe.recsys.balancing_gather import Gathered, communicating_device
+from lightning_pipe.recsys.agreement import communicating_device
+from lightning_pipe.recsys.balancing_gather import Gathered
 from lightning_pipe.recsys.balancing_samples import Samples
 from lightning_pipe.recsys.partition import Ranks
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from lightning_pipe.engine.errors import InputError
 from lightning_pipe.recsys.balancing_samples import Samples
 
-__all__ = ["Gathered", "Gathering", "Room", "check_workloads", "communicating_device"]
+__all__ = ["Gathered", "Gathering", "Room", "check_workloads"]
 
 _HEAD = 4
 
@@ -149,12 +149,6 @@ class Gathering:
             parts = [message[_HEAD:].reshape(shape)[:, :count] for message, count in zip(messages, counts, strict=True)]
             table = np.concatenate(parts, axis=1)
         return Gathered(failed, forms_differ, needed, complete, source, table[0].view(np.float64), table[1:])
-
-
-def communicating_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """*device*, if the group's backend takes its tensors; else the host."""
-    types = [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
-    return device if device.type in types else torch.device("cpu")
 
 
 def _digest(description: list[tuple[str, str]]) -> int:

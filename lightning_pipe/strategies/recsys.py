@@ -91,9 +91,9 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         topology: the planner's topology: ``hbm_cap``, ``ddr_cap``, ``local_world_size`` and the like.
         validate_ids: check that every id is inside its table before the lookup; costs a pass over the ids.
         detect_nan: check the loss on all ranks together; costs a small all-reduce and, on a GPU, a synchronisation.
-        balancer: exchange samples between ranks in training, so that all have about as much to do: ``True``, the arguments
-            of :class:`~lightning_pipe.recsys.balancing.BatchBalancer`, or one of them. What it does for the batches is
-            in :attr:`balance_report`.
+        balancer: exchange samples between ranks in training, so that all have about as much to do: ``True``, or the
+            arguments of :class:`~lightning_pipe.recsys.balancing.BatchBalancer`, or one of these. What it does for the
+            batches is in :attr:`balance_report`.
         uneven_batches: where some ranks have fewer batches, end the epoch with the ``shortest``, or raise an ``error``.
         exploration: of ``"auto"``: ``iterations``, ``rounds``, ``extra_rounds``, ``found`` and ``replan_above`` of
             :class:`~lightning_pipe.loops.auto_program.Exploration`.
@@ -288,6 +288,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         if scaled_late:
             check_tables_wait(sharded.sharded_modules)
 
+        if self._balancer is not None:
+            self._balancer.open(self._group("balance"), dist.group.WORLD, self.root_device)
         rewrite = self._rewrite = self._make_rewrite("training_step", split_backward=clips_gradients(trainer))
         tables = self._table_gradients = (
             TableGradients(self.precision_plugin, sharded, self.root_device, self._batch_in_training)
@@ -300,8 +302,6 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             rewrite.restore()
             if tables is not None:
                 tables.close()
-            if self._balancer is not None:
-                self._balancer.close()
 
         actions = RecsysActions(
             rewrite,
@@ -315,8 +315,6 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             agree_overflow=loss_scaler(self.precision_plugin) is not None,
             balancer=self._balancer,
         )
-        if self._balancer is not None:
-            self._balancer.open(self._group("balance"), dist.group.WORLD, self.root_device)
         tasks = recsys_tasks(actions, scaled_late=scaled_late)
         arguments: dict[str, Any] = {
             "transfer": "H2DAndShuffle",
@@ -618,6 +616,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             evaluation.close()
         self._evaluations = []
         self._table_gradients = None
+        if self._balancer is not None:
+            self._balancer.close()
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None
