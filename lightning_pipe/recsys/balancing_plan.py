@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
+from yaml.constructor import SafeConstructor
 
 from lightning_pipe.engine import TaskSchedule
 
@@ -87,7 +88,7 @@ def _options(found: Any) -> Mapping[str, Any] | None:
 
 
 def _plain(node: yaml.Node) -> Any:
-    return yaml.safe_load(yaml.serialize(node))
+    return SafeConstructor().construct_document(node)
 
 
 def _node(value: Any) -> yaml.Node:

@@ -162,14 +162,15 @@ def test_the_argument_says_a_balancer_in_several_ways() -> None:
     assert make_balancer(balancer) is balancer
     assert make_balancer(None) is None
     assert make_balancer(False) is None
-    for config in (
+    configs: tuple[Any, ...] = (
         True,
         {},
         {"exchange": "all_gather", "workload": f"{__name__}.ones"},
         {"class_path": "lightning_pipe.recsys.BatchBalancer", "init_args": {"keep": ["batch.x"]}},
         {"class_path": "lightning_pipe.recsys.BatchBalancer"},
-    ):
-        assert isinstance(make_balancer(config), BatchBalancer)  # type: ignore[arg-type]
+    )
+    for config in configs:
+        assert isinstance(make_balancer(config), BatchBalancer)
 
 
 @pytest.mark.parametrize(

@@ -46,14 +46,14 @@ def both_ways(case: Case) -> tuple[Ranks, Ranks]:
 
 
 @given(cases())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 def test_the_compiled_way_and_the_one_in_python_are_the_same(case: Case) -> None:
     compiled, in_python = both_ways(case)
     np.testing.assert_array_equal(compiled, in_python)
 
 
 @given(cases())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 def test_every_rank_keeps_its_number_of_samples_and_all_work_is_done(case: Case) -> None:
     workloads, source, ranks = case
     found = partition(*case)
@@ -62,7 +62,7 @@ def test_every_rank_keeps_its_number_of_samples_and_all_work_is_done(case: Case)
 
 
 @given(cases())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 def test_the_slowest_rank_never_has_more_to_do_than_before(case: Case) -> None:
     workloads, source, ranks = case
     found = partition(*case)
@@ -71,7 +71,7 @@ def test_the_slowest_rank_never_has_more_to_do_than_before(case: Case) -> None:
 
 
 @given(cases(even=True))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 def test_ranks_differ_by_no_more_than_two_neighbours_in_order(case: Case) -> None:
     """The method's bound: what it joins differs by no more than the more uneven of the two; one group of neighbours in
     falling order is the most uneven thing that it begins with."""
@@ -101,8 +101,9 @@ def test_long_histories_are_spread_evenly(ranks: int, spread: float) -> None:
         source = np.repeat(np.arange(ranks, dtype=np.int32), 64)
         after = imbalance(loads_of(workloads, partition(workloads, source, ranks), ranks))
         assert after <= imbalance(loads_of(workloads, dealt(workloads, ranks), ranks))
-        perfect = max(1.0, workloads.max() / (workloads.sum() / ranks))
-        assert after <= 1.002 * perfect
+        # Who has the largest has 63 others.
+        least = workloads.max() + np.sort(workloads)[:63].sum()
+        assert after <= 1.002 * max(1.0, least / (workloads.sum() / ranks))
 
 
 @pytest.mark.usefixtures("_way")
