@@ -72,7 +72,7 @@ def under(plan: Any, module: Any = None, **options: Any) -> dict[str, Any]:
     data = options.pop("data", None) or loader(28)  # the last batch is a short one
     used = fit(module, recsys(plan, KINDS, **options), data, callbacks=[seen, *callbacks], logger=logger)
     strategy: Any = used.strategy
-    report = strategy.balance_report if options.get("balancer") else None
+    report = strategy.balance_report if "balancer" in options else None
     return {
         "state": state_of(used),
         "losses": module.losses,
