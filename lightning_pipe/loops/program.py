@@ -30,6 +30,8 @@ class TrainingProgram:
         step: the task whose work the caller does: the optimiser step, or the whole training of a batch.
         forward: the last task of ``training_step``; with *backward*, the calls the strategy makes.
         backward: the last task of ``backward``.
+        prepared: the last task that puts another batch in the place of the transferred one, if any does. Where it runs
+            for the batch that is trained, and not ahead, the period runs up to it too: hooks see what is trained.
         alone: whether the next batch must be trained alone, all tasks in serial order.
         on_close: called once, when the program is closed.
     """
@@ -42,6 +44,7 @@ class TrainingProgram:
         step: str,
         forward: str | None = None,
         backward: str | None = None,
+        prepared: str | None = None,
         alone: Callable[[], bool] | None = None,
         on_close: Callable[[], None] | None = None,
     ) -> None:
@@ -50,6 +53,7 @@ class TrainingProgram:
         self.step = step
         self._forward = forward
         self._backward = backward
+        self._prepared = prepared
         self._alone = alone
         self._on_close = on_close
         self.current: IterContext | None = None
@@ -68,6 +72,8 @@ class TrainingProgram:
         alone = self._alone is not None and not self.pipeline.in_flight and self._alone()
         self.current = self.pipeline.begin_serial(source) if alone else self.pipeline.begin(source)
         self.pipeline.run_until(self.transfer)
+        if self._prepared is not None and (alone or not self.pipeline.plan.schedule[self._prepared].stage):
+            self.pipeline.run_until(self._prepared)
         # Its tensors were made on the transfer's stream: their memory may not be re-used while this stream uses them.
         record_use(self.current.batch)
         return self.current

@@ -1,4 +1,4 @@
-"""TorchRec recommenders: sharding, the rewrite, the eleven tasks, their plans, and a train pipeline without Lightning.
+"""TorchRec recommenders: sharding, the rewrite, the tasks, their plans, and a train pipeline without Lightning.
 
 What needs TorchRec is imported when it is asked for: an environment whose packages clash then says so, and how to mend
 it, and plans can be built and shown without TorchRec.
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_pipe.recsys.plans import PLANS, recsys_plan
 
 if TYPE_CHECKING:
+    from lightning_pipe.recsys.balancing import BatchBalancer
     from lightning_pipe.recsys.dynamic.modules import (
         DynamicEmbeddingBagCollection,
         DynamicEmbeddingCollection,
@@ -21,10 +22,12 @@ if TYPE_CHECKING:
     from lightning_pipe.recsys.sharding import ShardedModel, shard_model
     from lightning_pipe.recsys.table_optimizer import SparseOptimizer
     from lightning_pipe.recsys.tasks import RecsysActions, recsys_tasks
+    from lightning_pipe.recsys.token_weighted_loss import TokenCount, token_weighted_mean
     from lightning_pipe.recsys.train_pipeline import TrainPipeline
 
 __all__ = [
     "PLANS",
+    "BatchBalancer",
     "DynamicEmbeddingBagCollection",
     "DynamicEmbeddingCollection",
     "DynamicTable",
@@ -32,13 +35,16 @@ __all__ = [
     "RecsysActions",
     "ShardedModel",
     "SparseOptimizer",
+    "TokenCount",
     "TrainPipeline",
     "recsys_plan",
     "recsys_tasks",
     "shard_model",
+    "token_weighted_mean",
 ]
 
 _MODULES = {
+    "BatchBalancer": "balancing",
     "DynamicEmbeddingBagCollection": "dynamic.modules",
     "DynamicEmbeddingCollection": "dynamic.modules",
     "DynamicTable": "dynamic.modules",
@@ -46,9 +52,11 @@ _MODULES = {
     "RecsysActions": "tasks",
     "ShardedModel": "sharding",
     "SparseOptimizer": "table_optimizer",
+    "TokenCount": "token_weighted_loss",
     "TrainPipeline": "train_pipeline",
     "recsys_tasks": "tasks",
     "shard_model": "sharding",
+    "token_weighted_mean": "token_weighted_loss",
 }
 
 

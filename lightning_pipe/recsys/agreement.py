@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from lightning_pipe.engine.errors import InputError
 
-__all__ = ["Agreement", "describe_error"]
+__all__ = ["Agreement", "communicating_device", "describe_error"]
 
 T = TypeVar("T")
 
@@ -17,6 +17,12 @@ T = TypeVar("T")
 def describe_error(error: BaseException) -> str:
     """An error of this project says all in its message; of any other, the class belongs to the description."""
     return str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+
+
+def communicating_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """*device*, if the group's backend takes its tensors; else one whose tensors it takes, the host's if it does."""
+    types = [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
+    return device if device.type in types else torch.device("cpu" if "cpu" in types else types[0])
 
 
 class Agreement:

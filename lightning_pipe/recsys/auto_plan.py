@@ -20,6 +20,8 @@ __all__ = ["hand_written_plans", "propose_plans", "recsys_costs", "recsys_limits
 
 # What one task submits and another waits for.
 _WAITED_BY = {
+    "BalanceStart": "BalanceFinish",
+    "BalanceFinish": "BalanceFinish",
     "EmbInputDistStart": "EmbInputDistWait",
     "EmbInputDistWait": "EmbPrefetch",
     "EmbForward": "EmbForward",

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-__all__ = ["Attribute", "Item", "Path", "describe", "follow", "same_piece", "walk"]
+__all__ = ["PIECES", "Attribute", "Item", "Path", "children", "describe", "field_names", "follow", "same_piece", "walk"]
 
-_PIECES = (torch.Tensor, KeyedJaggedTensor, JaggedTensor, KeyedTensor)
+PIECES = (torch.Tensor, KeyedJaggedTensor, JaggedTensor, KeyedTensor)
 _OPAQUE = (str, bytes, bytearray, bool, int, float, complex, type, torch.nn.Module)
 
 
@@ -59,17 +59,20 @@ def walk(batch: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _walk(value: Any, path: Path, parents: tuple[int, ...]) -> Iterator[tuple[Path, Any]]:
-    if isinstance(value, _PIECES):
+    if isinstance(value, PIECES):
         yield path, value
         return
-    if value is None or isinstance(value, _OPAQUE) or id(value) in parents:
+    if id(value) in parents:
         return
     parents = (*parents, id(value))
-    for step, child in _children(value):
+    for step, child in children(value):
         yield from _walk(child, (*path, step), parents)
 
 
-def _children(value: Any) -> Iterator[tuple[Attribute | Item, Any]]:
+def children(value: Any) -> Iterator[tuple[Attribute | Item, Any]]:
+    """The steps from ``value`` to its parts, and these: entries, elements, or attributes."""
+    if value is None or isinstance(value, _OPAQUE):
+        return
     if isinstance(value, Mapping):
         yield from ((Item(key), child) for key, child in value.items())
     elif isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple: its names read better than numbers
@@ -77,10 +80,11 @@ def _children(value: Any) -> Iterator[tuple[Attribute | Item, Any]]:
     elif isinstance(value, Sequence):
         yield from ((Item(index), child) for index, child in enumerate(value))
     else:
-        yield from ((Attribute(name), getattr(value, name)) for name in _field_names(value) if hasattr(value, name))
+        yield from ((Attribute(name), getattr(value, name)) for name in field_names(value) if hasattr(value, name))
 
 
-def _field_names(value: Any) -> list[str]:
+def field_names(value: Any) -> list[str]:
+    """The attributes of an object that is neither mapping nor sequence, as declared."""
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
     else:  # attrs classes, with slots or not, carry their fields' names; everything else is asked for its attributes

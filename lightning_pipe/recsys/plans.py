@@ -1,4 +1,4 @@
-"""The recsys plans by name: the same eleven tasks, run serially, with input dist ahead, with prefetch ahead."""
+"""The recsys plans by name: the same tasks, run serially, with input dist ahead, with prefetch ahead."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import yaml
 from lightning_pipe.engine import PipelinePlan, PipelineTask, PlanError, TaskSchedule
 from lightning_pipe.engine.plan import MAIN
 from lightning_pipe.engine.plan_file import read_plan_file
+from lightning_pipe.recsys.balancing_plan import BALANCING, balancing_schedule, with_balancing, yaml_with_balancing
 
 _STEP = ("DenseForward", "LossPostprocess", "DenseBackward", "EmbBackward", "FinalizeGrads", "OptimStep")
 
@@ -60,7 +61,9 @@ def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) 
     Args:
         plan: a name (``serial``, ``base``, ``prefetch``), the path of a plan in YAML, or a plan, of which the schedule
             is taken.
-        tasks: the recsys tasks, in serial order (:func:`~lightning_pipe.recsys.tasks.recsys_tasks`).
+        tasks: the recsys tasks, in serial order (:func:`~lightning_pipe.recsys.tasks.recsys_tasks`). If those of a
+            balancer are among them, plans that do not name these have them as far ahead as the copy; if not, plans that
+            name them do without.
 
     Raises:
         PlanError: neither a known name nor a file, or a plan that these tasks cannot run under.
@@ -116,24 +119,38 @@ def _find(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) -> Pip
         if tasks[-1].name == "EmbBackward" and order:
             rest = [task for task in order if task != "EmbBackward"]
             order = (*_insert_after(rest, "OptimStep", "EmbBackward"),)
+        if order and _balanced(tasks):
+            copy, input_dist = schedule["H2DAndShuffle"], schedule["EmbInputDistStart"]
+            schedule = {**schedule, **balancing_schedule(copy.stage, input_dist.stream)}
+            order = (*with_balancing(order, copy.stage != input_dist.stage),)
         return PipelinePlan([(task, schedule.get(task.name, default)) for task in tasks], name=name, order=order)
     return _from_yaml(read_plan_file(plan, PLANS, "prefetch"), tasks)
 
 
+def _balanced(tasks: Sequence[PipelineTask]) -> bool:
+    return any(task.name in BALANCING for task in tasks)
+
+
 def _from_yaml(text: str, tasks: Sequence[PipelineTask]) -> PipelinePlan:
-    if tasks[-1].name == "EmbBackward":
-        text = _with_late_backward(text)
-    return PipelinePlan.from_yaml(text, tasks)
+    return PipelinePlan.from_yaml(_for_tasks(text, tasks), tasks)
 
 
-def _with_late_backward(text: str) -> str:
-    """The plan with ``EmbBackward`` after ``OptimStep`` in its order. Anything wrong with it stays for its reader."""
+def _for_tasks(text: str, tasks: Sequence[PipelineTask]) -> str:
+    """The plan for just these tasks. Anything wrong with it stays for its reader."""
     try:
         plan = yaml.compose(text, yaml.SafeLoader)
     except yaml.YAMLError:
         return text
     if not isinstance(plan, yaml.MappingNode):
         return text
+    yaml_with_balancing(plan, _balanced(tasks))
+    if tasks[-1].name == "EmbBackward":
+        _move_backward(plan)
+    return str(yaml.serialize(plan))
+
+
+def _move_backward(plan: yaml.MappingNode) -> None:
+    """``EmbBackward`` after ``OptimStep`` in the order."""
     for key, value in plan.value:
         if key.value == "order" and isinstance(value, yaml.SequenceNode):
             backward = [task for task in value.value if task.value == "EmbBackward"]
@@ -141,7 +158,6 @@ def _with_late_backward(text: str) -> str:
             if len(backward) == len(steps) == 1 and value.value.index(backward[0]) < value.value.index(steps[0]):
                 value.value.remove(backward[0])
                 value.value.insert(value.value.index(steps[0]) + 1, backward[0])
-    return str(yaml.serialize(plan))
 
 
 def _insert_after(order: list[str], anchor: str, task: str) -> list[str]:

@@ -18,6 +18,7 @@ from torchrec.distributed.types import NoWait
 
 from lightning_pipe.engine.captured import ByReference
 from lightning_pipe.engine.task import DeclaredIO, IterContext
+from lightning_pipe.recsys.balancing import Balance
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.embeddings import Embeddings, Features, Inputs, Requests, Splits
 from lightning_pipe.recsys.kernel_calls import KernelGradients, LookupCalls
@@ -52,6 +53,13 @@ class RecsysReplays:
         return _EFFECTS[task](self) if task in _EFFECTS else ()
 
     # ------------------------------------------------------------------ input dist
+
+    def _balance(self) -> tuple[DeclaredIO, ...]:
+        def again(ctx: IterContext, balance: Balance | None) -> None:
+            ctx.balance = None if balance is None else balance.around(ctx.batch)
+
+        # The workloads are known: to wait for the partition once more is to exchange the samples once more.
+        return (DeclaredIO(lambda ctx: ByReference(ctx.balance), again, ("balance",)),)
 
     def _splits(self) -> tuple[DeclaredIO, ...]:
         def again(ctx: IterContext, splits: Splits) -> None:
@@ -184,6 +192,7 @@ class RecsysReplays:
 
 
 _EFFECTS = {
+    "BalanceStart": RecsysReplays._balance,
     "EmbInputDistStart": RecsysReplays._splits,
     "EmbInputDistWait": RecsysReplays._requests,
     "EmbPrefetch": RecsysReplays._features,

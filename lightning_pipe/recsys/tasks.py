@@ -1,7 +1,8 @@
-"""The eleven tasks of a sharded recommender's training iteration: what to compute, and what each reads and writes.
+"""The tasks of a sharded recommender's training iteration: what to compute, and what each reads and writes.
 
 The names, and the cut of an iteration into them, follow NVIDIA's recsys-examples (``SWSerialTrainPipeline``); there
-some are no-ops, here every one works: the embedding part and the dense part have a forward and a backward each.
+some are no-ops, here every one works: the embedding part and the dense part have a forward and a backward each. They
+are eleven, and two more where samples are balanced between ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 
 from lightning_pipe.engine import IterContext, PipelineTask, State
 from lightning_pipe.engine.record_use import record_use
+from lightning_pipe.recsys.balancing import BatchBalancer
+from lightning_pipe.recsys.balancing_plan import BALANCING
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.embeddings import Embeddings
 from lightning_pipe.recsys.kernels import moves_rows_at_zero_gradient
@@ -31,6 +34,9 @@ _NOTHING = nullcontext()
 # name: (reads, writes), in the order in which a serial iteration runs them.
 _DECLARATIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "H2DAndShuffle": (("batch",), ("batch", "transfer_error")),
+    # Only where a balancer is given.
+    "BalanceStart": (("batch", "transfer_error"), ("balance",)),
+    "BalanceFinish": (("batch", "balance"), ("batch", "balance")),
     "EmbInputDistStart": (("batch", "transfer_error"), ("splits",)),
     "EmbInputDistWait": (("splits",), ("input_requests",)),
     "EmbPrefetch": (("input_requests",), ("features",)),
@@ -73,6 +79,7 @@ class RecsysActions:
             those of the tables are to be scaled by. The tasks must be scaled late, and the rewrite split backward.
         agree_overflow: whether ranks agree, after each dense backward, if any of the embeddings' gradients is infinite
             or not a number; if so the tables are not trained. With loss scaling.
+        balancer: exchanges samples between ranks; open.
     """
 
     def __init__(
@@ -90,6 +97,7 @@ class RecsysActions:
         lookup_context: Callable[[], AbstractContextManager[Any]] | None = None,
         clip: Callable[[Embeddings], torch.Tensor] | None = None,
         agree_overflow: bool = False,
+        balancer: BatchBalancer | None = None,
     ) -> None:
         self._rewrite = rewrite
         self._tables_backward = rewrite.tables_backward
@@ -104,12 +112,13 @@ class RecsysActions:
         self._lookup_context = lookup_context
         self._clip = clip
         self._agree_overflow = agree_overflow
+        self.balancer = balancer
         self.replays = RecsysReplays(rewrite, reducer)
         # An output that no rank used has zeros for its gradient, which is nothing to some table optimisers only.
         self._agree_unused = any(moves_rows_at_zero_gradient(module) for module in rewrite.modules.values())
 
     def h2d_and_shuffle(self, ctx: IterContext) -> None:
-        """Move the batch to the device. (Balancing samples between ranks will find its place here.)"""
+        """Move the batch to the device. Where samples are balanced between ranks, the next two tasks do."""
         ctx.transfer_error = None
         try:
             ctx.batch = self._transfer(ctx.batch)
@@ -118,6 +127,25 @@ class RecsysActions:
                 raise
             # The others would wait for this rank: it says so in the input dist, where all of them raise.
             ctx.transfer_error = error
+
+    def balance_start(self, ctx: IterContext) -> None:
+        """Submit the all-gather of the samples' workloads; a thread of the balancer's makes the partition of it.
+
+        Without grad mode (evaluation) samples stay: what the step returns belongs to the rank's own.
+        """
+        assert self.balancer is not None
+        ctx.balance = None
+        if torch.is_grad_enabled():
+            record_use(ctx.batch)
+            ctx.balance = self.balancer.start(ctx.batch, ctx.transfer_error)
+
+    def balance_finish(self, ctx: IterContext) -> None:
+        """Wait for the partition and exchange samples."""
+        assert self.balancer is not None
+        if ctx.balance is not None:
+            record_use(ctx.batch)
+            ctx.batch = self.balancer.finish(ctx.batch, ctx.balance)
+        del ctx.balance
 
     def emb_input_dist_start(self, ctx: IterContext) -> None:
         """Permute the features and submit the all-to-all of splits, all modules in one."""
@@ -227,15 +255,20 @@ class _Bound:
         return self._step(self._batch)
 
 
-def recsys_tasks(actions: RecsysActions | None = None, *, scaled_late: bool = False) -> list[PipelineTask]:
-    """The eleven tasks, in serial order.
+def recsys_tasks(
+    actions: RecsysActions | None = None, *, scaled_late: bool = False, balanced: bool = False
+) -> list[PipelineTask]:
+    """The eleven tasks, in serial order; with ``BalanceStart`` and ``BalanceFinish`` if the actions have a balancer.
 
     Args:
         actions: what they do; without it they are declarations, enough to build, check and show a plan.
+        balanced: without actions, whether the tasks of a balancer are among them.
         scaled_late: what becomes of the gradients of the embeddings is known only in the optimiser step, which scales
             them (clipping by a global norm) or skips them (loss scaling): ``EmbBackward`` then comes after it.
     """
-    names = list(_DECLARATIONS)
+    if actions is not None:
+        balanced = actions.balancer is not None
+    names = [name for name in _DECLARATIONS if balanced or name not in BALANCING]
     if scaled_late:
         names.remove("EmbBackward")
         names.append("EmbBackward")
@@ -253,6 +286,8 @@ def recsys_tasks(actions: RecsysActions | None = None, *, scaled_late: bool = Fa
 
 _METHODS = {
     "H2DAndShuffle": RecsysActions.h2d_and_shuffle,
+    "BalanceStart": RecsysActions.balance_start,
+    "BalanceFinish": RecsysActions.balance_finish,
     "EmbInputDistStart": RecsysActions.emb_input_dist_start,
     "EmbInputDistWait": RecsysActions.emb_input_dist_wait,
     "EmbPrefetch": RecsysActions.emb_prefetch,

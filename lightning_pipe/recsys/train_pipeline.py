@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.optim.keyed import KeyedOptimizer
 
 from lightning_pipe.engine import IterContext, PipelineError, PipelinePlan, SetupError, SWPipeline, TaskError
+from lightning_pipe.recsys.balancing import BalanceReport, BatchBalancer, make_balancer
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.embeddings import Embeddings
 from lightning_pipe.recsys.gradient_norm import clip_by_global_norm
@@ -52,6 +53,9 @@ class TrainPipeline:
         detect_nan: check the loss on all ranks together; costs a small all-reduce a batch.
         max_norm: scale all gradients of a batch, the tables' included, so that their norm is at most this; None for no
             limit. It takes a model of ``shard_model``.
+        balancer: exchanges samples between ranks, so that all have about as much to do: a
+            :class:`~lightning_pipe.recsys.balancing.BatchBalancer`, its arguments as a mapping, or True for its
+            defaults. Batches of a model in evaluation mode stay as they are.
         input_group: process group of the input dist; by default a new one over the world, which every rank must make.
 
     Raises:
@@ -85,11 +89,13 @@ class TrainPipeline:
         ids_on_wire: IdsOnWire = "auto",
         detect_nan: bool = False,
         max_norm: float | None = None,
+        balancer: bool | Mapping[str, Any] | BatchBalancer | None = None,
         input_group: dist.ProcessGroup | None = None,
     ) -> None:
         recsys_plan(plan, recsys_tasks())  # refused before anything is made
         sharded = model if isinstance(model, ShardedModel) else None
         clip = None if max_norm is None else _clipping(model, max_norm)
+        self._balancer = make_balancer(balancer)
         self._model: nn.Module = model.module if isinstance(model, ShardedModel) else model
         self._forward = self._model if custom_model_fwd is None else custom_model_fwd
         self._optimizer = optimizer
@@ -107,6 +113,9 @@ class TrainPipeline:
                 # Not the input group: the input dists of later batches run while gradients are reduced.
                 reducer = DenseGradientReducer(sharded.dense_parameters(), _new_group(undo))
                 undo.callback(reducer.close)
+            if self._balancer is not None:
+                undo.callback(self._balancer.close)
+                self._balancer.open(None if world is None else _new_group(undo), world, device)
             self.rewrite = ModelRewrite(
                 self._model,
                 method=rewrite,
@@ -130,6 +139,7 @@ class TrainPipeline:
                 after_embedding_backward=sharded.step_data_parallel_tables if sharded else None,
                 check_loss=(lambda loss: check_finite_loss(loss, world)) if detect_nan else None,
                 clip=clip,
+                balancer=self._balancer,
             )
             tasks = recsys_tasks(actions, scaled_late=clip is not None)
             self.pipeline = SWPipeline(recsys_plan(plan, tasks), device, world)
@@ -168,6 +178,17 @@ class TrainPipeline:
             self.close()
             raise
         return None if ctx.output is None else ctx.output[1]
+
+    @property
+    def balance_report(self) -> BalanceReport:
+        """How uneven the work of ranks was before samples were exchanged, and after.
+
+        Raises:
+            SetupError: there is no balancer.
+        """
+        if self._balancer is None:
+            raise SetupError("this TrainPipeline has no balancer; give it balancer=True")
+        return self._balancer.report
 
     def _train_next(self, dataloader_iter: Iterator[Any]) -> IterContext:
         if self.rewrite.records and not self.rewrite.resolved and not self.pipeline.in_flight:

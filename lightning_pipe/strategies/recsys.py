@@ -35,6 +35,7 @@ from lightning_pipe.loops.default_program import default_evaluation
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.recsys.auto_plan import hand_written_plans, propose_plans
+from lightning_pipe.recsys.balancing import BalanceReport, BatchBalancer, make_balancer
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.ids_on_wire import IdsOnWire, check_ids_on_wire
 from lightning_pipe.recsys.kernel_calls import check_tables_wait
@@ -103,6 +104,9 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             few; or ``"int32"``, which refuses a module with a larger table.
         validate_ids: check that every id is inside its table before the lookup; costs a pass over the ids.
         detect_nan: check the loss on all ranks together; costs a small all-reduce and, on a GPU, a synchronisation.
+        balancer: exchange samples between ranks in training, so that all have about as much to do: ``True``, or the
+            arguments of :class:`~lightning_pipe.recsys.balancing.BatchBalancer`, or one of these. What it does for the
+            batches is in :attr:`balance_report`.
         uneven_batches: where some ranks have fewer batches, end the epoch with the ``shortest``, or raise an ``error``.
         exploration: of ``"auto"``: ``iterations``, ``rounds``, ``extra_rounds``, ``found`` and ``replan_above`` of
             :class:`~lightning_pipe.loops.auto_program.Exploration`.
@@ -137,6 +141,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         ids_on_wire: IdsOnWire = "auto",
         validate_ids: bool = False,
         detect_nan: bool = False,
+        balancer: bool | Mapping[str, Any] | BatchBalancer | None = None,
         uneven_batches: Uneven = "shortest",
         exploration: Mapping[str, Any] | None = None,
         max_in_flight: int = IN_FLIGHT,
@@ -177,6 +182,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         self._ids_on_wire: IdsOnWire = ids_on_wire
         self._validate_ids = validate_ids
         self._detect_nan = detect_nan
+        self._balancer = make_balancer(balancer)
         self._pipelined_evaluation = pipelined_evaluation
         self._asked = {
             "sparse_optimizer": sparse_optimizer,
@@ -210,6 +216,13 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         if self._program is None:
             raise SetupError("there is no pipeline; Trainer.fit makes one when training begins")
         return self._program.pipeline
+
+    @property
+    def balance_report(self) -> BalanceReport:
+        """How uneven the work of ranks was before samples were exchanged, and after; the same on every rank."""
+        if self._balancer is None:
+            raise SetupError("samples are not balanced between ranks; give the strategy balancer=True")
+        return self._balancer.report
 
     def start_trace(self) -> None:
         """Record when and where each task runs from now on."""
@@ -295,6 +308,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         if scaled_late:
             check_tables_wait(sharded.sharded_modules)
 
+        if self._balancer is not None:
+            self._balancer.open(self._group("balance"), dist.group.WORLD, self.root_device)
         rewrite = self._rewrite = self._make_rewrite("training_step", split_backward=clips_gradients(trainer))
         tables = self._table_gradients = (
             TableGradients(self.precision_plugin, sharded, self.root_device, self._batch_in_training)
@@ -318,6 +333,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             check_loss=(lambda loss: check_finite_loss(loss, self._group("dense"))) if self._detect_nan else None,
             lookup_context=self.precision_plugin.forward_context,
             agree_overflow=loss_scaler(self.precision_plugin) is not None,
+            balancer=self._balancer,
         )
         tasks = recsys_tasks(actions, scaled_late=scaled_late)
         arguments: dict[str, Any] = {
@@ -325,6 +341,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             "forward": "LossPostprocess",
             "backward": "FinalizeGrads",
             "step": "OptimStep",
+            "prepared": None if self._balancer is None else "BalanceFinish",
             "alone": lambda: rewrite.records and not rewrite.resolved,
             "on_close": close,
         }
@@ -435,6 +452,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             precision=self.precision_plugin,
             rewrite=partial(self._make_rewrite, "training_step", split_backward=clips_gradients(module.trainer)),
             before_lookup=self._update_table_learning_rates,
+            balancer=self._balancer,
             loss_of=_lightning_loss,
             plan=plan,
             device=self.root_device,
@@ -623,6 +641,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             evaluation.close()
         self._evaluations = []
         self._table_gradients = None
+        if self._balancer is not None:
+            self._balancer.close()
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, SWPipeline, TaskProfiler
 from lightning_pipe.loops.random_streams import get_states, set_states
+from lightning_pipe.recsys.balancing import BatchBalancer
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.embeddings import Embeddings
 from lightning_pipe.recsys.gradient_norm import clip_by_global_norm
@@ -43,6 +44,7 @@ class Profiled:
         precision: the plugin.
         rewrite: makes one of the module, in the place of the training's, which must be set aside.
         before_lookup: as of training.
+        balancer: of training, open; None where there is none.
         loss_of: as of training.
         plan: that is measured.
         device: where it trains.
@@ -56,6 +58,7 @@ class Profiled:
     precision: Precision
     rewrite: Callable[[], ModelRewrite]
     before_lookup: Callable[[], None]
+    balancer: BatchBalancer | None
     loss_of: Callable[[Any], torch.Tensor | None]
     plan: PipelinePlan
     device: torch.device
@@ -80,6 +83,7 @@ def profile_tables(
     clip_value = of.trainer.gradient_clip_val
     clip = partial(_clip, of.sharded, float(clip_value)) if clip_value else None
     rewrite = of.rewrite()
+    report = None if of.balancer is None else of.balancer.report
     try:
         actions = RecsysActions(
             rewrite,
@@ -92,6 +96,7 @@ def profile_tables(
             after_embedding_backward=of.sharded.step_data_parallel_tables,
             lookup_context=of.precision.forward_context,
             clip=clip,
+            balancer=of.balancer,
         )
         found = recsys_tasks(actions, scaled_late=clip is not None)
         plan = recsys_plan(of.plan, found)
@@ -112,6 +117,8 @@ def profile_tables(
                 keeper.put_back(kept)
     finally:
         rewrite.restore()
+        if of.balancer is not None and report is not None:
+            of.balancer.report = report
 
 
 class _Keeper:

@@ -1,0 +1,223 @@
+"""What balancing samples between ranks is worth where histories have very different lengths, and what it costs.
+
+``python benchmarks/balancing.py`` starts two ranks (Gloo over loopback, one thread each). A sample has a history whose
+length is drawn from a lognormal distribution; a model looks all of it up and runs a small network over every item of
+it, so that a sample costs as much as its history is long. The same batches are trained in three ways, which take turns
+in every round:
+
+unbalanced
+    as they come;
+balanced
+    with a BatchBalancer, its gather, partition and exchange included;
+perfect
+    the same global batches, dealt out beforehand as the partition says: the same work, and nothing to exchange.
+
+Printed are the medians of the slower rank's step times and their quartiles, and the ratio of balanced to perfect, which
+should be at most 1.10; how uneven the batches were; and how long the partition of 8 ranks x 4,096 samples takes (at
+most 15 ms), while another Python thread counts, which it can only where the interpreter's lock is not held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+
+from lightning_pipe.recsys import TrainPipeline, shard_model
+from lightning_pipe.recsys.partition import imbalance, loads_of, partition
+
+WAYS = ("unbalanced", "balanced", "perfect")
+
+
+@dataclass
+class Batch:
+    """Histories and labels of a rank's samples."""
+
+    history: KeyedJaggedTensor
+    label: torch.Tensor
+
+
+class Model(nn.Module):
+    """A network over every item of a history; its mean over them is the sample's score."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__()
+        table = EmbeddingConfig(
+            name="table", embedding_dim=options.width, num_embeddings=options.items, feature_names=["history"]
+        )
+        self.tables = EmbeddingCollection(tables=[table], device=torch.device("meta"))
+        self.over = nn.Sequential(
+            nn.Linear(options.width, options.hidden), nn.ReLU(), nn.Linear(options.hidden, options.hidden), nn.ReLU()
+        )
+        self.score = nn.Linear(options.hidden, 1)
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, None]:
+        history = self.tables(batch.history)["history"]
+        lengths = history.lengths()
+        samples = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        items = self.score(self.over(history.values()))[:, 0]
+        scores = torch.zeros(len(lengths)).index_add(0, samples, items) / lengths.clamp(min=1)
+        return nn.functional.binary_cross_entropy_with_logits(scores, batch.label), None
+
+
+def histories(options: argparse.Namespace, ranks: int) -> list[np.ndarray[Any, Any]]:
+    """Of each global batch the lengths, rank by rank."""
+    random = np.random.default_rng(options.seed)
+    drawn = random.lognormal(np.log(options.median), options.sigma, (options.batches, ranks * options.batch))
+    return list(np.clip(drawn.round(), 1, options.longest).astype(np.int64))
+
+
+def rank_batch(lengths: np.ndarray[Any, Any], samples: np.ndarray[Any, Any], options: argparse.Namespace) -> Batch:
+    """The batch of a rank that has these samples; a sample is the same whoever has it."""
+    ids = [
+        torch.from_numpy(np.random.default_rng(int(one)).integers(0, options.items, lengths[one])) for one in samples
+    ]
+    history = KeyedJaggedTensor(["history"], torch.cat(ids), lengths=torch.from_numpy(lengths[samples]))
+    return Batch(history, torch.from_numpy(samples % 2).float())
+
+
+def train(rank: int, ranks: int, options: argparse.Namespace, store: str) -> None:
+    """One rank: trains all three ways in turns; rank 0 prints."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    source = np.repeat(np.arange(ranks, dtype=np.int32), options.batch)
+    data: dict[str, list[Batch]] = {"unbalanced": [], "perfect": []}
+    for lengths in histories(options, ranks):
+        for way, owner in {"unbalanced": source, "perfect": partition(lengths, source, ranks)}.items():
+            data[way].append(rank_batch(lengths, np.flatnonzero(owner == rank), options))
+    data["balanced"] = data["unbalanced"]
+    pipelines = {way: pipeline_of(options, way == "balanced") for way in WAYS}
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    for turn in range(options.rounds + 1):
+        for way in WAYS if turn % 2 else reversed(WAYS):
+            seconds = round_of(pipelines[way], data[way])
+            if turn:  # the first one builds and warms up
+                times[way] += seconds
+    report = pipelines["balanced"].balance_report
+    for pipeline in pipelines.values():
+        pipeline.close()
+    everyone: list[dict[str, list[float]]] = [{}] * ranks
+    dist.all_gather_object(everyone, times)
+    if rank == 0:
+        show(everyone, report)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def pipeline_of(options: argparse.Namespace, balanced: bool) -> TrainPipeline:
+    torch.manual_seed(1)
+    constraints = {"table": {"sharding_types": ["row_wise"]}}
+    optimizer = {"class_path": "torchrec.optim.RowWiseAdagrad", "init_args": {"lr": 0.05}}
+    world = dist.group.WORLD
+    assert world is not None
+    cpu = torch.device("cpu")
+    model = shard_model(Model(options), device=cpu, group=world, sparse_optimizer=optimizer, constraints=constraints)
+    dense = torch.optim.SGD([parameter for _, parameter in model.dense_parameters()], lr=0.05)
+    return TrainPipeline(model, dense, cpu, options.plan, balancer=balanced)
+
+
+def round_of(pipeline: TrainPipeline, data: list[Batch]) -> list[float]:
+    """Seconds of each step but the first and the last ones, in which the pipeline fills and drains."""
+    feed, marks = iter(data), []
+    dist.barrier()
+    while True:
+        try:
+            pipeline.progress(feed)
+        except StopIteration:
+            break
+        marks.append(time.perf_counter())
+    steps = [end - begin for begin, end in pairwise(marks)]
+    return steps[2:-3]
+
+
+def show(everyone: list[dict[str, list[float]]], report: Any) -> None:
+    # The slower rank's: the other one waits for it.
+    steps = {way: [max(of_ranks) for of_ranks in zip(*(one[way] for one in everyone), strict=True)] for way in WAYS}
+    medians = {way: statistics.median(seconds) for way, seconds in steps.items()}
+    print(f"{'':<11}{'median':>10}{'quartiles':>20}{'to perfect':>12}")
+    for way in WAYS:
+        low, _, high = statistics.quantiles(steps[way], n=4)
+        quartiles = f"{low * 1e3:.1f} - {high * 1e3:.1f} ms"
+        print(f"{way:<11}{medians[way] * 1e3:>7.1f} ms{quartiles:>20}{medians[way] / medians['perfect']:>12.3f}")
+    print(
+        f"{len(steps['perfect'])} steps each; balanced / perfect {medians['balanced'] / medians['perfect']:.3f} (1.10)"
+    )
+    print(f"work of the slowest rank over the mean: {report.mean_before:.3f} before, {report.mean_after:.3f} after")
+
+
+def partition_time(ranks: int, samples: int, repeats: int = 20) -> None:
+    """Of the partition, and how far another thread counts meanwhile, to how far it counts alone."""
+    random = np.random.default_rng(0)
+    workloads = random.lognormal(4, 1.2, ranks * samples).round()
+    source = np.repeat(np.arange(ranks, dtype=np.int32), samples)
+    found = partition(workloads, source, ranks)
+    seconds = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        partition(workloads, source, ranks)
+        seconds.append(time.perf_counter() - begun)
+    median = statistics.median(seconds)
+    before, after = (imbalance(loads_of(workloads, of, ranks)) for of in (source, found))
+    print(f"partition of {ranks} x {samples:,}: {median * 1e3:.1f} ms (15), {before:.3f} -> {after:.4f}", end="; ")
+    alone = counted(lambda: time.sleep(median * repeats))
+    beside = counted(lambda: [partition(workloads, source, ranks) for _ in range(repeats)])
+    print(f"a Python thread counts {beside / alone:.0%} as fast beside it as alone")
+
+
+def counted(body: Any) -> float:
+    """How often a second another thread counts while *body* runs."""
+    count, over = 0, threading.Event()
+
+    def run() -> None:
+        nonlocal count
+        while not over.is_set():
+            count += 1
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    begun = time.perf_counter()
+    body()
+    seconds, at_end = time.perf_counter() - begun, count
+    over.set()
+    thread.join()
+    return at_end / seconds
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--plan", default="base")
+    parser.add_argument("--batch", type=int, default=64, help="samples a rank")
+    parser.add_argument("--batches", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--median", type=float, default=30.0, help="of the lengths of histories")
+    parser.add_argument("--sigma", type=float, default=2.0, help="of their logarithms: how skewed they are")
+    parser.add_argument("--longest", type=int, default=4000)
+    parser.add_argument("--items", type=int, default=20_000)
+    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    partition_time(8, 4096)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["LOCAL_WORLD_SIZE"] = str(options.ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(train, (options.ranks, options, f"{folder}/store"), nprocs=options.ranks)
+
+
+if __name__ == "__main__":
+    main()
