@@ -12,7 +12,7 @@ the period on::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -32,6 +32,7 @@ class TrainingProgram:
         backward: the last task of ``backward``.
         alone: whether the next batch must be trained alone, all tasks in serial order.
         on_close: called once, when the program is closed.
+        on_give_up: called with the contexts of batches that are not going to be trained, before they are let go of.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class TrainingProgram:
         backward: str | None = None,
         alone: Callable[[], bool] | None = None,
         on_close: Callable[[], None] | None = None,
+        on_give_up: Callable[[Sequence[IterContext]], None] | None = None,
     ) -> None:
         self.pipeline = pipeline
         self.transfer = transfer
@@ -52,6 +54,7 @@ class TrainingProgram:
         self._backward = backward
         self._alone = alone
         self._on_close = on_close
+        self._on_give_up = on_give_up
         self.current: IterContext | None = None
 
     @property
@@ -115,6 +118,8 @@ class TrainingProgram:
     def abandon(self) -> int:
         """Give up the batches in flight, returning how many those were."""
         self.current = None
+        if self._on_give_up is not None:
+            self._on_give_up(self.pipeline.in_flight)
         return self.pipeline.abandon()
 
     def close(self) -> None:

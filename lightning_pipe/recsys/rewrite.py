@@ -27,7 +27,14 @@ from lightning_pipe.recsys.boundary import without_gradient
 from lightning_pipe.recsys.call_arguments import Arguments, CallArguments, PostprocessResults, same_arguments
 from lightning_pipe.recsys.embeddings import Embeddings, Features, Inputs, Requests, Splits, record_stream
 from lightning_pipe.recsys.input_dist import answer_without_splits, fusing, send_splits
-from lightning_pipe.recsys.kernel_calls import LookupCalls, capture_calls, check_capturable
+from lightning_pipe.recsys.kernel_calls import (
+    LookupCalls,
+    can_follow_rates,
+    capture_calls,
+    check_capturable,
+    has_dense_kernels,
+    trains_only_tables,
+)
 from lightning_pipe.recsys.kernels import evaluating, prefetches_set_aside
 from lightning_pipe.recsys.outputs import wait_output
 from lightning_pipe.recsys.record import Recorder
@@ -53,9 +60,12 @@ class ModelRewrite:
             thread. None: the input group.
         validate_ids: check every id against its table before it is sent.
         split_backward: keep what the lookups were called with, so that ``tables_backward`` can stop in front of them.
+        look_ahead: keep it, as far as can be, for lookups before the batch before is trained: learning rates may change
+            until the batch's own turn.
 
     Attributes:
         splits_backward: as ``split_backward``.
+        looks_ahead: as ``look_ahead``, if all modules can.
         tables_backward: what ``backward`` calls, and its two halves.
 
     Raises:
@@ -73,12 +83,14 @@ class ModelRewrite:
         agree_group: dist.ProcessGroup | None = None,
         validate_ids: bool = False,
         split_backward: bool = False,
+        look_ahead: bool = False,
     ) -> None:
         model = get_unwrapped_module(model)
         self._sharded = find_sharded(model, validate_ids)
         self.splits_backward = split_backward
         if split_backward:
             check_capturable(self.modules)
+        self.looks_ahead = look_ahead and all(map(can_follow_rates, self.modules.values()))
         first = next(iter(self._sharded.values()))
         self._device = first.device
         group = input_group if input_group is not None else first.own_group
@@ -112,6 +124,16 @@ class ModelRewrite:
     def has_peers(self) -> bool:
         """Whether other ranks take part: what one rank does not do, they would wait for."""
         return self._group is not None
+
+    @property
+    def only_tables(self) -> bool:
+        """Whether the sharded modules train tables alone, and no feature processors."""
+        return all(map(trains_only_tables, self.modules.values()))
+
+    @property
+    def has_replicated_tables(self) -> bool:
+        """Whether this rank looks up tables that every rank holds, which no kernel trains."""
+        return any(map(has_dense_kernels, self.modules.values()))
 
     @property
     def attached(self) -> bool:
@@ -414,7 +436,8 @@ class ModelRewrite:
         return call
 
     def _capturing(self, module: torch.nn.Module) -> AbstractContextManager[LookupCalls | None]:
-        return capture_calls(module) if self.splits_backward and torch.is_grad_enabled() else nullcontext()
+        captures = self.splits_backward or self.looks_ahead
+        return capture_calls(module) if captures and torch.is_grad_enabled() else nullcontext()
 
     def _current_stream(self) -> torch.Stream | None:
         return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None

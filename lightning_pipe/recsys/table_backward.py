@@ -40,11 +40,16 @@ class TableBackward:
     def run(self, embeddings: Embeddings, scale: torch.Tensor | float | None, agree_unused: bool) -> None:
         """All of it, or after ``begin`` the second half. Optimisers fused into the lookups step here.
 
+        A kernel takes its learning rate when it looks up. Where that has changed since then, and the calls were
+        captured, the kernel is called once more, for a backward with the present rate.
+
         Args:
             embeddings: of the step; it lets go of its outputs and gradients.
             scale: multiplies every gradient.
             agree_unused: leave out a module whose output no rank used; without effect after ``begin``.
         """
+        if embeddings.kernel_gradients is None and not _have_present_rates(embeddings):
+            self.begin(embeddings, agree_unused)
         if embeddings.kernel_gradients is not None:
             _through_kernels(embeddings.kernel_gradients, scale)
         elif calls := self._calls(embeddings, agree_unused):
@@ -89,6 +94,15 @@ class TableBackward:
         return calls
 
 
+def _have_present_rates(embeddings: Embeddings) -> bool:
+    return all(
+        kernel.has_present_rate
+        for call in embeddings.calls
+        if call.lookups is not None
+        for kernel in call.lookups.kernels
+    )
+
+
 def _to_kernels(calls: Sequence[ModuleCall]) -> KernelGradients:
     captured = [call.lookups for call in calls if call.lookups is not None]
     kernels = [kernel for lookups in captured for kernel in lookups.kernels]
@@ -116,7 +130,7 @@ def _through_kernels(left: KernelGradients, scale: torch.Tensor | float | None) 
     if left.calls:
         _will_be_used(left.gradients)
         gradients = left.gradients if scale is None else [gradient * scale for gradient in left.gradients]
-        torch.autograd.backward([call.output for call in left.calls], gradients)
+        torch.autograd.backward([call.with_present_rate() for call in left.calls], gradients)
     if scale is not None:
         for weights in left.replicated:
             assert weights.grad is not None

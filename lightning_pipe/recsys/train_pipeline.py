@@ -19,7 +19,7 @@ from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.embeddings import Embeddings
 from lightning_pipe.recsys.gradient_norm import clip_by_global_norm
 from lightning_pipe.recsys.loss_check import check_finite_loss
-from lightning_pipe.recsys.plans import recsys_plan
+from lightning_pipe.recsys.plans import looks_ahead, recsys_plan
 from lightning_pipe.recsys.rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding import ShardedModel
 from lightning_pipe.recsys.tasks import RecsysActions, recsys_tasks
@@ -84,7 +84,7 @@ class TrainPipeline:
         max_norm: float | None = None,
         input_group: dist.ProcessGroup | None = None,
     ) -> None:
-        recsys_plan(plan, recsys_tasks())  # refused before anything is made
+        declared = recsys_plan(plan, recsys_tasks())  # refused before anything is made
         sharded = model if isinstance(model, ShardedModel) else None
         clip = None if max_norm is None else _clipping(model, max_norm)
         self._model: nn.Module = model.module if isinstance(model, ShardedModel) else model
@@ -112,10 +112,11 @@ class TrainPipeline:
                 agree_group=world,
                 validate_ids=validate_ids,
                 split_backward=clip is not None,
+                look_ahead=looks_ahead(declared),
             )
             undo.callback(self.rewrite.restore)
             _refuse_late_gradients(self._model, self.rewrite)
-            actions = RecsysActions(
+            self._actions = actions = RecsysActions(
                 self.rewrite,
                 transfer=lambda batch: move_batch(batch, device),
                 training_step=self._training_step,
@@ -172,7 +173,7 @@ class TrainPipeline:
             self.pipeline.begin(dataloader_iter)
             ended = len(self.pipeline.in_flight) <= self.pipeline.plan.max_stage
             if ended and not self._execute_all_batches:
-                self.pipeline.abandon()
+                self.reset()
                 raise StopIteration
         return self.pipeline.finish()
 
@@ -201,10 +202,13 @@ class TrainPipeline:
 
     def reset(self) -> None:
         """Give up the batches in flight; the next :meth:`progress` starts afresh. All ranks must do so at one point."""
+        self._actions.give_up(self.pipeline.in_flight)
         self.pipeline.abandon()
 
     def close(self) -> None:
         """End the worker threads, restore the model and leave the process groups. May be called again."""
+        if not self._closed:
+            self._actions.give_up(self.pipeline.in_flight)
         self._closed = True
         self._undo.close()
 
