@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from lightning_pipe.engine import IterContext, PipelineError, PipelinePlan, SetupError, SWPipeline, TaskError
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.embeddings import Embeddings
+from lightning_pipe.recsys.evaluation import PipelinedEvaluation, training_set_aside
 from lightning_pipe.recsys.gradient_norm import clip_by_global_norm
 from lightning_pipe.recsys.loss_check import check_finite_loss
 from lightning_pipe.recsys.plans import looks_ahead, recsys_plan
@@ -130,6 +131,19 @@ class TrainPipeline:
             )
             tasks = recsys_tasks(actions, scaled_late=clip is not None)
             self.pipeline = SWPipeline(recsys_plan(plan, tasks), device, world)
+            self._evaluating = False
+            self._evaluation: PipelinedEvaluation | None = None
+            self._new_evaluation = lambda: PipelinedEvaluation(
+                self._model,
+                self._training_step,
+                lambda batch: move_batch(batch, device),
+                self.pipeline.plan,
+                method=rewrite,
+                input_group=input_group,
+                validate_ids=validate_ids,
+                device=device,
+                group=world,
+            )
             undo.callback(self.pipeline.close)
             self._undo = undo.pop_all()
 
@@ -147,12 +161,57 @@ class TrainPipeline:
             InputError: a batch cannot be trained; on every rank, whichever has the batch. Closes the pipeline.
             TaskError: the model, the optimiser or the iterator raised. Closes the pipeline.
         """
+        self._refuse_while_evaluating()
         if not self.rewrite.attached:
             self.attach()
+        with self._closed_by_errors(), nullcontext() if self._model.training else torch.no_grad():
+            ctx = self._train_next(dataloader_iter)
+        return None if ctx.output is None else ctx.output[1]
+
+    def evaluate(self, dataloader_iter: Iterator[Any]) -> Generator[Any, None, None]:
+        """Run the model on batches without training them, between two calls of :meth:`progress`.
+
+        Training batches in flight stay in flight, and training goes on as it would have without. The evaluation is
+        pipelined too, as far ahead as the plan says, and by itself: no training batch takes part.
+
+        Args:
+            dataloader_iter: gives batches on the host, on every rank as many.
+
+        Yields:
+            The second element of what the model returned for each, in evaluation mode and under ``no_grad``. Training
+            goes on when the last one was yielded, or the generator is closed; all ranks must stop at one batch.
+
+        Raises:
+            SetupError: another evaluation is not over, or the pipeline is closed.
+            InputError: a batch cannot be fed to the model; on every rank. Closes the pipeline.
+            TaskError: the model or the iterator raised. Closes the pipeline.
+        """
+        self._refuse_while_evaluating()
+        self.attach()
+        self._evaluating = True
         try:
-            with nullcontext() if self._model.training else torch.no_grad():
-                ctx = self._train_next(dataloader_iter)
-        except StopIteration:
+            with self._closed_by_errors(), training_set_aside(self.pipeline, self.rewrite):
+                if self._evaluation is None:
+                    self._evaluation = self._new_evaluation()
+                    self._undo.callback(self._evaluation.close)
+                with closing(self._evaluation.run(dataloader_iter)) as outputs:
+                    for output in outputs:
+                        yield None if output is None else output[1]
+        finally:
+            self._evaluating = False
+
+    def _refuse_while_evaluating(self) -> None:
+        if self._evaluating:
+            raise SetupError(
+                "an evaluation is not over, but the pipeline is to go on; take all that evaluate() yields, or call the"
+                " generator's close()"
+            )
+
+    @contextmanager
+    def _closed_by_errors(self) -> Generator[None, None, None]:
+        try:
+            yield
+        except (StopIteration, GeneratorExit):
             raise
         except TaskError as error:
             self.close()
@@ -164,7 +223,6 @@ class TrainPipeline:
         except BaseException:
             self.close()
             raise
-        return None if ctx.output is None else ctx.output[1]
 
     def _train_next(self, dataloader_iter: Iterator[Any]) -> IterContext:
         if self.rewrite.records and not self.rewrite.resolved and not self.pipeline.in_flight:
