@@ -15,6 +15,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.optim.keyed import KeyedOptimizer
 
 from lightning_pipe.engine import IterContext, PipelineError, PipelinePlan, SetupError, SWPipeline, TaskError
+from lightning_pipe.recsys.accumulation import Accumulation
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.embeddings import Embeddings
 from lightning_pipe.recsys.evaluation import PipelinedEvaluation, training_set_aside
@@ -49,6 +50,9 @@ class TrainPipeline:
         rewrite: how the inputs of the sharded modules are found in a batch.
         validate_ids: check that ids are inside their tables before the lookup.
         detect_nan: check the loss on all ranks together; costs a small all-reduce a batch.
+        accumulate: how many batches' gradients a step of the optimiser takes, each of its loss over as many. Tables
+            step in every batch, with the gradients of the same. What is not full when the data end goes on with the
+            next iterator. It takes a model of ``shard_model`` and no ``max_norm``.
         max_norm: scale all gradients of a batch, the tables' included, so that their norm is at most this; None for no
             limit. It takes a model of ``shard_model``.
         input_group: process group of the input dist; by default a new one over the world, which every rank must make.
@@ -82,15 +86,20 @@ class TrainPipeline:
         rewrite: Literal["auto", "record", "direct", "fx"] = "auto",
         validate_ids: bool = False,
         detect_nan: bool = False,
+        accumulate: int = 1,
         max_norm: float | None = None,
         input_group: dist.ProcessGroup | None = None,
     ) -> None:
         declared = recsys_plan(plan, recsys_tasks())  # refused before anything is made
         sharded = model if isinstance(model, ShardedModel) else None
         clip = None if max_norm is None else _clipping(model, max_norm)
+        if clip is not None and accumulate != 1:
+            raise SetupError(
+                f"max_norm is {max_norm} and accumulate is {accumulate}, but tables step in every batch, before the"
+                " norm of a step's gradients is known; leave one of them out"
+            )
         self._model: nn.Module = model.module if isinstance(model, ShardedModel) else model
         self._forward = self._model if custom_model_fwd is None else custom_model_fwd
-        self._optimizer = optimizer
         self._execute_all_batches = execute_all_batches
         self._closed = False
         device = torch.device(device)
@@ -105,6 +114,7 @@ class TrainPipeline:
                 # Not the input group: the input dists of later batches run while gradients are reduced.
                 reducer = DenseGradientReducer(sharded.dense_parameters(), _new_group(undo))
                 undo.callback(reducer.close)
+            self._accumulation = Accumulation(accumulate, optimizer, reducer)
             self.rewrite = ModelRewrite(
                 self._model,
                 method=rewrite,
@@ -121,8 +131,8 @@ class TrainPipeline:
                 self.rewrite,
                 transfer=lambda batch: move_batch(batch, device),
                 training_step=self._training_step,
-                loss_of=_loss_of,
-                optimizer_step=optimizer.step,
+                loss_of=self._loss_of,
+                optimizer_step=self._accumulation.step,
                 reducer=reducer,
                 before_lookup=None if tables is None else tables.step,
                 after_embedding_backward=sharded.step_data_parallel_tables if sharded else None,
@@ -233,7 +243,10 @@ class TrainPipeline:
             if ended and not self._execute_all_batches:
                 self.reset()
                 raise StopIteration
-        return self.pipeline.finish()
+        with self._accumulation.reducing():
+            ctx = self.pipeline.finish()
+        self._accumulation.trained(ctx)
+        return ctx
 
     def detach(self) -> nn.Module:
         """Give the model back as it was, its forwards restored; batches in flight are kept for :meth:`attach`."""
@@ -272,7 +285,7 @@ class TrainPipeline:
 
     def _training_step(self, batch: Any) -> Any:
         if torch.is_grad_enabled():
-            self._optimizer.zero_grad()
+            self._accumulation.zero_grad()
         output = self._forward(batch)
         if output is not None and not (isinstance(output, (tuple, list)) and len(output) == 2):
             raise SetupError(
@@ -280,6 +293,9 @@ class TrainPipeline:
                 " pipelines expect. Return (loss, None) where there is nothing else"
             )
         return output
+
+    def _loss_of(self, output: Any) -> torch.Tensor | None:
+        return None if output[0] is None else self._accumulation.part_of(torch.sum(output[0], dim=0))
 
 
 def _clipping(model: nn.Module | ShardedModel, max_norm: float) -> Callable[[Embeddings], torch.Tensor]:
@@ -333,7 +349,3 @@ def _refuse_late_gradients(model: nn.Module, rewrite: ModelRewrite) -> None:
                 " DistributedDataParallel, which averages gradients before these have theirs: ranks would drift apart."
                 " Shard the model with lightning_pipe.recsys.shard_model, or freeze the processors before it is wrapped"
             )
-
-
-def _loss_of(output: Any) -> torch.Tensor | None:
-    return None if output[0] is None else torch.sum(output[0], dim=0)

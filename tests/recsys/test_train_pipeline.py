@@ -137,6 +137,36 @@ def test_learning_rates_set_between_batches_reach_tables_and_layers_under_every_
         assert [what for what, is_true in found["schedules"].items() if not is_true] == []
 
 
+@pytest.mark.parametrize("plan", DEPTHS)
+def test_gradients_accumulate_over_batches_under_every_plan_as_in_a_loop(
+    two_ranks: list[dict[str, Any]], plan: str
+) -> None:
+    assert [found["accumulation"][plan] for found in two_ranks] == [True, True]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"accumulate": 0}, "accumulate is 0; it counts"),
+        ({"accumulate": True}, "accumulate is True; it counts"),
+        ({"accumulate": 2, "max_norm": 1.0}, "max_norm is 1.0 and accumulate is 2"),
+    ],
+)
+def test_a_number_of_batches_that_cannot_be_accumulated_is_refused(arguments: dict[str, Any], says: str) -> None:
+    model = sharded(POOLED)
+    with pytest.raises(SetupError, match=says):
+        TrainPipeline(model, adam(model), CPU, **arguments)
+    assert not replaced(model.module)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_model_that_averages_in_every_backward_cannot_accumulate() -> None:
+    model = sharded(POOLED)
+    with pytest.raises(SetupError, match="averages its gradients in every backward"):
+        TrainPipeline(model.dmp, adam(model), CPU, accumulate=2)
+
+
 def test_lookups_begin_after_the_input_dist_and_the_prefetch_of_their_batch(two_ranks: list[dict[str, Any]]) -> None:
     for found in two_ranks:
         assert found["waits"]["in order"]

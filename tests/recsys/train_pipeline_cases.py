@@ -465,6 +465,42 @@ def schedules() -> dict[str, bool]:
     }
 
 
+# Several batches in one step of the optimiser.
+
+
+def accumulated(plan: str) -> dict[str, torch.Tensor]:
+    model = sharded(EVERYTHING)
+    optimizer = adam(model)
+    torch.manual_seed(13 + dist.get_rank())
+    with pipeline_of(model, plan, optimizer, accumulate=3) as pipeline:
+        train(pipeline, EVERYTHING.data(10))
+    return values_of(model, optimizer)
+
+
+def accumulated_by_hand() -> dict[str, torch.Tensor]:
+    model = sharded(EVERYTHING)
+    optimizer = adam(model)
+    dense = [parameter for _, parameter in model.dense_parameters()]
+    torch.manual_seed(13 + dist.get_rank())
+    for index, batch in enumerate(EVERYTHING.data(10)):
+        if index % 3 == 0:
+            optimizer.zero_grad()
+        (model.module(batch)[0] / 3).backward()
+        model.step_data_parallel_tables()
+        if index % 3 == 2:
+            for parameter in dense:
+                assert parameter.grad is not None
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+            optimizer.step()
+    return values_of(model, optimizer)
+
+
+def accumulation() -> dict[str, bool]:
+    by_hand = accumulated_by_hand()
+    return {plan: not difference(accumulated(plan), by_hand) for plan in DEPTHS}
+
+
 # Evaluation with training batches in flight.
 
 AFTER = (1, 3, 5)  # batches trained
@@ -628,5 +664,6 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
         "evaluated": plans(evaluated_in_between),
         "evaluation": {**plans(evaluated), "semi_sync": stale_evaluated()},
         "schedules": schedules(),
+        "accumulation": accumulation(),
         "waits": waits(),
     }
