@@ -19,7 +19,7 @@ from tests.recsys.sharding_cases import ADAGRAD, CPU, ROW_WISE_ADAGRAD, SGD
 
 BATCHES = 12
 
-KINDS = {
+KINDS: dict[str, str | dict[str, str]] = {
     "table_wise": "table_wise",
     "row_wise": "row_wise",
     "of all kinds": {"people": "column_wise", "things": "row_wise", "tags": "data_parallel", "past": "table_wise"},

@@ -126,6 +126,7 @@ def in_train_pipeline(
     """
     module = Clicks(network, optimizers=falling)
     group = dist.group.WORLD
+    assert group is not None
     constraints = {name: {"sharding_types": [kind], "min_partition": 4} for name, kind in kinds_of(network).items()}
     sharded = shard_model(module, device=CPU, group=group, sparse_optimizer=optimizer, constraints=constraints)
     dense = torch.optim.Adam([parameter for _, parameter in sharded.dense_parameters()], lr=0.05)
@@ -171,7 +172,7 @@ def same(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> bool:
 
 
 def stale(rank: int, world: int) -> dict[str, bool]:
-    found = {}
+    found: dict[str, bool] = {}
     for network, optimizer in ((Pooled, ROW_WISE_ADAGRAD), (Sequenced, SGD)):
         expected = in_train_pipeline(network, optimizer)
         plain = in_trainer(network, optimizer)
@@ -223,7 +224,7 @@ def test_batches_looked_up_and_not_trained_are_not_counted_by_the_optimisers_of_
     assert len(modules[0].seen) == 4 + 12
     assert counts(runs[0]) == counts(runs[1])
     if plan == "fused_sparse_dist":
-        assert difference(*map(state_of, runs)) == []
+        assert difference(state_of(runs[0]), state_of(runs[1])) == []
 
 
 @pytest.mark.parametrize("stop", [1, 5, 12, 17])
