@@ -12,7 +12,7 @@ the period on::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -34,6 +34,7 @@ class TrainingProgram:
             for the batch that is trained, and not ahead, the period runs up to it too: hooks see what is trained.
         alone: whether the next batch must be trained alone, all tasks in serial order.
         on_close: called once, when the program is closed.
+        on_give_up: called with the contexts of batches that are not going to be trained, before they are let go of.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class TrainingProgram:
         prepared: str | None = None,
         alone: Callable[[], bool] | None = None,
         on_close: Callable[[], None] | None = None,
+        on_give_up: Callable[[Sequence[IterContext]], None] | None = None,
     ) -> None:
         self.pipeline = pipeline
         self.transfer = transfer
@@ -56,6 +58,7 @@ class TrainingProgram:
         self._prepared = prepared
         self._alone = alone
         self._on_close = on_close
+        self._on_give_up = on_give_up
         self.current: IterContext | None = None
 
     @property
@@ -121,6 +124,8 @@ class TrainingProgram:
     def abandon(self) -> int:
         """Give up the batches in flight, returning how many those were."""
         self.current = None
+        if self._on_give_up is not None:
+            self._on_give_up(self.pipeline.in_flight)
         return self.pipeline.abandon()
 
     def close(self) -> None:

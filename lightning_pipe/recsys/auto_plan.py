@@ -14,7 +14,7 @@ from lightning_pipe.engine.plan import PipelinePlan
 from lightning_pipe.engine.plan_limits import PlanLimits
 from lightning_pipe.engine.planner import find_plans
 from lightning_pipe.engine.task import PipelineTask
-from lightning_pipe.recsys.plans import ON_WORKERS, recsys_plan
+from lightning_pipe.recsys.plans import ON_WORKERS, PLANS, read_beyond_tables, recsys_plan
 
 __all__ = ["hand_written_plans", "propose_plans", "recsys_costs", "recsys_limits", "recsys_machine"]
 
@@ -39,8 +39,13 @@ _STREAMS: dict[Resource, str] = {"copy": "memcpy", "network": "data_dist"}
 
 
 def hand_written_plans(tasks: Sequence[PipelineTask]) -> list[PipelinePlan]:
-    """The serial plan, and those that run ahead."""
-    return [recsys_plan(name, tasks) for name in ("serial", "base", "prefetch")]
+    """The serial plan, and those that run ahead and train the same: none that is stale.
+
+    Only where nothing but tables is read in the lookup, those too that look up ahead.
+    """
+    only_tables = not read_beyond_tables(tasks)
+    names = [name for name, plan in PLANS.items() if not plan.stale and (only_tables or not plan.looks_ahead)]
+    return [recsys_plan(name, tasks) for name in names]
 
 
 def recsys_costs(

@@ -162,14 +162,17 @@ class DataParallelTables:
 
         To be called as ``average`` is.
         """
-        for kernel, tables, gradient in zip(self._kernels, self._tables, self.average(), strict=True):
-            sizes = [table.parameter.numel() for table in tables]
-            for table, part in zip(tables, gradient.split(sizes), strict=True):
-                table.parameter.grad = part.view_as(table.parameter)
-                table.optimizer.step()
-                table.parameter.grad = None
-            kernel.emb_module.weights.grad = None
-        self._averaged = []
+        weights = tuple(kernel.emb_module.weights for kernel in self._kernels)
+        gradients = self.average()
+        # Rows may have been looked up for a batch that is to be trained next: its backward does not read them.
+        with torch.autograd._unsafe_preserve_version_counter(weights):
+            for tables, gradient in zip(self._tables, gradients, strict=True):
+                sizes = [table.parameter.numel() for table in tables]
+                for table, part in zip(tables, gradient.split(sizes), strict=True):
+                    table.parameter.grad = part.view_as(table.parameter)
+                    table.optimizer.step()
+                    table.parameter.grad = None
+        self.forget_gradients()
 
 
 def _is_gradient_of(gradient: torch.Tensor, weights: torch.Tensor) -> bool:

@@ -62,8 +62,11 @@ class ModelKeeper:
     @torch.no_grad()
     def put_back(self, kept: _Kept) -> None:
         """Make it as it was, in place."""
-        for tensor, value in zip(self._tensors(), kept.tensors, strict=True):
-            tensor.copy_(value)
+        tensors = self._tensors()
+        # What was looked up ahead, before, may go backward: its rows have the values that they had then.
+        with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+            for tensor, value in zip(tensors, kept.tensors, strict=True):
+                tensor.copy_(value)
         for optimizer, states in zip(self._optimizers, kept.states, strict=True):
             for parameter in [one for one in optimizer.state if one not in states]:
                 del optimizer.state[parameter]

@@ -24,14 +24,18 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
 from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.recsys.kernels import counted_as, prefetches_of_kernels_set_aside
 
 __all__ = [
     "KernelCall",
     "KernelGradients",
     "LookupCalls",
+    "can_follow_rates",
     "capture_calls",
     "check_capturable",
     "check_tables_wait",
+    "has_dense_kernels",
+    "trains_only_tables",
 ]
 
 _MODULES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
@@ -47,6 +51,9 @@ class KernelCall:
         offsets: where each bag's begin in ``indices``, with the end: features x batch size + 1.
         weights: of each id in its bag; None for ones.
         output: batch size x sum of the features' columns; where the kernel does not pool, ids x columns.
+        arguments: all that it was called with, these among them.
+        learning_rate: that its backward will step with, whatever the kernel's is by then.
+        count: of the kernel's lookups for training, this one included, where its optimiser counts.
     """
 
     kernel: SplitTableBatchedEmbeddingBagsCodegen
@@ -54,6 +61,26 @@ class KernelCall:
     offsets: torch.Tensor
     weights: torch.Tensor | None
     output: torch.Tensor
+    arguments: Mapping[str, Any]
+    learning_rate: float
+    count: int
+
+    @property
+    def has_present_rate(self) -> bool:
+        """Whether the kernel's learning rate is still the one that it was called with."""
+        return self.learning_rate == self.kernel.learning_rate_tensor.item()
+
+    def with_present_rate(self) -> torch.Tensor:
+        """The output to run backward from: of another such call where the learning rate has changed since this one."""
+        if self.has_present_rate:
+            return self.output
+        with (
+            prefetches_of_kernels_set_aside([self.kernel]),
+            counted_as(self.kernel, self.count),
+            torch.enable_grad(),
+        ):
+            output: torch.Tensor = self.kernel(**self.arguments)
+            return output
 
 
 @dataclass
@@ -86,6 +113,11 @@ class KernelGradients:
     replicated: list[nn.Parameter]
 
 
+def trains_only_tables(module: nn.Module) -> bool:
+    """Whether a sharded module has no dense weights, such as feature processors', beside its tables."""
+    return isinstance(module, _MODULES)
+
+
 def check_tables_wait(modules: Mapping[str, nn.Module]) -> None:
     """Checks that sharded modules, by name, can be trained after the dense optimiser's step.
 
@@ -93,7 +125,7 @@ def check_tables_wait(modules: Mapping[str, nn.Module]) -> None:
         SetupError: one trains dense weights together with its tables.
     """
     for name, module in modules.items():
-        if not isinstance(module, _MODULES):
+        if not trains_only_tables(module):
             raise SetupError(
                 f"sharded module {name!r} is a {type(module).__name__}, which trains dense weights together with its"
                 " tables: these would have to be trained before the dense optimiser's step for the ones, and after it"
@@ -111,17 +143,34 @@ def check_capturable(modules: Mapping[str, nn.Module]) -> None:
     """
     check_tables_wait(modules)
     for name, module in modules.items():
-        lookups: list[nn.Module] = module._lookups  # type: ignore[assignment]  # a plain list
-        for lookup in lookups:
-            for kernel in (part.emb_module for part in lookup.modules() if hasattr(part, "emb_module")):
-                if not isinstance(
-                    kernel, (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBagsCodegen)
-                ):
-                    raise SetupError(
-                        f"sharded module {name!r} looks up with a {type(kernel).__name__}, whose gradients cannot be"
-                        " told before its optimiser has used them, as a norm over all gradients needs. Give its tables"
-                        " the compute kernel 'fused', or train without gradient clipping"
-                    )
+        for kernel in _kernels(module):
+            if not isinstance(kernel, (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBagsCodegen)):
+                raise SetupError(
+                    f"sharded module {name!r} looks up with a {type(kernel).__name__}, whose gradients cannot be told"
+                    " before its optimiser has used them, as a norm over all gradients needs. Give its tables the"
+                    " compute kernel 'fused', or train without gradient clipping"
+                )
+
+
+def can_follow_rates(module: nn.Module) -> bool:
+    """Whether a sharded module's tables can be stepped with a learning rate that is set after their lookup.
+
+    It takes kernels whose calls can be captured, to be made once more.
+    """
+    kinds = (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBagsCodegen)
+    return trains_only_tables(module) and all(isinstance(kernel, kinds) for kernel in _kernels(module))
+
+
+def has_dense_kernels(module: nn.Module) -> bool:
+    """Whether a sharded module looks up replicated tables, which no kernel trains."""
+    return any(isinstance(kernel, DenseTableBatchedEmbeddingBagsCodegen) for kernel in _kernels(module))
+
+
+def _kernels(module: nn.Module) -> Iterator[Any]:
+    for lookup in getattr(module, "_lookups", ()):  # a plain list: not among the module's own
+        for part in lookup.modules():
+            if hasattr(part, "emb_module"):
+                yield part.emb_module
 
 
 @contextmanager
@@ -151,7 +200,18 @@ def _called(
 ) -> None:
     if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen):
         weights = named.get("per_sample_weights")
-        calls.kernels.append(KernelCall(kernel, named["indices"], named["offsets"], weights, output))
+        calls.kernels.append(
+            KernelCall(
+                kernel,
+                named["indices"],
+                named["offsets"],
+                weights,
+                output,
+                named,
+                kernel.learning_rate_tensor.item(),
+                int(kernel.iter_cpu.item()),
+            )
+        )
     else:
         assert isinstance(kernel.weights, nn.Parameter)
         calls.replicated.append(kernel.weights)

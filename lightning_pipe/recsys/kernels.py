@@ -6,7 +6,7 @@ that counts steps (row-wise Adagrad, Adam) advances the count, which only traini
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,11 +17,13 @@ from lightning_pipe.recsys.dynamic.row_adam import row_optimizer
 
 __all__ = [
     "count_step",
+    "counted_as",
     "evaluating",
     "fused_kernels",
     "moves_rows_at_zero_gradient",
     "newest_prefetches",
     "prefetch_again",
+    "prefetches_of_kernels_set_aside",
     "prefetches_set_aside",
     "take_back_step",
 ]
@@ -96,7 +98,13 @@ def prefetches_set_aside(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     A kernel with a cache keeps what was prefetched in a queue, and each lookup takes the first, whichever batch it is
     for. Lookups between the prefetch of a training batch and its lookup would take that batch's.
     """
-    kernels = [kernel for module in modules for kernel in fused_kernels(module)]
+    with prefetches_of_kernels_set_aside([kernel for module in modules for kernel in fused_kernels(module)]):
+        yield
+
+
+@contextmanager
+def prefetches_of_kernels_set_aside(kernels: Sequence[SplitTableBatchedEmbeddingBagsCodegen]) -> Iterator[None]:
+    """:func:`prefetches_set_aside`, of kernels."""
     queues = [(kernel, kernel.timesteps_prefetched, kernel.lxu_cache_locations_list) for kernel in kernels]
     for kernel in kernels:
         kernel.timesteps_prefetched, kernel.lxu_cache_locations_list = [], []
@@ -105,6 +113,21 @@ def prefetches_set_aside(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     finally:
         for kernel, timesteps, locations in queues:
             kernel.timesteps_prefetched, kernel.lxu_cache_locations_list = timesteps, locations
+
+
+@contextmanager
+def counted_as(kernel: SplitTableBatchedEmbeddingBagsCodegen, count: int) -> Iterator[None]:
+    """Within it the next lookup is the ``count``-th for training, where the kernel's optimiser counts; afterwards the
+    counter is as it was."""
+    steps, steps_on_cpu = kernel.iter.clone(), kernel.iter_cpu.clone()
+    if count > 0:
+        kernel.iter.fill_(count - 1)
+        kernel.iter_cpu.fill_(count - 1)
+    try:
+        yield
+    finally:
+        kernel.iter.copy_(steps)
+        kernel.iter_cpu.copy_(steps_on_cpu)
 
 
 @contextmanager

@@ -1,23 +1,54 @@
-"""The recsys plans by name: the same tasks, run serially, with input dist ahead, with prefetch ahead."""
+"""The recsys plans by name: the same tasks, run serially, or with more and more of them ahead.
+
+batches ahead      copy    input dist    rows fetched    looked up    trained on tables
+serial             0       0             0               0            of the batch before
+base               2       1             0               0            of the batch before
+prefetch           2       2, 1          1               0            of the batch before
+fused_sparse_dist  2       1             1               1            of the batch before
+semi_sync          3       2             1               1            of the batch before that one
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 
-from lightning_pipe.engine import PipelinePlan, PipelineTask, PlanError, TaskSchedule
+from lightning_pipe.engine import PipelinePlan, PipelineTask, PlanError, State, TaskSchedule
 from lightning_pipe.engine.plan import MAIN
 from lightning_pipe.engine.plan_file import read_plan_file
 from lightning_pipe.recsys.balancing_plan import BALANCING, balancing_schedule, with_balancing, yaml_with_balancing
 
 _STEP = ("DenseForward", "LossPostprocess", "DenseBackward", "EmbBackward", "FinalizeGrads", "OptimStep")
 
-PLANS: dict[str, tuple[str, dict[str, TaskSchedule], tuple[str, ...]]] = {
-    "serial": ("one batch at a time, every task on the main thread", {}, ()),
+
+class NamedPlan(NamedTuple):
+    """A plan for the recsys tasks.
+
+    Attributes:
+        says: what it does, in a line.
+        schedule: of tasks that run ahead, or on a stream or in a thread of their own.
+        order: of a period; empty for the serial one.
+        stale: dependencies that it gives up.
+    """
+
+    says: str
+    schedule: dict[str, TaskSchedule]
+    order: tuple[str, ...] = ()
+    stale: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether it looks up batches before it is their turn."""
+        return self.schedule.get("EmbForward", TaskSchedule()).stage > 0
+
+
+PLANS: dict[str, NamedPlan] = {
+    "serial": NamedPlan("one batch at a time, every task on the main thread", {}),
     # TorchRec's TrainPipelineSparseDist, step by step.
-    "base": (
+    "base": NamedPlan(
         "the copy two batches ahead and the input dist one batch ahead",
         {
             "H2DAndShuffle": TaskSchedule(2, "memcpy"),
@@ -29,7 +60,7 @@ PLANS: dict[str, tuple[str, dict[str, TaskSchedule], tuple[str, ...]]] = {
     ),
     # NVIDIA's JaggedMegatronPrefetchTrainPipelineSparseDist, step by step: TorchRec's prefetch pipeline with the
     # prefetch in a thread of its own, beside the backward pass.
-    "prefetch": (
+    "prefetch": NamedPlan(
         "the copy and the input dist two batches ahead, the prefetch one batch ahead in a thread of its own",
         {
             "H2DAndShuffle": TaskSchedule(2, "memcpy"),
@@ -47,6 +78,57 @@ PLANS: dict[str, tuple[str, dict[str, TaskSchedule], tuple[str, ...]]] = {
             "EmbInputDistStart",
         ),
     ),
+    # TorchRec's TrainPipelineFusedSparseDist: tables are written in the backward of their lookups, so the next batch is
+    # looked up beside what is left of this one: its dense gradients' reduction, its optimiser step, its logging.
+    "fused_sparse_dist": NamedPlan(
+        "the copy two batches ahead, the input dist one, and the lookup too, as soon as the tables are written",
+        {
+            "H2DAndShuffle": TaskSchedule(2, "memcpy"),
+            "EmbInputDistStart": TaskSchedule(1, "data_dist"),
+            "EmbInputDistWait": TaskSchedule(1, "data_dist"),
+            "EmbPrefetch": TaskSchedule(1, "data_dist"),
+            "EmbForward": TaskSchedule(1, "emb_lookup"),
+        },
+        (
+            "EmbInputDistStart",
+            "H2DAndShuffle",
+            "DenseForward",
+            "LossPostprocess",
+            "EmbInputDistWait",
+            "DenseBackward",
+            "EmbBackward",
+            "EmbPrefetch",
+            "EmbForward",
+            "FinalizeGrads",
+            "OptimStep",
+        ),
+    ),
+    # TorchRec's TrainPipelineSemiSync, from its first batch on and without stash_gradients. The lookup stays on the
+    # current stream: on another one, what of the tables it reads would depend on which stream is faster.
+    "semi_sync": NamedPlan(
+        "the copy three batches ahead, the input dist two, and the lookup one, before the batch before is trained",
+        {
+            "H2DAndShuffle": TaskSchedule(3, "memcpy"),
+            "EmbInputDistStart": TaskSchedule(2, "data_dist"),
+            "EmbInputDistWait": TaskSchedule(2, "data_dist"),
+            "EmbPrefetch": TaskSchedule(1, "data_dist"),
+            "EmbForward": TaskSchedule(1),
+        },
+        (
+            "EmbInputDistStart",
+            "H2DAndShuffle",
+            "DenseForward",
+            "LossPostprocess",
+            "EmbPrefetch",
+            "EmbForward",
+            "EmbInputDistWait",
+            "DenseBackward",
+            "EmbBackward",
+            "FinalizeGrads",
+            "OptimStep",
+        ),
+        (("EmbBackward", "EmbForward"),),
+    ),
 }
 
 
@@ -59,8 +141,7 @@ def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) 
     """The plan called *plan*, over *tasks*.
 
     Args:
-        plan: a name (``serial``, ``base``, ``prefetch``), the path of a plan in YAML, or a plan, of which the schedule
-            is taken.
+        plan: a name in :data:`PLANS`, the path of a plan in YAML, or a plan, of which the schedule is taken.
         tasks: the recsys tasks, in serial order (:func:`~lightning_pipe.recsys.tasks.recsys_tasks`). If those of a
             balancer are among them, plans that do not name these have them as far ahead as the copy; if not, plans that
             name them do without.
@@ -68,7 +149,11 @@ def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) 
     Raises:
         PlanError: neither a known name nor a file, or a plan that these tasks cannot run under.
     """
+    if isinstance(plan, str) and plan in PLANS and PLANS[plan].looks_ahead:
+        _check_lookups(plan, tasks)
     found = _find(plan, tasks)
+    if looks_ahead(found):
+        _check_lookups(found.name, tasks)
     for task, where in found.schedule.items():
         if where.thread_group != MAIN and task not in ON_WORKERS:
             raise PlanError(
@@ -77,6 +162,31 @@ def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) 
                 f" the recsys tasks {', '.join(sorted(ON_WORKERS))} can have a thread of its own"
             )
     return found
+
+
+def read_beyond_tables(tasks: Sequence[PipelineTask]) -> list[str]:
+    """What of the state that outlives an iteration lookups read beside tables, which keeps them at their place."""
+    return [
+        str(entry)
+        for task in tasks
+        if task.name == "EmbForward"
+        for entry in task.reads
+        if isinstance(entry, State) and entry != "tables"
+    ]
+
+
+def _check_lookups(plan: str, tasks: Sequence[PipelineTask]) -> None:
+    if read := read_beyond_tables(tasks):
+        raise PlanError(
+            f"plan {plan!r} looks up batches ahead of their turn, but this model's lookups read {', '.join(read)} too,"
+            " which the batch before still changes: it has feature processors, kernels that are not FBGEMM's fused"
+            " ones, or tables that the dense optimiser trains. Use the plan 'prefetch'"
+        )
+
+
+def looks_ahead(plan: PipelinePlan) -> bool:
+    """Whether *plan* looks up batches before it is their turn: what is read there may change until then."""
+    return plan.schedule["EmbForward"].stage > 0
 
 
 # What an evaluation runs of them.
@@ -112,18 +222,17 @@ def _find(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) -> Pip
     if isinstance(plan, PipelinePlan):
         return _from_yaml(plan.to_yaml(), tasks)
     if isinstance(plan, str) and plan in PLANS:
-        name = plan
-        _, schedule, order = PLANS[name]
-        default = TaskSchedule()
+        named = PLANS[plan]
         # Where EmbBackward is the last task (recsys_tasks(scaled_late=True)), it follows OptimStep in the period too.
-        if tasks[-1].name == "EmbBackward" and order:
-            rest = [task for task in order if task != "EmbBackward"]
-            order = (*_insert_after(rest, "OptimStep", "EmbBackward"),)
+        order, schedule = named.order, named.schedule
+        if tasks[-1].name == "EmbBackward":
+            order = _late_backward(order)
         if order and _balanced(tasks):
             copy, input_dist = schedule["H2DAndShuffle"], schedule["EmbInputDistStart"]
             schedule = {**schedule, **balancing_schedule(copy.stage, input_dist.stream)}
             order = (*with_balancing(order, copy.stage != input_dist.stage),)
-        return PipelinePlan([(task, schedule.get(task.name, default)) for task in tasks], name=name, order=order)
+        places = [(task, schedule.get(task.name, TaskSchedule())) for task in tasks]
+        return PipelinePlan(places, stale=named.stale, name=plan, order=order)
     return _from_yaml(read_plan_file(plan, PLANS, "prefetch"), tasks)
 
 
@@ -153,13 +262,19 @@ def _move_backward(plan: yaml.MappingNode) -> None:
     """``EmbBackward`` after ``OptimStep`` in the order."""
     for key, value in plan.value:
         if key.value == "order" and isinstance(value, yaml.SequenceNode):
-            backward = [task for task in value.value if task.value == "EmbBackward"]
-            steps = [task for task in value.value if task.value == "OptimStep"]
-            if len(backward) == len(steps) == 1 and value.value.index(backward[0]) < value.value.index(steps[0]):
-                value.value.remove(backward[0])
-                value.value.insert(value.value.index(steps[0]) + 1, backward[0])
+            names = [task.value for task in value.value]
+            if names.count("EmbBackward") == names.count("OptimStep") == 1:
+                nodes = dict(zip(names, value.value, strict=True))
+                if len(nodes) == len(names):
+                    value.value = [nodes[name] for name in _late_backward(names)]
 
 
-def _insert_after(order: list[str], anchor: str, task: str) -> list[str]:
-    position = order.index(anchor) + 1
-    return [*order[:position], task, *order[position:]]
+def _late_backward(order: Sequence[str]) -> tuple[str, ...]:
+    """*order* with ``EmbBackward`` after ``OptimStep``, and with it the lookups that came between the two."""
+    if not order or order.index("EmbBackward") > order.index("OptimStep"):
+        return tuple(order)
+    backward, step = order.index("EmbBackward"), order.index("OptimStep")
+    moved = [task for task in order[backward:step] if task in ("EmbBackward", "EmbForward")]
+    rest = [task for task in order if task not in moved]
+    position = rest.index("OptimStep") + 1
+    return (*rest[:position], *moved, *rest[position:])

@@ -31,7 +31,14 @@ from lightning_pipe.recsys.dynamic.sharded import ShardedDynamicModule
 from lightning_pipe.recsys.embeddings import Embeddings, Features, Inputs, Requests, Splits, record_stream
 from lightning_pipe.recsys.ids_on_wire import IdsOnWire
 from lightning_pipe.recsys.input_dist import answer_without_splits, fusing, send_splits
-from lightning_pipe.recsys.kernel_calls import LookupCalls, capture_calls, check_capturable
+from lightning_pipe.recsys.kernel_calls import (
+    LookupCalls,
+    can_follow_rates,
+    capture_calls,
+    check_capturable,
+    has_dense_kernels,
+    trains_only_tables,
+)
 from lightning_pipe.recsys.kernels import evaluating, fused_kernels, prefetches_set_aside
 from lightning_pipe.recsys.outputs import wait_output
 from lightning_pipe.recsys.record import Recorder
@@ -59,9 +66,12 @@ class ModelRewrite:
         ids_on_wire: what the ids of pipelined modules travel as; see ``ids_on_wire.sends_int32``.
         split_backward: keep what the lookups were called with, so that ``tables_backward`` can stop in front of them.
             Where tables are trained by a row optimiser, that is so anyway.
+        look_ahead: keep it, as far as can be, for lookups before the batch before is trained: learning rates may change
+            until the batch's own turn.
 
     Attributes:
         splits_backward: whether it is.
+        looks_ahead: as ``look_ahead``, if all modules can.
         tables_backward: what ``backward`` calls, and its two halves.
 
     Raises:
@@ -80,12 +90,14 @@ class ModelRewrite:
         validate_ids: bool = False,
         ids_on_wire: IdsOnWire = "auto",
         split_backward: bool = False,
+        look_ahead: bool = False,
     ) -> None:
         model = get_unwrapped_module(model)
         self._sharded = find_sharded(model, validate_ids, ids_on_wire)
         self.splits_backward = split_backward or _has_row_optimizers(self.modules.values())
         if self.splits_backward:
             check_capturable(self.modules)
+        self.looks_ahead = look_ahead and all(map(can_follow_rates, self.modules.values()))
         first = next(iter(self._sharded.values()))
         self._device = first.device
         group = input_group if input_group is not None else first.own_group
@@ -119,6 +131,16 @@ class ModelRewrite:
     def has_peers(self) -> bool:
         """Whether other ranks take part: what one rank does not do, they would wait for."""
         return self._group is not None
+
+    @property
+    def only_tables(self) -> bool:
+        """Whether the sharded modules train tables alone, and no feature processors."""
+        return all(map(trains_only_tables, self.modules.values()))
+
+    @property
+    def has_replicated_tables(self) -> bool:
+        """Whether this rank looks up tables that every rank holds, which no kernel trains."""
+        return any(map(has_dense_kernels, self.modules.values()))
 
     @property
     def attached(self) -> bool:
@@ -423,7 +445,8 @@ class ModelRewrite:
         return call
 
     def _capturing(self, module: torch.nn.Module) -> AbstractContextManager[LookupCalls | None]:
-        return capture_calls(module) if self.splits_backward and torch.is_grad_enabled() else nullcontext()
+        captures = self.splits_backward or self.looks_ahead
+        return capture_calls(module) if captures and torch.is_grad_enabled() else nullcontext()
 
     def _current_stream(self) -> torch.Stream | None:
         return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None

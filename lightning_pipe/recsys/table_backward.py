@@ -41,11 +41,16 @@ class TableBackward:
     def run(self, embeddings: Embeddings, scale: torch.Tensor | float | None, agree_unused: bool) -> None:
         """All of it, or after ``begin`` the second half. Optimisers fused into the lookups step here.
 
+        A kernel takes its learning rate when it looks up. Where that has changed since then, and the calls were
+        captured, the kernel is called once more, for a backward with the present rate.
+
         Args:
             embeddings: of the step; it lets go of its outputs and gradients.
             scale: multiplies every gradient.
             agree_unused: leave out a module whose output no rank used; without effect after ``begin``.
         """
+        if embeddings.kernel_gradients is None and not _have_present_rates(embeddings):
+            self.begin(embeddings, agree_unused)
         if embeddings.kernel_gradients is not None:
             _through_kernels(embeddings.kernel_gradients, scale)
         elif calls := self._calls(embeddings, agree_unused):
@@ -90,6 +95,15 @@ class TableBackward:
         return calls
 
 
+def _have_present_rates(embeddings: Embeddings) -> bool:
+    return all(
+        kernel.has_present_rate
+        for call in embeddings.calls
+        if call.lookups is not None
+        for kernel in call.lookups.kernels
+    )
+
+
 def _to_kernels(calls: Sequence[ModuleCall]) -> KernelGradients:
     captured = [call.lookups for call in calls if call.lookups is not None]
     kernels = [kernel for lookups in captured for kernel in lookups.kernels]
@@ -120,7 +134,8 @@ def _through_kernels(left: KernelGradients, scale: torch.Tensor | float | None) 
         pairs = list(zip(left.calls, gradients, strict=True))
         fused = [pair for pair in pairs if row_optimizer(pair[0].kernel) is None]
         if fused:
-            torch.autograd.backward([call.output for call, _ in fused], [gradient for _, gradient in fused])
+            outputs = [call.with_present_rate() for call, _ in fused]
+            torch.autograd.backward(outputs, [gradient for _, gradient in fused])
         for optimizer in dict.fromkeys(row_optimizer(call.kernel) for call in left.calls):
             if optimizer is not None:
                 optimizer.step([pair for pair in pairs if row_optimizer(pair[0].kernel) is optimizer])

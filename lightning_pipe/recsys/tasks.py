@@ -7,7 +7,7 @@ are eleven, and two more where samples are balanced between ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -40,11 +40,11 @@ _DECLARATIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "EmbInputDistStart": (("batch", "transfer_error"), ("splits",)),
     "EmbInputDistWait": (("splits",), ("input_requests",)),
     "EmbPrefetch": (("input_requests",), ("features",)),
-    # Feature processors are dense parameters, read here, whose gradients come from EmbBackward.
-    "EmbForward": (("features", TABLES, TABLE_LEARNING_RATES, DENSE_PARAMETERS), ("embeddings",)),
-    # A step may begin with zero_grad().
+    # Of some models more: RecsysActions.lookup_reads.
+    "EmbForward": (("features", TABLES), ("embeddings",)),
+    # A step may begin with zero_grad(). The tables' learning rates are the batch's from here on.
     "DenseForward": (
-        ("batch", "embeddings", DENSE_PARAMETERS),
+        ("batch", "embeddings", DENSE_PARAMETERS, TABLE_LEARNING_RATES),
         ("embeddings", "output", "trained", DENSE_BUFFERS, DENSE_GRADIENTS),
     ),
     "LossPostprocess": (("output", "trained"), ("loss",)),
@@ -71,7 +71,8 @@ class RecsysActions:
             a rank without a loss sends zeros, since others may have one; without, all ranks must do alike.
         optimizer_step: the dense optimiser's step, unless a caller does it between ``begin_task`` and ``end_task``.
         reducer: averages dense gradients over ranks; none where something else does.
-        before_lookup: called before the lookups: brings learning rates to the tables.
+        before_lookup: called before the lookups, and where those are ahead of their batch's turn when that comes:
+            brings learning rates to the tables.
         after_embedding_backward: called after them: steps tables that no fused kernel trains.
         check_loss: called with the loss, or None, by every rank; raises where it cannot be trained.
         lookup_context: context of the lookups, such as a precision plugin's.
@@ -114,8 +115,22 @@ class RecsysActions:
         self._agree_overflow = agree_overflow
         self.balancer = balancer
         self.replays = RecsysReplays(rewrite, reducer)
+        self._tables_in_training = False  # from a batch's DenseForward to its EmbBackward
         # An output that no rank used has zeros for its gradient, which is nothing to some table optimisers only.
         self._agree_unused = any(moves_rows_at_zero_gradient(module) for module in rewrite.modules.values())
+
+    @property
+    def lookup_reads(self) -> tuple[State, ...]:
+        """What ``EmbForward`` reads beside features and tables, and so cannot run ahead of.
+
+        Feature processors are dense parameters, whose gradients come from ``EmbBackward``, and so are tables that every
+        rank holds where nothing here trains them; and a kernel whose calls cannot be made once more keeps the learning
+        rate of its lookup.
+        """
+        rewrite = self._rewrite
+        reads = () if rewrite.looks_ahead else (TABLE_LEARNING_RATES,)
+        by_optimizer = rewrite.has_replicated_tables and self._after_embedding_backward is None
+        return (*reads, DENSE_PARAMETERS) if by_optimizer or not rewrite.only_tables else reads
 
     def h2d_and_shuffle(self, ctx: IterContext) -> None:
         """Move the batch to the device. Where samples are balanced between ranks, the next two tasks do."""
@@ -164,15 +179,20 @@ class RecsysActions:
 
     def emb_forward(self, ctx: IterContext) -> None:
         """Look up the rows and exchange the outputs; the one wait is for that exchange."""
-        if self._before_lookup is not None:
-            self._before_lookup()
-        with self._lookup_context() if self._lookup_context else _NOTHING:
+        ahead = self._rewrite.looks_ahead
+        if not self._tables_in_training:
+            self._bring_rates()
+        # Whether the batch is going to be trained is not known before its turn; if it is not, the lookup is taken back.
+        with self._lookup_context() if self._lookup_context else _NOTHING, torch.enable_grad() if ahead else _NOTHING:
             ctx.embeddings = self._rewrite.lookup(ctx.features)
         del ctx.features
 
     def dense_forward(self, ctx: IterContext) -> None:
         """The user's step, with the embeddings in place of the sharded modules' calls."""
         record_use(ctx.batch)
+        if self._rewrite.looks_ahead:
+            self._bring_rates()
+            self._tables_in_training = True
         step = ctx.__dict__.pop("training_step", None)
         if step is None and self._training_step is not None:
             step = _Bound(self._training_step, ctx.batch)
@@ -228,6 +248,7 @@ class RecsysActions:
                 raise
             if self._after_embedding_backward is not None:
                 self._after_embedding_backward()
+        self._tables_in_training = False
         del ctx.embeddings
 
     def finalize_grads(self, ctx: IterContext) -> None:
@@ -243,6 +264,17 @@ class RecsysActions:
             ctx.gradient_scale = self._clip(ctx.embeddings)
         if self._optimizer_step is not None:
             self._optimizer_step()
+
+    def give_up(self, contexts: Iterable[IterContext]) -> None:
+        """Take back what was looked up for batches that are not going to be trained: optimisers may have counted it."""
+        for ctx in contexts:
+            if (embeddings := ctx.__dict__.pop("embeddings", None)) is not None:
+                self._tables_backward.discard(embeddings)
+        self._tables_in_training = False
+
+    def _bring_rates(self) -> None:
+        if self._before_lookup is not None:
+            self._before_lookup()
 
 
 class _Bound:
@@ -275,6 +307,8 @@ def recsys_tasks(
     tasks = []
     for name in names:
         reads, writes = _DECLARATIONS[name]
+        if name == "EmbForward" and actions is not None:
+            reads = (*reads, *actions.lookup_reads)
         if scaled_late and name == "OptimStep":
             reads, writes = (*reads, "embeddings"), (*writes, "gradient_scale", "tables_skipped")
         elif scaled_late and name == "EmbBackward":

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,13 +15,15 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.optim.keyed import KeyedOptimizer
 
 from lightning_pipe.engine import IterContext, PipelineError, PipelinePlan, SetupError, SWPipeline, TaskError
+from lightning_pipe.recsys.accumulation import Accumulation
 from lightning_pipe.recsys.balancing import BalanceReport, BatchBalancer, make_balancer
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.embeddings import Embeddings
+from lightning_pipe.recsys.evaluation import PipelinedEvaluation, training_set_aside
 from lightning_pipe.recsys.gradient_norm import clip_by_global_norm
 from lightning_pipe.recsys.ids_on_wire import IdsOnWire
 from lightning_pipe.recsys.loss_check import check_finite_loss
-from lightning_pipe.recsys.plans import recsys_plan
+from lightning_pipe.recsys.plans import looks_ahead, recsys_plan
 from lightning_pipe.recsys.rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding import ShardedModel
 from lightning_pipe.recsys.tasks import RecsysActions, recsys_tasks
@@ -51,6 +53,9 @@ class TrainPipeline:
         validate_ids: check that ids are inside their tables before the lookup.
         ids_on_wire: ``int64``, ``int32``, or ``auto``: int32 for the modules whose tables have rows that few.
         detect_nan: check the loss on all ranks together; costs a small all-reduce a batch.
+        accumulate: how many batches' gradients a step of the optimiser takes, each of its loss over as many. Tables
+            step in every batch, with the gradients of the same. What is not full when the data end goes on with the
+            next iterator. It takes a model of ``shard_model`` and no ``max_norm``.
         max_norm: scale all gradients of a batch, the tables' included, so that their norm is at most this; None for no
             limit. It takes a model of ``shard_model``.
         balancer: exchanges samples between ranks, so that all have about as much to do: a
@@ -88,17 +93,22 @@ class TrainPipeline:
         validate_ids: bool = False,
         ids_on_wire: IdsOnWire = "auto",
         detect_nan: bool = False,
+        accumulate: int = 1,
         max_norm: float | None = None,
         balancer: bool | Mapping[str, Any] | BatchBalancer | None = None,
         input_group: dist.ProcessGroup | None = None,
     ) -> None:
-        recsys_plan(plan, recsys_tasks())  # refused before anything is made
+        declared = recsys_plan(plan, recsys_tasks())  # refused before anything is made
         sharded = model if isinstance(model, ShardedModel) else None
         clip = None if max_norm is None else _clipping(model, max_norm)
+        if clip is not None and accumulate != 1:
+            raise SetupError(
+                f"max_norm is {max_norm} and accumulate is {accumulate}, but tables step in every batch, before the"
+                " norm of a step's gradients is known; leave one of them out"
+            )
         self._balancer = make_balancer(balancer)
         self._model: nn.Module = model.module if isinstance(model, ShardedModel) else model
         self._forward = self._model if custom_model_fwd is None else custom_model_fwd
-        self._optimizer = optimizer
         self._execute_all_batches = execute_all_batches
         self._closed = False
         device = torch.device(device)
@@ -113,6 +123,7 @@ class TrainPipeline:
                 # Not the input group: the input dists of later batches run while gradients are reduced.
                 reducer = DenseGradientReducer(sharded.dense_parameters(), _new_group(undo))
                 undo.callback(reducer.close)
+            self._accumulation = Accumulation(accumulate, optimizer, reducer)
             if self._balancer is not None:
                 undo.callback(self._balancer.close)
                 self._balancer.open(None if world is None else _new_group(undo), world, device)
@@ -125,15 +136,16 @@ class TrainPipeline:
                 validate_ids=validate_ids,
                 ids_on_wire=ids_on_wire,
                 split_backward=clip is not None,
+                look_ahead=looks_ahead(declared),
             )
             undo.callback(self.rewrite.restore)
             _refuse_late_gradients(self._model, self.rewrite)
-            actions = RecsysActions(
+            self._actions = actions = RecsysActions(
                 self.rewrite,
                 transfer=lambda batch: move_batch(batch, device),
                 training_step=self._training_step,
-                loss_of=_loss_of,
-                optimizer_step=optimizer.step,
+                loss_of=self._loss_of,
+                optimizer_step=self._accumulation.step,
                 reducer=reducer,
                 before_lookup=None if tables is None else tables.step,
                 after_embedding_backward=sharded.step_data_parallel_tables if sharded else None,
@@ -143,6 +155,19 @@ class TrainPipeline:
             )
             tasks = recsys_tasks(actions, scaled_late=clip is not None)
             self.pipeline = SWPipeline(recsys_plan(plan, tasks), device, world)
+            self._evaluating = False
+            self._evaluation: PipelinedEvaluation | None = None
+            self._new_evaluation = lambda: PipelinedEvaluation(
+                self._model,
+                self._training_step,
+                lambda batch: move_batch(batch, device),
+                self.pipeline.plan,
+                method=rewrite,
+                input_group=input_group,
+                validate_ids=validate_ids,
+                device=device,
+                group=world,
+            )
             undo.callback(self.pipeline.close)
             self._undo = undo.pop_all()
 
@@ -160,12 +185,57 @@ class TrainPipeline:
             InputError: a batch cannot be trained; on every rank, whichever has the batch. Closes the pipeline.
             TaskError: the model, the optimiser or the iterator raised. Closes the pipeline.
         """
+        self._refuse_while_evaluating()
         if not self.rewrite.attached:
             self.attach()
+        with self._closed_by_errors(), nullcontext() if self._model.training else torch.no_grad():
+            ctx = self._train_next(dataloader_iter)
+        return None if ctx.output is None else ctx.output[1]
+
+    def evaluate(self, dataloader_iter: Iterator[Any]) -> Generator[Any, None, None]:
+        """Run the model on batches without training them, between two calls of :meth:`progress`.
+
+        Training batches in flight stay in flight, and training goes on as it would have without. The evaluation is
+        pipelined too, as far ahead as the plan says, and by itself: no training batch takes part.
+
+        Args:
+            dataloader_iter: gives batches on the host, on every rank as many.
+
+        Yields:
+            The second element of what the model returned for each, in evaluation mode and under ``no_grad``. Training
+            goes on when the last one was yielded, or the generator is closed; all ranks must stop at one batch.
+
+        Raises:
+            SetupError: another evaluation is not over, or the pipeline is closed.
+            InputError: a batch cannot be fed to the model; on every rank. Closes the pipeline.
+            TaskError: the model or the iterator raised. Closes the pipeline.
+        """
+        self._refuse_while_evaluating()
+        self.attach()
+        self._evaluating = True
         try:
-            with nullcontext() if self._model.training else torch.no_grad():
-                ctx = self._train_next(dataloader_iter)
-        except StopIteration:
+            with self._closed_by_errors(), training_set_aside(self.pipeline, self.rewrite):
+                if self._evaluation is None:
+                    self._evaluation = self._new_evaluation()
+                    self._undo.callback(self._evaluation.close)
+                with closing(self._evaluation.run(dataloader_iter)) as outputs:
+                    for output in outputs:
+                        yield None if output is None else output[1]
+        finally:
+            self._evaluating = False
+
+    def _refuse_while_evaluating(self) -> None:
+        if self._evaluating:
+            raise SetupError(
+                "an evaluation is not over, but the pipeline is to go on; take all that evaluate() yields, or call the"
+                " generator's close()"
+            )
+
+    @contextmanager
+    def _closed_by_errors(self) -> Generator[None, None, None]:
+        try:
+            yield
+        except (StopIteration, GeneratorExit):
             raise
         except TaskError as error:
             self.close()
@@ -177,7 +247,6 @@ class TrainPipeline:
         except BaseException:
             self.close()
             raise
-        return None if ctx.output is None else ctx.output[1]
 
     @property
     def balance_report(self) -> BalanceReport:
@@ -197,9 +266,12 @@ class TrainPipeline:
             self.pipeline.begin(dataloader_iter)
             ended = len(self.pipeline.in_flight) <= self.pipeline.plan.max_stage
             if ended and not self._execute_all_batches:
-                self.pipeline.abandon()
+                self.reset()
                 raise StopIteration
-        return self.pipeline.finish()
+        with self._accumulation.reducing():
+            ctx = self.pipeline.finish()
+        self._accumulation.trained(ctx)
+        return ctx
 
     def detach(self) -> nn.Module:
         """Give the model back as it was, its forwards restored; batches in flight are kept for :meth:`attach`."""
@@ -226,16 +298,19 @@ class TrainPipeline:
 
     def reset(self) -> None:
         """Give up the batches in flight; the next :meth:`progress` starts afresh. All ranks must do so at one point."""
+        self._actions.give_up(self.pipeline.in_flight)
         self.pipeline.abandon()
 
     def close(self) -> None:
         """End the worker threads, restore the model and leave the process groups. May be called again."""
+        if not self._closed:
+            self._actions.give_up(self.pipeline.in_flight)
         self._closed = True
         self._undo.close()
 
     def _training_step(self, batch: Any) -> Any:
         if torch.is_grad_enabled():
-            self._optimizer.zero_grad()
+            self._accumulation.zero_grad()
         output = self._forward(batch)
         if output is not None and not (isinstance(output, (tuple, list)) and len(output) == 2):
             raise SetupError(
@@ -243,6 +318,9 @@ class TrainPipeline:
                 " pipelines expect. Return (loss, None) where there is nothing else"
             )
         return output
+
+    def _loss_of(self, output: Any) -> torch.Tensor | None:
+        return None if output[0] is None else self._accumulation.part_of(torch.sum(output[0], dim=0))
 
 
 def _clipping(model: nn.Module | ShardedModel, max_norm: float) -> Callable[[Embeddings], torch.Tensor]:
@@ -296,7 +374,3 @@ def _refuse_late_gradients(model: nn.Module, rewrite: ModelRewrite) -> None:
                 " DistributedDataParallel, which averages gradients before these have theirs: ranks would drift apart."
                 " Shard the model with lightning_pipe.recsys.shard_model, or freeze the processors before it is wrapped"
             )
-
-
-def _loss_of(output: Any) -> torch.Tensor | None:
-    return None if output[0] is None else torch.sum(output[0], dim=0)

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from lightning_pipe.engine import (
     IterContext,
     PipelinePlan,
-    PlanError,
     ProfileResult,
     SetupError,
     SWPipeline,
@@ -42,7 +41,7 @@ from lightning_pipe.recsys.kernel_calls import check_tables_wait
 from lightning_pipe.recsys.kernels import evaluating, prefetches_set_aside
 from lightning_pipe.recsys.loss_check import check_finite_loss
 from lightning_pipe.recsys.optimizers import base_learning_rate, learning_rate_factor, take_tables_out
-from lightning_pipe.recsys.plans import evaluation_plan, recsys_plan
+from lightning_pipe.recsys.plans import evaluation_plan, looks_ahead, recsys_plan
 from lightning_pipe.recsys.quantized_comms import QuantizedComms
 from lightning_pipe.recsys.rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding import ShardedModel
@@ -83,9 +82,10 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
     sparse optimiser, plan of sharding, constraints or topology is refused.
 
     Args:
-        plan: ``"serial"``, ``"base"``, ``"prefetch"``, the path of a plan in YAML, or a plan; or ``"auto"``: the first
-            iterations train under each of these, and under plans found for what the tasks take, and the rest under the
-            fastest. All train the same.
+        plan: ``"serial"``, ``"base"``, ``"prefetch"``, ``"fused_sparse_dist"``, the path of a plan in YAML, or a plan;
+            or ``"auto"``: the first iterations train under each of these, and under plans found for what the tasks
+            take, and the rest under the fastest. All train the same. ``"semi_sync"`` does not: it looks a batch up
+            before the one before has written the tables.
         sparse_optimizer: ``class_path`` and ``init_args`` of the tables' optimiser, for tables that name none in
             TorchRec's way (``apply_optimizer_in_backward``).
         sparse_lr_scheduler: ``class_path`` and ``init_args`` of a learning-rate scheduler for the tables, stepped after
@@ -310,7 +310,10 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
 
         if self._balancer is not None:
             self._balancer.open(self._group("balance"), dist.group.WORLD, self.root_device)
-        rewrite = self._rewrite = self._make_rewrite("training_step", split_backward=clips_gradients(trainer))
+        ahead = self._plan == AUTO or looks_ahead(recsys_plan(self._plan, recsys_tasks()))
+        rewrite = self._rewrite = self._make_rewrite(
+            "training_step", split_backward=clips_gradients(trainer), look_ahead=ahead
+        )
         tables = self._table_gradients = (
             TableGradients(self.precision_plugin, sharded, self.root_device, self._batch_in_training)
             if scaled_late
@@ -344,6 +347,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             "prepared": None if self._balancer is None else "BalanceFinish",
             "alone": lambda: rewrite.records and not rewrite.resolved,
             "on_close": close,
+            "on_give_up": actions.give_up,
         }
         if self._plan == AUTO:
             self._program = AutoProgram(
@@ -363,14 +367,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
                 **arguments,
             )
             return self._program
-        plan = recsys_plan(self._plan, tasks)
-        if plan.schedule["EmbForward"].stage:
-            raise PlanError(
-                f"plan {plan.name!r} runs EmbForward {plan.schedule['EmbForward'].stage} batch(es) ahead, but under a"
-                " Trainer a learning-rate schedule steps after the period of its batch, and the lookup takes the rate:"
-                " give EmbForward stage 0, or use TrainPipeline, which runs without a Trainer"
-            )
-        pipeline = SWPipeline(plan, self.root_device, dist.group.WORLD)
+        pipeline = SWPipeline(recsys_plan(self._plan, tasks), self.root_device, dist.group.WORLD)
         self._program = TrainingProgram(pipeline, **arguments)
         return self._program
 
@@ -450,7 +447,12 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             reducer=self._reducer,
             optimizers=self.optimizers,
             precision=self.precision_plugin,
-            rewrite=partial(self._make_rewrite, "training_step", split_backward=clips_gradients(module.trainer)),
+            rewrite=partial(
+                self._make_rewrite,
+                "training_step",
+                split_backward=clips_gradients(module.trainer),
+                look_ahead=looks_ahead(plan),
+            ),
             before_lookup=self._update_table_learning_rates,
             balancer=self._balancer,
             loss_of=_lightning_loss,
@@ -460,7 +462,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         with self._training_set_aside():
             return profile_tables(of, batches, tasks, rounds, iterations)
 
-    def _make_rewrite(self, step: str, *, split_backward: bool = False) -> ModelRewrite:
+    def _make_rewrite(self, step: str, *, split_backward: bool = False, look_ahead: bool = False) -> ModelRewrite:
         assert self.lightning_module is not None
         return ModelRewrite(
             self.lightning_module,
@@ -471,6 +473,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             validate_ids=self._validate_ids,
             ids_on_wire=self._ids_on_wire,
             split_backward=split_backward,
+            look_ahead=look_ahead,
         )
 
     @contextmanager

@@ -43,6 +43,8 @@ STRATEGIES = (
     _recsys("serial", ", one batch at a time"),
     _recsys("base", ", copy and input dist ahead"),
     _recsys("prefetch", "; copy, input dist and cache prefetch ahead"),
+    _recsys("fused_sparse_dist", "; copy and input dist ahead, and the lookup as soon as the tables are written"),
+    _recsys("semi_sync", "; the lookup before the batch before has written the tables: one batch stale"),
     _recsys("auto", "; the plan found in the first iterations"),
     _llm("gpipe", "language model in stages: all forwards, then all backwards"),
     _llm("1f1b", "language model in stages: one forward, one backward in turn, fewer activations held"),

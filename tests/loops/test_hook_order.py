@@ -234,7 +234,7 @@ TABLE_RUNS: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any]]] 
     ),
 }
 # How many batches a plan has in flight behind the one that trains.
-AHEAD = {"serial": 0, "base": 2, "prefetch": 2}
+AHEAD = {"serial": 0, "base": 2, "prefetch": 2, "fused_sparse_dist": 2}
 
 
 @pytest.mark.parametrize("run", TABLE_RUNS)

@@ -19,8 +19,9 @@ from lightning_pipe.recsys import ShardedModel, TrainPipeline, shard_model
 from tests.recsys.rewrite_cases import ROWS, Bags, Processed, Sequences, batches, jagged, variable_batches
 from tests.recsys.sharding_cases import ADAGRAD, CPU, ROW_WISE_ADAGRAD, SGD
 
-PLANS = ("serial", "base", "prefetch")
-DEPTHS = {"serial": 1, "base": 3, "prefetch": 3}
+# Those that train the same.
+DEPTHS = {"serial": 1, "base": 3, "prefetch": 3, "fused_sparse_dist": 3}
+PLANS = tuple(DEPTHS)
 STEPS = 7
 
 

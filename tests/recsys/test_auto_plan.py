@@ -10,15 +10,17 @@ import torch
 from lightning_pipe.engine.costs import Machine, TaskCost
 from lightning_pipe.engine.network import Message
 from lightning_pipe.engine.simulation import simulate
+from lightning_pipe.engine.task import PipelineTask
 from lightning_pipe.recsys.auto_plan import hand_written_plans, propose_plans, recsys_costs, recsys_machine
-from lightning_pipe.recsys.tasks import recsys_tasks
+from lightning_pipe.recsys.plans import PLANS
+from lightning_pipe.recsys.tasks import DENSE_PARAMETERS, recsys_tasks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NAMES = [task.name for task in recsys_tasks()]
 OWN = dict(zip(NAMES, (1.0, 1.0, 2.0, 3.0, 4.0, 2.0, 0.5, 5.0, 3.0, 2.0, 0.5), strict=True))
 # Of these, waiting for other ranks.
 WAITS = {"EmbInputDistWait": 1.5, "EmbPrefetch": 2.0, "EmbForward": 1.0, "EmbBackward": 1.0, "FinalizeGrads": 1.5}
-SERIAL, BASE, PREFETCH = hand_written_plans(recsys_tasks())
+SERIAL, BASE, PREFETCH, FUSED = hand_written_plans(recsys_tasks())
 ONE = Machine(cores=1)
 
 
@@ -37,6 +39,17 @@ def test_the_serial_plan_takes_what_it_took() -> None:
             for known in (None, waits):
                 costs = recsys_costs(own, peers=True, device=CPU, waits=known)
                 assert seconds(serial, costs) == pytest.approx(sum(own.values())), (own, waits, known)
+
+
+def test_plans_that_look_up_ahead_are_tried_where_lookups_read_tables_alone_and_stale_ones_nowhere() -> None:
+    assert [plan.name for plan in (SERIAL, BASE, PREFETCH, FUSED)] == [name for name in PLANS if name != "semi_sync"]
+    reading_more = [
+        PipelineTask(task.name, task.fn, reads=(*task.reads, DENSE_PARAMETERS), writes=task.writes)
+        if task.name == "EmbForward"
+        else task
+        for task in recsys_tasks()
+    ]
+    assert [plan.name for plan in hand_written_plans(reading_more)] == ["serial", "base", "prefetch"]
 
 
 def test_waits_for_messages_are_hidden_by_plans_that_run_ahead_and_work_is_not() -> None:

@@ -62,7 +62,8 @@ def call(made: SplitTableBatchedEmbeddingBagsCodegen, seed: int, weighted: bool,
     )
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
     weights = torch.rand(len(indices), generator=generator) if weighted else None
-    return KernelCall(made, indices, offsets, weights, made(indices, offsets, weights))
+    output = made(indices, offsets, weights)
+    return KernelCall(made, indices, offsets, weights, output, arguments={}, learning_rate=0.0, count=0)
 
 
 @pytest.mark.parametrize("calls", [1, 2])
@@ -103,8 +104,10 @@ def test_the_gradients_of_rows_are_what_the_kernel_steps_with(
 def test_no_ids_at_all_have_no_gradients() -> None:
     made = kernel(PoolingMode.MEAN, [4], [0])
     empty = torch.zeros(0, dtype=torch.long)
-    output = made(empty, torch.zeros(4, dtype=torch.long))
-    assert row_gradients([(KernelCall(made, empty, torch.zeros(4, dtype=torch.long), None, output), output)]) == []
+    offsets = torch.zeros(4, dtype=torch.long)
+    output = made(empty, offsets)
+    call = KernelCall(made, empty, offsets, None, output, arguments={}, learning_rate=0.0, count=0)
+    assert row_gradients([(call, output)]) == []
 
 
 @pytest.mark.parametrize("largest", [0.5, 100.0])

@@ -29,18 +29,23 @@ ON_TWO_NODES = [
 MODULES = {"everything": 3, "TorchRec's DLRM": 1}
 
 
+def plans_of(name: str) -> list[str]:
+    """Those that a case can be trained under: feature processors are read in the lookup."""
+    return [plan for plan in DEPTHS if plan != "fused_sparse_dist" or "processed" not in name]
+
+
 def compare(names: Iterable[str]) -> dict[str, dict[str, bool]]:
     """For each case, what is to be true of it."""
     found = {}
     for name in names:
-        serial, base, prefetch = (outcome(CASES[name], plan) for plan in ("serial", "base", "prefetch"))
+        runs = {plan: outcome(CASES[name], plan) for plan in plans_of(name)}
+        serial, prefetch = runs["serial"], runs["prefetch"]
         found[name] = {
-            "base is serial": base.same(serial),
-            "prefetch is serial": prefetch.same(serial),
+            **{f"{plan} is serial": run.same(serial) for plan, run in runs.items()},
             "all were trained": len(serial.outputs) == STEPS,
             # Not all: some model leaves an output unused.
             "most values moved": 2 * len(difference(serial.initial, serial.values)) > len(serial.initial),
-            "in flight": [serial.most_in_flight, base.most_in_flight, prefetch.most_in_flight] == [1, 3, 3],
+            "in flight": all(run.most_in_flight == DEPTHS[plan] for plan, run in runs.items()),
             "all modules are pipelined": len(prefetch.pipelined)
             == {"everything": 3, "TorchRec's DLRM": 1}.get(name, 2),
         }
@@ -106,7 +111,7 @@ def test_a_lookup_before_the_tables_are_written_is_seen_by_the_comparison() -> N
     tasks = recsys_tasks()
     early = PipelinePlan(
         [(task, TaskSchedule(int(task.name in EARLY))) for task in tasks],
-        stale=[("EmbBackward", "EmbForward"), ("OptimStep", "EmbForward")],
+        stale=[("EmbBackward", "EmbForward")],
         name="stale lookups",
         order=[*EARLY, *[task.name for task in tasks if task.name not in EARLY]],
     )
@@ -157,6 +162,22 @@ STEP = ("DenseForward", "LossPostprocess", "DenseBackward", "EmbBackward", "Fina
                 "EmbInputDistStart",
             ),
         ),
+        (
+            "fused_sparse_dist",  # i+1's input dist, i's step, and i+1's lookup as soon as i has written the tables
+            3,
+            (
+                *("EmbInputDistStart", "H2DAndShuffle", "DenseForward", "LossPostprocess", "EmbInputDistWait"),
+                *("DenseBackward", "EmbBackward", "EmbPrefetch", "EmbForward", "FinalizeGrads", "OptimStep"),
+            ),
+        ),
+        (
+            "semi_sync",  # i+2's input dist, i+3 copied, i's forward, i+1's lookup, i's backward
+            4,
+            (
+                *("EmbInputDistStart", "H2DAndShuffle", "DenseForward", "LossPostprocess", "EmbPrefetch"),
+                *("EmbForward", "EmbInputDistWait", "DenseBackward", "EmbBackward", "FinalizeGrads", "OptimStep"),
+            ),
+        ),
     ],
 )
 def test_a_period_runs_in_the_order_of_the_pipelines_it_is_modelled_on(
@@ -175,6 +196,20 @@ def test_each_plan_runs_ahead_what_it_is_named_for() -> None:
         "serial": {},
         "base": {"H2DAndShuffle": 2, "EmbInputDistStart": 1, "EmbInputDistWait": 1},
         "prefetch": {"H2DAndShuffle": 2, "EmbInputDistStart": 2, "EmbInputDistWait": 1, "EmbPrefetch": 1},
+        "fused_sparse_dist": {
+            "H2DAndShuffle": 2,
+            "EmbInputDistStart": 1,
+            "EmbInputDistWait": 1,
+            "EmbPrefetch": 1,
+            "EmbForward": 1,
+        },
+        "semi_sync": {
+            "H2DAndShuffle": 3,
+            "EmbInputDistStart": 2,
+            "EmbInputDistWait": 2,
+            "EmbPrefetch": 1,
+            "EmbForward": 1,
+        },
     }
 
 
@@ -187,26 +222,36 @@ def test_only_the_prefetch_has_a_thread_of_its_own() -> None:
         }
         for plan in PLANS
     }
-    assert workers == {"serial": {}, "base": {}, "prefetch": {"EmbPrefetch": "prefetch"}}
+    assert workers == {plan: {"EmbPrefetch": "prefetch"} if plan == "prefetch" else {} for plan in PLANS}
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_where_gradients_are_scaled_late_the_tables_backward_follows_the_optimiser_step(plan: str) -> None:
     order = recsys_plan(plan, recsys_tasks(scaled_late=True)).order
     assert order.index("EmbBackward") == order.index("OptimStep") + 1
+    looked_up_after = order.index("EmbForward") > order.index("EmbBackward")
+    assert looked_up_after == (plan == "fused_sparse_dist")
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("state", ["tables", "dense_parameters", "table_learning_rates"])
-def test_lookups_wait_for_whatever_the_batch_before_wrote(plan: str, state: str) -> None:
+def test_lookups_wait_for_the_tables_of_the_batch_before_or_say_that_they_do_not(plan: str) -> None:
     built = recsys_plan(plan, recsys_tasks())
-    writer = "EmbBackward" if state == "tables" else "OptimStep"
     before = {
         (dependency.upstream, dependency.distance)
         for dependency in built.dependencies
-        if dependency.downstream == "EmbForward"
+        if dependency.downstream == "EmbForward" and dependency.distance
     }
-    assert (writer, 1) in before
+    assert before == {("EmbBackward", 2 if PLANS[plan].stale else 1)}
+    assert [str(one).partition(" (")[0] for one in built.stale] == (
+        ["EmbForward after EmbBackward of 1 iteration(s) before"] if plan == "semi_sync" else []
+    )
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_steps_wait_for_what_the_optimiser_step_of_the_batch_before_wrote(plan: str) -> None:
+    built = recsys_plan(plan, recsys_tasks())
+    before = {(one.upstream, one.distance) for one in built.dependencies if one.downstream == "DenseForward"}
+    assert ("OptimStep", 1) in before
 
 
 # What is refused.
@@ -216,7 +261,7 @@ def test_lookups_wait_for_whatever_the_batch_before_wrote(plan: str, state: str)
     "plan", ["prefetched", "no/such/plan.yaml", "", "name: too long for a path\n" * 200, True, None]
 )
 def test_what_is_no_plan_is_refused_with_the_names_that_are(plan: Any) -> None:
-    with pytest.raises(PlanError, match="neither one of serial, base, prefetch nor a file"):
+    with pytest.raises(PlanError, match=f"neither one of {', '.join(PLANS)} nor a file"):
         recsys_plan(plan, recsys_tasks())
 
 

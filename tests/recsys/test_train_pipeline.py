@@ -123,11 +123,48 @@ def test_in_evaluation_mode_progress_trains_nothing(two_ranks: list[dict[str, An
     holds(two_ranks, "evaluated", plan)
 
 
+@pytest.mark.parametrize("plan", [*DEPTHS, "semi_sync"])
+def test_an_evaluation_in_between_leaves_batches_in_flight_and_gives_what_a_drained_run_gives(
+    two_ranks: list[dict[str, Any]], plan: str
+) -> None:
+    holds(two_ranks, "evaluation", plan)
+
+
 def test_learning_rates_set_between_batches_reach_tables_and_layers_under_every_plan_alike(
     two_ranks: list[dict[str, Any]],
 ) -> None:
     for found in two_ranks:
         assert [what for what, is_true in found["schedules"].items() if not is_true] == []
+
+
+@pytest.mark.parametrize("plan", DEPTHS)
+def test_gradients_accumulate_over_batches_under_every_plan_as_in_a_loop(
+    two_ranks: list[dict[str, Any]], plan: str
+) -> None:
+    assert [found["accumulation"][plan] for found in two_ranks] == [True, True]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"accumulate": 0}, "accumulate is 0; it counts"),
+        ({"accumulate": True}, "accumulate is True; it counts"),
+        ({"accumulate": 2, "max_norm": 1.0}, "max_norm is 1.0 and accumulate is 2"),
+    ],
+)
+def test_a_number_of_batches_that_cannot_be_accumulated_is_refused(arguments: dict[str, Any], says: str) -> None:
+    model = sharded(POOLED)
+    with pytest.raises(SetupError, match=says):
+        TrainPipeline(model, adam(model), CPU, **arguments)
+    assert not replaced(model.module)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_model_that_averages_in_every_backward_cannot_accumulate() -> None:
+    model = sharded(POOLED)
+    with pytest.raises(SetupError, match="averages its gradients in every backward"):
+        TrainPipeline(model.dmp, adam(model), CPU, accumulate=2)
 
 
 def test_lookups_begin_after_the_input_dist_and_the_prefetch_of_their_batch(two_ranks: list[dict[str, Any]]) -> None:
@@ -272,6 +309,36 @@ def test_what_cannot_be_built_leaves_nothing_behind(plan: Any) -> None:
             TrainPipeline(model, adam(model), CPU)
         assert hooks(model) == 0
         train(pipeline, POOLED.data(STEPS))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_evaluation_that_is_not_over_keeps_training_waiting_until_it_is_closed() -> None:
+    model = sharded(POOLED)
+    with pipeline_of(model) as pipeline:
+        feed = iter(POOLED.data(STEPS))
+        pipeline.progress(feed)
+        outputs = pipeline.evaluate(iter(POOLED.data(3)))
+        next(outputs)
+        assert not model.module.training
+        for call in (lambda: pipeline.progress(feed), lambda: next(pipeline.evaluate(iter([])))):
+            with pytest.raises(SetupError, match=r"evaluation is not over.*close"):
+                call()
+        outputs.close()
+        assert model.module.training
+        assert len(train(pipeline, feed)[0]) == STEPS - 1
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_evaluation_that_fails_closes_the_pipeline_and_leaves_the_model_as_it_was() -> None:
+    model = sharded(POOLED)
+    with pipeline_of(model) as pipeline:
+        pipeline.progress(iter(POOLED.data(STEPS)))
+        with pytest.raises(InputError, match="Opaque"):
+            list(pipeline.evaluate(iter([immovable(POOLED.data(1)[0])])))
+        assert model.module.training
+        assert not replaced(model.module)
+        with pytest.raises(SetupError, match="closed"):
+            pipeline.progress(iter(POOLED.data(1)))
 
 
 @pytest.mark.usefixtures("one_rank")

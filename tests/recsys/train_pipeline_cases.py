@@ -454,10 +454,113 @@ def schedules() -> dict[str, bool]:
     return {
         "base": not difference(learning_rates("base", combined=False), serial),
         "prefetch": not difference(learning_rates("prefetch", combined=False), serial),
+        "fused_sparse_dist": not difference(learning_rates("fused_sparse_dist", combined=False), serial),
+        "combined, fused_sparse_dist": not difference(
+            learning_rates("fused_sparse_dist", combined=True), learning_rates("serial", combined=True)
+        ),
         "combined, prefetch": not difference(
             learning_rates("prefetch", combined=True), learning_rates("serial", combined=True)
         ),
         "the tables saw it": bool([n for n in difference(serial, unchanged) if "embedding" in n]),
+    }
+
+
+# Several batches in one step of the optimiser.
+
+
+def accumulated(plan: str) -> dict[str, torch.Tensor]:
+    model = sharded(EVERYTHING)
+    optimizer = adam(model)
+    torch.manual_seed(13 + dist.get_rank())
+    with pipeline_of(model, plan, optimizer, accumulate=3) as pipeline:
+        train(pipeline, EVERYTHING.data(10))
+    return values_of(model, optimizer)
+
+
+def accumulated_by_hand() -> dict[str, torch.Tensor]:
+    model = sharded(EVERYTHING)
+    optimizer = adam(model)
+    dense = [parameter for _, parameter in model.dense_parameters()]
+    torch.manual_seed(13 + dist.get_rank())
+    for index, batch in enumerate(EVERYTHING.data(10)):
+        if index % 3 == 0:
+            optimizer.zero_grad()
+        (model.module(batch)[0] / 3).backward()
+        model.step_data_parallel_tables()
+        if index % 3 == 2:
+            for parameter in dense:
+                assert parameter.grad is not None
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+            optimizer.step()
+    return values_of(model, optimizer)
+
+
+def accumulation() -> dict[str, bool]:
+    by_hand = accumulated_by_hand()
+    return {plan: not difference(accumulated(plan), by_hand) for plan in DEPTHS}
+
+
+# Evaluation with training batches in flight.
+
+AFTER = (1, 3, 5)  # batches trained
+
+
+def held_out() -> list[Any]:
+    return EVERYTHING.data(2 * STEPS)[STEPS:]
+
+
+def trained_and_evaluated(plan: str, drains: bool) -> tuple[list[Any], list[list[Any]], dict[str, torch.Tensor]]:
+    """What training and each evaluation returned, and what is left.
+
+    Args:
+        plan: of the training.
+        drains: whether nothing is in flight when the model is evaluated, by calling it.
+    """
+    model = sharded(EVERYTHING)
+    optimizer = adam(model)
+    torch.manual_seed(13 + dist.get_rank())
+    data, evaluated, outputs = EVERYTHING.data(STEPS), [], []
+    with pipeline_of(model, plan, optimizer) as pipeline:
+        feed = iter(data)
+        for trained in range(1, STEPS + 1):
+            outputs.append(pipeline.progress(iter(data[trained - 1 : trained]) if drains else feed))
+            if trained not in AFTER:
+                continue
+            if not drains:
+                in_flight = len(pipeline.pipeline.in_flight)
+                assert in_flight == min(DEPTHS.get(plan, 4) - 1, STEPS - trained) or trained == 1
+                evaluated.append(list(pipeline.evaluate(iter(held_out()))))
+                assert len(pipeline.pipeline.in_flight) == in_flight
+                assert model.module.training
+                assert torch.is_grad_enabled()
+                continue
+            model.module.eval()
+            pipeline.detach()
+            with torch.no_grad():
+                evaluated.append([model.module(batch)[1] for batch in held_out()])
+            model.module.train()
+    assert not workers()
+    assert not replaced(model.module)
+    return outputs, evaluated, {**values_of(model, optimizer), "steps": torch.tensor(steps_of(model))}
+
+
+def evaluated(plan: str) -> dict[str, bool]:
+    drained, ours = trained_and_evaluated("serial", drains=True), trained_and_evaluated(plan, drains=False)
+    return {
+        "training": same_outputs(drained[0], ours[0]),
+        "evaluations": len(ours[1]) == len(AFTER) and all(map(same_outputs, drained[1], ours[1])),
+        "all batches": [len(outputs) for outputs in ours[1]] == [STEPS] * len(AFTER),
+        "what is left": not difference(drained[2], ours[2]),
+    }
+
+
+def stale_evaluated() -> dict[str, bool]:
+    """Rows looked up before an evaluation are still those that the next batch is trained on."""
+    whole, ours = outcome(EVERYTHING, "semi_sync"), trained_and_evaluated("semi_sync", drains=False)
+    return {
+        "training": same_outputs(whole.outputs, ours[0]),
+        "what is left": not difference(whole.values, {name: ours[2][name] for name in whole.values}),
     }
 
 
@@ -559,6 +662,8 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
         "failed step": plans(failed_step),
         "missing losses": plans(missing_losses),
         "evaluated": plans(evaluated_in_between),
+        "evaluation": {**plans(evaluated), "semi_sync": stale_evaluated()},
         "schedules": schedules(),
+        "accumulation": accumulation(),
         "waits": waits(),
     }

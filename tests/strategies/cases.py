@@ -28,7 +28,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_pipe.recsys.table_optimizer import SparseOptimizer
 from lightning_pipe.strategies.recsys import RecsysPipelineStrategy
 
-PLANS = ("serial", "base", "prefetch")
+PLANS = ("serial", "base", "prefetch", "fused_sparse_dist")  # those that train the same
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}
 ADAGRAD = {"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.1}}
 ROW_WISE_ADAGRAD = {"class_path": "torchrec.optim.RowWiseAdagrad", "init_args": {"lr": 0.1}}
@@ -188,6 +188,11 @@ class Dlrm(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         return self.dlrm(batch.dense, batch.sparse)[:, 0]
+
+
+def plans_of(network: Any) -> tuple[str, ...]:
+    """Those that a model can be trained under: feature processors are read in the lookup."""
+    return tuple(plan for plan in PLANS if network is not Processed or plan != "fused_sparse_dist")
 
 
 def is_table(name: str) -> bool:

@@ -27,6 +27,7 @@ from tests.strategies.cases import (
     difference,
     fit,
     loader,
+    plans_of,
     recsys,
     state_of,
 )
@@ -39,7 +40,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "processed features": (Processed, {"people": "column_wise", "things": "row_wise"}, SGD),
     "TorchRec's DLRM": (Dlrm, None, ROW_WISE_ADAGRAD),
 }
-DEPTHS = {"serial": 1, "base": 3, "prefetch": 3}
+DEPTHS = {"serial": 1, "base": 3, "prefetch": 3, "fused_sparse_dist": 3}
 
 
 class InFlight(Callback):
@@ -65,7 +66,7 @@ def every_plan(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     for case, (network, kinds, optimizer) in CASES.items():
         serial: dict[str, Tensor] = {}
         results[case] = {}
-        for plan in PLANS:
+        for plan in plans_of(network):
             module, logger, in_flight = Clicks(network), Memory(), InFlight()
             before = {name: value.detach().clone() for name, value in module.named_parameters()}
             used = fit(
@@ -99,7 +100,7 @@ def test_every_plan_trains_to_the_same_bits(trained: list[dict[str, dict[str, An
         serial = results[case]["serial"]
         assert len(serial["losses"]) == 8
         assert [line["loss_step"] for _, line in serial["logged"] if "loss_step" in line] == serial["losses"]
-        for plan in PLANS:
+        for plan in plans_of(CASES[case][0]):
             outcome = results[case][plan]
             assert outcome["losses"] == serial["losses"], (rank, plan)
             assert outcome["logged"] == serial["logged"], (rank, plan)

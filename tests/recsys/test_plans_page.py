@@ -1,0 +1,57 @@
+"""The page that says TorchRec's pipelines as plans: its table is whole, and each plan is built from its very text."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from torchrec.distributed.train_pipeline import train_pipelines
+
+from lightning_pipe.recsys import PLANS, recsys_plan, recsys_tasks
+from lightning_pipe.recsys.plans import evaluation_plan
+from tests.recsys.pipeline_cases import CASES, outcome
+
+PAGE = (Path(__file__).parents[2] / "docs" / "plans.md").read_text(encoding="utf-8")
+TEXTS = {yaml.safe_load(text)["name"]: text for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)}
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| `")]
+
+
+def plans_of(row: list[str]) -> list[str]:
+    """Plans named in the third column of a row of the table."""
+    return [name for name in re.findall(r"`(\w+)`", row[2]) if name in PLANS or name in TEXTS]
+
+
+def test_the_table_has_every_pipeline_of_torchrec() -> None:
+    classes = {
+        name
+        for name, found in inspect.getmembers(train_pipelines, inspect.isclass)
+        if issubclass(found, train_pipelines.TrainPipeline)
+        and found.__module__ == train_pipelines.__name__
+        and not inspect.isabstract(found)
+    }
+    assert [row[0].strip("`") for row in ROWS] == sorted(classes, key=list(vars(train_pipelines)).index)
+
+
+def test_every_row_names_a_plan_and_every_plan_of_the_page_is_in_a_row() -> None:
+    assert all(plans_of(row) for row in ROWS)
+    assert {name for row in ROWS for name in plans_of(row)} == {*PLANS, *TEXTS}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_plan_of_the_page_is_built_from_its_text_and_trains_as_the_serial_one(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(TEXTS[name], encoding="utf-8")
+    case = CASES["everything"]
+    assert recsys_plan(path, recsys_tasks()).name == name
+    assert outcome(case, path).same(outcome(case, "serial"))
+
+
+@pytest.mark.parametrize("name", [*PLANS, *TEXTS])
+def test_every_plan_can_evaluate(name: str) -> None:
+    text = TEXTS.get(name) or recsys_plan(name, recsys_tasks()).to_yaml()
+    training = type(recsys_plan("serial", recsys_tasks())).from_yaml(text, recsys_tasks())
+    assert evaluation_plan(training, recsys_tasks()).max_stage == training.max_stage

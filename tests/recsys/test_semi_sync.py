@@ -1,0 +1,52 @@
+"""The semi-synchronous plan: trained on rows that are one batch stale, exactly one, and as a loop written out does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import run_ranks
+from tests.recsys.pipeline_cases import difference
+from tests.recsys.semi_sync_cases import RATES, TRAININGS, Trained, by_hand, by_pipeline
+
+
+def same(one: Trained, other: Trained) -> bool:
+    return not difference(one.values, other.values) and all(map(torch.equal, one.losses, other.losses))
+
+
+def compare(rank: int, world_size: int) -> dict[str, dict[str, bool]]:
+    """For each training and schedule, what is to be true of it."""
+    found = {}
+    for name, case in TRAININGS.items():
+        for rates, after_batch in RATES.items():
+            stale = by_pipeline(case, after_batch=after_batch, rewrite="direct")
+            found[f"{name}, {rates}"] = {
+                "as the loop": same(stale, by_hand(case, after_batch=after_batch)),
+                "recorded, as the loop": same(
+                    by_pipeline(case, after_batch=after_batch), by_hand(case, (0, 1), after_batch)
+                ),
+                "not as the serial plan": not same(stale, by_pipeline(case, "serial", after_batch)),
+                "the fused plan is exact": same(
+                    by_pipeline(case, "fused_sparse_dist", after_batch), by_pipeline(case, "serial", after_batch)
+                ),
+                "the loop is, without stale batches": same(
+                    by_hand(case, range(len(stale.losses)), after_batch), by_pipeline(case, "serial", after_batch)
+                ),
+            }
+    return found
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids="world_{}".format)
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, dict[str, bool]]]:
+    return run_ranks(compare, request.param, timeout=240.0)
+
+
+@pytest.mark.parametrize("rates", RATES)
+@pytest.mark.parametrize("training", TRAININGS)
+def test_it_trains_on_rows_one_batch_stale_to_the_bit_and_the_others_on_none(
+    ranks: list[dict[str, Any]], training: str, rates: str
+) -> None:
+    for found in ranks:
+        assert [what for what, is_true in found[f"{training}, {rates}"].items() if not is_true] == []
