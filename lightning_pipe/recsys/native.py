@@ -16,7 +16,7 @@ from pathlib import Path
 __all__ = ["library"]
 
 # As lp_version() in csrc/version.cpp: raised where a function changes.
-_VERSION = 1
+_VERSION = 2
 
 
 @cache
