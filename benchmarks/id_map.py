@@ -1,7 +1,7 @@
 """What it costs to get from ids to the rows of a cache, an id, beside other ways to look ids up.
 
-``OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/id_map.py`` fills a cache of a million rows and then, in turns, looks up the same
-batches, whose ids are all cached:
+``OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/id_map.py`` fills a cache of a million rows and
+then, in turns, looks up the same batches, whose ids are all cached:
 
 - *prefetch*: all that ``RowCache.prefetch`` does for such a batch: slots, a note of their use for eviction, the
   distinct rows, the pin; and the ticket's end;

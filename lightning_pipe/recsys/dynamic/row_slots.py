@@ -116,7 +116,7 @@ class RowSlots:
             self._evict(len(keys), *pinned())
         with self._store_lock:
             records, found = self._store.read(self._table, keys)
-        # Nobody looks at free slots: until they are handed out, an error leaves the cache as it was.
+        # Nobody looks at free slots, none of which is dirty: until they are handed out, an error changes nothing.
         rows = self._free[self._free_count - len(keys) : self._free_count][::-1].copy()
         known, unseen = rows[found], ~found
         if unseen.any():
@@ -127,7 +127,6 @@ class RowSlots:
                 records = records[found]
             self._columns.write(known, records[:, BYTES:])
             self.headers.write(known, headers_of(records))
-        self.headers.dirty[rows] = 0
         self.map.insert(keys, rows, self._tick)
         self._free_count -= len(keys)
         self.stats.read += len(known)

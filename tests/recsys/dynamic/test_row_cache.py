@@ -14,60 +14,8 @@ from torch import Tensor
 
 from lightning_pipe.engine.errors import InputError, PlanError, SetupError
 from lightning_pipe.recsys.dynamic.id_map import LAST_TICK
-from lightning_pipe.recsys.dynamic.initial_values import InitialValues
-from lightning_pipe.recsys.dynamic.row_cache import RowCache, Ticket
-from tests.recsys.dynamic.memory_store import MemoryStore
-
-CAPACITY = 4
-
-
-def _first(ids: Tensor) -> Tensor:
-    return torch.stack([ids.float(), -ids.float()], dim=1)
-
-
-class Table:
-    """A cache of four rows of two weights and one state; training adds 1 to all three."""
-
-    def __init__(self, store: MemoryStore | None = None, capacity: int = CAPACITY, **options: Any) -> None:
-        self.weights, self.states = torch.zeros(capacity, 2), torch.zeros(capacity)
-        self.store = store or MemoryStore({"t": 16 + 8 + 4})
-        initial = options.pop("initial", _first)
-        self.cache = RowCache(
-            "t",
-            [self.weights, self.states],
-            self.store,
-            store_lock=threading.Lock(),
-            initial=InitialValues("t", 2, initial),
-            state_fill=[0.5],
-            **options,
-        )
-
-    def prefetch(self, *ids: int) -> Ticket:
-        return self.cache.prefetch(torch.tensor(ids, dtype=torch.int64))
-
-    def backward(self, ticket: Ticket) -> None:
-        rows = ticket.slots.unique()
-        self.weights[rows] += 1
-        self.states[rows] += 1
-
-    def train(self, step: int, *ids: int) -> None:
-        ticket = self.prefetch(*ids)
-        self.cache.begin(ticket, step)
-        self.backward(ticket)
-        self.cache.trained(ticket)
-
-    def look(self, *ids: int) -> list[tuple[float, float]]:
-        """First weight and state, as an evaluation sees them."""
-        ticket = self.prefetch(*ids)
-        found = list(zip(self.weights[ticket.slots, 0].tolist(), self.states[ticket.slots].tolist(), strict=True))
-        self.cache.discard(ticket)
-        return found
-
-    def stored(self) -> dict[int, tuple[int, int]]:
-        """Count and last step of what the store has."""
-        return {
-            key: tuple(np.frombuffer(record[:16], np.int64).tolist()) for key, record in self.store.tables["t"].items()
-        }
+from lightning_pipe.recsys.dynamic.row_cache import Ticket
+from tests.recsys.dynamic.small_table import Table, first_values
 
 
 def test_an_evicted_row_comes_back_as_it_was() -> None:
@@ -254,7 +202,7 @@ def test_a_discard_in_a_finaliser_that_interrupts_the_cache_does_not_wait() -> N
         def __call__(self, ids: Tensor) -> Tensor:
             if held:
                 table.cache.discard(held.pop())
-            return _first(ids)
+            return first_values(ids)
 
     other = Table(initial=Interrupting())
     other.train(1, 5)
@@ -344,7 +292,7 @@ def test_a_function_of_initial_values_that_fails_leaves_the_cache_as_it_was() ->
 
     def fails_once(ids: Tensor) -> Tensor:
         calls.append(1)
-        return _first(ids) if len(calls) > 1 else ids
+        return first_values(ids) if len(calls) > 1 else ids
 
     table = Table(initial=fails_once)
     with pytest.raises(InputError, match="function of initial values"):

@@ -50,3 +50,12 @@ def test_what_began_last_is_undone_first(way: str) -> None:
     headers.undo(rows[:2], second)
     headers.undo(rows[1:], first)
     np.testing.assert_array_equal(headers.read(rows), before)
+
+
+def test_a_row_that_a_later_batch_has_seen_stays_as_last_seen_there(way: str) -> None:
+    headers, row = RowHeaders(1, None, 1), np.array([0])
+    headers.begin(row, 1)
+    dropped = headers.begin(row, 2)
+    headers.begin(row, 3)
+    headers.undo(row, dropped)
+    assert headers.read(row).tolist() == [[2, 3]]
