@@ -13,7 +13,7 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
-from lightning_pipe.recsys.dynamic.row_adam import row_optimizer
+from lightning_pipe.recsys.dynamic.row_optimizer import row_optimizer
 
 __all__ = [
     "count_step",

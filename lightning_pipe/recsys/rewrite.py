@@ -26,7 +26,7 @@ from lightning_pipe.recsys.agreement import Agreement
 from lightning_pipe.recsys.boundary import without_gradient
 from lightning_pipe.recsys.call_arguments import Arguments, CallArguments, PostprocessResults, same_arguments
 from lightning_pipe.recsys.dynamic.batch_rows import BatchRows
-from lightning_pipe.recsys.dynamic.row_adam import row_optimizer
+from lightning_pipe.recsys.dynamic.row_optimizer import row_optimizer
 from lightning_pipe.recsys.dynamic.sharded import ShardedDynamicModule
 from lightning_pipe.recsys.embeddings import Embeddings, Features, Inputs, Requests, Splits, record_stream
 from lightning_pipe.recsys.ids_on_wire import IdsOnWire

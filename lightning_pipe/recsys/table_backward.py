@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lightning_pipe.recsys.agreement import Agreement
-from lightning_pipe.recsys.dynamic.row_adam import row_optimizer
+from lightning_pipe.recsys.dynamic.row_optimizer import row_optimizer
 from lightning_pipe.recsys.embeddings import Embeddings, ModuleCall, record_stream
 from lightning_pipe.recsys.kernel_calls import KernelGradients
 from lightning_pipe.recsys.kernels import take_back_step

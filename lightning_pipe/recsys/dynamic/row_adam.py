@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
+from lightning_pipe.recsys.dynamic.row_optimizer import set_row_optimizer
 from lightning_pipe.recsys.gradient_norm import row_gradients
 from lightning_pipe.recsys.kernel_calls import KernelCall
 
-__all__ = ["RowAdam", "row_optimizer"]
-
-_ATTRIBUTE = "_lightning_pipe_row_optimizer"
+__all__ = ["RowAdam"]
 
 
 class RowAdam:
@@ -41,7 +40,7 @@ class RowAdam:
             for weights, own in zip(self._weights, self._hyper_parameters, strict=True)
         ]
         self.steps = 0
-        setattr(kernel, _ATTRIBUTE, self)
+        set_row_optimizer(kernel, self)
 
     @torch.no_grad()
     def step(self, calls: Sequence[tuple[KernelCall, torch.Tensor]]) -> None:
@@ -78,9 +77,3 @@ class RowAdam:
         first_bias, second_bias = 1 - beta1**self.steps, 1 - beta2**self.steps
         change = (first / first_bias).div_((second / second_bias).sqrt_().add_(own["eps"]))
         weights.index_copy_(0, rows, (held.float() - rate * change).to(held.dtype))
-
-
-def row_optimizer(kernel: Any) -> RowAdam | None:
-    """What trains the tables of a kernel in place of its own optimiser, if anything does."""
-    found: RowAdam | None = getattr(kernel, _ATTRIBUTE, None)
-    return found

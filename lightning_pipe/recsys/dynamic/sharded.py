@@ -31,7 +31,7 @@ from lightning_pipe.recsys.dynamic.modules import (
     DynamicTable,
     Storage,
 )
-from lightning_pipe.recsys.dynamic.row_adam import row_optimizer
+from lightning_pipe.recsys.dynamic.row_optimizer import row_optimizer
 from lightning_pipe.recsys.dynamic.row_tables import RowTables
 from lightning_pipe.recsys.output_order import OrderedEmbeddingBagCollection, OrderedEmbeddingCollection
 from lightning_pipe.recsys.quantized_comms import QuantizedComms

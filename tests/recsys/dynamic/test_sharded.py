@@ -30,7 +30,7 @@ from tests.recsys.dynamic.dynamic_cases import (
 )
 
 STEPS = 12
-PLANS = ("serial", "base", "prefetch")
+PLANS = ("serial", "base", "prefetch", "fused_sparse_dist")
 
 
 def under(plan: str, store: Path, optimizer: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def test_every_plan_trains_alike_to_the_bit_whatever_leaves_the_cache(
         pytest.skip("three ranks once")
     ranks = run_ranks(trained, world_size, tmp_path, optimizer)
     for results in ranks:
-        for way in ("base", "prefetch", "small", "large"):
+        for way in (*PLANS[1:], "small", "large"):
             assert same(results[way]["scores"], results["serial"]["scores"]), way
             assert same(results[way]["outcome"], results["serial"]["outcome"]), way
     assert sum(results["small"]["evicted"] for results in ranks) > 0
@@ -175,7 +175,7 @@ def test_admission_and_expiry_go_by_trained_batches_and_not_by_the_plan(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
     for results in run_ranks(counted, 2, tmp_path, options):
-        for plan in ("base", "prefetch"):
+        for plan in PLANS[1:]:
             assert same(results[plan]["scores"], results["serial"]["scores"])
             assert same(results[plan]["outcome"], results["serial"]["outcome"])
 
