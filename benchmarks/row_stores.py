@@ -184,7 +184,7 @@ def beside(body: Callable[[], None], size: int, seconds: float) -> tuple[float, 
     taken = time.perf_counter() - begun
     end.set()
     thread.join()
-    return done / taken, taken / times
+    return max(done, 1) / taken, taken / max(times, 1)
 
 
 def timed(body: Callable[..., object], *args: Any) -> float:

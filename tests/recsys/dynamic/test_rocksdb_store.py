@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.recsys.dynamic import rocksdb_store
 from lightning_pipe.recsys.dynamic.rocksdb_store import RocksDbStore
 from lightning_pipe.recsys.dynamic.row_store import Keys, RunPart, StoreState
 from tests.faults.forked_ranks import Here, Nursery
@@ -70,14 +71,20 @@ def test_no_keys_are_no_work(store: RocksDbStore) -> None:
     assert store.count("a") == 0
 
 
+@pytest.mark.parametrize("waits", [0.0, 1e9], ids=["as if from a disk", "as if from memory"])
 @pytest.mark.parametrize("readers", [1, 8])
-def test_large_reads_shared_by_several_threads_are_in_order(folder: Path, readers: int) -> None:
+def test_large_reads_are_in_order_whoever_shares_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, readers: int, waits: float
+) -> None:
+    monkeypatch.setattr(rocksdb_store, "_WAITS_ALONE", waits)
+    monkeypatch.setattr(rocksdb_store, "_WAITS_AS_ONE_OF_SEVERAL", waits)
     store = open_store(folder, readers=readers, write_buffer=1 << 16)
     keys = np.random.default_rng(3).permutation(np.arange(-4000, 4000)) * 10**15
     store.write("a", keys, some_records(len(keys)))
-    records, found = store.read("a", keys)
-    assert found.all()
-    np.testing.assert_array_equal(records, some_records(len(keys)))
+    for _ in range(2):
+        records, found = store.read("a", keys)
+        assert found.all()
+        np.testing.assert_array_equal(records, some_records(len(keys)))
     store.close()
 
 
