@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 import torch
@@ -190,5 +190,5 @@ class HistoryData(RatingFiles):
         )
 
 
-def _as_it_is(batch: HistoryBatch) -> HistoryBatch:
+def _as_it_is(batch: Any) -> Any:
     return batch

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn.functional import silu
+from torch.nn.functional import pad, silu
 
 TIME_BUCKETS = 32
 
@@ -18,35 +18,30 @@ class RelativeBias(nn.Module):
     """What is added to the attention of position i to position j: a number for i - j, and one for the time between.
 
     Args:
+        layers: each has numbers of its own.
         max_length: of a sequence.
     """
 
-    def __init__(self, max_length: int) -> None:
+    def __init__(self, layers: int, max_length: int) -> None:
         super().__init__()
-        self.position = nn.Parameter(torch.empty(max_length).normal_(std=0.02))
-        self.time = nn.Embedding(TIME_BUCKETS, 1)
-        nn.init.normal_(self.time.weight, std=0.02)
+        self.position = nn.Embedding(max_length, layers)
+        self.time = nn.Embedding(TIME_BUCKETS, layers)
+        for table in (self.position, self.time):
+            nn.init.normal_(table.weight, std=0.02)
 
-    def forward(self, distances: torch.Tensor, buckets: torch.Tensor) -> torch.Tensor:
-        """[B, N, N], from :func:`distances_and_buckets`."""
-        return self.position[distances] + self.time(buckets)[..., 0]
+    def forward(self, seconds: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """For each layer [B, N, N]; without a meaning where j > i.
 
-
-def distances_and_buckets(seconds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What biases are looked up by, the same in all layers.
-
-    Args:
-        seconds: time of each position, int64 [B, N].
-
-    Returns:
-        i - j, int64 [N, N], and how many binary digits the seconds from j to i have, int64 [B, N, N]; 0 where j > i.
-    """
-    length = seconds.shape[1]
-    positions = torch.arange(length, device=seconds.device)
-    distances = (positions[:, None] - positions).clamp(min=0)
-    bounds = 2 ** torch.arange(TIME_BUCKETS - 1, device=seconds.device)
-    between = (seconds[:, :, None] - seconds[:, None, :]).clamp(min=0)
-    return distances, torch.bucketize(between, bounds, right=True)
+        Args:
+            seconds: time of each position, int64 [B, N].
+        """
+        positions = torch.arange(seconds.shape[1], device=seconds.device)
+        distances = (positions[:, None] - positions).clamp(min=0)
+        # How many binary digits the seconds from j to i have.
+        bounds = 2 ** torch.arange(TIME_BUCKETS - 1, device=seconds.device)
+        between = (seconds[:, :, None] - seconds[:, None, :]).clamp(min=0)
+        # Of all layers at once: the backward of a lookup costs as much for one.
+        return (self.position(distances) + self.time(torch.bucketize(between, bounds, right=True))).unbind(-1)
 
 
 class HSTULayer(nn.Module):
@@ -65,52 +60,71 @@ class HSTULayer(nn.Module):
         self.max_length = max_length
         self.input_norm = nn.LayerNorm(width)
         self.projection = nn.Linear(width, 4 * width, bias=False)
-        self.bias = RelativeBias(max_length)
         self.output_norm = nn.LayerNorm(width)
         self.dropout = nn.Dropout(dropout)
         self.output = nn.Linear(width, width)
 
-    def forward(
-        self, x: torch.Tensor, distances: torch.Tensor, buckets: torch.Tensor, causal: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, bias: torch.Tensor, causal: torch.Tensor) -> torch.Tensor:
         """[B, N, width] from the same.
 
         Args:
             x: padded at the end.
-            distances: [N, N].
-            buckets: [B, N, N].
+            bias: [B, N, N].
             causal: 1 where position i may attend to j, else 0: [N, N]. So nothing sees the padding.
         """
         batch, length, width = x.shape
         u, v, q, k = silu(self.projection(self.input_norm(x))).chunk(4, dim=-1)
         q, k, v = (one.view(batch, length, self.heads, -1).transpose(1, 2) for one in (q, k, v))
-        weights = silu(q @ k.transpose(2, 3) + self.bias(distances, buckets)[:, None]) * (causal / self.max_length)
+        weights = silu(q @ k.transpose(2, 3) + bias[:, None]) * (causal / self.max_length)
         attended = (weights @ v).transpose(1, 2).reshape(batch, length, width)
         return x + self.output(self.dropout(u * self.output_norm(attended)))
 
 
 class HSTU(nn.Module):
-    """Several units, one on top of the other; arguments as of :class:`HSTULayer`."""
+    """Several units, one on top of the other.
 
-    def __init__(self, layers: int, width: int, heads: int, max_length: int, dropout: float) -> None:
+    Attention costs the square of the length that sequences are padded to. So those of about one length go together, and
+    a batch costs about what its sequences do, not what as many of its longest one would.
+
+    Args:
+        layers: how many units.
+        width: as of :class:`HSTULayer`, and so are the others.
+        heads: see there.
+        max_length: see there.
+        dropout: see there, and before the first.
+        together: how many sequences go through the layers at a time.
+    """
+
+    def __init__(self, layers: int, width: int, heads: int, max_length: int, dropout: float, together: int = 8) -> None:
         super().__init__()
+        self.together = together
         self.dropout = nn.Dropout(dropout)
+        self.bias = RelativeBias(layers, max_length)
         self.layers = nn.ModuleList(HSTULayer(width, heads, max_length, dropout) for _ in range(layers))
 
-    def forward(self, x: torch.Tensor, seconds: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, seconds: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """What each position knows of itself and those before it.
 
         Args:
             x: embeddings, [B, N, width], padded at the end.
-            seconds: int64 [B, N].
+            seconds: time of each position, int64 [B, N].
+            lengths: without the padding, at least 1, int64 [B].
 
         Returns:
-            [B, N, width].
+            [B, N, width]; behind a sequence's length nothing of meaning.
         """
-        distances, buckets = distances_and_buckets(seconds)
+        by_length = lengths.argsort(stable=True)
+        groups = []
+        for rows in by_length.split(self.together):
+            longest = int(lengths[rows[-1]])
+            knows = self._units(x[rows, :longest], seconds[rows, :longest])
+            groups.append(pad(knows, (0, 0, 0, x.shape[1] - longest)))
+        return torch.cat(groups)[by_length.argsort()]
+
+    def _units(self, x: torch.Tensor, seconds: torch.Tensor) -> torch.Tensor:
         length = x.shape[1]
         causal = torch.ones(length, length, device=x.device, dtype=x.dtype).tril()
         x = self.dropout(x)
-        for layer in self.layers:
-            x = layer(x, distances, buckets, causal)
+        for layer, bias in zip(self.layers, self.bias(seconds), strict=True):
+            x = layer(x, bias, causal)
         return x

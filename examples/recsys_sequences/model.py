@@ -6,13 +6,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import normalize
 
 from examples.recsys_sequences.data import HistoryBatch
 from examples.recsys_sequences.histories import Part
 from examples.recsys_sequences.hstu import HSTU
+from examples.recsys_sequences.loss import token_weighted_mean
 from examples.recsys_sequences.ranking import RankingMetrics
 from examples.recsys_sequences.tables import folded, make_tables
 from lightning_pipe.engine.errors import SetupError
@@ -88,7 +88,7 @@ class SequenceRanker(pl.LightningModule):
         against = against.masked_fill(others == ids[:, :, None], -torch.inf)
         losses = torch.logsumexp(torch.cat([own, against], -1) / self.temperature, -1) - own[..., 0] / self.temperature
         there = torch.arange(1, 1 + losses.shape[1], device=losses.device) < lengths[:, None]
-        loss = mean_over_all_ranks(losses[there].sum(), there.sum())
+        loss = token_weighted_mean(losses[there].sum(), there.sum())
         self.log("train/loss", loss, prog_bar=True, batch_size=users)
         return loss
 
@@ -114,7 +114,7 @@ class SequenceRanker(pl.LightningModule):
         found = self.tables(batch["sparse"])
         item, stars = found["item"].to_padded_dense(), found["stars"].to_padded_dense()
         seconds = batch["seconds"]["seconds"].to_padded_dense()
-        hidden = self.hstu(item + stars, seconds)
+        hidden = self.hstu(item + stars, seconds, batch["sparse"]["item"].lengths())
         return normalize(hidden, dim=-1), normalize(item, dim=-1), normalize(found["candidate"].values(), dim=-1)
 
     def _score(self, batch: HistoryBatch, part: Part) -> None:
@@ -126,12 +126,3 @@ class SequenceRanker(pl.LightningModule):
         metrics.update(query @ catalogue.T, batch["target"], batch["seen"], batch["weight"])
         self.log(f"{part}/hit_rate", metrics.hit_rate, prog_bar=part == "val", add_dataloader_idx=False)
         self.log(f"{part}/ndcg", metrics.ndcg, prog_bar=part == "val", add_dataloader_idx=False)
-
-
-def mean_over_all_ranks(loss_sum: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the mean over the tokens of all ranks, whose gradients a strategy averages over ranks."""
-    total, ranks = count.clone(), 1
-    if dist.is_initialized():
-        ranks = dist.get_world_size()
-        dist.all_reduce(total)
-    return loss_sum * ranks / total
