@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +17,9 @@ from examples.recsys_sequences.loss import token_weighted_mean
 from examples.recsys_sequences.ranking import RankingMetrics
 from examples.recsys_sequences.tables import folded, make_tables
 from lightning_pipe.engine.errors import SetupError
+
+# That the module's hook is used, where the data module has none.
+warnings.filterwarnings("ignore", message="You have overridden `on_before_batch_transfer` in `LightningModule`")
 
 
 class SequenceRanker(pl.LightningModule):
@@ -35,7 +39,7 @@ class SequenceRanker(pl.LightningModule):
         item_rows: of the items' table.
         dynamic: tables without a size, instead: every id has a row of its own.
         store: folder of their rows.
-        cache_rows: how many of them are in memory, over all ranks.
+        cache_rows: how many of each table are in memory, over all ranks.
     """
 
     def __init__(
@@ -70,6 +74,19 @@ class SequenceRanker(pl.LightningModule):
         )
         self.hstu = HSTU(layers, width, heads, max_length, dropout)
         self.scores = nn.ModuleDict({"val": RankingMetrics(), "test": RankingMetrics()})
+
+    def setup(self, stage: str) -> None:
+        """Refuses data whose histories are too long.
+
+        Raises:
+            SetupError: naming both lengths.
+        """
+        longest = getattr(getattr(self.trainer, "datamodule", None), "max_length", self.max_length)
+        if longest > self.max_length:
+            raise SetupError(
+                f"the data's histories have up to {longest} ratings, and the model's max_length is {self.max_length};"
+                f" needed is data.init_args.max_length of at most {self.max_length}, or more of the model's"
+            )
 
     def on_before_batch_transfer(self, batch: HistoryBatch, dataloader_idx: int) -> HistoryBatch:
         if not self.dynamic:

@@ -30,18 +30,17 @@ def make_tables(
 
     Args:
         width: of the embeddings.
-        item_rows: of the items' table; of a dynamic one, those in memory.
+        item_rows: of the items' table; of a dynamic module, those of each table that are in memory.
         learning_rate: of row-wise Adagrad, which trains them.
         store: folder of a dynamic module's rows; None for tables of a fixed size.
     """
-    rows = {"item_table": item_rows, "stars_table": STARS_ROWS}
     tables: EmbeddingCollection
     if store is None:
         tables = EmbeddingCollection(
             [
                 EmbeddingConfig(
                     name=name,
-                    num_embeddings=rows[name],
+                    num_embeddings=rows_of(name, item_rows),
                     embedding_dim=width,
                     feature_names=features,
                     init_fn=partial(nn.init.normal_, std=_DEVIATION),
@@ -58,7 +57,7 @@ def make_tables(
                     name=name,
                     embedding_dim=width,
                     feature_names=features,
-                    cache_rows=rows[name],
+                    cache_rows=item_rows,
                     initial={"normal": [0, _DEVIATION]},
                 )
                 for name, features in FEATURES.items()
@@ -70,11 +69,16 @@ def make_tables(
     return tables
 
 
+def rows_of(table: str, item_rows: int) -> int:
+    """Rows of a table of a fixed size."""
+    return item_rows if table == "item_table" else STARS_ROWS
+
+
 def folded(features: KeyedJaggedTensor, item_rows: int) -> KeyedJaggedTensor:
     """*features* with the rows of tables of a fixed size in place of ids."""
     keys = features.keys()
-    items = torch.tensor([key in FEATURES["item_table"] for key in keys])
-    rows = torch.where(items, item_rows, STARS_ROWS)
+    table = {key: name for name, features in FEATURES.items() for key in features}
+    rows = torch.tensor([rows_of(table[key], item_rows) for key in keys])
     return KeyedJaggedTensor(
         keys,
         features.values() % rows.repeat_interleave(torch.tensor(features.length_per_key())),
