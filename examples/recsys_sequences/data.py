@@ -143,7 +143,7 @@ class HistoryData(RatingFiles):
     """
 
     def __init__(
-        self, batch_size: int = 32, max_length: int = 200, negatives: int = 128, data_dir: str | None = None
+        self, batch_size: int = 32, max_length: int = 100, negatives: int = 128, data_dir: str | None = None
     ) -> None:
         super().__init__(data_dir)
         self.batch_size = batch_size

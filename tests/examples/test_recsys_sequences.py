@@ -287,7 +287,7 @@ def test_dynamic_tables_without_a_folder_are_refused() -> None:
 def test_histories_longer_than_the_models_are_refused(cycles: Path, tmp_path: Path) -> None:
     with running_in(tmp_path):
         cli = command_line(cycles, **{"model.init_args.max_length": 20, "trainer.max_epochs": 1})
-        with pytest.raises(SetupError, match=r"up to 200 ratings, and the model's max_length is 20; needed is"):
+        with pytest.raises(SetupError, match=r"up to 100 ratings, and the model's max_length is 20; needed is"):
             cli.trainer.fit(cli.model, cli.datamodule)
 
 
