@@ -8,7 +8,8 @@ sources = sorted(str(path) for path in Path("lightning_pipe/recsys/csrc").glob("
 setup(
     ext_modules=[
         Extension(
-            "lightning_pipe.recsys._native",
+            # Beside its sources, where nobody looks for Python modules: it is none.
+            "lightning_pipe.recsys.csrc._native",
             sources,
             language="c++",
             extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-fno-strict-aliasing"],

@@ -13,10 +13,10 @@ from torch.nn.functional import normalize
 from examples.recsys_sequences.data import HistoryBatch
 from examples.recsys_sequences.histories import Part
 from examples.recsys_sequences.hstu import HSTU
-from examples.recsys_sequences.loss import token_weighted_mean
 from examples.recsys_sequences.ranking import RankingMetrics
 from examples.recsys_sequences.tables import folded, make_tables
 from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.recsys import TokenCount, token_weighted_mean
 
 # That the module's hook is used, where the data module has none.
 warnings.filterwarnings("ignore", message="You have overridden `on_before_batch_transfer` in `LightningModule`")
@@ -94,9 +94,10 @@ class SequenceRanker(pl.LightningModule):
         return batch
 
     def training_step(self, batch: HistoryBatch, batch_idx: int) -> torch.Tensor:
+        lengths = batch["sparse"]["item"].lengths()
+        tokens = TokenCount((lengths - 1).clamp(min=0).sum())  # travels during the forward pass
         hidden, items, candidates = self._look(batch)
         ids = batch["sparse"]["item"].to_padded_dense()[:, 1:]
-        lengths = batch["sparse"]["item"].lengths()
         users, others = len(lengths), batch["sparse"]["candidate"].values().view(len(lengths), 1, -1)
         queries, nexts = hidden[:, :-1], items[:, 1:]
         own = (queries * nexts).sum(-1, keepdim=True)
@@ -105,7 +106,7 @@ class SequenceRanker(pl.LightningModule):
         against = against.masked_fill(others == ids[:, :, None], -torch.inf)
         losses = torch.logsumexp(torch.cat([own, against], -1) / self.temperature, -1) - own[..., 0] / self.temperature
         there = torch.arange(1, 1 + losses.shape[1], device=losses.device) < lengths[:, None]
-        loss = token_weighted_mean(losses[there].sum(), there.sum())
+        loss = token_weighted_mean(losses[there].sum(), tokens)
         self.log("train/loss", loss, prog_bar=True, batch_size=users)
         return loss
 

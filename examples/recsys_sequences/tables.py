@@ -17,6 +17,8 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_pipe.recsys import DynamicEmbeddingCollection, DynamicTable
+
 # Features by table. Candidates share the history's table, so that what was rated is compared with what may come.
 FEATURES = {"item_table": ["item", "candidate"], "stars_table": ["stars"]}
 STARS_ROWS = 8
@@ -49,8 +51,6 @@ def make_tables(
             ]
         )
     else:
-        from lightning_pipe.recsys.dynamic.modules import DynamicEmbeddingCollection, DynamicTable
-
         tables = DynamicEmbeddingCollection(
             [
                 DynamicTable(
@@ -63,6 +63,7 @@ def make_tables(
                 for name, features in FEATURES.items()
             ],
             store,
+            existing="forget",  # where no checkpoint is loaded, the example begins anew
         )
     # Tables are trained as their gradients appear, here as under a pipeline strategy.
     apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": learning_rate, "eps": 1e-8})

@@ -27,7 +27,7 @@ def library() -> ctypes.CDLL | None:
     """
     if os.environ.get("LIGHTNING_PIPE_NATIVE") == "0":
         return None
-    folder = Path(__file__).parent
+    folder = Path(__file__).parent / "csrc"
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         path = folder / f"_native{suffix}"
         if path.is_file():

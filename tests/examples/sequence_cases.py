@@ -12,9 +12,11 @@ import torch.distributed as dist
 
 from examples.recsys_movielens import files
 from lightning_pipe.cli import PipelineCLI
+from tests.recsys.dynamic.dynamic_cases import rows_of
 from tests.strategies.cases import state_of
 
 CONFIG = Path(__file__).parents[2] / "examples" / "recsys_sequences" / "prefetch.yaml"
+DYNAMIC = CONFIG.with_name("dynamic.yaml")
 USERS, ITEMS, SHORTEST, LONGEST = 61, 80, 6, 40
 
 
@@ -51,7 +53,7 @@ def hashes_of(folder: Path) -> dict[str, str]:
     return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in files.SHA256}
 
 
-def command_line(folder: Path, **options: Any) -> PipelineCLI:
+def command_line(folder: Path, config: Path = CONFIG, /, **options: Any) -> PipelineCLI:
     """Model, data and trainer of the example's YAML, with the data in *folder*, quiet, over the ranks there are."""
     quiet = {
         "trainer.devices": dist.get_world_size() if dist.is_initialized() else 1,
@@ -72,7 +74,7 @@ def command_line(folder: Path, **options: Any) -> PipelineCLI:
         subclass_mode_data=True,
         run=False,
         save_config_callback=None,
-        args=["--config", str(CONFIG), *arguments],
+        args=["--config", str(config), *arguments],
     )
 
 
@@ -108,6 +110,30 @@ def every_plan(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     serial, prefetch = states
     found["differs"] = [name for name in serial if not torch.equal(serial[name], prefetch[name])]
     found["compared"] = len(serial)
+    return found
+
+
+def dynamic_plans(rank: int, world_size: int, folder: str, store: str) -> dict[str, Any]:
+    """Trains two epochs of the YAML with dynamic tables and balanced batches under each of two plans.
+
+    Returns:
+        Of each plan the metrics, this rank's rows, and the imbalance before and after.
+    """
+    files.SHA256 = hashes_of(Path(folder))
+    found: dict[str, Any] = {}
+    for plan in ("serial", "prefetch"):
+        options: dict[str, Any] = {"trainer.max_epochs": 2, "trainer.check_val_every_n_epoch": 1}
+        options |= {"model.init_args.store": f"{store}/{plan}", "trainer.strategy.init_args.plan": plan}
+        cli = command_line(Path(folder), DYNAMIC, **options)
+        cli.trainer.fit(cli.model, cli.datamodule)
+        strategy: Any = cli.trainer.strategy
+        report = strategy.balance_report
+        found[plan] = {
+            "scores": {name: value.item() for name, value in cli.trainer.callback_metrics.items()},
+            "rows": rows_of(strategy.sharded_model),
+            "imbalance": (report.mean_before, report.mean_after),
+        }
+        strategy.sharded_model.close()
     return found
 
 

@@ -18,7 +18,6 @@ from examples.recsys_movielens.files import Ratings
 from examples.recsys_sequences.data import EvaluationUsers, HistoryData, TrainingUsers
 from examples.recsys_sequences.histories import HELD_OUT, Histories, Part, by_user, hashed_ids
 from examples.recsys_sequences.hstu import HSTU, HSTULayer, RelativeBias
-from examples.recsys_sequences.loss import token_weighted_mean
 from examples.recsys_sequences.model import SequenceRanker
 from examples.recsys_sequences.popularity import popularity
 from examples.recsys_sequences.ranking import AT, gains
@@ -32,11 +31,13 @@ from tests.examples.sequence_cases import (
     SHORTEST,
     USERS,
     command_line,
+    dynamic_plans,
     every_plan,
     hashes_of,
     validates,
     write_cycles,
 )
+from tests.recsys.dynamic.dynamic_cases import same
 from tests.running_in import running_in
 
 PARTS: tuple[Part, Part] = ("val", "test")
@@ -270,13 +271,13 @@ def test_the_loss_is_the_mean_cross_entropy_of_what_comes_next_among_the_users_n
     torch.testing.assert_close(found, torch.stack(losses).mean(), rtol=1e-4, atol=1e-5)
 
 
-def weighted(rank: int, world_size: int) -> float:
-    return token_weighted_mean(torch.tensor([6.0, 1.0][rank]), torch.tensor([3, 1][rank])).item()
-
-
-def test_the_mean_of_the_ranks_losses_is_the_mean_over_all_tokens() -> None:
-    assert token_weighted_mean(torch.tensor(6.0), torch.tensor(3)).item() == 2
-    assert run_ranks(weighted, 2) == [3.0, 0.5]
+def test_dynamic_tables_and_balanced_batches_train_alike_under_each_plan(cycles: Path, tmp_path: Path) -> None:
+    for found in run_ranks(dynamic_plans, 2, str(cycles), str(tmp_path / "rows")):
+        serial, prefetch = found["serial"], found["prefetch"]
+        assert prefetch["scores"] == serial["scores"]
+        assert same(prefetch["rows"], serial["rows"])
+        assert serial["rows"]["item_table"]
+        assert serial["imbalance"][0] > serial["imbalance"][1] >= 1
 
 
 def test_dynamic_tables_without_a_folder_are_refused() -> None:

@@ -41,7 +41,8 @@ def test_without_the_file_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_a_broken_file_is_left_alone_with_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     suffix = native.importlib.machinery.EXTENSION_SUFFIXES[0]
-    (tmp_path / f"_native{suffix}").write_bytes(b"no library")
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / f"_native{suffix}").write_bytes(b"no library")
     monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
     with pytest.warns(UserWarning, match="cannot be loaded"):
         assert native.library() is None

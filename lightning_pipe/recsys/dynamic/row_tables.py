@@ -199,6 +199,10 @@ class RowTables:
         self._set_progress(progress if with_states else {"step": progress["step"]})
         self._refused = False
 
+    def purge(self) -> int:
+        """Gives the disk's room of rows back whose ``ttl`` is over; returns how many. Reads the store from end to end."""
+        return sum(cache.purge(self._step) for cache in self.caches.values())
+
     def forget(self) -> None:
         """Rows of an earlier run are no more. All ranks call it together."""
         for table, cache in self.caches.items():
