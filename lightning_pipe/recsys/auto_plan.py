@@ -38,13 +38,21 @@ _TRAINS = frozenset(
 _STREAMS: dict[Resource, str] = {"copy": "memcpy", "network": "data_dist"}
 
 
-def hand_written_plans(tasks: Sequence[PipelineTask]) -> list[PipelinePlan]:
+def hand_written_plans(tasks: Sequence[PipelineTask], *, on_disk: bool = False) -> list[PipelinePlan]:
     """The serial plan, and those that run ahead and train the same: none that is stale.
 
     Only where nothing but tables is read in the lookup, those too that look up ahead.
+
+    Args:
+        tasks: of the model.
+        on_disk: whether rows of tables come from a disk; if not, an early prefetch is a prefetch.
     """
     only_tables = not read_beyond_tables(tasks)
-    names = [name for name, plan in PLANS.items() if not plan.stale and (only_tables or not plan.looks_ahead)]
+    names = [
+        name
+        for name, plan in PLANS.items()
+        if not plan.stale and (only_tables or not plan.looks_ahead) and (on_disk or name != "early_prefetch")
+    ]
     return [recsys_plan(name, tasks) for name in names]
 
 

@@ -4,6 +4,7 @@ batches ahead      copy    input dist    rows fetched    looked up    trained on
 serial             0       0             0               0            of the batch before
 base               2       1             0               0            of the batch before
 prefetch           2       2, 1          1               0            of the batch before
+early_prefetch     2       2, 1          1               0            of the batch before
 fused_sparse_dist  2       1             1               1            of the batch before
 semi_sync          3       2             1               1            of the batch before that one
 """
@@ -77,6 +78,17 @@ PLANS: dict[str, NamedPlan] = {
             *_STEP[1:],
             "EmbInputDistStart",
         ),
+    ),
+    # The same with the prefetch in front of the lookup: a whole step to hide behind, for rows that come from a disk.
+    "early_prefetch": NamedPlan(
+        "as prefetch, which begins in front of the lookup and not behind the forward pass",
+        {
+            "H2DAndShuffle": TaskSchedule(2, "memcpy"),
+            "EmbInputDistStart": TaskSchedule(2, "data_dist"),
+            "EmbInputDistWait": TaskSchedule(1, "data_dist"),
+            "EmbPrefetch": TaskSchedule(1, "prefetch", thread_group="prefetch"),
+        },
+        ("H2DAndShuffle", "EmbInputDistWait", "EmbPrefetch", "EmbForward", *_STEP, "EmbInputDistStart"),
     ),
     # TorchRec's TrainPipelineFusedSparseDist: tables are written in the backward of their lookups, so the next batch is
     # looked up beside what is left of this one: its dense gradients' reduction, its optimiser step, its logging.

@@ -351,7 +351,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         }
         if self._plan == AUTO:
             self._program = AutoProgram(
-                hand_written_plans(tasks),
+                hand_written_plans(tasks, on_disk=bool(sharded.dynamic_rows)),
                 partial(
                     propose_plans,
                     tasks,

@@ -43,6 +43,7 @@ STRATEGIES = (
     _recsys("serial", ", one batch at a time"),
     _recsys("base", ", copy and input dist ahead"),
     _recsys("prefetch", "; copy, input dist and cache prefetch ahead"),
+    _recsys("early_prefetch", "; the same, the prefetch in front of the lookup: for rows that come from a disk"),
     _recsys("fused_sparse_dist", "; copy and input dist ahead, and the lookup as soon as the tables are written"),
     _recsys("semi_sync", "; the lookup before the batch before has written the tables: one batch stale"),
     _recsys("auto", "; the plan found in the first iterations"),

@@ -163,6 +163,11 @@ STEP = ("DenseForward", "LossPostprocess", "DenseBackward", "EmbBackward", "Fina
             ),
         ),
         (
+            "early_prefetch",  # the same, i+1 prefetched beside i's lookup and all of its step
+            3,
+            ("H2DAndShuffle", "EmbInputDistWait", "EmbPrefetch", "EmbForward", *STEP, "EmbInputDistStart"),
+        ),
+        (
             "fused_sparse_dist",  # i+1's input dist, i's step, and i+1's lookup as soon as i has written the tables
             3,
             (
@@ -196,6 +201,7 @@ def test_each_plan_runs_ahead_what_it_is_named_for() -> None:
         "serial": {},
         "base": {"H2DAndShuffle": 2, "EmbInputDistStart": 1, "EmbInputDistWait": 1},
         "prefetch": {"H2DAndShuffle": 2, "EmbInputDistStart": 2, "EmbInputDistWait": 1, "EmbPrefetch": 1},
+        "early_prefetch": {"H2DAndShuffle": 2, "EmbInputDistStart": 2, "EmbInputDistWait": 1, "EmbPrefetch": 1},
         "fused_sparse_dist": {
             "H2DAndShuffle": 2,
             "EmbInputDistStart": 1,

@@ -200,7 +200,7 @@ class RowTables:
         self._refused = False
 
     def purge(self) -> int:
-        """Gives the disk's room of rows back whose ``ttl`` is over; returns how many. Reads the store from end to end."""
+        """Erases rows whose ``ttl`` is over; returns how many. Reads the store from end to end."""
         return sum(cache.purge(self._step) for cache in self.caches.values())
 
     def forget(self) -> None:

@@ -30,7 +30,7 @@ from tests.recsys.dynamic.dynamic_cases import (
 )
 
 STEPS = 12
-PLANS = ("serial", "base", "prefetch", "fused_sparse_dist")
+PLANS = ("serial", "base", "prefetch", "early_prefetch", "fused_sparse_dist")
 
 
 def under(plan: str, store: Path, optimizer: dict[str, Any], **options: Any) -> dict[str, Any]:
