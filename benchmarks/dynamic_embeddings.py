@@ -250,19 +250,19 @@ def lookup(folder: Path, given: argparse.Namespace) -> None:
         ticket = cache.prefetch(mixed)
         times["ids to slots"].append((time.perf_counter() - begin) / count * 1e9)
         cache.discard(ticket)
-        steps: dict[str, Callable[[Tensor], Any]] = {
-            "EmbeddingBag": lambda rows: plain(rows, offsets[:-1]),
-            "slots": lambda rows: kernel(
-                KeyedJaggedTensor(["item"], rows, offsets=offsets, lengths=offsets.diff(), stride=given.batch)
-            ),
+        steps: dict[str, Callable[[KeyedJaggedTensor], Any]] = {
+            "EmbeddingBag": lambda features: plain(features.values(), offsets[:-1]),
+            "slots": kernel,
         }
         steps["slots, training"] = steps["slots"]
         for name in random.sample(list(steps), len(steps)):
             # Each looks up other rows: those that one has just read are in the processor's cache.
             rows = cache.prefetch(mix(ids.draw(count)))
+            lengths = offsets.diff()
+            features = KeyedJaggedTensor(["item"], rows.slots, offsets=offsets, lengths=lengths, stride=given.batch)
             with torch.set_grad_enabled(name.endswith("training")):
                 begin = time.perf_counter()
-                steps[name](rows.slots)
+                steps[name](features)
                 times[name].append(time.perf_counter() - begin)
             cache.discard(rows)
     for name, taken in times.items():

@@ -24,6 +24,7 @@ from lightning_pipe.recsys.dynamic.row_headers import BYTES
 from lightning_pipe.recsys.dynamic.row_store import RowStore
 from lightning_pipe.recsys.dynamic.row_tables import RowTables
 from lightning_pipe.recsys.dynamic.sharded import ShardedDynamicModule
+from lightning_pipe.recsys.dynamic.slot_lookup import look_slots_up
 from lightning_pipe.recsys.dynamic.stores import open_store
 from lightning_pipe.recsys.table_optimizer import TableOptimizer
 
@@ -110,6 +111,9 @@ def open_rows(
         store.close()
         raise
     module.use_rows(rows)
+    for lookup in module._lookups:
+        for kernel in lookup._emb_modules:  # type: ignore[union-attr]  # a ModuleList
+            look_slots_up(kernel.emb_module)
     return rows
 
 
