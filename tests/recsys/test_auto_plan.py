@@ -42,7 +42,10 @@ def test_the_serial_plan_takes_what_it_took() -> None:
 
 
 def test_plans_that_look_up_ahead_are_tried_where_lookups_read_tables_alone_and_stale_ones_nowhere() -> None:
-    assert [plan.name for plan in (SERIAL, BASE, PREFETCH, FUSED)] == [name for name in PLANS if name != "semi_sync"]
+    tried = [plan.name for plan in (SERIAL, BASE, PREFETCH, FUSED)]
+    assert tried == [name for name in PLANS if name not in ("semi_sync", "early_prefetch")]
+    on_disk = [plan.name for plan in hand_written_plans(recsys_tasks(), on_disk=True)]
+    assert on_disk == [name for name in PLANS if name != "semi_sync"]
     reading_more = [
         PipelineTask(task.name, task.fn, reads=(*task.reads, DENSE_PARAMETERS), writes=task.writes)
         if task.name == "EmbForward"

@@ -56,8 +56,11 @@ class Seen:
 
 
 def make(folder: Path, rank: int) -> RocksDbStore:
-    """Small buffers, so that files are written and merged in the background all the time."""
-    return RocksDbStore(folder / f"rank_{rank}", WIDTHS, {"dimension": 1}, write_buffer=1 << 16, readers=2)
+    """Small buffers, so that files are written and merged in the background all the time.
+
+    One reader: how many there are at work depends on how fast the disk is, and with it how many lines are run.
+    """
+    return RocksDbStore(folder / f"rank_{rank}", WIDTHS, {"dimension": 1}, write_buffer=1 << 16, readers=1)
 
 
 def changes(version: int, rank: int) -> list[tuple[str, Keys, Records | None]]:
