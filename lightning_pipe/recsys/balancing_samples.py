@@ -220,7 +220,7 @@ def take_apart(batch: Any, real: int | None = None, keep: Collection[str] = ()) 
         raise InputError(
             f"the batch is said to have {real} samples, but {first} has {rows} row(s); needed are 0 to {rows}"
         )
-    jagged = [_jagged_of(one, rows) for _, one in found if isinstance(one, (KeyedJaggedTensor, JaggedTensor))]
+    jagged = [_jagged_of(name, one, rows) for name, one in found if isinstance(one, (KeyedJaggedTensor, JaggedTensor))]
     dense = [one for _, one in found if isinstance(one, (Tensor, KeyedTensor))]
     return Samples(batch, rows, real, dense, jagged, [(name, _form(one)) for name, one in found])
 
@@ -259,7 +259,16 @@ def _per_sample(value: Any, rows: int) -> bool:
     return isinstance(shape, tuple) and len(shape) > 0 and shape[0] == rows
 
 
-def _jagged_of(piece: Any, rows: int) -> _Jagged:
+def _jagged_of(name: str, piece: Any, rows: int) -> _Jagged:
+    # Of a CPU's batch alone: a GPU would be waited for.
+    if not piece.lengths().is_cuda:
+        total, ids = int(piece.lengths().sum()), len(piece.values())
+        if total != ids or bool((piece.lengths() < 0).any()):
+            raise InputError(
+                f"{name} has {ids} ids, and its lengths add up to {total}, the least being"
+                f" {int(piece.lengths().min())}; needed are lengths of 0 or more that add up to the ids: mend where the"
+                " batch is made"
+            )
     weights = piece.weights_or_none()
     streams = [piece.values()] if weights is None else [piece.values(), weights]
     lengths = piece.lengths().view(-1, rows) if rows else piece.lengths().view(_keys(piece), 0)

@@ -12,7 +12,7 @@ from torchrec.distributed.types import Awaitable
 
 from lightning_pipe.recsys.boundary import Cut, cut_output
 from lightning_pipe.recsys.call_arguments import Arguments, PostprocessResults
-from lightning_pipe.recsys.dynamic.batch_rows import BatchRows
+from lightning_pipe.recsys.dynamic.batch_rows import BatchRows, end_step
 from lightning_pipe.recsys.input_dist import SplitsRequest
 from lightning_pipe.recsys.kernel_calls import KernelGradients, LookupCalls
 
@@ -144,8 +144,7 @@ class Embeddings:
     def end(self, trained: bool) -> None:
         """The tables' backward has been run, or will not be: lets go of everything."""
         rows, self._rows = self._rows, []
-        for one in rows:
-            one.end(trained)
+        end_step(rows, trained)
         self.clear()
 
     def clear(self) -> None:

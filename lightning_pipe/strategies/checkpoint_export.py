@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.strategies.checkpoint_folder import DYNAMIC_ROWS
 from lightning_pipe.strategies.folder_reading import differences, read_metadata, read_rest, read_whole
 from lightning_pipe.strategies.stage_layout import (
     KIND,
@@ -30,7 +32,7 @@ __all__ = ["export_checkpoint", "export_pretrained"]
 _SHARDED_MODEL = "model"
 _ANY_KIND = "by RecsysPipelineStrategy or LLMPipelineStrategy. Give the path of one"
 # Of a sharded model, whose optimisers have no tables; on one device they have.
-_ONLY_SHARDED = ("optimizer_states", "lr_schedulers", "sparse_lr_scheduler")
+_ONLY_SHARDED = ("optimizer_states", "lr_schedulers", "sparse_lr_scheduler", DYNAMIC_ROWS)
 
 
 def export_checkpoint(folder: str | Path, file: str | Path, *, weights_only: bool | None = None) -> None:
@@ -66,6 +68,13 @@ def export_checkpoint(folder: str | Path, file: str | Path, *, weights_only: boo
         if of_stages:
             _put_stages(checkpoint, whole)
         else:
+            if DYNAMIC_ROWS in checkpoint:
+                warnings.warn(
+                    f"the rows of the dynamic tables in {', '.join(checkpoint[DYNAMIC_ROWS])} have no place in one file"
+                    f" and are left out: they are in {str(source / 'rows')!r}, for"
+                    " lightning_pipe.recsys.dynamic.row_files.read_rows",
+                    stacklevel=2,
+                )
             checkpoint = {key: value for key, value in checkpoint.items() if key not in _ONLY_SHARDED}
             checkpoint["state_dict"] = whole[_SHARDED_MODEL]
         written = Path(beside) / "whole"

@@ -35,6 +35,7 @@ from lightning_pipe.strategies.whole_folder import (
 )
 
 __all__ = [
+    "DYNAMIC_ROWS",
     "META",
     "FolderCheckpointStrategy",
     "WriteFolder",
@@ -52,6 +53,8 @@ WriteFolder = Callable[..., None]
 WritePart = Callable[[Path], None]
 
 META = "meta.pt"
+# What of Lightning's dictionary says which rows of dynamic tables belong to it.
+DYNAMIC_ROWS = "dynamic_rows"
 
 
 class FolderCheckpointStrategy(DistributedStrategy):

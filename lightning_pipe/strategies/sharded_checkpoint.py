@@ -10,12 +10,10 @@ from typing import Any
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.recsys.sharding import ShardedModel
-from lightning_pipe.strategies.checkpoint_folder import WriteFolder, on_all_ranks, write_folder
+from lightning_pipe.strategies.checkpoint_folder import DYNAMIC_ROWS, WriteFolder, on_all_ranks, write_folder
 from lightning_pipe.strategies.folder_reading import fill_from_folder, misfits, read_metadata, read_rest
 
 _KIND = "under a recsys plan. Give the path of one, or load the module's state before it is sharded"
-# What of Lightning's dictionary says which rows of dynamic tables belong to it.
-_ROWS = "dynamic_rows"
 _FIX = "Build the module, and shard its tables, as when it was written"
 
 
@@ -39,7 +37,7 @@ def save_sharded_checkpoint(
     if "optimizer_states" in checkpoint:
         state["tables"] = _table_states(sharded)
     if sharded.dynamic_rows:
-        rest[_ROWS] = sharded.commit_rows()
+        rest[DYNAMIC_ROWS] = sharded.commit_rows()
     write(path, state, rest, sharded.write_rows if sharded.dynamic_rows else None)
 
 
@@ -83,7 +81,7 @@ def load_sharded_checkpoint(
         present = sharded.fused_optimizer.state_dict()
         sharded.fused_optimizer.load_state_dict({**present, "state": {**present["state"], **state["tables"]["state"]}})
     if sharded.dynamic_rows:
-        sharded.read_rows(folder, rest.pop(_ROWS, None), with_optimizers="tables" in state)
+        sharded.read_rows(folder, rest.pop(DYNAMIC_ROWS, None), with_optimizers="tables" in state)
     return {**rest, "state_dict": {}}
 
 

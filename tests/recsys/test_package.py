@@ -41,5 +41,8 @@ def test_without_torchrec_there_are_plans_and_the_rest_says_what_mends_the_envir
         [sys.executable, "-c", BROKEN], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert result.returncode == 0, result.stderr
-    assert "['base', 'prefetch', 'serial'] torchrec cannot be imported" in result.stdout
+    assert (
+        "['base', 'early_prefetch', 'fused_sparse_dist', 'prefetch', 'semi_sync', 'serial'] torchrec cannot be imported"
+        in result.stdout
+    )
     assert "These commands mend it" in result.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from lightning_pipe.recsys.dynamic.modules import (
     DynamicEmbeddingCollection,
     DynamicTable,
 )
+from lightning_pipe.strategies.checkpoint_export import export_checkpoint
 from tests.distributed import run_ranks
 from tests.recsys.dynamic.dynamic_cases import ADAM, rows_of, same
 from tests.strategies.cases import PLANS, ROW_WISE_ADAGRAD, WIDTH, Batch, Clicks, fit, loader, recsys
@@ -182,6 +184,39 @@ def test_rows_of_an_earlier_run_are_not_trained_on_unasked(tmp_path: Path) -> No
 
 def run_alone(store: Path, name: str, **module: Any) -> Any:
     return run(store, "prefetch", module=module, max_epochs=1)
+
+
+def test_a_checkpoint_counts_whatever_was_to_become_of_rows_that_are_there(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"enable_checkpointing": True}
+    train = {"train": loader(in_order=True)}
+    whole = run(tmp_path / "whole", "prefetch", **train)
+    run(tmp_path / "store", "prefetch", **train, **options, max_epochs=1, callbacks=[Keeping(tmp_path / "kept", 6)])
+    for existing in ("forget", "keep", "refuse"):
+        shutil.copytree(tmp_path / "store", tmp_path / existing)
+        checkpoint = tmp_path / "kept" / "step=6.ckpt"
+        module = {"existing": existing}
+        losses, state = run(tmp_path / existing, "prefetch", **train, module=module, ckpt_path=checkpoint)
+        assert losses == whole[0][6:], existing
+        assert same(state, whole[1]), existing
+
+
+def test_a_checkpoint_whose_rows_are_damaged_is_refused_and_the_store_stays_as_it_was(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [Keeping(tmp_path / "kept", 6)]}
+    run(tmp_path / "store", "prefetch", max_epochs=1, **options)
+    checkpoint = tmp_path / "kept" / "step=6.ckpt"
+    file = next((checkpoint / "rows" / "network.bags").glob("people.*.pt"))
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(SetupError, match="checksum"):
+        run(tmp_path / "other", "prefetch", ckpt_path=checkpoint)
+    kept = run(tmp_path / "store", "prefetch", max_epochs=0, module={"existing": "keep"})
+    assert len(kept[1]["people"]) > 10
+
+
+def test_an_export_to_one_file_says_that_rows_are_left_out(tmp_path: Path) -> None:
+    run(tmp_path / "store", "base", max_steps=2, enable_checkpointing=True, callbacks=[Keeping(tmp_path / "kept", 2)])
+    with pytest.warns(UserWarning, match=r"network\.bags, network\.history have no place in one file"):
+        export_checkpoint(tmp_path / "kept" / "step=2.ckpt", tmp_path / "whole.ckpt")
+    assert "dynamic_rows" not in torch.load(tmp_path / "whole.ckpt", weights_only=True)
 
 
 def test_an_evaluation_in_mid_epoch_changes_nothing(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_pipe.recsys.dynamic.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.ticket import Ticket
 
-__all__ = ["BatchRows", "Counter", "Tickets"]
+__all__ = ["BatchRows", "Counter", "Tickets", "end_step"]
 
 Tickets = Sequence[tuple[RowCache, Ticket]]
 
@@ -19,14 +19,17 @@ class Counter(Protocol):
     """What counts batches."""
 
     @property
-    def step(self) -> int:
-        """Number of the batch that has begun last."""
+    def trained_step(self) -> int:
+        """Number of the batch that has been trained last."""
 
     def next_step(self) -> int:
         """Number of the one that begins now."""
 
-    def one_trained(self) -> None:
-        """A batch has been trained."""
+    def trained_up_to(self, step: int) -> None:
+        """The batch of this number has been trained."""
+
+    def step_ended(self) -> None:
+        """All that one training step has looked up is trained."""
 
 
 class BatchRows:
@@ -37,6 +40,9 @@ class BatchRows:
         tickets: of each cache.
         counter: of the batches of all these caches.
         error: why it failed: raised by all ranks together, before the lookup.
+
+    Attributes:
+        counter: as given.
     """
 
     def __init__(
@@ -49,18 +55,19 @@ class BatchRows:
         self.features = features
         self.error = error
         self._tickets = list(tickets)
-        self._counter = counter
+        self.counter = counter
+        self._step = 0
 
     def begin(self) -> None:
         """The batch's turn has come: its ids are counted, and its rows are to be looked up and trained."""
-        step = self._counter.next_step()
+        self._step = self.counter.next_step()
         for cache, ticket in self._tickets:
-            cache.begin(ticket, step)
+            cache.begin(ticket, self._step)
 
     def show(self) -> None:
         """The rows are to be looked up, and not trained: rows that nobody has seen for long are new ones."""
         for cache, ticket in self._tickets:
-            cache.expire(ticket, self._counter.step)
+            cache.expire(ticket, self.counter.trained_step)
 
     def end(self, trained: bool) -> None:
         """The rows have been trained, or will not be. Once; a second call does nothing."""
@@ -71,4 +78,13 @@ class BatchRows:
             else:
                 cache.discard(ticket)
         if tickets and trained:
-            self._counter.one_trained()
+            self.counter.trained_up_to(self._step)
+
+
+def end_step(batches: Sequence[BatchRows], trained: bool) -> None:
+    """Ends all that one step has looked up; a module may have been called several times in it."""
+    for rows in batches:
+        rows.end(trained)
+    if trained:
+        for counter in {id(rows.counter): rows.counter for rows in batches}.values():
+            counter.step_ended()

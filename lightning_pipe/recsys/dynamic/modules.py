@@ -14,7 +14,14 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from lightning_pipe.engine.errors import SetupError
 
-__all__ = ["DynamicEmbeddingBagCollection", "DynamicEmbeddingCollection", "DynamicTable", "Storage", "is_dynamic_type"]
+__all__ = [
+    "DynamicEmbeddingBagCollection",
+    "DynamicEmbeddingCollection",
+    "DynamicTable",
+    "Existing",
+    "Storage",
+    "is_dynamic_type",
+]
 
 
 Existing = Literal["refuse", "keep", "forget"]

@@ -21,7 +21,7 @@ from lightning_pipe.recsys.dynamic.modules import DynamicTable, Storage
 from lightning_pipe.recsys.dynamic.row_adam import RowAdam
 from lightning_pipe.recsys.dynamic.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.row_headers import BYTES
-from lightning_pipe.recsys.dynamic.row_store import RowStore
+from lightning_pipe.recsys.dynamic.row_store import Keys, RowStore
 from lightning_pipe.recsys.dynamic.row_tables import RowTables
 from lightning_pipe.recsys.dynamic.sharded import ShardedDynamicModule
 from lightning_pipe.recsys.dynamic.slot_lookup import look_slots_up
@@ -103,10 +103,8 @@ def open_rows(
             description=description,
             row_optimizers=row_optimizers,
             commit_every=storage.commit_every,
-            refuse_rows=storage.existing == "refuse" and store.state.committed > 0,
+            existing=storage.existing,
         )
-        if storage.existing == "forget" and store.state.committed > 0:
-            rows.forget()
     except BaseException:
         store.close()
         raise
@@ -156,7 +154,8 @@ def _cache(
         store_lock=store_lock,
         initial=values,
         state_fill=[0.0] * (len(columns) - 1),
-        policy=table.eviction,
+        policy=table.eviction if isinstance(table.eviction, str) else partial(_score_ids, table.eviction),
+        ids_of=_ids_of,
         admission_threshold=table.admission_threshold,
         ttl=table.ttl,
         check_nan=storage.check_nan,
@@ -182,6 +181,15 @@ def _initial(table: DynamicTable) -> Any:
         return kinds[kind](*(arguments if isinstance(arguments, (list, tuple)) else [arguments]))
     except TypeError as error:
         raise SetupError(f"{where} is {dict(given)}: {error}; mend the numbers") from error
+
+
+def _ids_of(mixed: Keys) -> Keys:
+    ids: Keys = unmix(torch.from_numpy(mixed)).numpy()
+    return ids
+
+
+def _score_ids(function: Callable[..., Any], mixed: Keys, counts: Any, last_seen: Any) -> Any:
+    return function(_ids_of(mixed), counts, last_seen)
 
 
 def _of_ids(function: Callable[[Tensor], Tensor], mixed: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ held short. ``begin`` and ``trained`` need only that, so the main thread does no
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -72,6 +72,7 @@ class RowCache:
         ttl: a row that was last seen more than so many steps ago starts anew; None: none ever does. More than the steps
             between two batches that have begun at the same time, where a plan begins one before another is trained.
         check_nan: refuse to hand the store a row with NaN.
+        ids_of: what messages call keys; None for the keys themselves.
 
     Attributes:
         table: as given.
@@ -95,6 +96,7 @@ class RowCache:
         admission_threshold: int = 1,
         ttl: int | None = None,
         check_nan: bool = False,
+        ids_of: Callable[[Keys], Keys] | None = None,
     ) -> None:
         if admission_threshold < 1 or (ttl is not None and ttl < 1):
             raise SetupError(
@@ -108,7 +110,9 @@ class RowCache:
         self._store, self._store_lock = store, store_lock
         self._headers = RowHeaders(self.capacity, ttl, admission_threshold)
         policy = checked_policy(table, policy)
-        self._slots = RowSlots(table, self._columns, self._headers, store, store_lock, initial, policy, check_nan)
+        self._slots = RowSlots(
+            table, self._columns, self._headers, store, store_lock, initial, policy, check_nan, ids_of
+        )
         self._step: int | None = None
         # Raised whenever rows or headers change: a scan must not go on then.
         self._version = 0

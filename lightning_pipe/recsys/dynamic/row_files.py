@@ -1,15 +1,18 @@
 """Rows of dynamic tables as files: what a checkpoint and an export are made of.
 
-    rows.json                        the tables: columns, optimiser; and how many batches were trained
     <table>.rank-0-of-2.00000.pt     ids, counts, the batches they were last seen in, and a tensor for each column
+    <table>.rank-0-of-2.json         the rank's files: how many rows each has, its bytes and their checksum
 
 Every rank writes its own; any number of ranks can read them. Ids are the user's own, not mixed.
 """
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterator, Mapping
+import re
+import zlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +21,7 @@ import torch
 
 from lightning_pipe.engine.errors import SetupError
 
-__all__ = ["Rows", "read_description", "read_rows", "write_description", "write_rows"]
-
-_DESCRIPTION = "rows.json"
+__all__ = ["Rows", "check_rows", "read_rows", "write_rows"]
 
 
 @dataclass(frozen=True)
@@ -40,33 +41,20 @@ class Rows:
     columns: list[torch.Tensor]
 
 
-def write_description(folder: Path, description: Mapping[str, Any]) -> None:
-    """Write what is the same on every rank; one rank calls this."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / _DESCRIPTION).write_text(json.dumps(description, indent=1, sort_keys=True))
-
-
-def read_description(folder: Path) -> dict[str, Any]:
-    """What :func:`write_description` wrote.
+def write_rows(folder: Path, table: str, rank: int, ranks: int, chunks: Iterator[Rows]) -> int:
+    """Write this rank's rows of a table, a file for each of *chunks*; returns how many rows there were.
 
     Raises:
-        SetupError: there is none, or it is damaged.
+        SetupError: the folder has rows of the table already.
     """
-    path = folder / _DESCRIPTION
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise SetupError(
-            f"rows of dynamic tables cannot be read from {str(folder)!r}: {error}; needed is a folder that a checkpoint"
-            " or an export has written"
-        ) from error
-    return found
-
-
-def write_rows(folder: Path, table: str, rank: int, ranks: int, chunks: Iterator[Rows]) -> int:
-    """Write this rank's rows of a table, a file for each of *chunks*; returns how many rows there were."""
     folder.mkdir(parents=True, exist_ok=True)
-    count = 0
+    there = [file.name for file in folder.glob(f"{table}.rank-*") if not _of(file, table, ranks) or _is(file, rank)]
+    if there:
+        raise SetupError(
+            f"rows of dynamic table {table} were to be written to {str(folder)!r}, which has some already, as"
+            f" {sorted(there)[0]}; needed is a folder without: name another, or remove it"
+        )
+    files: list[dict[str, Any]] = []
     for number, rows in enumerate(chunks):
         contents = {
             "ids": rows.ids,
@@ -75,26 +63,82 @@ def write_rows(folder: Path, table: str, rank: int, ranks: int, chunks: Iterator
             # A view would bring all that it is a view of.
             "columns": [column.contiguous().clone() if column._is_view() else column for column in rows.columns],
         }
-        torch.save(contents, folder / f"{table}.rank-{rank}-of-{ranks}.{number:05}.pt")
-        count += len(rows.ids)
-    return count
+        buffer = io.BytesIO()
+        torch.save(contents, buffer)
+        packed = buffer.getvalue()
+        name = f"{table}.rank-{rank}-of-{ranks}.{number:05}.pt"
+        (folder / name).write_bytes(packed)
+        files.append({"name": name, "rows": len(rows.ids), "bytes": len(packed), "crc32": zlib.crc32(packed)})
+    (folder / f"{table}.rank-{rank}-of-{ranks}.json").write_text(json.dumps(files))
+    return sum(int(file["rows"]) for file in files)
+
+
+def check_rows(folder: Path, tables: Iterable[str]) -> None:
+    """Looks whether all ranks' rows of each table are there, and as they were written. Reads every file.
+
+    Raises:
+        SetupError: a file is damaged or missing, or they are not of one number of ranks.
+    """
+    for table in tables:
+        for file in _files(folder, table):
+            _contents(folder, table, file)
 
 
 def read_rows(folder: Path, table: str) -> Iterator[Rows]:
     """All ranks' rows of a table, as they were written.
 
     Raises:
-        SetupError: a file is damaged or missing.
+        SetupError: as :func:`check_rows`.
     """
-    prefix = f"{table}.rank-"
-    files = sorted(file for file in folder.iterdir() if file.name.startswith(prefix) and file.suffix == ".pt")
-    for file in files:
-        try:
-            contents = torch.load(file, map_location="cpu", weights_only=True)
-            rows = Rows(contents["ids"], contents["counts"], contents["last_seen"], list(contents["columns"]))
-        except Exception as error:  # of the file system, of pickle, of zip, ...
-            raise SetupError(
-                f"rows of dynamic table {table} cannot be read from {str(file)!r}: {error}; needed is the file as it"
-                " was written"
-            ) from error
-        yield rows
+    for file in _files(folder, table):
+        packed = _contents(folder, table, file)
+        contents = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
+        yield Rows(contents["ids"], contents["counts"], contents["last_seen"], list(contents["columns"]))
+
+
+def _files(folder: Path, table: str) -> list[dict[str, Any]]:
+    """What the ranks say of their files."""
+    lists = sorted(folder.glob(f"{table}.rank-*-of-*.json"))
+    ranks = {int(found[2]) for file in lists if (found := _NAME.search(file.name))}
+    if len(ranks) != 1 or len(lists) != next(iter(ranks)):
+        names = ", ".join(file.name for file in lists) or "none"
+        raise _unreadable(folder, table, f"the lists of files there are {names}; needed is one of each rank of one run")
+    try:
+        return [file for one in lists for file in json.loads(one.read_text())]
+    except (OSError, ValueError) as error:
+        raise _unreadable(folder, table, str(error)) from error
+
+
+def _contents(folder: Path, table: str, file: dict[str, Any]) -> bytes:
+    try:
+        packed = (folder / file["name"]).read_bytes()
+    except OSError as error:
+        raise _unreadable(folder, table, str(error)) from error
+    if (len(packed), zlib.crc32(packed)) != (file["bytes"], file["crc32"]):
+        raise _unreadable(
+            folder,
+            table,
+            f"{file['name']} has {len(packed)} bytes with the checksum {zlib.crc32(packed)}, and was written with"
+            f" {file['bytes']} and {file['crc32']}",
+        )
+    return packed
+
+
+def _unreadable(folder: Path, table: str, why: str) -> SetupError:
+    return SetupError(
+        f"rows of dynamic table {table} cannot be read from {str(folder)!r}: {why}. Needed are all files as they were"
+        " written: bring them back, or go on from another checkpoint"
+    )
+
+
+_NAME = re.compile(r"\.rank-(\d+)-of-(\d+)\.")
+
+
+def _of(file: Path, table: str, ranks: int) -> bool:
+    found = _NAME.search(file.name[len(table) :])
+    return found is not None and int(found[2]) == ranks
+
+
+def _is(file: Path, rank: int) -> bool:
+    found = _NAME.search(file.name)
+    return found is not None and int(found[1]) == rank

@@ -79,10 +79,12 @@ class RowSlots:
         initial: InitialValues,
         policy: Policy,
         check_nan: bool,
+        ids_of: Callable[[Keys], Keys] | None = None,
     ) -> None:
         self._table, self._columns, self.headers = table, columns, headers
         self._store, self._store_lock = store, store_lock
         self._initial, self._policy, self._check_nan = initial, policy, check_nan
+        self._ids_of = ids_of
         self.map = IdMap(columns.capacity)
         self.stats = CacheStats()
         self._tick = 0
@@ -218,7 +220,8 @@ class RowSlots:
 
     def _refuse_nan(self, keys: Keys) -> None:
         if keys.size:
-            shown = ", ".join(map(str, keys[:10].tolist()))
+            first = keys[:10] if self._ids_of is None else self._ids_of(keys[:10])
+            shown = ", ".join(map(str, first.tolist()))
             raise InputError(
                 f"table {self._table!r}: {keys.size} rows have NaN, those of ids {shown}"
                 f"{', ...' if keys.size > 10 else ''}; needed are numbers, and none of these rows has been stored: go"

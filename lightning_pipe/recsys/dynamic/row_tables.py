@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -17,9 +17,10 @@ from lightning_pipe.recsys.agreement import Agreement
 from lightning_pipe.recsys.dynamic.batch_rows import BatchRows
 from lightning_pipe.recsys.dynamic.commit import commit_together
 from lightning_pipe.recsys.dynamic.mixing import mix, unmix
+from lightning_pipe.recsys.dynamic.modules import Existing
 from lightning_pipe.recsys.dynamic.row_adam import RowAdam
 from lightning_pipe.recsys.dynamic.row_cache import RowCache
-from lightning_pipe.recsys.dynamic.row_files import Rows, read_rows, write_rows
+from lightning_pipe.recsys.dynamic.row_files import Rows, check_rows, read_rows, write_rows
 from lightning_pipe.recsys.dynamic.row_store import RowStore
 from lightning_pipe.recsys.dynamic.ticket import Ticket
 
@@ -38,7 +39,8 @@ class RowTables:
         description: of the tables, in plain types, the same on every rank.
         row_optimizers: what trains tables in place of fused kernels.
         commit_every: batches between two commits; None for none but those that are asked for.
-        refuse_rows: whether to refuse to go on from the rows that the store was opened with.
+        existing: what becomes of the rows that the store was opened with, unless others are read: ``refuse`` to go on,
+            ``keep`` them, or ``forget`` them.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class RowTables:
         description: Mapping[str, Any],
         row_optimizers: Sequence[RowAdam] = (),
         commit_every: int | None = None,
-        refuse_rows: bool = False,
+        existing: Existing = "keep",
     ) -> None:
         self.caches = dict(caches)
         self.agreement = agreement
@@ -61,7 +63,10 @@ class RowTables:
         self._ranks = ranks
         self._row_optimizers = list(row_optimizers)
         self._commit_every = commit_every
-        self._refused = refuse_rows
+        self._step = self._trained_step = self._uncommitted = 0
+        self._existing: Existing = existing if store.state.committed > 0 else "keep"
+        # Whether the store may differ from what was committed last.
+        self._changed = False
         # Keys of one table follow one another, so that its ids are one piece of the values.
         runs = [[position for position, _ in run] for _, run in groupby(enumerate(tables_of_keys), itemgetter(1))]
         self._runs = [(tables_of_keys[run[0]], run[0], run[-1] + 1) for run in runs]
@@ -79,8 +84,17 @@ class RowTables:
         self._step += 1
         return self._step
 
-    def one_trained(self) -> None:
-        """A batch has been trained: now and then its rows are committed, by all ranks together."""
+    @property
+    def trained_step(self) -> int:
+        """Number of the batch that has been trained last."""
+        return self._trained_step
+
+    def trained_up_to(self, step: int) -> None:
+        """The batch of this number has been trained."""
+        self._trained_step = max(self._trained_step, step)
+
+    def step_ended(self) -> None:
+        """Now and then all ranks commit the rows together."""
         self._uncommitted += 1
         if self._uncommitted == self._commit_every:
             self.commit()
@@ -99,7 +113,8 @@ class RowTables:
         slots = torch.empty_like(ids, dtype=torch.int64)
         tickets: list[tuple[RowCache, Ticket]] = []
         try:
-            self._refuse_old_rows()
+            self._settle_existing()
+            self._changed = True
             for table, begin, end in self._runs:
                 where = slice(offsets[begin], offsets[end])
                 cache = self.caches[table]
@@ -112,8 +127,11 @@ class RowTables:
             return BatchRows(None, (), self, error)
         return BatchRows(_with_values(features, slots), tickets, self)
 
-    def _refuse_old_rows(self) -> None:
-        if self._refused:
+    def _settle_existing(self) -> None:
+        """Rows of an earlier run, now that they would be used, and no others were read."""
+        if self._existing == "forget":
+            self.forget()
+        elif self._existing == "refuse":
             raise SetupError(
                 f"the store of {', '.join(self.caches)} holds rows that an earlier run has trained, in {self._step}"
                 " batches, and no checkpoint was loaded; needed is a store without rows, or the run's checkpoint:"
@@ -139,6 +157,7 @@ class RowTables:
         """
         error: Exception | None = None
         try:
+            self._settle_existing()
             for cache in self.caches.values():
                 cache.flush()
         except Exception as caught:
@@ -148,6 +167,7 @@ class RowTables:
         notes = {"version": version, **self.progress()}
         commit_together(self._store, self.agreement, self._store.state.committed + 1, notes)
         self._uncommitted = 0
+        self._changed = False
         return version
 
     def rows(self, table: str, since: int = 0) -> Iterator[Rows]:
@@ -156,6 +176,7 @@ class RowTables:
         Args:
             since: only rows seen in a batch of at least this number.
         """
+        self._settle_existing()
         for found in self.caches[table].rows(since=since):
             ids = unmix(torch.from_numpy(found.keys))
             yield Rows(ids, torch.tensor(found.counts), torch.tensor(found.last_seen), found.columns)
@@ -181,35 +202,46 @@ class RowTables:
         Raises:
             SetupError: on every rank, if any cannot read or write.
         """
-        untouched = not any(cache.stats.ids for cache in self.caches.values())
-        same = with_states and bool(version) and version == self.version and untouched
+        same = with_states and bool(version) and version == self.version and not self._changed
         if not all(self.agreement.gather(same)):
-            error: Exception | None = None
-            try:
-                for table, cache in self.caches.items():
-                    cache.forget()
-                    self._erase(table)
-                    for rows in read_rows(folder, table):
-                        self._keep(cache, rows, with_states)
-            except Exception as caught:
-                error = caught
-            self.agreement.raise_together(error)
-            self._set_progress(progress if with_states else {"step": progress["step"]})
+            # Looked through before anything is forgotten.
+            self._together(lambda: check_rows(folder, list(self.caches)))
+            self._together(lambda: self._read(folder, with_states))
+        self._existing = "keep"
+        self._set_progress(progress if with_states else {"step": progress["step"], "seed": progress.get("seed", "")})
+        if self._changed:
             self.commit()
-        self._set_progress(progress if with_states else {"step": progress["step"]})
-        self._refused = False
+
+    def _read(self, folder: Path, with_states: bool) -> None:
+        self._changed = True
+        for table, cache in self.caches.items():
+            cache.forget()
+            self._erase(table)
+            for rows in read_rows(folder, table):
+                self._keep(cache, rows, with_states)
+
+    def _together(self, work: Callable[[], Any]) -> None:
+        error: Exception | None = None
+        try:
+            work()
+        except Exception as caught:
+            error = caught
+        self.agreement.raise_together(error)
 
     def purge(self) -> int:
         """Erases rows whose ``ttl`` is over; returns how many. Reads the store from end to end."""
+        self._settle_existing()
+        self._changed = True
         return sum(cache.purge(self._step) for cache in self.caches.values())
 
     def forget(self) -> None:
-        """Rows of an earlier run are no more. All ranks call it together."""
+        """Rows of an earlier run are no more. All ranks do it at one point."""
+        self._existing = "keep"
+        self._changed = True
         for table, cache in self.caches.items():
             cache.forget()
             self._erase(table)
         self._set_progress({})
-        self._refused = False
 
     def close(self) -> None:
         """Lets go of the store; what was not committed is lost. So does forgetting the module."""
@@ -237,7 +269,7 @@ class RowTables:
         self._store.write(cache.table, mixed[own].numpy(), torch.cat(records, dim=1).numpy())
 
     def _set_progress(self, progress: Mapping[str, str]) -> None:
-        self._step = int(progress.get("step", "0"))
+        self._step = self._trained_step = int(progress.get("step", "0"))
         self._uncommitted = 0
         steps = [int(number) for number in progress.get("optimizer_steps", "").split(",") if number]
         for optimizer, number in zip(self._row_optimizers, steps or [0] * len(self._row_optimizers), strict=True):

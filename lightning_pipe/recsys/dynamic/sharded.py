@@ -23,7 +23,7 @@ from torchrec.distributed.types import Awaitable, LazyAwaitable, ParameterShardi
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.engine.errors import InputError, SetupError
-from lightning_pipe.recsys.dynamic.batch_rows import BatchRows
+from lightning_pipe.recsys.dynamic.batch_rows import BatchRows, end_step
 from lightning_pipe.recsys.dynamic.mixing import mix
 from lightning_pipe.recsys.dynamic.modules import (
     DynamicEmbeddingBagCollection,
@@ -147,17 +147,13 @@ class ShardedDynamicModule:
             self.prefetch(ctx, input)
         rows: BatchRows = ctx.rows
         ctx.rows = None
-        self.rows.agreement.raise_together(rows.error)
-        assert rows.features is not None
         trains = torch.is_grad_enabled()
         if trains:
             # Of a call that nobody served: whatever trained them has run by now.
-            for earlier in self._unclaimed:
-                earlier.end(trained=True)
+            end_step(self._unclaimed, trained=True)
             self._unclaimed = [rows]
-            rows.begin()
-        else:
-            rows.show()
+        self.rows.agreement.raise_together(_begun(rows, trains))
+        assert rows.features is not None
         slots = KJTList([rows.features])
         output: LazyAwaitable[Any] = super().compute_and_output_dist(ctx, slots)  # type: ignore[misc]
         if not trains:
@@ -176,6 +172,20 @@ class ShardedDynamicEmbeddingBagCollection(ShardedDynamicModule, OrderedEmbeddin
 
 class ShardedDynamicEmbeddingCollection(ShardedDynamicModule, OrderedEmbeddingCollection):
     """Sequence embeddings of any ids."""
+
+
+def _begun(rows: BatchRows, trains: bool) -> Exception | None:
+    """Begins a batch, or shows its rows; returns what has gone wrong with them on this rank, now or before."""
+    if rows.error is not None:
+        return rows.error
+    try:
+        if trains:
+            rows.begin()
+        else:
+            rows.show()
+    except Exception as error:  # of users' functions of initial values
+        return error
+    return None
 
 
 def with_mixed_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:

@@ -174,8 +174,7 @@ class VersionedFolder:
         """The error for a disk that is full, or a folder that cannot be written."""
         return SetupError(
             f"the store of rows in {self._path} cannot be written: {what}; needed are permission and room for all that"
-            " changes between two commits: what was committed is whole, training can go on from there once there is"
-            " room"
+            " changes between two commits: what was committed is whole; make room, and start again from there"
         )
 
     @contextmanager

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from lightning_pipe.engine import InputError, SetupError
+from lightning_pipe.recsys import TrainPipeline
 from lightning_pipe.recsys.dynamic.modules import DynamicEmbeddingBagCollection, DynamicTable
 from tests.distributed import run_ranks
 from tests.recsys.dynamic.dynamic_cases import (
     ADAGRAD,
     ADAM,
+    CPU,
     ROW_WISE_ADAGRAD,
     SGD,
     Batch,
@@ -196,6 +198,105 @@ def test_evaluation_makes_no_rows_and_counts_nothing(tmp_path: Path) -> None:
         assert results["unchanged"]
         assert results["alike"]
         assert all(score.isfinite().all() for score in results["scores"])
+
+
+def evaluated(rank: int, world_size: int, path: Path) -> dict[str, Any]:
+    """Trains, and evaluates after every fourth batch with the next ones in flight; rows expire soon."""
+    found = {}
+    for plan in PLANS:
+        sharded = shard(Model(path / plan, ttl=2), ROW_WISE_ADAGRAD)
+        dense = torch.optim.SGD([parameter for _, parameter in sharded.dense_parameters()], lr=0.1)
+        pipeline = TrainPipeline(sharded, dense, CPU, plan)
+        data = (batch(step, rank) for step in range(STEPS))
+        scores, seen = [], []
+        for step in range(STEPS):
+            scores.append(pipeline.progress(data))
+            if step % 4 == 3:
+                seen += pipeline.evaluate(batch(100 + number, rank) for number in range(2))
+        pipeline.close()
+        found[plan] = {"trained": [scores, outcome(sharded)], "seen": seen}
+    return found
+
+
+def test_what_an_evaluation_beside_training_sees_does_not_depend_on_the_plan(tmp_path: Path) -> None:
+    (results,) = run_ranks(evaluated, 1, tmp_path)
+    for plan in PLANS[1:]:
+        assert same(results[plan]["trained"], results["serial"]["trained"]), plan
+        # The next batch has begun where it is looked up ahead: rows that start anew in it have done so.
+        assert same(results[plan]["seen"], results["serial"]["seen"]) == (plan != "fused_sparse_dist"), plan
+
+
+class Twice(Model):
+    """Its bags are looked up twice in a step."""
+
+    def forward(self, batch: Batch) -> Any:
+        loss, scores = super().forward(batch)
+        return loss + self.bags(batch.sparse).values().square().mean(), scores
+
+
+def committed(rank: int, world_size: int, path: Path) -> list[bool]:
+    """Whether what a store opens with is what was there after 4 steps, of which every second is committed."""
+    sharded = shard(Twice(path, commit_every=2), SGD)
+    train(sharded, range(4))
+    after = rows_of(sharded)
+    train(sharded, range(4, 5))
+    changed = same(after, rows_of(sharded))
+    sharded.close()
+    return [changed, same(after, rows_of(shard(Twice(path, existing="keep"), SGD)))]
+
+
+def test_a_commit_comes_between_steps_and_not_between_calls_of_a_module(tmp_path: Path) -> None:
+    assert run_ranks(committed, 1, tmp_path) == [[False, True]]
+
+
+def scored(rank: int, world_size: int, path: Path) -> dict[str, Any]:
+    """Ids that the eviction's function was given, and the message about rows that are no numbers."""
+    ids: set[int] = set()
+
+    def score(keys: Any, counts: Any, last_seen: Any) -> Any:
+        ids.update(keys.tolist())
+        return counts
+
+    sharded = shard(Model(path / "scored", cache_rows=50, eviction=score), SGD)
+    train(sharded, range(STEPS))
+    trained = {id for table in rows_of(sharded).values() for id in table}
+    broken = shard(Model(path / "nan", initial=lambda ids: torch.full((len(ids), 4), torch.nan), check_nan=True), SGD)
+    train(broken, range(1))
+    try:
+        broken.commit_rows()
+    except InputError as error:
+        return {"ids": ids <= trained and len(ids) > 10, "message": str(error), "trained": trained}
+    return {}
+
+
+def test_users_functions_and_messages_have_users_ids(tmp_path: Path) -> None:
+    (found,) = run_ranks(scored, 1, tmp_path)
+    assert found["ids"]
+    named = found["message"].partition("those of ids ")[2].partition(",")[0].partition(";")[0]
+    assert int(named) in found["trained"]
+
+
+def failing(rank: int, world_size: int, path: Path) -> str:
+    """Rank 1's function of initial values fails where a row starts anew, as its batch begins."""
+    calls = []
+
+    def values(ids: Any) -> Any:
+        calls.append(len(ids))
+        if rank == 1 and len(calls) > 8:
+            raise ValueError("no values today")
+        return torch.zeros(len(ids), 4)
+
+    sharded = shard(Model(path, initial=values, ttl=1), SGD)
+    try:
+        train(sharded, range(STEPS))
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_a_function_of_initial_values_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    for message in run_ranks(failing, 2, tmp_path):
+        assert "no values today" in message
 
 
 # ---------------------------------------------------------------------- bad input

@@ -1,0 +1,80 @@
+"""Rows as files: what was written comes back, and nothing else passes for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.recsys.dynamic.row_files import Rows, check_rows, read_rows, write_rows
+
+
+def rows(first: int, count: int) -> Rows:
+    ids = torch.arange(first, first + count)
+    return Rows(ids, ids + 1, ids + 2, [ids.float()[:, None].expand(-1, 3).contiguous(), ids.float()])
+
+
+def written(folder: Path, ranks: int = 2) -> None:
+    for rank in range(ranks):
+        write_rows(folder, "users", rank, ranks, iter([rows(rank * 100, 5), rows(rank * 100 + 50, 3)]))
+    write_rows(folder, "users_of_late", 0, 1, iter([rows(7, 1)]))
+
+
+def test_rows_of_all_ranks_come_back(tmp_path: Path) -> None:
+    written(tmp_path)
+    check_rows(tmp_path, ["users", "users_of_late"])
+    found = list(read_rows(tmp_path, "users"))
+    assert torch.cat([one.ids for one in found]).tolist() == [
+        *range(5),
+        *range(50, 53),
+        *range(100, 105),
+        150,
+        151,
+        152,
+    ]
+    for one in found:
+        assert torch.equal(one.counts, one.ids + 1)
+        assert torch.equal(one.last_seen, one.ids + 2)
+        assert torch.equal(one.columns[0], one.ids.float()[:, None].expand(-1, 3))
+        assert torch.equal(one.columns[1], one.ids.float())
+    assert [one.ids.tolist() for one in read_rows(tmp_path, "users_of_late")] == [[7]]
+
+
+def test_no_rows_are_rows_too(tmp_path: Path) -> None:
+    assert write_rows(tmp_path, "users", 0, 1, iter(())) == 0
+    assert list(read_rows(tmp_path, "users")) == []
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".json"])
+def test_a_missing_file_is_refused(suffix: str, tmp_path: Path) -> None:
+    written(tmp_path)
+    next(file for file in sorted(tmp_path.iterdir()) if file.suffix == suffix).unlink()
+    with pytest.raises(SetupError, match=r"needed is one of each rank|No such file"):
+        check_rows(tmp_path, ["users"])
+
+
+def test_a_file_with_another_byte_is_refused(tmp_path: Path) -> None:
+    written(tmp_path)
+    file = sorted(tmp_path.glob("users.*.pt"))[1]
+    contents = bytearray(file.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    file.write_bytes(contents)
+    with pytest.raises(SetupError, match="checksum"):
+        check_rows(tmp_path, ["users"])
+    with pytest.raises(SetupError, match="checksum"):
+        list(read_rows(tmp_path, "users"))
+
+
+def test_a_folder_without_any_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="lists of files there are none"):
+        check_rows(tmp_path, ["users"])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rows_are_not_written_beside_others(ranks: int, tmp_path: Path) -> None:
+    written(tmp_path)
+    with pytest.raises(SetupError, match="has some already"):
+        write_rows(tmp_path, "users", 0, ranks, iter([rows(0, 1)]))
+    assert sum(len(one.ids) for one in read_rows(tmp_path, "users")) == 16
