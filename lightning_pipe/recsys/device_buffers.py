@@ -198,7 +198,6 @@ class _Copies(TorchDispatchMode):
             and dtype in (None, source.dtype)
             and not pin_memory
             and memory_format in (None, torch.preserve_format, torch.contiguous_format)
-            and not (source.is_conj() or source.is_neg())
         )
 
 
