@@ -192,7 +192,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         self._detect_nan = detect_nan
         self._balancer = make_balancer(balancer)
         self._copy_in_place = copy_in_place
-        self._device_buffers: DeviceBuffers | None = None
+        self.device_buffers: DeviceBuffers | None = None
         self._free_features_early = free_features_early
         self._pipelined_evaluation = pipelined_evaluation
         self._asked = {
@@ -516,8 +516,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         """*transfer*, of batches that Lightning can move, where it is Lightning that moves them."""
         holders = (self.lightning_module, getattr(trainer, "datamodule", None))
         if self._copy_in_place:
-            self._device_buffers = self._device_buffers or DeviceBuffers(self.root_device)
-            transfer = self._device_buffers.filled_by(transfer)
+            self.device_buffers = self.device_buffers or DeviceBuffers(self.root_device)
+            transfer = self.device_buffers.filled_by(transfer)
         if any(one is not None and is_overridden("transfer_batch_to_device", one) for one in holders):
             return transfer
 
@@ -669,7 +669,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         self._table_gradients = None
         if self._balancer is not None:
             self._balancer.close()
-        self._device_buffers = None
+        self.device_buffers = None
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None
