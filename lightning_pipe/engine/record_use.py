@@ -14,9 +14,9 @@ _STREAMS: set[torch.Stream] = set()  # PyTorch makes new ones out of a fixed num
 
 
 def streams_of_use(device: torch.device) -> list[Any]:
-    """The device's streams that values were recorded to be used on so far, and the current one."""
-    current = torch.cuda.current_stream(device)
-    return [current, *(stream for stream in tuple(_STREAMS) if stream.device == device and stream != current)]
+    """The device's streams that values were recorded to be used on so far, its default one and the current one."""
+    always = {torch.cuda.default_stream(device), torch.cuda.current_stream(device)}
+    return list(always.union(stream for stream in tuple(_STREAMS) if stream.device == device))
 
 
 def note_stream(stream: torch.Stream) -> None:

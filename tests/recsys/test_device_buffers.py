@@ -13,6 +13,7 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_pipe.engine.record_use import record_use
 from lightning_pipe.recsys.device_buffers import DeviceBuffers
 from tests.recsys.batch_memory_cases import Copying, copied, copying
 from tests.recsys.pipeline_cases import CASES, PLANS, STEPS, outcome, sharded, train
@@ -74,7 +75,7 @@ HOLDERS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], list[int
     "a detached tensor": (lambda tensor: tensor.detach(), lambda held: held.tolist()),
     "parts": (lambda tensor: tensor.split(2)[2], lambda held: [0, 1, 2, 3, *held.tolist()]),
     "NumPy": (lambda tensor: tensor.numpy(), lambda held: held.tolist()),
-    "bytes of NumPy's": (lambda tensor: memoryview(tensor.numpy()), lambda held: held.tolist()),
+    "bytes of NumPy's": (lambda tensor: memoryview(tensor.numpy().data), lambda held: held.tolist()),
     "DLPack": (lambda tensor: torch.from_dlpack(tensor), lambda held: held.tolist()),
     "the storage": (
         lambda tensor: tensor.untyped_storage(),
@@ -262,6 +263,7 @@ def test_a_device_is_not_overwritten_while_a_stream_reads_it() -> None:
         with torch.cuda.stream(copies):
             moved = move(torch.full((1 << 16,), float(start)).pin_memory())
         torch.cuda.current_stream(device).wait_stream(copies)
+        record_use(moved)
         busy = torch.rand(1024, 1024, device=device)
         for _ in range(20):
             busy = busy @ busy / 512

@@ -125,7 +125,8 @@ def same(name: str) -> dict[str, bool]:
 
 def alive(build: Callable[[], nn.Module], plan: str, **arguments: Any) -> list[tuple[int, int]]:
     """At each batch's step, the bytes of its ids that are alive, and those of the batches behind it."""
-    live, found = LiveIds(), []
+    live = LiveIds()
+    found: list[tuple[int, int]] = []
     case = copying(Case(build), live.moved)
     model = sharded(case)
 
@@ -145,7 +146,7 @@ def evaluated(**arguments: Any) -> tuple[list[Any], list[int]]:
     live = LiveIds()
     case = copying(POOLED, live.moved)
     model = sharded(case)
-    at_step = []
+    at_step: list[int] = []
 
     def step(batch: Any) -> Any:
         if not model.module.training:

@@ -31,7 +31,7 @@ from tests.strategies.cases import (
 )
 
 KINDS = {"people": "row_wise", "things": "table_wise", "tags": "column_wise"}
-BOTH = {"copy_in_place": True, "free_features_early": True}
+BOTH: dict[str, Any] = {"copy_in_place": True, "free_features_early": True}
 # Options of the trainer, and plans.
 CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "as it is": ({}, PLANS),
@@ -52,7 +52,7 @@ class Buffers(Callback):
             self.made.append(buffers.made)
 
 
-def trained(plan: str, options: dict[str, Any], **memory: bool) -> dict[str, Any]:
+def trained(plan: str, options: dict[str, Any], **memory: Any) -> dict[str, Any]:
     module, logger, counted = Clicks(Mixed), Memory(), Buffers()
     strategy = recsys(plan, KINDS, **memory)
     used = fit(module, strategy, copies(), copies(16), logger=logger, max_epochs=3, callbacks=[counted], **options)
