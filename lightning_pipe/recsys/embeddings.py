@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.types import Awaitable
 
+from lightning_pipe.engine.record_use import note_stream
 from lightning_pipe.recsys.boundary import Cut, cut_output
 from lightning_pipe.recsys.call_arguments import Arguments, PostprocessResults
 from lightning_pipe.recsys.dynamic.batch_rows import BatchRows, end_step
@@ -165,4 +166,5 @@ def record_stream(value: Any, stream: torch.Stream | None) -> None:
         for part in value:
             record_stream(part, stream)
     elif hasattr(value, "record_stream"):
+        note_stream(stream)
         value.record_stream(stream)

@@ -44,9 +44,10 @@ class PipelinedEvaluation:
         step: called with a batch on the device; returns what the evaluation is for.
         transfer: moves a batch to the device.
         training: the plan of the training.
-        method: see :class:`~lightning_pipe.recsys.rewrite.ModelRewrite`, as for the next two.
+        method: see :class:`~lightning_pipe.recsys.rewrite.ModelRewrite`, as for the next three.
         input_group: see there.
         validate_ids: see there.
+        free_features_early: see there.
         device: where batches are moved.
         group: over which ranks compare their plans.
     """
@@ -61,12 +62,19 @@ class PipelinedEvaluation:
         method: Literal["auto", "record", "direct", "fx"],
         input_group: dist.ProcessGroup | None,
         validate_ids: bool,
+        free_features_early: bool,
         device: torch.device,
         group: dist.ProcessGroup | None,
     ) -> None:
         self._model = model
         self._rewrite = ModelRewrite(
-            model, method=method, step="forward", input_group=input_group, agree_group=group, validate_ids=validate_ids
+            model,
+            method=method,
+            step="forward",
+            input_group=input_group,
+            agree_group=group,
+            validate_ids=validate_ids,
+            free_features_early=free_features_early,
         )
         self._rewrite.detach()
         actions = RecsysActions(self._rewrite, transfer=transfer, training_step=step, loss_of=_no_loss)

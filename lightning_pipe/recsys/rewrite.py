@@ -28,6 +28,7 @@ from lightning_pipe.recsys.call_arguments import Arguments, CallArguments, Postp
 from lightning_pipe.recsys.dynamic.batch_rows import BatchRows
 from lightning_pipe.recsys.dynamic.row_optimizer import row_optimizer
 from lightning_pipe.recsys.dynamic.sharded import ShardedDynamicModule
+from lightning_pipe.recsys.early_release import EarlyRelease, own_objects
 from lightning_pipe.recsys.embeddings import Embeddings, Features, Inputs, Requests, Splits, record_stream
 from lightning_pipe.recsys.ids_on_wire import IdsOnWire
 from lightning_pipe.recsys.input_dist import answer_without_splits, fusing, send_splits
@@ -68,6 +69,7 @@ class ModelRewrite:
             Where tables are trained by a row optimiser, that is so anyway.
         look_ahead: keep it, as far as can be, for lookups before the batch before is trained: learning rates may change
             until the batch's own turn.
+        free_features_early: let go of ids that only pipelined modules are fed once they are sent.
 
     Attributes:
         splits_backward: whether it is.
@@ -91,9 +93,11 @@ class ModelRewrite:
         ids_on_wire: IdsOnWire = "auto",
         split_backward: bool = False,
         look_ahead: bool = False,
+        free_features_early: bool = False,
     ) -> None:
         model = get_unwrapped_module(model)
         self._sharded = find_sharded(model, validate_ids, ids_on_wire)
+        self._early_release = EarlyRelease(self._sharded) if free_features_early else None
         self.splits_backward = split_backward or _has_row_optimizers(self.modules.values())
         if self.splits_backward:
             check_capturable(self.modules)
@@ -228,6 +232,11 @@ class ModelRewrite:
 
     # The tasks of one batch, in their order
 
+    def transferred(self, before: Any, after: Any) -> None:
+        """A batch was moved to the device: what it has in common with the loader's is not to be let go of."""
+        if self._early_release is not None:
+            self._early_release.transferred(before, after)
+
     def start_input_dist(self, batch: Any, error: Exception | None = None) -> Splits:
         """Takes the pipelined modules' arguments out of the transferred batch and submits all splits together.
 
@@ -252,6 +261,8 @@ class ModelRewrite:
             if error is not None:
                 raise error
             prepared = [self._arguments(entry, splits.inputs) for entry in pipelined]
+            if self._early_release is not None:
+                prepared = [own_objects(call) for call in prepared]
             with fusing():
                 for entry, (positional, named) in zip(pipelined, prepared, strict=True):
                     context = splits.inputs.contexts[entry.name] = entry.module.create_context()
@@ -268,6 +279,8 @@ class ModelRewrite:
             return splits
         if splits.error is None:
             splits.request = send_splits(requests, splits.inputs.contexts)
+            if self._early_release is not None:
+                self._early_release.release(splits.inputs)
         elif self._group is not None:
             length = sum(entry.splits for entry in pipelined)
             splits.answer = answer_without_splits(length, self._group, self._device)

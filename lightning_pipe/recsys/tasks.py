@@ -136,7 +136,9 @@ class RecsysActions:
         """Move the batch to the device. Where samples are balanced between ranks, the next two tasks do."""
         ctx.transfer_error = None
         try:
-            ctx.batch = self._transfer(ctx.batch)
+            given = ctx.batch
+            ctx.batch = self._transfer(given)
+            self._rewrite.transferred(given, ctx.batch)
         except Exception as error:
             if not self._rewrite.has_peers:
                 raise

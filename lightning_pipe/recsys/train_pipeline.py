@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from lightning_pipe.engine import IterContext, PipelineError, PipelinePlan, Setu
 from lightning_pipe.recsys.accumulation import Accumulation
 from lightning_pipe.recsys.balancing import BalanceReport, BatchBalancer, make_balancer
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
+from lightning_pipe.recsys.device_buffers import DeviceBuffers
 from lightning_pipe.recsys.embeddings import Embeddings
 from lightning_pipe.recsys.evaluation import PipelinedEvaluation, training_set_aside
 from lightning_pipe.recsys.gradient_norm import clip_by_global_norm
@@ -61,7 +63,16 @@ class TrainPipeline:
         balancer: exchanges samples between ranks, so that all have about as much to do: a
             :class:`~lightning_pipe.recsys.balancing.BatchBalancer`, its arguments as a mapping, or True for its
             defaults. Batches of a model in evaluation mode stay as they are.
+        copy_in_place: copy batches into device memory of batches that nobody holds any more, in place of asking the
+            allocator for each; see :class:`~lightning_pipe.recsys.device_buffers.DeviceBuffers`. Nothing on the CPU,
+            where batches are not copied.
+        free_features_early: let go of a batch's ids and weights once the input dist has sent them, where only pipelined
+            sharded modules are fed by them. The step may still read keys, lengths and batch sizes; to use ids is an
+            error.
         input_group: process group of the input dist; by default a new one over the world, which every rank must make.
+
+    Attributes:
+        device_buffers: what batches are copied into, with ``copy_in_place``.
 
     Raises:
         PlanError: there is no such plan, or it cannot be run.
@@ -96,6 +107,8 @@ class TrainPipeline:
         accumulate: int = 1,
         max_norm: float | None = None,
         balancer: bool | Mapping[str, Any] | BatchBalancer | None = None,
+        copy_in_place: bool = False,
+        free_features_early: bool = False,
         input_group: dist.ProcessGroup | None = None,
     ) -> None:
         declared = recsys_plan(plan, recsys_tasks())  # refused before anything is made
@@ -112,10 +125,15 @@ class TrainPipeline:
         self._execute_all_batches = execute_all_batches
         self._closed = False
         device = torch.device(device)
+        self.device_buffers = DeviceBuffers(device) if copy_in_place else None
         # Its step trains nothing, that is done in backward: it hands learning rates to the kernels.
         tables: KeyedOptimizer | None = getattr(model, "fused_optimizer", None)
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         with ExitStack() as undo:
+            transfer: Callable[[Any], Any] = partial(move_batch, device=device)
+            if self.device_buffers is not None:
+                transfer = self.device_buffers.filled_by(transfer)
+                undo.callback(self.device_buffers.clear)
             if input_group is None and world is not None:
                 input_group = _new_group(undo)
             reducer = None
@@ -137,12 +155,13 @@ class TrainPipeline:
                 ids_on_wire=ids_on_wire,
                 split_backward=clip is not None,
                 look_ahead=looks_ahead(declared),
+                free_features_early=free_features_early,
             )
             undo.callback(self.rewrite.restore)
             _refuse_late_gradients(self._model, self.rewrite)
             self._actions = actions = RecsysActions(
                 self.rewrite,
-                transfer=lambda batch: move_batch(batch, device),
+                transfer=transfer,
                 training_step=self._training_step,
                 loss_of=self._loss_of,
                 optimizer_step=self._accumulation.step,
@@ -160,11 +179,12 @@ class TrainPipeline:
             self._new_evaluation = lambda: PipelinedEvaluation(
                 self._model,
                 self._training_step,
-                lambda batch: move_batch(batch, device),
+                transfer,
                 self.pipeline.plan,
                 method=rewrite,
                 input_group=input_group,
                 validate_ids=validate_ids,
+                free_features_early=free_features_early,
                 device=device,
                 group=world,
             )

@@ -36,6 +36,7 @@ from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.recsys.auto_plan import hand_written_plans, propose_plans
 from lightning_pipe.recsys.balancing import BalanceReport, BatchBalancer, make_balancer
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
+from lightning_pipe.recsys.device_buffers import DeviceBuffers
 from lightning_pipe.recsys.ids_on_wire import IdsOnWire, check_ids_on_wire
 from lightning_pipe.recsys.kernel_calls import check_tables_wait
 from lightning_pipe.recsys.kernels import evaluating, prefetches_set_aside
@@ -107,6 +108,11 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         balancer: exchange samples between ranks in training, so that all have about as much to do: ``True``, or the
             arguments of :class:`~lightning_pipe.recsys.balancing.BatchBalancer`, or one of these. What it does for the
             batches is in :attr:`balance_report`.
+        copy_in_place: copy batches into device memory of batches that nobody holds any more, in place of asking the
+            allocator for each; see :class:`~lightning_pipe.recsys.device_buffers.DeviceBuffers`.
+        free_features_early: let go of a batch's ids and weights once the input dist has sent them, where only pipelined
+            sharded modules are fed by them. Steps, hooks and callbacks may still read keys, lengths and batch sizes; to
+            use ids is an error.
         uneven_batches: where some ranks have fewer batches, end the epoch with the ``shortest``, or raise an ``error``.
         exploration: of ``"auto"``: ``iterations``, ``rounds``, ``extra_rounds``, ``found`` and ``replan_above`` of
             :class:`~lightning_pipe.loops.auto_program.Exploration`.
@@ -142,6 +148,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         validate_ids: bool = False,
         detect_nan: bool = False,
         balancer: bool | Mapping[str, Any] | BatchBalancer | None = None,
+        copy_in_place: bool = False,
+        free_features_early: bool = False,
         uneven_batches: Uneven = "shortest",
         exploration: Mapping[str, Any] | None = None,
         max_in_flight: int = IN_FLIGHT,
@@ -183,6 +191,9 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         self._validate_ids = validate_ids
         self._detect_nan = detect_nan
         self._balancer = make_balancer(balancer)
+        self._copy_in_place = copy_in_place
+        self.device_buffers: DeviceBuffers | None = None
+        self._free_features_early = free_features_early
         self._pipelined_evaluation = pipelined_evaluation
         self._asked = {
             "sparse_optimizer": sparse_optimizer,
@@ -452,6 +463,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
                 "training_step",
                 split_backward=clips_gradients(module.trainer),
                 look_ahead=looks_ahead(plan),
+                free_features_early=False,  # replayed iterations read their batches again
             ),
             before_lookup=self._update_table_learning_rates,
             balancer=self._balancer,
@@ -462,7 +474,14 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         with self._training_set_aside():
             return profile_tables(of, batches, tasks, rounds, iterations)
 
-    def _make_rewrite(self, step: str, *, split_backward: bool = False, look_ahead: bool = False) -> ModelRewrite:
+    def _make_rewrite(
+        self,
+        step: str,
+        *,
+        split_backward: bool = False,
+        look_ahead: bool = False,
+        free_features_early: bool | None = None,
+    ) -> ModelRewrite:
         assert self.lightning_module is not None
         return ModelRewrite(
             self.lightning_module,
@@ -474,6 +493,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             ids_on_wire=self._ids_on_wire,
             split_backward=split_backward,
             look_ahead=look_ahead,
+            free_features_early=self._free_features_early if free_features_early is None else free_features_early,
         )
 
     @contextmanager
@@ -495,6 +515,9 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
     def _checked(self, trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """*transfer*, of batches that Lightning can move, where it is Lightning that moves them."""
         holders = (self.lightning_module, getattr(trainer, "datamodule", None))
+        if self._copy_in_place:
+            self.device_buffers = self.device_buffers or DeviceBuffers(self.root_device)
+            transfer = self.device_buffers.filled_by(transfer)
         if any(one is not None and is_overridden("transfer_batch_to_device", one) for one in holders):
             return transfer
 
@@ -646,6 +669,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         self._table_gradients = None
         if self._balancer is not None:
             self._balancer.close()
+        self.device_buffers = None
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None

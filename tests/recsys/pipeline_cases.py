@@ -284,13 +284,13 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else [tensor for part in value for tensor in _tensors(part)]
 
 
-def outcome(case: Case, plan: Any, steps: int = STEPS) -> Outcome:
-    """Trains a case from its beginning."""
+def outcome(case: Case, plan: Any, steps: int = STEPS, **arguments: Any) -> Outcome:
+    """Trains a case from its beginning; ``arguments`` are more of the pipeline's."""
     model = sharded(case)
     optimizer = adam(model)
     initial = values_of(model)
     torch.manual_seed(13 + dist.get_rank())
-    pipeline = TrainPipeline(model, optimizer, CPU, plan)
+    pipeline = TrainPipeline(model, optimizer, CPU, plan, **arguments)
     outputs, feed = train(pipeline, case.data(steps))
     pipelined = sorted(pipeline.rewrite.pipelined)
     pipeline.close()

@@ -1,0 +1,141 @@
+"""Copies in place and ids let go of early, in the strategy: training and evaluation are the same to the bit.
+
+One spawn of two ranks runs every case; each test looks at one of them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_pipe.engine import SetupError
+from tests.distributed import run_ranks
+from tests.recsys.batch_memory_cases import Copying
+from tests.strategies.cases import (
+    PLANS,
+    Clicks,
+    Memory,
+    Mixed,
+    Pooled,
+    collate,
+    difference,
+    fit,
+    loader,
+    predictions,
+    recsys,
+    state_of,
+)
+
+KINDS = {"people": "row_wise", "things": "table_wise", "tags": "column_wise"}
+BOTH: dict[str, Any] = {"copy_in_place": True, "free_features_early": True}
+# Options of the trainer, and plans.
+CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "as it is": ({}, PLANS),
+    "accumulation": ({"accumulate_grad_batches": 2}, ("prefetch",)),
+    "clipping": ({"gradient_clip_val": 0.05}, ("prefetch",)),
+}
+copies = partial(loader, collate_fn=lambda rows: Copying(collate(rows)))
+
+
+class Buffers(Callback):
+    """How many buffers there were in the middle of training, and at its end."""
+
+    def __init__(self) -> None:
+        self.made: list[int] = []
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if (buffers := trainer.strategy.device_buffers) is not None:
+            self.made.append(buffers.made)
+
+
+def trained(plan: str, options: dict[str, Any], **memory: Any) -> dict[str, Any]:
+    module, logger, counted = Clicks(Mixed), Memory(), Buffers()
+    strategy = recsys(plan, KINDS, **memory)
+    used = fit(module, strategy, copies(), copies(16), logger=logger, max_epochs=3, callbacks=[counted], **options)
+    state = state_of(used)
+    return {
+        "losses": module.losses,
+        "logged": logger.lines,
+        "state": state,
+        "predicted": predictions(used, module, copies(16)),
+        "made": counted.made,
+    }
+
+
+class Reads(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            assert batch.sparse.lengths().numel() > 0
+            batch.sparse.values().sum()
+
+
+def error_of_a_callback() -> str:
+    with pytest.raises(SetupError) as caught:
+        fit(Clicks(Pooled), recsys(free_features_early=True), callbacks=[Reads()])
+    return str(caught.value)
+
+
+class Profiles(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 3:
+            self.losses = len(pl_module.losses)
+            trainer.strategy.profile(list(copies(8)), ["EmbInputDistStart", "DenseForward"], rounds=1, iterations=1)
+            del pl_module.losses[self.losses :]
+
+
+def profiled(**options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    module = Clicks(Pooled)
+    return module.losses, state_of(fit(module, recsys(**BOTH), copies(), **options))
+
+
+def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
+    return {
+        "trained": {
+            name: {"plain": trained("serial", options), **{plan: trained(plan, options, **BOTH) for plan in plans}}
+            for name, (options, plans) in CASES.items()
+        },
+        "error": error_of_a_callback(),
+        "profiled": [profiled(), profiled(callbacks=[Profiles()])],
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(on_two_ranks, 2, timeout=300)
+
+
+@pytest.mark.parametrize(("name", "plan"), [(name, plan) for name, (_, plans) in CASES.items() for plan in plans])
+def test_training_logging_validation_and_prediction_are_the_same_to_the_bit(
+    ranks: list[dict[str, Any]], name: str, plan: str
+) -> None:
+    for of_rank in ranks:
+        expected, found = of_rank["trained"][name]["plain"], of_rank["trained"][name][plan]
+        assert len(found["losses"]) == 9
+        assert found["losses"] == expected["losses"]
+        assert found["logged"] == expected["logged"]
+        assert difference(found["state"], expected["state"]) == []
+        assert torch.equal(found["predicted"], expected["predicted"])
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_later_epochs_ask_for_few_buffers(ranks: list[dict[str, Any]], plan: str) -> None:
+    for of_rank in ranks:
+        assert of_rank["trained"]["as it is"]["plain"]["made"] == []
+        first, before_last, last = of_rank["trained"]["as it is"][plan]["made"]
+        assert first > 0
+        assert last - before_last < first / 2  # lists of ids may still grow
+
+
+def test_a_callback_that_reads_ids_is_told_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    assert all("were let go of (free_features_early)" in of_rank["error"] for of_rank in ranks)
+
+
+def test_a_profile_in_the_middle_changes_nothing(ranks: list[dict[str, Any]]) -> None:
+    for of_rank in ranks:
+        (expected_losses, expected), (losses, state) = of_rank["profiled"]
+        assert losses == expected_losses
+        assert difference(state, expected) == []
