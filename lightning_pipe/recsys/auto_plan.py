@@ -15,6 +15,7 @@ from lightning_pipe.engine.plan_limits import PlanLimits
 from lightning_pipe.engine.planner import find_plans
 from lightning_pipe.engine.task import PipelineTask
 from lightning_pipe.recsys.plans import ON_WORKERS, PLANS, read_beyond_tables, recsys_plan
+from lightning_pipe.recsys.replica_plan import AVERAGING
 
 __all__ = ["hand_written_plans", "propose_plans", "recsys_costs", "recsys_limits", "recsys_machine"]
 
@@ -27,12 +28,22 @@ _WAITED_BY = {
     "EmbForward": "EmbForward",
     "DenseBackward": "FinalizeGrads",
     "EmbBackward": "EmbBackward",
+    AVERAGING: AVERAGING,
 }
 # A message that is on its way during other tasks is waited for, if for this part of their time; else it had come.
 _NOT_THERE = 0.05
 # What a caller with hooks between its tasks runs in its own time, and what reads what the batch before has written.
 _TRAINS = frozenset(
-    {"EmbForward", "DenseForward", "LossPostprocess", "DenseBackward", "EmbBackward", "FinalizeGrads", "OptimStep"}
+    {
+        "EmbForward",
+        "DenseForward",
+        "LossPostprocess",
+        "DenseBackward",
+        "EmbBackward",
+        AVERAGING,
+        "FinalizeGrads",
+        "OptimStep",
+    }
 )
 # Streams that the hand-written plans have for them.
 _STREAMS: dict[Resource, str] = {"copy": "memcpy", "network": "data_dist"}

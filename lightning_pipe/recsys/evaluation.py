@@ -49,6 +49,7 @@ class PipelinedEvaluation:
         validate_ids: see there.
         device: where batches are moved.
         group: over which ranks compare their plans.
+        status_group: as ``input_group``.
     """
 
     def __init__(
@@ -63,10 +64,17 @@ class PipelinedEvaluation:
         validate_ids: bool,
         device: torch.device,
         group: dist.ProcessGroup | None,
+        status_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._model = model
         self._rewrite = ModelRewrite(
-            model, method=method, step="forward", input_group=input_group, agree_group=group, validate_ids=validate_ids
+            model,
+            method=method,
+            step="forward",
+            input_group=input_group,
+            agree_group=group,
+            validate_ids=validate_ids,
+            status_group=status_group,
         )
         self._rewrite.detach()
         actions = RecsysActions(self._rewrite, transfer=transfer, training_step=step, loss_of=_no_loss)

@@ -24,6 +24,7 @@ from lightning_pipe.recsys.gradient_norm import clip_by_global_norm
 from lightning_pipe.recsys.ids_on_wire import IdsOnWire
 from lightning_pipe.recsys.loss_check import check_finite_loss
 from lightning_pipe.recsys.plans import looks_ahead, recsys_plan
+from lightning_pipe.recsys.replicas import refuse_norm
 from lightning_pipe.recsys.rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding import ShardedModel
 from lightning_pipe.recsys.tasks import RecsysActions, recsys_tasks
@@ -61,7 +62,8 @@ class TrainPipeline:
         balancer: exchanges samples between ranks, so that all have about as much to do: a
             :class:`~lightning_pipe.recsys.balancing.BatchBalancer`, its arguments as a mapping, or True for its
             defaults. Batches of a model in evaluation mode stay as they are.
-        input_group: process group of the input dist; by default a new one over the world, which every rank must make.
+        input_group: process group of the input dist, of the ranks that the tables are sharded over; by default a new
+            one, which every rank of the world must make.
 
     Raises:
         PlanError: there is no such plan, or it cannot be run.
@@ -100,6 +102,7 @@ class TrainPipeline:
     ) -> None:
         declared = recsys_plan(plan, recsys_tasks())  # refused before anything is made
         sharded = model if isinstance(model, ShardedModel) else None
+        self._sharded = sharded
         clip = None if max_norm is None else _clipping(model, max_norm)
         if clip is not None and accumulate != 1:
             raise SetupError(
@@ -116,8 +119,10 @@ class TrainPipeline:
         tables: KeyedOptimizer | None = getattr(model, "fused_optimizer", None)
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         with ExitStack() as undo:
+            replicas = None if sharded is None else sharded.replicas
             if input_group is None and world is not None:
-                input_group = _new_group(undo)
+                input_group = _new_group(undo, dist.new_group if replicas is None else replicas.groups.new_shard_group)
+            status_group = None if replicas is None else _new_group(undo)
             reducer = None
             if sharded is not None:
                 # Not the input group: the input dists of later batches run while gradients are reduced.
@@ -137,6 +142,7 @@ class TrainPipeline:
                 ids_on_wire=ids_on_wire,
                 split_backward=clip is not None,
                 look_ahead=looks_ahead(declared),
+                status_group=status_group,
             )
             undo.callback(self.rewrite.restore)
             _refuse_late_gradients(self._model, self.rewrite)
@@ -152,6 +158,7 @@ class TrainPipeline:
                 check_loss=(lambda loss: check_finite_loss(loss, world)) if detect_nan else None,
                 clip=clip,
                 balancer=self._balancer,
+                replicas=replicas,
             )
             tasks = recsys_tasks(actions, scaled_late=clip is not None)
             self.pipeline = SWPipeline(recsys_plan(plan, tasks), device, world)
@@ -167,6 +174,7 @@ class TrainPipeline:
                 validate_ids=validate_ids,
                 device=device,
                 group=world,
+                status_group=status_group,
             )
             undo.callback(self.pipeline.close)
             self._undo = undo.pop_all()
@@ -196,7 +204,8 @@ class TrainPipeline:
         """Run the model on batches without training them, between two calls of :meth:`progress`.
 
         Training batches in flight stay in flight, and training goes on as it would have without. The evaluation is
-        pipelined too, as far ahead as the plan says, and by itself: no training batch takes part.
+        pipelined too, as far ahead as the plan says, and by itself: no training batch takes part. Replicas of tables
+        are averaged first.
 
         Args:
             dataloader_iter: gives batches on the host, on every rank as many.
@@ -215,6 +224,8 @@ class TrainPipeline:
         self._evaluating = True
         try:
             with self._closed_by_errors(), training_set_aside(self.pipeline, self.rewrite):
+                if self._sharded is not None:
+                    self._sharded.sync_replicas()
                 if self._evaluation is None:
                     self._evaluation = self._new_evaluation()
                     self._undo.callback(self._evaluation.close)
@@ -331,6 +342,7 @@ def _clipping(model: nn.Module | ShardedModel, max_norm: float) -> Callable[[Emb
         )
     if not max_norm > 0:
         raise SetupError(f"max_norm is {max_norm}; needed is a number above 0, or None for no clipping")
+    refuse_norm(model.replicas)
     dense = [parameter for _, parameter in model.dense_parameters()]
 
     def clip(embeddings: Embeddings) -> torch.Tensor:
@@ -340,8 +352,8 @@ def _clipping(model: nn.Module | ShardedModel, max_norm: float) -> Callable[[Emb
     return clip
 
 
-def _new_group(undo: ExitStack) -> dist.ProcessGroup:
-    group = dist.new_group()
+def _new_group(undo: ExitStack, make: Callable[[], Any] = dist.new_group) -> dist.ProcessGroup:
+    group = make()
 
     def leave() -> None:
         # The user may have left the world, and with it all groups, before the pipeline was closed.
