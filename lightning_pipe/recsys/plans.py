@@ -263,8 +263,8 @@ def _replicated(tasks: Sequence[PipelineTask]) -> bool:
 
 def _scaled_late(tasks: Sequence[PipelineTask]) -> bool:
     """Whether the tables' backward comes after the optimiser step."""
-    names = [task.name for task in tasks]
-    return "EmbBackward" in names[names.index("OptimStep") :] if "OptimStep" in names else False
+    names = [task.name for task in tasks if task.name in ("EmbBackward", "OptimStep")]
+    return names == ["OptimStep", "EmbBackward"]
 
 
 def _from_yaml(text: str, tasks: Sequence[PipelineTask]) -> PipelinePlan:

@@ -33,7 +33,7 @@ from lightning_pipe.engine.errors import SetupError
 from lightning_pipe.recsys.tables import Table
 
 __all__ = [
-    "NODE_TYPES",
+    "REFUSED_TYPES",
     "ReplicaAverage",
     "ReplicaGroups",
     "check_replicated",
@@ -42,13 +42,12 @@ __all__ = [
     "refuse_norm",
 ]
 
-# TorchRec makes the groups of these out of all ranks of a node and across nodes, and not out of those of a replica.
-NODE_TYPES = frozenset({ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value})
-# What holds all rows where the average reads them: no cache has newer ones.
-_KERNELS = frozenset(
-    kernel.value
-    for kernel in (EmbeddingComputeKernel.DENSE, EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.FUSED_UVM)
+# What TorchRec does over all ranks of a node, or from rank 0 on, whatever group it is given.
+REFUSED_TYPES = frozenset(
+    kind.value for kind in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD, ShardingType.DATA_PARALLEL)
 )
+# What holds all rows where the average reads them: no cache has newer ones.
+_KERNELS = frozenset(kernel.value for kernel in (EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.FUSED_UVM))
 
 
 @dataclass(frozen=True)
@@ -144,12 +143,12 @@ def check_replicated(where: str, sharding_types: Sequence[str] | None, table: Ta
             f"table {table.name} is a dynamic one, and there are replicas of tables: which rows a dynamic table has"
             " differs between replicas, so there is nothing to average; leave replicas out, or give the table a size"
         )
-    wrong = sorted(NODE_TYPES & set(sharding_types or ()))
+    wrong = sorted(REFUSED_TYPES & set(sharding_types or ()))
     if wrong:
         raise SetupError(
-            f"{where} names {', '.join(wrong)} for table {table.name}, whose groups TorchRec makes out of all ranks of"
-            " a node, and there are replicas of tables; use table_wise, row_wise, column_wise, table_column_wise or"
-            " data_parallel, or leave replicas out"
+            f"{where} names {', '.join(wrong)} for table {table.name}, which TorchRec does over all ranks, and each"
+            " replica of the tables has a part of them; use table_wise, row_wise, column_wise or table_column_wise, or"
+            " leave replicas out"
         )
 
 
@@ -216,8 +215,7 @@ class ReplicaAverage:
 
     Args:
         groups: of this rank.
-        states: gives the state dicts of tables and optimisers; asked once. Tensors that are whole on every rank are
-            left alone: they are trained with the gradients of all ranks.
+        states: gives the state dicts of tables and optimisers; asked once.
 
     Attributes:
         steps: since replicas were last equal.

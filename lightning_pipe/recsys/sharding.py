@@ -27,7 +27,7 @@ from lightning_pipe.recsys.dynamic.sharded import ShardedDynamicModule
 from lightning_pipe.recsys.planner_options import read_constraints, read_topology
 from lightning_pipe.recsys.planning import check_plan, make_plan
 from lightning_pipe.recsys.quantized_comms import QuantizedComms
-from lightning_pipe.recsys.replicas import NODE_TYPES, ReplicaGroups, check_replicated, place_on_ranks
+from lightning_pipe.recsys.replicas import REFUSED_TYPES, ReplicaGroups, check_replicated, place_on_ranks
 from lightning_pipe.recsys.sharded_model import ShardedModel
 from lightning_pipe.recsys.sharders import default_sharders
 from lightning_pipe.recsys.table_optimizer import SparseOptimizer, TableOptimizer, resolve_table_optimizer
@@ -98,7 +98,7 @@ def shard_model(
             Rank 0's counts.
         replicas: groups of ranks that each shard all tables, and average them with one another; see
             ``replicas.make_replica_groups``. The plan and the topology are then those of one group, and ``group`` is of
-            all ranks, over which tables with the plan data_parallel are trained. Without, all ranks shard the tables.
+            all ranks. Without, all ranks shard the tables.
 
     Raises:
         SetupError: on every rank, if any rank finds something that cannot be sharded or trained as asked.
@@ -205,7 +205,7 @@ def _look(
         for name, tensor in named
         if not name.startswith(inside)
     ]
-    read = read_constraints(constraints, tables, () if replicas is None else NODE_TYPES)
+    read = read_constraints(constraints, tables, () if replicas is None else REFUSED_TYPES)
     for table in tables:
         asked = read.get(table.config.name)
         if replicas is not None:

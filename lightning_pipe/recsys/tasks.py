@@ -310,8 +310,10 @@ def recsys_tasks(
     balanced: bool = False,
     replicated: bool = False,
 ) -> list[PipelineTask]:
-    """The eleven tasks, in serial order; with ``BalanceStart`` and ``BalanceFinish`` if the actions have a balancer, and
-    with ``SyncReplicas`` if they have replicas of tables.
+    """The eleven tasks, in serial order.
+
+    With ``BalanceStart`` and ``BalanceFinish`` if the actions have a balancer, with ``SyncReplicas`` if they have
+    replicas of tables.
 
     Args:
         actions: what they do; without it they are declarations, enough to build, check and show a plan.

@@ -101,7 +101,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         replicas: into how many groups of neighbouring ranks to divide all ranks, each of which shards all tables (2D
             parallelism); 1 where it is None. An all-to-all then goes over the ranks of a group, and the tables, and
             their optimisers' states, are averaged over groups. It refuses dynamic tables, tables sharded
-            ``table_row_wise`` or ``grid_shard``, and clipping.
+            ``table_row_wise``, ``grid_shard`` or ``data_parallel``, and clipping.
         sync_every: how many steps of the tables there are between two averages of replicas; 1 where it is None. With
             more, groups train apart for so long, and are averaged also before validation, test, prediction and
             checkpoints, and when training ends; plans that look batches up ahead are refused.
