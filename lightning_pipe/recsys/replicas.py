@@ -13,9 +13,12 @@ its average. Dense parameters are not part of it: their gradients are averaged o
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from math import gcd
 from typing import Any
 
 import torch
@@ -69,6 +72,21 @@ class ReplicaGroups:
     def new_shard_group(self, timeout: timedelta | None = None) -> dist.ProcessGroup:
         """Another group of this replica's ranks. Every rank of the world calls it."""
         return _own_group(_replicas(self.count), timeout)
+
+    @contextmanager
+    def counted_per_node(self) -> Generator[None, None, None]:
+        """In the body TorchRec takes a node's ranks for those of one replica, and not of all, which it would find to
+        be too many."""
+        name = "LOCAL_WORLD_SIZE"
+        before = os.environ.get(name)
+        os.environ[name] = str(gcd(get_local_size(), self.shards.size()))
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
 
     def __str__(self) -> str:
         return f"{self.count} replicas of tables, averaged every {self.sync_every} steps"

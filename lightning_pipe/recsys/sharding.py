@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,9 +106,11 @@ def shard_model(
     """
     agreement = Agreement(group, device)
     found, error = None, None
+    per_node = nullcontext if replicas is None else replicas.counted_per_node
     try:
         comms = _look_at_comms(quantized_comms, sharders)
-        found = _look(module, device, group, sparse_optimizer, constraints, topology, comms, replicas)
+        with per_node():
+            found = _look(module, device, group, sparse_optimizer, constraints, topology, comms, replicas)
     except Exception as caught:  # of whatever kind: the other ranks wait for an answer
         error = caught
     agreed_seed = _agree(found, error, torch.initial_seed() if seed is None else seed, agreement)
@@ -132,7 +135,7 @@ def shard_model(
         for parameter, table in zip(found.parameters, tables, strict=True):
             told = in_kernel(table.known_optimizer, device) if table.is_dynamic else table.known_optimizer
             _say_optimizer(parameter, told)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), per_node():
             warnings.simplefilter("ignore", FutureWarning)  # of torch, about how TorchRec calls it
             dmp = DistributedModelParallel(
                 module,
