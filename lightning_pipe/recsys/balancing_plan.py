@@ -14,6 +14,7 @@ __all__ = [
     "BALANCING",
     "balancing_schedule",
     "plain_node",
+    "plain_value",
     "with_balancing",
     "without_tasks",
     "yaml_with_balancing",
@@ -64,7 +65,7 @@ def yaml_with_balancing(plan: yaml.MappingNode, balanced: bool) -> None:
     if not balanced:
         without_tasks(parts, tasks, BALANCING)
         return
-    said = {key.value: _plain(value) for key, value in tasks.value}
+    said = {key.value: plain_value(value) for key, value in tasks.value}
     copy, input_dist = (_options(said.get(name)) for name in ("H2DAndShuffle", "EmbInputDistStart"))
     if any(name in said for name in BALANCING) or copy is None or input_dist is None:
         return
@@ -106,7 +107,8 @@ def _options(found: Any) -> Mapping[str, Any] | None:
     return found if isinstance(found, Mapping) else None
 
 
-def _plain(node: yaml.Node) -> Any:
+def plain_value(node: yaml.Node) -> Any:
+    """A part of a plan that was read as a value of plain types."""
     return SafeConstructor().construct_document(node)
 
 

@@ -241,7 +241,7 @@ def _find(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) -> Pip
         order, schedule, stale = named.order, named.schedule, named.stale
         if _replicated(tasks):
             order = (*with_replicas(order),) if order else ()
-            stale = (*((one, other) for one, other in stale_with_replicas(stale)),)
+            stale = (*stale_with_replicas(stale), *stale)
         if _scaled_late(tasks):
             order = _late_backward(order)
         if order and _balanced(tasks):

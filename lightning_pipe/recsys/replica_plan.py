@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import yaml
 
-from lightning_pipe.recsys.balancing_plan import plain_node, without_tasks
+from lightning_pipe.recsys.balancing_plan import plain_node, plain_value, without_tasks
 
-__all__ = ["AVERAGING", "with_replicas", "yaml_with_replicas"]
+__all__ = ["AVERAGING", "stale_with_replicas", "with_replicas", "yaml_with_replicas"]
 
 AVERAGING = "SyncReplicas"
 _STALE = ("EmbBackward", "EmbForward")
@@ -20,13 +21,13 @@ def with_replicas(order: Sequence[str]) -> list[str]:
     return [*order[:behind], AVERAGING, *order[behind:]]
 
 
-def stale_with_replicas(stale: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """What a plan gives up, where there are replicas: a lookup that does not wait for the tables' backward does not
-    wait for the average either."""
-    found = [tuple(entry) for entry in stale]
-    # First: the backward's place in front of the lookup follows from the average's until that is given up.
-    added = [(AVERAGING, *entry[1:]) for entry in found if entry[:2] == _STALE]
-    return [*(entry for entry in added if entry not in found), *found]
+def stale_with_replicas(stale: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+    """What a plan gives up in front of *stale*, where there are replicas.
+
+    A lookup that does not wait for the tables' backward does not wait for the average either, and that it is behind the
+    backward follows from the average until that is given up.
+    """
+    return [(AVERAGING, *entry[1:]) for entry in stale if tuple(entry[:2]) == _STALE]
 
 
 def yaml_with_replicas(plan: yaml.MappingNode, replicated: bool) -> None:
@@ -52,9 +53,5 @@ def yaml_with_replicas(plan: yaml.MappingNode, replicated: bool) -> None:
         if "EmbBackward" in nodes and len(nodes) == len(order.value):
             order.value = [nodes.get(name) or plain_node(name) for name in with_replicas(list(nodes))]
     if isinstance(stale, yaml.SequenceNode):
-        entries = [
-            [one.value for one in node.value] if isinstance(node, yaml.SequenceNode) else [] for node in stale.value
-        ]
-        added = stale_with_replicas([entry for entry in entries if len(entry) >= 2])
-        known = [tuple(entry) for entry in entries]
-        stale.value = [*(plain_node(list(entry)) for entry in added if entry not in known), *stale.value]
+        entries = [entry for entry in plain_value(stale) if isinstance(entry, list)]
+        stale.value = [*(plain_node(list(entry)) for entry in stale_with_replicas(entries)), *stale.value]
