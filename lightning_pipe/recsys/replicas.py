@@ -123,7 +123,7 @@ def make_replica_groups(
                 " out, or give replicas the number of groups that ranks are divided into"
             )
         return None
-    ranks = dist.get_world_size()
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks % found:
         raise SetupError(
             f"replicas is {found}, and there are {ranks} ranks, which cannot be divided into groups of as many ranks;"

@@ -162,8 +162,8 @@ def tables_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def checkpoints(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     """Resumes in mid-epoch between two averages; and reads the checkpoint into other numbers of replicas."""
 
-    def strategy(plan: str = "prefetch") -> Any:
-        return recsys(plan, KINDS, replicas=2, sync_every=3)
+    def strategy(plan: str = "prefetch", **options: Any) -> Any:
+        return recsys(plan, KINDS, replicas=2, sync_every=3, **options)
 
     def keeping() -> dict[str, Any]:
         saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)
@@ -171,7 +171,7 @@ def checkpoints(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 
     data = loader(24 * world_size)
     whole = Clicks(Sequenced)
-    expected = state_of(fit(whole, strategy(), data, **keeping()))
+    expected = state_of(fit(whole, strategy(async_checkpoints=True), data, **keeping()))
     path = folder / "step=4.ckpt"
     found: dict[str, Any] = {}
     for plan in ("prefetch", "serial"):
