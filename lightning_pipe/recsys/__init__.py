@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         DynamicEmbeddingCollection,
         DynamicTable,
     )
+    from lightning_pipe.recsys.replicas import make_replica_groups
     from lightning_pipe.recsys.rewrite import ModelRewrite
     from lightning_pipe.recsys.sharding import ShardedModel, shard_model
     from lightning_pipe.recsys.table_optimizer import SparseOptimizer
@@ -37,6 +38,7 @@ __all__ = [
     "SparseOptimizer",
     "TokenCount",
     "TrainPipeline",
+    "make_replica_groups",
     "recsys_plan",
     "recsys_tasks",
     "shard_model",
@@ -54,6 +56,7 @@ _MODULES = {
     "SparseOptimizer": "table_optimizer",
     "TokenCount": "token_weighted_loss",
     "TrainPipeline": "train_pipeline",
+    "make_replica_groups": "replicas",
     "recsys_tasks": "tasks",
     "shard_model": "sharding",
     "token_weighted_mean": "token_weighted_loss",

@@ -15,6 +15,7 @@ from lightning_pipe.engine.plan_limits import PlanLimits
 from lightning_pipe.engine.planner import find_plans
 from lightning_pipe.engine.task import PipelineTask
 from lightning_pipe.recsys.plans import ON_WORKERS, PLANS, read_beyond_tables, recsys_plan
+from lightning_pipe.recsys.replica_plan import AVERAGING
 
 __all__ = ["hand_written_plans", "propose_plans", "recsys_costs", "recsys_limits", "recsys_machine"]
 
@@ -27,6 +28,7 @@ _WAITED_BY = {
     "EmbForward": "EmbForward",
     "DenseBackward": "FinalizeGrads",
     "EmbBackward": "EmbBackward",
+    AVERAGING: AVERAGING,
 }
 # A message that is on its way during other tasks is waited for, if for this part of their time; else it had come.
 _NOT_THERE = 0.05
@@ -138,17 +140,18 @@ def recsys_machine(device: torch.device, beside: float = 0.0) -> Machine:
     return Machine(cores=max(1.0, (os.cpu_count() or 1) / here), between_periods=beside)
 
 
-def recsys_limits(max_in_flight: int, device: torch.device) -> PlanLimits:
+def recsys_limits(max_in_flight: int, device: torch.device, *, replicated: bool = False) -> PlanLimits:
     """What a plan may do under a Trainer.
 
     Args:
         max_in_flight: the most batches in flight.
         device: whether it has streams.
+        replicated: whether tables have replicas, whose average is one of the tasks.
     """
     return PlanLimits(
         max_in_flight=max_in_flight,
         on_workers=ON_WORKERS,
-        by_caller=_TRAINS,
+        by_caller=_TRAINS | {AVERAGING} if replicated else _TRAINS,
         # The hooks around a batch come behind the transfer of a later one, and before anything of its own.
         submitted_before=(("H2DAndShuffle", "EmbForward"),),
         streams=_STREAMS if device.type == "cuda" else {},
@@ -177,6 +180,8 @@ def propose_plans(
         keep: how many.
     """
     costs = recsys_costs(own, peers=peers, device=device)
-    limits, machine = recsys_limits(max_in_flight, device), recsys_machine(device, beside)
+    replicated = any(task.name == AVERAGING for task in tasks)
+    limits = recsys_limits(max_in_flight, device, replicated=replicated)
+    machine = recsys_machine(device, beside)
     hand_written = hand_written_plans(tasks)
     return [one.plan for one in find_plans(tasks, costs, limits, machine, hand_written=hand_written, keep=keep)]

@@ -10,7 +10,15 @@ from yaml.constructor import SafeConstructor
 
 from lightning_pipe.engine import TaskSchedule
 
-__all__ = ["BALANCING", "balancing_schedule", "with_balancing", "yaml_with_balancing"]
+__all__ = [
+    "BALANCING",
+    "balancing_schedule",
+    "plain_node",
+    "plain_value",
+    "with_balancing",
+    "without_tasks",
+    "yaml_with_balancing",
+]
 
 BALANCING = ("BalanceStart", "BalanceFinish")
 
@@ -55,18 +63,15 @@ def yaml_with_balancing(plan: yaml.MappingNode, balanced: bool) -> None:
     if not isinstance(tasks, yaml.MappingNode):
         return
     if not balanced:
-        tasks.value = [entry for entry in tasks.value if entry[0].value not in BALANCING]
-        for name in ("order", "deps", "cross_iter_deps", "stale"):
-            if isinstance(parts.get(name), yaml.SequenceNode):
-                parts[name].value = [one for one in parts[name].value if not _names_balancing(one)]
+        without_tasks(parts, tasks, BALANCING)
         return
-    said = {key.value: _plain(value) for key, value in tasks.value}
+    said = {key.value: plain_value(value) for key, value in tasks.value}
     copy, input_dist = (_options(said.get(name)) for name in ("H2DAndShuffle", "EmbInputDistStart"))
     if any(name in said for name in BALANCING) or copy is None or input_dist is None:
         return
     for name in BALANCING:
         options = {"stage": copy.get("stage", 0), "stream": input_dist.get("stream")}
-        tasks.value.append((yaml.ScalarNode("tag:yaml.org,2002:str", name), _node(options)))
+        tasks.value.append((yaml.ScalarNode("tag:yaml.org,2002:str", name), plain_node(options)))
     if isinstance(order, yaml.SequenceNode) and order.value:
         nodes = {node.value: node for node in order.value if isinstance(node, yaml.ScalarNode)}
         if {"H2DAndShuffle", "EmbInputDistStart", "LossPostprocess"} <= set(nodes) and len(nodes) == len(order.value):
@@ -77,9 +82,24 @@ def yaml_with_balancing(plan: yaml.MappingNode, balanced: bool) -> None:
             ]
 
 
-def _names_balancing(node: yaml.Node) -> bool:
+def without_tasks(parts: Mapping[str, yaml.Node], tasks: yaml.MappingNode, names: Sequence[str]) -> None:
+    """Take tasks out of a plan in YAML, and all that names them.
+
+    Args:
+        parts: of the plan, by key, changed in place.
+        tasks: the one that lists tasks.
+        names: of the tasks.
+    """
+    tasks.value = [entry for entry in tasks.value if entry[0].value not in names]
+    for part in ("order", "deps", "cross_iter_deps", "stale"):
+        found = parts.get(part)
+        if isinstance(found, yaml.SequenceNode):
+            found.value = [one for one in found.value if not _names_any(one, names)]
+
+
+def _names_any(node: yaml.Node, names: Sequence[str]) -> bool:
     named = node.value if isinstance(node, yaml.SequenceNode) else [node]
-    return any(one.value in BALANCING for one in named)
+    return any(one.value in names for one in named)
 
 
 def _options(found: Any) -> Mapping[str, Any] | None:
@@ -87,11 +107,13 @@ def _options(found: Any) -> Mapping[str, Any] | None:
     return found if isinstance(found, Mapping) else None
 
 
-def _plain(node: yaml.Node) -> Any:
+def plain_value(node: yaml.Node) -> Any:
+    """A part of a plan that was read as a value of plain types."""
     return SafeConstructor().construct_document(node)
 
 
-def _node(value: Any) -> yaml.Node:
+def plain_node(value: Any) -> yaml.Node:
+    """A value of plain types as a part of a plan that was read."""
     node = yaml.compose(yaml.safe_dump(value), yaml.SafeLoader)
     assert node is not None
     return node

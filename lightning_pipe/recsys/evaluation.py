@@ -50,6 +50,7 @@ class PipelinedEvaluation:
         free_features_early: see there.
         device: where batches are moved.
         group: over which ranks compare their plans.
+        status_group: as ``input_group``.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class PipelinedEvaluation:
         free_features_early: bool,
         device: torch.device,
         group: dist.ProcessGroup | None,
+        status_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._model = model
         self._rewrite = ModelRewrite(
@@ -75,6 +77,7 @@ class PipelinedEvaluation:
             agree_group=group,
             validate_ids=validate_ids,
             free_features_early=free_features_early,
+            status_group=status_group,
         )
         self._rewrite.detach()
         actions = RecsysActions(self._rewrite, transfer=transfer, training_step=step, loss_of=_no_loss)

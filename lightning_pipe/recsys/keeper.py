@@ -28,6 +28,7 @@ class _Kept:
     states: list[dict[Tensor, State]]
     groups: list[list[State]]
     gradients: list[Tensor | None]
+    replica_steps: int
 
 
 class ModelKeeper:
@@ -57,11 +58,15 @@ class ModelKeeper:
             for one in self._optimizers
         ]
         gradients = [None if one.grad is None else one.grad.clone() for _, one in self._sharded.dense_parameters()]
-        return _Kept([_copied(tensor) for tensor in self._tensors()], states, groups, gradients)
+        replicas = self._sharded.replicas
+        steps = 0 if replicas is None else replicas.steps
+        return _Kept([_copied(tensor) for tensor in self._tensors()], states, groups, gradients, steps)
 
     @torch.no_grad()
     def put_back(self, kept: _Kept) -> None:
         """Make it as it was, in place."""
+        if self._sharded.replicas is not None:
+            self._sharded.replicas.steps = kept.replica_steps
         tensors = self._tensors()
         # What was looked up ahead, before, may go backward: its rows have the values that they had then.
         with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import inspect
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,9 @@ def _dataclass(where: str, cls: type, values: Mapping[str, Any]) -> Any:
 
 
 def read_constraints(
-    constraints: Mapping[str, Mapping[str, Any] | ParameterConstraints] | None, tables: Sequence[Table]
+    constraints: Mapping[str, Mapping[str, Any] | ParameterConstraints] | None,
+    tables: Sequence[Table],
+    without: Collection[str] = (),
 ) -> dict[str, ParameterConstraints]:
     """Reads constraints, by table name, from plain mappings or TorchRec's own objects, and adds what must hold.
 
@@ -57,6 +59,7 @@ def read_constraints(
         constraints: for a table's name (``config.name``), the fields of TorchRec's ``ParameterConstraints``:
             ``sharding_types``, ``compute_kernels``, ``min_partition``, ...; enums and ``cache_params`` in plain text.
         tables: the tables of the model, with their optimisers.
+        without: sharding types that the planner is not to choose by itself.
 
     Raises:
         SetupError: a table, key, sharding type or compute kernel that is not there, or that cannot be had.
@@ -76,11 +79,11 @@ def read_constraints(
             given = _dataclass(f"constraints of table {name}", ParameterConstraints, given)
         read[name] = dataclasses.replace(given)
     for table in tables:
-        _add_what_must_hold(table, read)
+        _add_what_must_hold(table, read, without)
     return read
 
 
-def _add_what_must_hold(table: Table, constraints: dict[str, ParameterConstraints]) -> None:
+def _add_what_must_hold(table: Table, constraints: dict[str, ParameterConstraints], without: Collection[str]) -> None:
     name = table.config.name
     given = constraints.get(name)
     if given is not None:
@@ -90,7 +93,9 @@ def _add_what_must_hold(table: Table, constraints: dict[str, ParameterConstraint
         if given.sharding_types:
             return
     assert table.optimizer is not None
-    unwanted = set() if table.optimizer.step_class is not None else {ShardingType.DATA_PARALLEL.value}
+    unwanted = set(without)
+    if table.optimizer.step_class is None:
+        unwanted.add(ShardingType.DATA_PARALLEL.value)
     if table.optimizer.row_wise_state:
         unwanted |= COLUMN_TYPES
     allowed = SHARDING_TYPES[table.module_type]

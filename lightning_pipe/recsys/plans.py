@@ -21,6 +21,7 @@ from lightning_pipe.engine import PipelinePlan, PipelineTask, PlanError, State, 
 from lightning_pipe.engine.plan import MAIN
 from lightning_pipe.engine.plan_file import read_plan_file
 from lightning_pipe.recsys.balancing_plan import BALANCING, balancing_schedule, with_balancing, yaml_with_balancing
+from lightning_pipe.recsys.replica_plan import AVERAGING, stale_with_replicas, with_replicas, yaml_with_replicas
 
 _STEP = ("DenseForward", "LossPostprocess", "DenseBackward", "EmbBackward", "FinalizeGrads", "OptimStep")
 
@@ -156,7 +157,7 @@ def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) 
         plan: a name in :data:`PLANS`, the path of a plan in YAML, or a plan, of which the schedule is taken.
         tasks: the recsys tasks, in serial order (:func:`~lightning_pipe.recsys.tasks.recsys_tasks`). If those of a
             balancer are among them, plans that do not name these have them as far ahead as the copy; if not, plans that
-            name them do without.
+            name them do without. So for the average of replicas, which plans have behind the tables' backward.
 
     Raises:
         PlanError: neither a known name nor a file, or a plan that these tasks cannot run under.
@@ -192,7 +193,8 @@ def _check_lookups(plan: str, tasks: Sequence[PipelineTask]) -> None:
         raise PlanError(
             f"plan {plan!r} looks up batches ahead of their turn, but this model's lookups read {', '.join(read)} too,"
             " which the batch before still changes: it has feature processors, kernels that are not FBGEMM's fused"
-            " ones, or tables that the dense optimiser trains. Use the plan 'prefetch'"
+            " ones, tables that the dense optimiser trains, or replicas of tables with sync_every above 1, which are"
+            " averaged before validation and checkpoints, too. Use the plan 'prefetch'"
         )
 
 
@@ -236,20 +238,33 @@ def _find(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) -> Pip
     if isinstance(plan, str) and plan in PLANS:
         named = PLANS[plan]
         # Where EmbBackward is the last task (recsys_tasks(scaled_late=True)), it follows OptimStep in the period too.
-        order, schedule = named.order, named.schedule
-        if tasks[-1].name == "EmbBackward":
+        order, schedule, stale = named.order, named.schedule, named.stale
+        if _replicated(tasks):
+            order = (*with_replicas(order),) if order else ()
+            stale = (*stale_with_replicas(stale), *stale)
+        if _scaled_late(tasks):
             order = _late_backward(order)
         if order and _balanced(tasks):
             copy, input_dist = schedule["H2DAndShuffle"], schedule["EmbInputDistStart"]
             schedule = {**schedule, **balancing_schedule(copy.stage, input_dist.stream)}
             order = (*with_balancing(order, copy.stage != input_dist.stage),)
         places = [(task, schedule.get(task.name, TaskSchedule())) for task in tasks]
-        return PipelinePlan(places, stale=named.stale, name=plan, order=order)
+        return PipelinePlan(places, stale=stale, name=plan, order=order)
     return _from_yaml(read_plan_file(plan, PLANS, "prefetch"), tasks)
 
 
 def _balanced(tasks: Sequence[PipelineTask]) -> bool:
     return any(task.name in BALANCING for task in tasks)
+
+
+def _replicated(tasks: Sequence[PipelineTask]) -> bool:
+    return any(task.name == AVERAGING for task in tasks)
+
+
+def _scaled_late(tasks: Sequence[PipelineTask]) -> bool:
+    """Whether the tables' backward comes after the optimiser step."""
+    names = [task.name for task in tasks if task.name in ("EmbBackward", "OptimStep")]
+    return names == ["OptimStep", "EmbBackward"]
 
 
 def _from_yaml(text: str, tasks: Sequence[PipelineTask]) -> PipelinePlan:
@@ -265,7 +280,8 @@ def _for_tasks(text: str, tasks: Sequence[PipelineTask]) -> str:
     if not isinstance(plan, yaml.MappingNode):
         return text
     yaml_with_balancing(plan, _balanced(tasks))
-    if tasks[-1].name == "EmbBackward":
+    yaml_with_replicas(plan, _replicated(tasks))
+    if _scaled_late(tasks):
         _move_backward(plan)
     return str(yaml.serialize(plan))
 
@@ -282,11 +298,12 @@ def _move_backward(plan: yaml.MappingNode) -> None:
 
 
 def _late_backward(order: Sequence[str]) -> tuple[str, ...]:
-    """*order* with ``EmbBackward`` after ``OptimStep``, and with it the lookups that came between the two."""
+    """*order* with ``EmbBackward`` after ``OptimStep``, and with it the average and lookups that came between the
+    two."""
     if not order or order.index("EmbBackward") > order.index("OptimStep"):
         return tuple(order)
     backward, step = order.index("EmbBackward"), order.index("OptimStep")
-    moved = [task for task in order[backward:step] if task in ("EmbBackward", "EmbForward")]
+    moved = [task for task in order[backward:step] if task in ("EmbBackward", AVERAGING, "EmbForward")]
     rest = [task for task in order if task not in moved]
     position = rest.index("OptimStep") + 1
     return (*rest[:position], *moved, *rest[position:])

@@ -61,6 +61,8 @@ class ModelRewrite:
             ``fx`` (trace the step); ``auto`` records, then traces for the modules whose argument the step made.
         step: name of the model's method that a batch is trained with; its first argument is the batch.
         input_group: sends input dists, and is used for nothing else. None: the modules' own group.
+        status_group: over all ranks, where the input group is not: says in time that a batch of any cannot be trained,
+            and is used for nothing else. None: the input group.
         agree_group: over all ranks, for comparing what ranks found and for the texts of errors; used by the calling
             thread. None: the input group.
         validate_ids: check every id against its table before it is sent.
@@ -94,6 +96,7 @@ class ModelRewrite:
         split_backward: bool = False,
         look_ahead: bool = False,
         free_features_early: bool = False,
+        status_group: dist.ProcessGroup | None = None,
     ) -> None:
         model = get_unwrapped_module(model)
         self._sharded = find_sharded(model, validate_ids, ids_on_wire)
@@ -106,6 +109,8 @@ class ModelRewrite:
         self._device = first.device
         group = input_group if input_group is not None else first.own_group
         self._group = group if group is not None and group.size() > 1 else None
+        status = status_group if status_group is not None else group
+        self._status_group = status if status is not None and status.size() > 1 else None
         self._agreement = Agreement(agree_group if agree_group is not None else group, self._device)
         self.tables_backward = TableBackward(self.modules, self._agreement)
         self._resolution = Resolution(model, method, step, self._sharded, self._agreement, group)
@@ -134,7 +139,7 @@ class ModelRewrite:
     @property
     def has_peers(self) -> bool:
         """Whether other ranks take part: what one rank does not do, they would wait for."""
-        return self._group is not None
+        return self._status_group is not None
 
     @property
     def only_tables(self) -> bool:
@@ -268,12 +273,12 @@ class ModelRewrite:
                     context = splits.inputs.contexts[entry.name] = entry.module.create_context()
                     requests[entry.name] = entry.module.input_dist(context, *positional, **named)
         except Exception as problem:
-            if self._group is None:
+            if self._status_group is None:
                 raise
             splits.error = problem
-        if self._group is not None:
+        if self._status_group is not None:
             failed = torch.tensor([splits.error is not None], dtype=torch.int32, device=self._device)
-            work = dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+            work = dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._status_group, async_op=True)
             splits.status = work, failed
         if not pipelined:
             return splits

@@ -21,6 +21,7 @@ from lightning_pipe.recsys.dynamic.row_tables import RowTables
 from lightning_pipe.recsys.gradient_norm import table_norm
 from lightning_pipe.recsys.kernel_calls import KernelGradients
 from lightning_pipe.recsys.optimizers import TableParameters
+from lightning_pipe.recsys.replicas import ReplicaAverage, ReplicaGroups, refuse_norm
 from lightning_pipe.recsys.table_values import full_tensor
 from lightning_pipe.recsys.tables import Table
 
@@ -37,10 +38,16 @@ class ShardedModel:
         tables: what is known of each table, by the name of its parameter.
         fused_optimizer: TorchRec's optimiser over all tables, replicated ones included, for checkpoints.
         dynamic_rows: the rows of dynamic modules on this rank, by the module's name.
+        replicas: averages the replicas of the tables; None where they are sharded over all ranks.
     """
 
     def __init__(
-        self, dmp: DistributedModelParallel, tables: Sequence[Table], group: dist.ProcessGroup, device: torch.device
+        self,
+        dmp: DistributedModelParallel,
+        tables: Sequence[Table],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        replicas: ReplicaGroups | None = None,
     ) -> None:
         self.dmp = dmp
         self.module: nn.Module = dmp.module
@@ -49,6 +56,8 @@ class ShardedModel:
         self.dynamic_rows: dict[str, RowTables] = {}
         self._table_parameters = TableParameters()
         self._group = group
+        self._shard_group = group if replicas is None else replicas.shards
+        self.replicas = None if replicas is None else ReplicaAverage(replicas, self._averaged)
         self._device = device
         self._agreement = Agreement(group, device)
         self._data_parallel = DataParallelTables(group)
@@ -95,6 +104,19 @@ class ShardedModel:
         """Those that step the replicated tables."""
         return self._data_parallel.optimizers
 
+    def sync_replicas(self) -> None:
+        """Averages the replicas of the tables now, if they have been trained since the last time; every rank calls it.
+
+        For whoever reads the tables between two averages: validation, checkpoints.
+        """
+        if self.replicas is not None:
+            self.replicas.bring_together()
+
+    def _averaged(self) -> list[Mapping[str, Any]]:
+        """The tables, and the states of their optimisers."""
+        tables = [sharded.state_dict() for _, sharded in sorted(self.sharded_modules.items())]
+        return [*tables, self.fused_optimizer.state_dict()["state"]]
+
     def forget_gradients(self) -> None:
         """Lets go of the gradients of all parameters, those of replicated tables included."""
         for parameter in self.module.parameters():
@@ -113,7 +135,11 @@ class ShardedModel:
 
         Args:
             gradients: what the first half of the tables' backward has left. Every rank of the sharding group calls it.
+
+        Raises:
+            SetupError: there are replicas of the tables, each with gradients of its own.
         """
+        refuse_norm(self.replicas)
         return table_norm(gradients, self._data_parallel.average(), self._group, self._device)
 
     def set_learning_rate_factor(self, factor: float) -> None:
@@ -154,12 +180,14 @@ class ShardedModel:
     def full_table(self, name: str) -> torch.Tensor:
         """The whole table on every rank, a copy: rows x columns. Every rank of the group calls it.
 
+        Of replicas that are averaged every few steps it is this rank's; :meth:`sync_replicas` makes them one.
+
         Args:
             name: the table's full name, or its short one where only one module has it.
         """
         table = self._of_known_size(name)
         state = self.sharded_modules[table.module_name].state_dict()
-        return full_tensor(state[table.key], self._group, self._device)
+        return full_tensor(state[table.key], self._shard_group, self._device)
 
     def full_optimizer_state(self, name: str) -> dict[str, torch.Tensor]:
         """The whole optimiser state of a table on every rank, a copy. Every rank of the group calls it.
@@ -172,7 +200,7 @@ class ShardedModel:
         state = self.fused_optimizer.state_dict()["state"].get(table.name, {})
         prefix = f"{table.config.name}."
         keys = sorted({key for keys in self._agreement.gather(list(state)) for key in keys})
-        return {key.removeprefix(prefix): full_tensor(state.get(key), self._group, self._device) for key in keys}
+        return {key.removeprefix(prefix): full_tensor(state.get(key), self._shard_group, self._device) for key in keys}
 
     def _of_known_size(self, name: str) -> Table:
         table = self._named(name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from lightning_pipe.recsys.dynamic.sharded import ShardedDynamicModule
 from lightning_pipe.recsys.planner_options import read_constraints, read_topology
 from lightning_pipe.recsys.planning import check_plan, make_plan
 from lightning_pipe.recsys.quantized_comms import QuantizedComms
+from lightning_pipe.recsys.replicas import REFUSED_TYPES, ReplicaGroups, check_replicated, place_on_ranks
 from lightning_pipe.recsys.sharded_model import ShardedModel
 from lightning_pipe.recsys.sharders import default_sharders
 from lightning_pipe.recsys.table_optimizer import SparseOptimizer, TableOptimizer, resolve_table_optimizer
@@ -48,6 +50,7 @@ class _Found:
     batch_size: int | None
     dense: list[str]
     comms: QuantizedComms
+    replicas: ReplicaGroups | None
 
     def signature(self) -> list[str]:
         """What ranks must agree on, a line for each table and dense tensor."""
@@ -55,7 +58,8 @@ class _Found:
             f"table {table.name} {list(parameter.shape)} {parameter.dtype} trained by {optimizer.describe()}"
             for table, parameter, optimizer in zip(self.tables, self.parameters, self.optimizers, strict=True)
         ]
-        return [*tables, *self.dense, f"embeddings sent as {self.comms}"]
+        replicas = [] if self.replicas is None else [str(self.replicas)]
+        return [*tables, *self.dense, f"embeddings sent as {self.comms}", *replicas]
 
 
 def shard_model(
@@ -70,6 +74,7 @@ def shard_model(
     sharders: Sequence[ModuleSharder[nn.Module]] | None = None,
     quantized_comms: QuantizedComms | Mapping[str, Any] | None = None,
     seed: int | None = None,
+    replicas: ReplicaGroups | None = None,
 ) -> ShardedModel:
     """Shards the TorchRec modules inside a module, in place. Every rank of the group calls it.
 
@@ -92,15 +97,20 @@ def shard_model(
             Sharders of the caller's have codecs of their own.
         seed: of the tables and dense parameters on the meta device; ``torch.initial_seed()`` where none is given.
             Rank 0's counts.
+        replicas: groups of ranks that each shard all tables, and average them with one another; see
+            ``replicas.make_replica_groups``. The plan and the topology are then those of one group, and ``group`` is of
+            all ranks. Without, all ranks shard the tables.
 
     Raises:
         SetupError: on every rank, if any rank finds something that cannot be sharded or trained as asked.
     """
     agreement = Agreement(group, device)
     found, error = None, None
+    per_node = nullcontext if replicas is None else replicas.counted_per_node
     try:
         comms = _look_at_comms(quantized_comms, sharders)
-        found = _look(module, device, group, sparse_optimizer, constraints, topology, comms)
+        with per_node():
+            found = _look(module, device, group, sparse_optimizer, constraints, topology, comms, replicas)
     except Exception as caught:  # of whatever kind: the other ranks wait for an answer
         error = caught
     agreed_seed = _agree(found, error, torch.initial_seed() if seed is None else seed, agreement)
@@ -113,6 +123,8 @@ def shard_model(
         sharding_plan = make_plan(module, all_sharders, found.constraints, found.topology, found.batch_size, agreement)
     types = check_plan(sharding_plan, found.tables)
     comms.check_plan(sharding_plan, found.tables)
+    if replicas is not None:
+        sharding_plan = place_on_ranks(sharding_plan, found.tables, replicas)
     tables = [
         table.planned(optimizer, types[table.name])
         for table, optimizer in zip(found.tables, found.optimizers, strict=True)
@@ -123,11 +135,11 @@ def shard_model(
         for parameter, table in zip(found.parameters, tables, strict=True):
             told = in_kernel(table.known_optimizer, device) if table.is_dynamic else table.known_optimizer
             _say_optimizer(parameter, told)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), per_node():
             warnings.simplefilter("ignore", FutureWarning)  # of torch, about how TorchRec calls it
             dmp = DistributedModelParallel(
                 module,
-                env=ShardingEnv.from_process_group(group),
+                env=ShardingEnv.from_process_group(group if replicas is None else replicas.shards),
                 device=device,
                 plan=sharding_plan,
                 sharders=all_sharders,
@@ -135,7 +147,7 @@ def shard_model(
                 init_parameters=False,
             )
         dmp.to(device)
-        model = ShardedModel(dmp, tables, group, device)
+        model = ShardedModel(dmp, tables, group, device, replicas)
         held = agreement.gather([not parameter.is_meta for parameter in found.parameters])[0]
         _fill(model, found.parameters, held, agreed_seed, device, group)
     for name, sharded in model.sharded_modules.items():
@@ -158,6 +170,7 @@ def _look(
     constraints: Mapping[str, Mapping[str, Any] | ParameterConstraints] | None,
     topology: Mapping[str, Any] | Topology | None,
     comms: QuantizedComms,
+    replicas: ReplicaGroups | None,
 ) -> _Found:
     """Everything that can be wrong on one rank alone, without a word to the others."""
     pairs = find_tables(module)
@@ -186,7 +199,8 @@ def _look(
         )
     tables = [table.planned(optimizer, "") for (table, _), optimizer in zip(pairs, optimizers, strict=True)]
     unfillable(module, _table_modules(module, tables))
-    planned_topology, batch_size = read_topology(topology, device, group.size())
+    shards = group if replicas is None else replicas.shards
+    planned_topology, batch_size = read_topology(topology, device, shards.size())
     inside = _prefixes(tables)
     dense = [
         f"{kind} {name} {list(tensor.shape)} {tensor.dtype}"
@@ -194,9 +208,12 @@ def _look(
         for name, tensor in named
         if not name.startswith(inside)
     ]
-    read = read_constraints(constraints, tables)
+    read = read_constraints(constraints, tables, () if replicas is None else REFUSED_TYPES)
     for table in tables:
         asked = read.get(table.config.name)
+        if replicas is not None:
+            types = None if asked is None else asked.sharding_types
+            check_replicated(f"constraints of table {table.config.name}, sharding_types,", types, table)
         if asked is not None:
             comms.check_types(f"constraints of table {table.config.name}, sharding_types,", asked.sharding_types, table)
     return _Found(
@@ -208,6 +225,7 @@ def _look(
         batch_size,
         dense,
         comms,
+        replicas,
     )
 
 

@@ -2,7 +2,7 @@
 
 The names, and the cut of an iteration into them, follow NVIDIA's recsys-examples (``SWSerialTrainPipeline``); there
 some are no-ops, here every one works: the embedding part and the dense part have a forward and a backward each. They
-are eleven, and two more where samples are balanced between ranks.
+are eleven, two more where samples are balanced between ranks, and one more where tables have replicas.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.embeddings import Embeddings
 from lightning_pipe.recsys.kernels import moves_rows_at_zero_gradient
 from lightning_pipe.recsys.replays import RecsysReplays
+from lightning_pipe.recsys.replica_plan import AVERAGING
+from lightning_pipe.recsys.replicas import ReplicaAverage
 from lightning_pipe.recsys.rewrite import ModelRewrite
 
 TABLES = State("tables")
@@ -28,6 +30,7 @@ TABLE_LEARNING_RATES = State("table_learning_rates")
 DENSE_PARAMETERS = State("dense_parameters")
 DENSE_BUFFERS = State("dense_buffers")
 DENSE_GRADIENTS = State("dense_gradients")
+REPLICA_STEPS = State("replica_steps")  # since replicas of tables were last averaged
 
 _NOTHING = nullcontext()
 
@@ -53,6 +56,8 @@ _DECLARATIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("loss", "embeddings", "has_gradients", "tables_skipped", DENSE_GRADIENTS),
     ),
     "EmbBackward": (("embeddings", "has_gradients", "tables_skipped"), ("embeddings", TABLES, DENSE_GRADIENTS)),
+    # Only where tables have replicas.
+    AVERAGING: (("has_gradients", "tables_skipped", TABLES), (TABLES, REPLICA_STEPS)),
     "FinalizeGrads": (("has_gradients", DENSE_GRADIENTS), (DENSE_GRADIENTS,)),
     "OptimStep": (("has_gradients", DENSE_GRADIENTS), (DENSE_GRADIENTS, DENSE_PARAMETERS, TABLE_LEARNING_RATES)),
 }
@@ -81,6 +86,7 @@ class RecsysActions:
         agree_overflow: whether ranks agree, after each dense backward, if any of the embeddings' gradients is infinite
             or not a number; if so the tables are not trained. With loss scaling.
         balancer: exchanges samples between ranks; open.
+        replicas: averages those of the tables, where there are several.
     """
 
     def __init__(
@@ -99,6 +105,7 @@ class RecsysActions:
         clip: Callable[[Embeddings], torch.Tensor] | None = None,
         agree_overflow: bool = False,
         balancer: BatchBalancer | None = None,
+        replicas: ReplicaAverage | None = None,
     ) -> None:
         self._rewrite = rewrite
         self._tables_backward = rewrite.tables_backward
@@ -114,6 +121,7 @@ class RecsysActions:
         self._clip = clip
         self._agree_overflow = agree_overflow
         self.balancer = balancer
+        self.replicas = replicas
         self.replays = RecsysReplays(rewrite, reducer)
         self._tables_in_training = False  # from a batch's DenseForward to its EmbBackward
         # An output that no rank used has zeros for its gradient, which is nothing to some table optimisers only.
@@ -125,10 +133,12 @@ class RecsysActions:
 
         Feature processors are dense parameters, whose gradients come from ``EmbBackward``, and so are tables that every
         rank holds where nothing here trains them; and a kernel whose calls cannot be made once more keeps the learning
-        rate of its lookup.
+        rate of its lookup. Replicas that differ between two steps are averaged before validation, too.
         """
         rewrite = self._rewrite
         reads = () if rewrite.looks_ahead else (TABLE_LEARNING_RATES,)
+        if self.replicas is not None and self.replicas.groups.sync_every > 1:
+            reads = (*reads, REPLICA_STEPS)
         by_optimizer = rewrite.has_replicated_tables and self._after_embedding_backward is None
         return (*reads, DENSE_PARAMETERS) if by_optimizer or not rewrite.only_tables else reads
 
@@ -253,6 +263,12 @@ class RecsysActions:
         self._tables_in_training = False
         del ctx.embeddings
 
+    def sync_replicas(self, ctx: IterContext) -> None:
+        """Average the replicas of the tables, if it is time."""
+        assert self.replicas is not None
+        if ctx.has_gradients and not ctx.tables_skipped:
+            self.replicas.stepped()
+
     def finalize_grads(self, ctx: IterContext) -> None:
         """Wait until the dense gradients are averaged over all ranks."""
         if self._reducer is not None and ctx.has_gradients:
@@ -290,22 +306,31 @@ class _Bound:
 
 
 def recsys_tasks(
-    actions: RecsysActions | None = None, *, scaled_late: bool = False, balanced: bool = False
+    actions: RecsysActions | None = None,
+    *,
+    scaled_late: bool = False,
+    balanced: bool = False,
+    replicated: bool = False,
 ) -> list[PipelineTask]:
-    """The eleven tasks, in serial order; with ``BalanceStart`` and ``BalanceFinish`` if the actions have a balancer.
+    """The eleven tasks, in serial order.
+
+    With ``BalanceStart`` and ``BalanceFinish`` if the actions have a balancer, with ``SyncReplicas`` if they have
+    replicas of tables.
 
     Args:
         actions: what they do; without it they are declarations, enough to build, check and show a plan.
         balanced: without actions, whether the tasks of a balancer are among them.
+        replicated: without actions, whether there are replicas of tables.
         scaled_late: what becomes of the gradients of the embeddings is known only in the optimiser step, which scales
             them (clipping by a global norm) or skips them (loss scaling): ``EmbBackward`` then comes after it.
     """
     if actions is not None:
-        balanced = actions.balancer is not None
-    names = [name for name in _DECLARATIONS if balanced or name not in BALANCING]
+        balanced, replicated = actions.balancer is not None, actions.replicas is not None
+    left_out = (*(() if balanced else BALANCING), *(() if replicated else (AVERAGING,)))
+    names = [name for name in _DECLARATIONS if name not in left_out]
     if scaled_late:
-        names.remove("EmbBackward")
-        names.append("EmbBackward")
+        late = [name for name in names if name in ("EmbBackward", AVERAGING)]
+        names = [*(name for name in names if name not in late), *late]
     tasks = []
     for name in names:
         reads, writes = _DECLARATIONS[name]
@@ -332,6 +357,7 @@ _METHODS = {
     "LossPostprocess": RecsysActions.loss_postprocess,
     "DenseBackward": RecsysActions.dense_backward,
     "EmbBackward": RecsysActions.emb_backward,
+    AVERAGING: RecsysActions.sync_replicas,
     "FinalizeGrads": RecsysActions.finalize_grads,
     "OptimStep": RecsysActions.optim_step,
 }

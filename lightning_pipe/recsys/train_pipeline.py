@@ -26,6 +26,7 @@ from lightning_pipe.recsys.gradient_norm import clip_by_global_norm
 from lightning_pipe.recsys.ids_on_wire import IdsOnWire
 from lightning_pipe.recsys.loss_check import check_finite_loss
 from lightning_pipe.recsys.plans import looks_ahead, recsys_plan
+from lightning_pipe.recsys.replicas import refuse_norm
 from lightning_pipe.recsys.rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding import ShardedModel
 from lightning_pipe.recsys.tasks import RecsysActions, recsys_tasks
@@ -69,7 +70,8 @@ class TrainPipeline:
         free_features_early: let go of a batch's ids and weights once the input dist has sent them, where only pipelined
             sharded modules are fed by them. The step may still read keys, lengths and batch sizes; to use ids is an
             error.
-        input_group: process group of the input dist; by default a new one over the world, which every rank must make.
+        input_group: process group of the input dist, of the ranks that the tables are sharded over; by default a new
+            one, which every rank of the world must make.
 
     Attributes:
         device_buffers: what batches are copied into, with ``copy_in_place``.
@@ -113,6 +115,7 @@ class TrainPipeline:
     ) -> None:
         declared = recsys_plan(plan, recsys_tasks())  # refused before anything is made
         sharded = model if isinstance(model, ShardedModel) else None
+        self._sharded = sharded
         clip = None if max_norm is None else _clipping(model, max_norm)
         if clip is not None and accumulate != 1:
             raise SetupError(
@@ -134,8 +137,10 @@ class TrainPipeline:
             if self.device_buffers is not None:
                 transfer = self.device_buffers.filled_by(transfer)
                 undo.callback(self.device_buffers.clear)
+            replicas = None if sharded is None else sharded.replicas
             if input_group is None and world is not None:
-                input_group = _new_group(undo)
+                input_group = _new_group(undo, dist.new_group if replicas is None else replicas.groups.new_shard_group)
+            status_group = None if replicas is None else _new_group(undo)
             reducer = None
             if sharded is not None:
                 # Not the input group: the input dists of later batches run while gradients are reduced.
@@ -156,6 +161,7 @@ class TrainPipeline:
                 split_backward=clip is not None,
                 look_ahead=looks_ahead(declared),
                 free_features_early=free_features_early,
+                status_group=status_group,
             )
             undo.callback(self.rewrite.restore)
             _refuse_late_gradients(self._model, self.rewrite)
@@ -171,6 +177,7 @@ class TrainPipeline:
                 check_loss=(lambda loss: check_finite_loss(loss, world)) if detect_nan else None,
                 clip=clip,
                 balancer=self._balancer,
+                replicas=replicas,
             )
             tasks = recsys_tasks(actions, scaled_late=clip is not None)
             self.pipeline = SWPipeline(recsys_plan(plan, tasks), device, world)
@@ -187,6 +194,7 @@ class TrainPipeline:
                 free_features_early=free_features_early,
                 device=device,
                 group=world,
+                status_group=status_group,
             )
             undo.callback(self.pipeline.close)
             self._undo = undo.pop_all()
@@ -216,7 +224,8 @@ class TrainPipeline:
         """Run the model on batches without training them, between two calls of :meth:`progress`.
 
         Training batches in flight stay in flight, and training goes on as it would have without. The evaluation is
-        pipelined too, as far ahead as the plan says, and by itself: no training batch takes part.
+        pipelined too, as far ahead as the plan says, and by itself: no training batch takes part. Replicas of tables
+        are averaged first.
 
         Args:
             dataloader_iter: gives batches on the host, on every rank as many.
@@ -235,6 +244,8 @@ class TrainPipeline:
         self._evaluating = True
         try:
             with self._closed_by_errors(), training_set_aside(self.pipeline, self.rewrite):
+                if self._sharded is not None:
+                    self._sharded.sync_replicas()
                 if self._evaluation is None:
                     self._evaluation = self._new_evaluation()
                     self._undo.callback(self._evaluation.close)
@@ -351,6 +362,7 @@ def _clipping(model: nn.Module | ShardedModel, max_norm: float) -> Callable[[Emb
         )
     if not max_norm > 0:
         raise SetupError(f"max_norm is {max_norm}; needed is a number above 0, or None for no clipping")
+    refuse_norm(model.replicas)
     dense = [parameter for _, parameter in model.dense_parameters()]
 
     def clip(embeddings: Embeddings) -> torch.Tensor:
@@ -360,8 +372,8 @@ def _clipping(model: nn.Module | ShardedModel, max_norm: float) -> Callable[[Emb
     return clip
 
 
-def _new_group(undo: ExitStack) -> dist.ProcessGroup:
-    group = dist.new_group()
+def _new_group(undo: ExitStack, make: Callable[[], Any] = dist.new_group) -> dist.ProcessGroup:
+    group = make()
 
     def leave() -> None:
         # The user may have left the world, and with it all groups, before the pipeline was closed.

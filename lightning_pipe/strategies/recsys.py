@@ -44,6 +44,7 @@ from lightning_pipe.recsys.loss_check import check_finite_loss
 from lightning_pipe.recsys.optimizers import base_learning_rate, learning_rate_factor, take_tables_out
 from lightning_pipe.recsys.plans import evaluation_plan, looks_ahead, recsys_plan
 from lightning_pipe.recsys.quantized_comms import QuantizedComms
+from lightning_pipe.recsys.replicas import refuse_norm
 from lightning_pipe.recsys.rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding import ShardedModel
 from lightning_pipe.recsys.table_schedule import TableSchedule
@@ -98,6 +99,13 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         sharding_plan: a TorchRec ``ShardingPlan`` to use as it is, instead of the planner's.
         constraints: the planner's constraints, table name to ``sharding_types``, ``compute_kernels`` and the like.
         topology: the planner's topology: ``hbm_cap``, ``ddr_cap``, ``local_world_size`` and the like.
+        replicas: into how many groups of neighbouring ranks to divide all ranks, each of which shards all tables (2D
+            parallelism); 1 where it is None. An all-to-all then goes over the ranks of a group, and the tables, and
+            their optimisers' states, are averaged over groups. It refuses dynamic tables, tables sharded
+            ``table_row_wise``, ``grid_shard`` or ``data_parallel``, and clipping.
+        sync_every: how many steps of the tables there are between two averages of replicas; 1 where it is None. With
+            more, groups train apart for so long, and are averaged also before validation, test, prediction and
+            checkpoints, and when training ends; plans that look batches up ahead are refused.
         quantized_comms: what embeddings and their gradients are on their way between ranks: ``forward`` and
             ``backward``, each ``fp32``, ``fp16``, ``bf16`` or ``int8``, and options; see
             :class:`~lightning_pipe.recsys.quantized_comms.QuantizedComms`.
@@ -143,6 +151,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         sharding_plan: Any = None,
         constraints: Mapping[str, Any] | None = None,
         topology: Mapping[str, Any] | None = None,
+        replicas: int | None = None,
+        sync_every: int | None = None,
         quantized_comms: Mapping[str, Any] | None = None,
         ids_on_wire: IdsOnWire = "auto",
         validate_ids: bool = False,
@@ -200,6 +210,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             "sharding_plan": sharding_plan,
             "constraints": constraints,
             "topology": topology,
+            "replicas": replicas,
+            "sync_every": sync_every,
             "quantized_comms": quantized_comms,
         }
         self._groups: dict[str, dist.ProcessGroup] = {}
@@ -264,6 +276,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         install_evaluation_loops(trainer)
         install_interrupted_saves(trainer)
         if fitting:
+            if clips_gradients(trainer):
+                refuse_norm(self._sharded.replicas)
             PipelineTrainingEpochLoop.install(trainer)
             self.setup_optimizers(trainer)
             self._reducer = DenseGradientReducer(self.sharded_model.dense_parameters(), self._group("dense"))
@@ -295,6 +309,15 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         if name not in self._groups:
             self._groups[name] = dist.new_group(timeout=self._timeout)
         return self._groups[name]
+
+    def _input_group(self) -> dist.ProcessGroup:
+        """As :meth:`_group`, of the ranks that the tables are sharded over."""
+        replicas = self.sharded_model.replicas
+        if replicas is None:
+            return self._group("input")
+        if "input" not in self._groups:
+            self._groups["input"] = replicas.groups.new_shard_group(self._timeout)
+        return self._groups["input"]
 
     def _leave_groups(self) -> None:
         # The user may have left the world, and with it all groups.
@@ -348,6 +371,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             lookup_context=self.precision_plugin.forward_context,
             agree_overflow=loss_scaler(self.precision_plugin) is not None,
             balancer=self._balancer,
+            replicas=sharded.replicas,
         )
         tasks = recsys_tasks(actions, scaled_late=scaled_late)
         arguments: dict[str, Any] = {
@@ -487,7 +511,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             self.lightning_module,
             method=self._method,
             step=step,
-            input_group=self._group("input"),
+            input_group=self._input_group(),
+            status_group=None if self.sharded_model.replicas is None else self._group("status"),
             agree_group=dist.group.WORLD,
             validate_ids=self._validate_ids,
             ids_on_wire=self._ids_on_wire,
@@ -612,16 +637,22 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             return step()
 
     def on_validation_start(self) -> None:
-        self.sharded_model.share_buffers()
+        self._evaluate_one_model()
 
     def on_test_start(self) -> None:
-        self.sharded_model.share_buffers()
+        self._evaluate_one_model()
 
     def on_predict_start(self) -> None:
+        self._evaluate_one_model()
+
+    def _evaluate_one_model(self) -> None:
+        """What ranks, or replicas, have each for themselves becomes the same on all."""
         self.sharded_model.share_buffers()
+        self.sharded_model.sync_replicas()
 
     def on_train_end(self) -> None:
         super().on_train_end()
+        self.sharded_model.sync_replicas()
         if self.sharded_model.dynamic_rows:
             self.sharded_model.commit_rows()
 

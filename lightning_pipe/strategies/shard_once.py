@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.recsys.replicas import make_replica_groups
 from lightning_pipe.recsys.sharding import ShardedModel, shard_model
 from lightning_pipe.strategies.quiet import quiet_torchrec
 
@@ -44,7 +45,8 @@ def shard_once(
 
     Args:
         module: holds unsharded TorchRec modules, or is what this function has sharded before.
-        asked: arguments of :func:`~lightning_pipe.recsys.sharding.shard_model`; None asks for nothing.
+        asked: arguments of :func:`~lightning_pipe.recsys.sharding.shard_model`; ``replicas`` and ``sync_every`` are the
+            numbers that its groups are made of. None asks for nothing.
         device: where tables and dense parameters live.
         timeout: of the process group to shard over, which is made here: all ranks, for as long as the module lives.
         ranks_per_node: as the trainer has it.
@@ -56,14 +58,20 @@ def shard_once(
     quiet_torchrec()
     held: _Sharding | None = module.__dict__.get(_ATTRIBUTE)
     if held is None:
-        group = dist.new_group(timeout=timeout)
+        arguments = dict(asked)
+        replicas = make_replica_groups(arguments.pop("replicas", None), arguments.pop("sync_every", None), timeout)
+        groups = [dist.new_group(timeout=timeout)]
+        if replicas is not None:
+            groups += [replicas.shards, replicas.peers]
         try:
             # Lightning's launcher does not say it, and TorchRec would take all ranks for one node's.
             with _in_environment("LOCAL_WORLD_SIZE", str(ranks_per_node)):
-                held = _Sharding(shard_model(module, device=device, group=group, **asked), dict(asked))
+                model = shard_model(module, device=device, group=groups[0], replicas=replicas, **arguments)
         except BaseException:
-            dist.destroy_process_group(group)
+            for group in groups:
+                dist.destroy_process_group(group)
             raise
+        held = _Sharding(model, dict(asked))
         module.__dict__[_ATTRIBUTE] = held
         return held.model
     for name, value in asked.items():

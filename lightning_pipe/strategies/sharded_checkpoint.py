@@ -32,6 +32,7 @@ def save_sharded_checkpoint(
     Raises:
         SetupError: on every rank, if any cannot write; what was there before is as it was.
     """
+    sharded.sync_replicas()  # in place, so what the dictionary holds is averaged too
     rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
     state = {"model": sharded.without_dynamic(checkpoint["state_dict"])}
     if "optimizer_states" in checkpoint:
@@ -76,6 +77,8 @@ def load_sharded_checkpoint(
     if problems:
         raise SetupError(f"the checkpoint {str(folder)!r} does not fit the module: {'; '.join(problems)}. {_FIX}")
     fill_from_folder(folder, saved, state, strict=strict, weights_only=weights_only, fix=_FIX)
+    if sharded.replicas is not None:
+        sharded.replicas.steps = 0  # each has read the same
     sharded.dmp.load_state_dict({**sharded.dmp.state_dict(), **state["model"]})
     if "tables" in state:
         present = sharded.fused_optimizer.state_dict()

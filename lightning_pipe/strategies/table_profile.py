@@ -97,6 +97,7 @@ def profile_tables(
             lookup_context=of.precision.forward_context,
             clip=clip,
             balancer=of.balancer,
+            replicas=of.sharded.replicas,
         )
         found = recsys_tasks(actions, scaled_late=clip is not None)
         plan = recsys_plan(of.plan, found)

@@ -208,7 +208,8 @@ def evaluated(rank: int, world_size: int, path: Path) -> dict[str, Any]:
         dense = torch.optim.SGD([parameter for _, parameter in sharded.dense_parameters()], lr=0.1)
         pipeline = TrainPipeline(sharded, dense, CPU, plan)
         data = (batch(step, rank) for step in range(STEPS))
-        scores, seen = [], []
+        scores: list[Any] = []
+        seen: list[Any] = []
         for step in range(STEPS):
             scores.append(pipeline.progress(data))
             if step % 4 == 3:
