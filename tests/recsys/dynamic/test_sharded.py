@@ -53,15 +53,14 @@ def trained(rank: int, world_size: int, path: Path, optimizer: dict[str, Any]) -
     return {**results, "small": small, "large": large}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize(
-    "optimizer", [SGD, ADAGRAD, ROW_WISE_ADAGRAD, ADAM], ids=["sgd", "adagrad", "row-wise", "adam"]
+    ("world_size", "optimizer"),
+    [(1, SGD), (2, SGD), (2, ADAGRAD), (1, ROW_WISE_ADAGRAD), (3, ROW_WISE_ADAGRAD), (1, ADAM), (2, ADAM)],
+    ids=["1-sgd", "2-sgd", "2-adagrad", "1-row-wise", "3-row-wise", "1-adam", "2-adam"],
 )
 def test_every_plan_trains_alike_to_the_bit_whatever_leaves_the_cache(
     world_size: int, optimizer: dict[str, Any], tmp_path: Path
 ) -> None:
-    if world_size == 3 and optimizer is not ROW_WISE_ADAGRAD:
-        pytest.skip("three ranks once")
     ranks = run_ranks(trained, world_size, tmp_path, optimizer)
     for results in ranks:
         for way in (*PLANS[1:], "small", "large"):
