@@ -109,7 +109,11 @@ class InitialValues:
         self, table: str, width: int, values: Distribution | Callable[[Tensor], Tensor], *, seed: int = 0
     ) -> None:
         self._table, self._width, self._values = table, width, values
-        digest = hashlib.blake2b(f"{seed}/{table}".encode(), digest_size=8).digest()
+        self.reseed(seed)
+
+    def reseed(self, seed: int) -> None:
+        """Values of another seed from now on."""
+        digest = hashlib.blake2b(f"{seed}/{self._table}".encode(), digest_size=8).digest()
         self._seed = int.from_bytes(digest, "little")
 
     def __call__(self, keys: Keys) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -90,8 +90,10 @@ def open_rows(
     store = open_together(lambda: open_store(storage.kind, path, widths=widths, description=description), agreement)
     lock = threading.Lock()
     try:
+        own_seed = seed if storage.seed is None else storage.seed
+        values = {table: _initial_values(module.dynamic_tables[table], own_seed) for table in columns}
         caches = {
-            table: _cache(module.dynamic_tables[table], tensors, store, lock, storage, seed)
+            table: _cache(module.dynamic_tables[table], tensors, store, lock, storage, values[table])
             for table, tensors in columns.items()
         }
         rows = RowTables(
@@ -103,6 +105,8 @@ def open_rows(
             description=description,
             row_optimizers=row_optimizers,
             commit_every=storage.commit_every,
+            seed=own_seed,
+            reseed=partial(_reseed, list(values.values())) if storage.seed is None else None,
             existing=storage.existing,
         )
     except BaseException:
@@ -142,11 +146,8 @@ def _cache(
     store: RowStore,
     store_lock: threading.Lock,
     storage: Storage,
-    seed: int,
+    values: InitialValues,
 ) -> RowCache:
-    values = InitialValues(
-        table.name, table.embedding_dim, _initial(table), seed=seed if storage.seed is None else storage.seed
-    )
     return RowCache(
         table.name,
         columns,
@@ -160,6 +161,15 @@ def _cache(
         ttl=table.ttl,
         check_nan=storage.check_nan,
     )
+
+
+def _initial_values(table: DynamicTable, seed: int) -> InitialValues:
+    return InitialValues(table.name, table.embedding_dim, _initial(table), seed=seed)
+
+
+def _reseed(values: Sequence[InitialValues], seed: int) -> None:
+    for one in values:
+        one.reseed(seed)
 
 
 def _initial(table: DynamicTable) -> Any:

@@ -39,6 +39,8 @@ class RowTables:
         description: of the tables, in plain types, the same on every rank.
         row_optimizers: what trains tables in place of fused kernels.
         commit_every: batches between two commits; None for none but those that are asked for.
+        seed: of initial values, for rows that are made from nothing.
+        reseed: has new rows made of another seed; None where the user has said which.
         existing: what becomes of the rows that the store was opened with, unless others are read: ``refuse`` to go on,
             ``keep`` them, or ``forget`` them.
     """
@@ -54,6 +56,8 @@ class RowTables:
         description: Mapping[str, Any],
         row_optimizers: Sequence[RowAdam] = (),
         commit_every: int | None = None,
+        seed: int = 0,
+        reseed: Callable[[int], None] | None = None,
         existing: Existing = "keep",
     ) -> None:
         self.caches = dict(caches)
@@ -64,6 +68,8 @@ class RowTables:
         self._row_optimizers = list(row_optimizers)
         self._commit_every = commit_every
         self._step = self._trained_step = self._uncommitted = 0
+        self._own_seed = self._seed = seed
+        self._reseed = reseed
         self._existing: Existing = existing if store.state.committed > 0 else "keep"
         # Whether the store may differ from what was committed last.
         self._changed = False
@@ -188,7 +194,8 @@ class RowTables:
 
     def progress(self) -> dict[str, str]:
         """What belongs to rows that are written: how far training was."""
-        return {"step": str(self._step), "optimizer_steps": ",".join(str(one.steps) for one in self._row_optimizers)}
+        steps = ",".join(str(one.steps) for one in self._row_optimizers)
+        return {"step": str(self._step), "seed": str(self._seed), "optimizer_steps": steps}
 
     def read(self, folder: Path, progress: Mapping[str, str], *, version: str | None, with_states: bool) -> None:
         """Makes the rows those that any number of ranks have written, and commits them. All ranks call it together.
@@ -270,6 +277,10 @@ class RowTables:
 
     def _set_progress(self, progress: Mapping[str, str]) -> None:
         self._step = self._trained_step = int(progress.get("step", "0"))
+        if self._reseed is not None:
+            # Rows that come later are those that the run would have had.
+            self._seed = int(progress.get("seed") or self._own_seed)
+            self._reseed(self._seed)
         self._uncommitted = 0
         steps = [int(number) for number in progress.get("optimizer_steps", "").split(",") if number]
         for optimizer, number in zip(self._row_optimizers, steps or [0] * len(self._row_optimizers), strict=True):

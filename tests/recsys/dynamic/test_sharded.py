@@ -226,6 +226,33 @@ def test_what_an_evaluation_beside_training_sees_does_not_depend_on_the_plan(tmp
         assert same(results[plan]["seen"], results["serial"]["seen"]) == (plan != "fused_sparse_dist"), plan
 
 
+def resumed(rank: int, world_size: int, path: Path) -> list[bool]:
+    """Whether a run that goes on in another process, which has another seed, makes the rows that one run makes."""
+    normal = {"normal": [0.0, 1.0]}
+    whole = shard(Model(path / "whole", initial=normal), SGD, seed=1)
+    train(whole, range(STEPS))
+    first = shard(Model(path / "first", initial=normal), SGD, seed=1)
+    train(first, range(4))
+    committed = first.commit_rows()
+    first.write_rows(path / "rows")
+    first.close()
+    found = []
+    for store, existing in (("first", "keep"), ("second", "refuse")):
+        second = shard(Model(path / store, initial=normal, existing=existing), SGD, seed=2)
+        with torch.no_grad():
+            for (_, to), (_, value) in zip(second.dense_parameters(), first.dense_parameters(), strict=True):
+                to.copy_(value)
+        if store == "second":
+            second.read_rows(path / "rows", committed, with_optimizers=True)
+        train(second, range(4, STEPS))
+        found.append(same(outcome(second), outcome(whole)))
+    return found
+
+
+def test_the_seed_of_new_rows_is_that_of_the_run_that_began(tmp_path: Path) -> None:
+    assert run_ranks(resumed, 1, tmp_path) == [[True, True]]
+
+
 class Twice(Model):
     """Its bags are looked up twice in a step."""
 
