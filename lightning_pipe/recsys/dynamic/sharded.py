@@ -218,9 +218,10 @@ class _RowWise:
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         return [EmbeddingComputeKernel.FUSED.value]
 
-    def _kernel_arguments(self) -> dict[str, Any]:
+    def _arguments(self, params: dict[str, ParameterSharding]) -> dict[str, Any]:
         # Slots come from the cache: a look at each, as FBGEMM takes for ids of users, is a tenth of the lookup's time.
-        return {**(self.fused_params or {}), "bounds_check_mode": BoundsCheckMode.NONE}
+        kernels = {**(self.fused_params or {}), "bounds_check_mode": BoundsCheckMode.NONE}
+        return {"fused_params": kernels, "qcomm_codecs_registry": self._comms.registry(params)}
 
 
 class DynamicBagSharder(_RowWise, EmbeddingBagCollectionSharder):
@@ -239,13 +240,7 @@ class DynamicBagSharder(_RowWise, EmbeddingBagCollectionSharder):
         module_fqn: str | None = None,
     ) -> ShardedDynamicEmbeddingBagCollection:
         return ShardedDynamicEmbeddingBagCollection(
-            module,
-            params,
-            env,
-            fused_params=self._kernel_arguments(),
-            device=device,
-            qcomm_codecs_registry=self._comms.registry(params),
-            module_fqn=module_fqn,
+            module, params, env, device=device, module_fqn=module_fqn, **self._arguments(params)
         )
 
 
@@ -265,11 +260,5 @@ class DynamicSequenceSharder(_RowWise, EmbeddingCollectionSharder):
         module_fqn: str | None = None,
     ) -> ShardedDynamicEmbeddingCollection:
         return ShardedDynamicEmbeddingCollection(
-            module,
-            params,
-            env,
-            fused_params=self._kernel_arguments(),
-            device=device,
-            qcomm_codecs_registry=self._comms.registry(params),
-            module_fqn=module_fqn,
+            module, params, env, device=device, module_fqn=module_fqn, **self._arguments(params)
         )
