@@ -90,7 +90,6 @@ class Storage:
 
     Attributes:
         path: a folder that every rank can write to; each has one of its own inside.
-        kind: of the store; see :mod:`lightning_pipe.recsys.dynamic.stores`. None for the default.
         seed: of the initial values; None for the trainer's (``torch.initial_seed()`` when tables are sharded).
         commit_every: also commit after so many trained batches, beside every checkpoint; None for checkpoints only.
         check_nan: refuse to keep rows with a NaN; costs a look at every row that is written.
@@ -99,7 +98,6 @@ class Storage:
     """
 
     path: Path
-    kind: str | None = None
     seed: int | None = None
     commit_every: int | None = None
     check_nan: bool = False
@@ -116,7 +114,6 @@ class _Dynamic:
         self,
         tables: Sequence[DynamicTable | Mapping[str, Any]],
         store: str | Path,
-        store_kind: str | None,
         seed: int | None,
         commit_every: int | None,
         check_nan: bool,
@@ -135,7 +132,7 @@ class _Dynamic:
             raise SetupError(
                 f"{type(self).__name__} has existing={existing!r}; needed is one of {', '.join(get_args(Existing))}"
             )
-        self.storage = Storage(Path(store), store_kind, seed, commit_every, check_nan, existing)
+        self.storage = Storage(Path(store), seed, commit_every, check_nan, existing)
         return found
 
     def forward(self, *arguments: Any, **named: Any) -> NoReturn:
@@ -159,7 +156,6 @@ class DynamicEmbeddingBagCollection(_Dynamic, EmbeddingBagCollection):
     Args:
         tables: a :class:`DynamicTable` each, or a mapping of its attributes.
         store: a folder that every rank can write to, of this module alone.
-        store_kind: the store's engine; None for the default.
         is_weighted: whether ids have weights.
         seed: of the initial values; None for ``torch.initial_seed()`` of the first rank.
         commit_every: commit the store after so many trained batches, beside every checkpoint.
@@ -176,14 +172,13 @@ class DynamicEmbeddingBagCollection(_Dynamic, EmbeddingBagCollection):
         tables: Sequence[DynamicTable | Mapping[str, Any]],
         store: str | Path,
         *,
-        store_kind: str | None = None,
         is_weighted: bool = False,
         seed: int | None = None,
         commit_every: int | None = None,
         check_nan: bool = False,
         existing: Existing = "refuse",
     ) -> None:
-        found = self._keep(tables, store, store_kind, seed, commit_every, check_nan, existing)
+        found = self._keep(tables, store, seed, commit_every, check_nan, existing)
         super().__init__(
             tables=[
                 EmbeddingBagConfig(
@@ -209,7 +204,6 @@ class DynamicEmbeddingCollection(_Dynamic, EmbeddingCollection):
     Args:
         tables: a :class:`DynamicTable` each, or a mapping of its attributes; all of one ``embedding_dim``.
         store: as of :class:`DynamicEmbeddingBagCollection`, and so are the others.
-        store_kind: see there.
         seed: see there.
         commit_every: see there.
         check_nan: see there.
@@ -224,13 +218,12 @@ class DynamicEmbeddingCollection(_Dynamic, EmbeddingCollection):
         tables: Sequence[DynamicTable | Mapping[str, Any]],
         store: str | Path,
         *,
-        store_kind: str | None = None,
         seed: int | None = None,
         commit_every: int | None = None,
         check_nan: bool = False,
         existing: Existing = "refuse",
     ) -> None:
-        found = self._keep(tables, store, store_kind, seed, commit_every, check_nan, existing)
+        found = self._keep(tables, store, seed, commit_every, check_nan, existing)
         dims = {table.name: table.embedding_dim for table in found}
         if len(set(dims.values())) > 1:
             raise SetupError(f"tables of one DynamicEmbeddingCollection have dimensions {dims}; needed is one for all")

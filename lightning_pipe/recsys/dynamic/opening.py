@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from lightning_pipe.recsys.dynamic.row_store import Keys, RowStore
 from lightning_pipe.recsys.dynamic.row_tables import RowTables
 from lightning_pipe.recsys.dynamic.sharded import ShardedDynamicModule
 from lightning_pipe.recsys.dynamic.slot_lookup import look_slots_up
-from lightning_pipe.recsys.dynamic.stores import open_store
 from lightning_pipe.recsys.table_optimizer import TableOptimizer
 
 __all__ = ["in_kernel", "open_rows"]
@@ -87,7 +87,7 @@ def open_rows(
     }
     path = storage.path / f"ranks-{ranks}" / f"rank-{agreement.rank}"
     widths = {table: record_width(tensors) for table, tensors in columns.items()}
-    store = open_together(lambda: open_store(storage.kind, path, widths=widths, description=description), agreement)
+    store = open_together(lambda: open_store(path, widths, description), agreement)
     lock = threading.Lock()
     try:
         own_seed = seed if storage.seed is None else storage.seed
@@ -117,6 +117,22 @@ def open_rows(
         for kernel in lookup._emb_modules:  # type: ignore[union-attr]  # a ModuleList
             look_slots_up(kernel.emb_module)
     return rows
+
+
+def open_store(path: Path, widths: Mapping[str, int], description: Any) -> RowStore:
+    """A rank's store, not settled yet.
+
+    Raises:
+        SetupError: its package is missing; and what the store raises.
+    """
+    try:
+        from lightning_pipe.recsys.dynamic.rocksdb_store import RocksDbStore
+    except ImportError as error:
+        raise SetupError(
+            f"dynamic tables keep their rows in RocksDB, whose package cannot be imported: {error}; install"
+            " lightning-pipe[dynamic]"
+        ) from error
+    return RocksDbStore(path, widths, description)
 
 
 def record_width(columns: list[Tensor]) -> int:

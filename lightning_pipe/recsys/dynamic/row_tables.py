@@ -16,7 +16,7 @@ from lightning_pipe.engine.errors import SetupError
 from lightning_pipe.recsys.agreement import Agreement
 from lightning_pipe.recsys.dynamic.batch_rows import BatchRows
 from lightning_pipe.recsys.dynamic.commit import commit_together
-from lightning_pipe.recsys.dynamic.mixing import mix, unmix
+from lightning_pipe.recsys.dynamic.mixing import mix, unmix, with_values
 from lightning_pipe.recsys.dynamic.modules import Existing
 from lightning_pipe.recsys.dynamic.row_adam import RowAdam
 from lightning_pipe.recsys.dynamic.row_cache import RowCache
@@ -131,7 +131,7 @@ class RowTables:
             for cache, ticket in tickets:
                 cache.discard(ticket)
             return BatchRows(None, (), self, error)
-        return BatchRows(_with_values(features, slots), tickets, self)
+        return BatchRows(with_values(features, slots), tickets, self)
 
     def _settle_existing(self) -> None:
         """Rows of an earlier run, now that they would be used, and no others were read."""
@@ -161,20 +161,18 @@ class RowTables:
         Raises:
             SetupError: on every rank, if any cannot write; the commit before is whole.
         """
-        error: Exception | None = None
-        try:
-            self._settle_existing()
-            for cache in self.caches.values():
-                cache.flush()
-        except Exception as caught:
-            error = caught
-        self.agreement.raise_together(error)
+        self._together(self._flush)
         version = self.agreement.gather(secrets.token_hex(8))[0]
         notes = {"version": version, **self.progress()}
         commit_together(self._store, self.agreement, self._store.state.committed + 1, notes)
         self._uncommitted = 0
         self._changed = False
         return version
+
+    def _flush(self) -> None:
+        self._settle_existing()
+        for cache in self.caches.values():
+            cache.flush()
 
     def rows(self, table: str, since: int = 0) -> Iterator[Rows]:
         """This rank's rows of a table, some at a time, in any order, as after the last trained batch.
@@ -292,12 +290,3 @@ def _owned(mixed: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
     # int64 has no unsigned remainder: that of the upper 63 bits, and of the lowest.
     upper = (mixed >> 1) & 0x7FFFFFFFFFFFFFFF
     return (upper.remainder(ranks) * 2 + (mixed & 1)).remainder(ranks) == rank
-
-
-def _with_values(features: KeyedJaggedTensor, values: torch.Tensor) -> KeyedJaggedTensor:
-    """The same features over other values."""
-    changed: KeyedJaggedTensor = KeyedJaggedTensor.__new__(type(features))
-    changed.__dict__.update(features.__dict__)
-    changed._values = values
-    changed._jt_dict = None
-    return changed

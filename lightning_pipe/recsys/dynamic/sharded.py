@@ -24,7 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.engine.errors import InputError, SetupError
 from lightning_pipe.recsys.dynamic.batch_rows import BatchRows, end_step
-from lightning_pipe.recsys.dynamic.mixing import mix
+from lightning_pipe.recsys.dynamic.mixing import mix, with_values
 from lightning_pipe.recsys.dynamic.modules import (
     DynamicEmbeddingBagCollection,
     DynamicEmbeddingCollection,
@@ -193,11 +193,7 @@ def with_mixed_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     ids = features.values()
     if ids.dtype not in (torch.int64, torch.int32):
         raise InputError(f"ids of a dynamic table are {ids.dtype}; needed are whole numbers, int64 or int32")
-    mixed = KeyedJaggedTensor.__new__(type(features))
-    mixed.__dict__.update(features.__dict__)
-    mixed._values = mix(ids.to(torch.int64))
-    mixed._jt_dict = None
-    return mixed
+    return with_values(features, mix(ids.to(torch.int64)))
 
 
 # ---------------------------------------------------------------------- sharders
