@@ -23,7 +23,7 @@ from lightning_pipe.recsys.agreement import Agreement
 from lightning_pipe.recsys.dynamic.commit import commit_together, open_together
 from lightning_pipe.recsys.dynamic.rocksdb_store import RocksDbStore
 from lightning_pipe.recsys.dynamic.row_store import Keys, Records, RowStore
-from tests.faults.forked_ranks import Here
+from tests.faults.forked_ranks import Ended, Here
 
 WIDTHS = {"items": 24, "users": 136}
 _CODE = str(Path(lightning_pipe.recsys.dynamic.__file__).parent)
@@ -58,7 +58,8 @@ class Seen:
 def make(folder: Path, rank: int) -> RocksDbStore:
     """Small buffers, so that files are written and merged in the background all the time.
 
-    One reader: how many there are at work depends on how fast the disk is, and with it how many lines are run.
+    How many lines are run depends on how fast the disk is nevertheless: see ``was_killed``. One reader, so that it does
+    so little.
     """
     return RocksDbStore(folder / f"rank_{rank}", WIDTHS, {"dimension": 1}, write_buffer=1 << 16, readers=1)
 
@@ -210,6 +211,18 @@ def _kill_after(seconds: float) -> None:
         select.select([], [], [], seconds)
         os.kill(target, signal.SIGKILL)
         os._exit(0)
+
+
+def was_killed(ended: Ended, line: int) -> bool:
+    """Whether it was killed at *line*; where it was not, it must have ended well before it came to that many lines.
+
+    A store lists its files, and RocksDB merges them when it likes: no two runs have the same number of lines.
+    """
+    if ended.code == -signal.SIGKILL:
+        return True
+    assert ended.code == 0, ended
+    assert ended.value < line, ended
+    return False
 
 
 def moments(seed: int, count: int, longest: float) -> list[float]:

@@ -10,8 +10,10 @@ import pytest
 
 from lightning_pipe.recsys.dynamic.row_store import StoreState
 from tests.faults.forked_ranks import Here, Nursery, told
-from tests.recsys.dynamic.killed_ranks import Kill, Seen, expected, make, noted, see, train_alone
+from tests.recsys.dynamic.killed_ranks import Kill, Seen, expected, make, noted, see, train_alone, was_killed
 
+# How many of the lines to kill at, spread over all of them.
+KILLS = 25
 _KINDS = ("prepared", "committed")
 
 
@@ -36,11 +38,13 @@ def test_killed_before_any_line_it_has_the_committed_version_and_perhaps_the_pre
     ranks: Nursery, tmp_path: Path
 ) -> None:
     lines = _lines(ranks, tmp_path / "whole")
-    for line in range(1, lines, max(1, lines // 25)):
+    killed = 0
+    for line in range(1, lines, max(1, lines // KILLS)):
         folder = tmp_path / str(line)
         (ended,) = ranks.run(train_alone, 1, str(folder), 2, Kill(0, line=line))
-        assert ended.code == -9, told([ended])
+        killed += was_killed(ended, line)
         _check(ranks, folder)
+    assert killed >= KILLS - 1
 
 
 @pytest.mark.parametrize("seed", range(2))
