@@ -25,7 +25,7 @@ from lightning_pipe.recsys.dynamic.row_headers import BYTES
 from lightning_pipe.recsys.dynamic.row_store import Keys, RowStore
 from lightning_pipe.recsys.dynamic.row_tables import RowTables
 from lightning_pipe.recsys.dynamic.sharded import ShardedDynamicModule
-from lightning_pipe.recsys.dynamic.slot_lookup import look_slots_up
+from lightning_pipe.recsys.dynamic.slot_lookup import look_slots_up, skip_to_kernel
 from lightning_pipe.recsys.table_optimizer import TableOptimizer
 
 __all__ = ["in_kernel", "open_rows"]
@@ -116,6 +116,7 @@ def open_rows(
     for lookup in module._lookups:
         for kernel in lookup._emb_modules:  # type: ignore[union-attr]  # a ModuleList
             look_slots_up(kernel.emb_module)
+        skip_to_kernel(lookup)
     return rows
 
 

@@ -1,7 +1,8 @@
-"""The lookup of slots on a CPU without what FBGEMM's module does around its operator.
+"""The lookup of slots on a CPU without what TorchRec's and FBGEMM's modules do around FBGEMM's operator.
 
-For ids of users that module looks at types, shapes and bounds, and counts; of slots all that is known. The operator,
-and so every bit of its result and of its backward, is the same; it is called with what the module would call it with.
+For ids of users FBGEMM's module looks at types, shapes and bounds, and counts; of slots all that is known. TorchRec's
+splits features by kernel, where there is mostly one, and logs. The operator, and so every bit of its result and of its
+backward, is the same; it is called with what the modules would call it with.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import PoolingMode
 from torch import Tensor
+from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["look_slots_up"]
+__all__ = ["look_slots_up", "skip_to_kernel"]
 
 _OPERATORS = {
     EmbOptimType.EXACT_SGD: "sgd",
@@ -39,6 +42,38 @@ def look_slots_up(kernel: Any) -> bool:
     if operator is None or not pools or not kernel.use_cpu:
         return False
     kernel.forward = _SlotLookup(kernel, operator, kernel.forward)
+    return True
+
+
+def skip_to_kernel(lookup: Any) -> bool:
+    """Has TorchRec's lookup of pooled embeddings go to its kernel at once, where it has one for all features.
+
+    Features with weights, and those with a batch size each, go the whole way.
+
+    Args:
+        lookup: TorchRec's, on a CPU.
+
+    Returns:
+        Whether it does.
+    """
+    if type(lookup) is not GroupedPooledEmbeddingsLookup or len(lookup._emb_modules) != 1:
+        return False
+    kernel: Any = lookup._emb_modules[0].emb_module
+    if lookup._feature_processor is not None or not kernel.use_cpu:
+        return False
+    whole = lookup.forward
+
+    def forward(sparse_features: KeyedJaggedTensor) -> Tensor:
+        if (
+            sparse_features.weights_or_none() is not None
+            or sparse_features.variable_stride_per_key()
+            or lookup.optim_state_tracker_fn is not None
+        ):
+            return whole(sparse_features)
+        found: Tensor = kernel(indices=sparse_features.values(), offsets=sparse_features.offsets())
+        return found
+
+    lookup.forward = forward  # of this one only
     return True
 
 

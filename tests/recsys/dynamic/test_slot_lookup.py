@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,8 +15,14 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     PoolingMode,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
+from torch.distributed import ProcessGroup
+from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe.recsys.dynamic.slot_lookup import look_slots_up
+from lightning_pipe.recsys import shard_model
+from lightning_pipe.recsys.dynamic.slot_lookup import look_slots_up, skip_to_kernel
 
 ROWS = ((50, 8), (30, 4))
 
@@ -88,3 +95,58 @@ def test_what_is_not_known_goes_the_usual_way() -> None:
     assert look_slots_up(fast)
     slots, offsets = torch.tensor([3, 4, 5], dtype=torch.int32), torch.tensor([0, 1, 2, 3], dtype=torch.int32)
     assert torch.equal(whole(slots, offsets), fast(slots, offsets))
+
+
+def lookup(group: ProcessGroup, *poolings: PoolingType) -> Any:
+    """TorchRec's, with a table for each pooling, and a kernel for each kind of it."""
+    tables = [
+        EmbeddingBagConfig(
+            name=f"table {index}",
+            num_embeddings=30,
+            embedding_dim=4,
+            feature_names=[f"feature {index}"],
+            pooling=pooling,
+            init_fn=partial(torch.nn.init.normal_, generator=torch.Generator().manual_seed(index)),
+        )
+        for index, pooling in enumerate(poolings)
+    ]
+    model = torch.nn.Sequential(EmbeddingBagCollection(tables=tables))
+    optimizer = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}
+    sharded = shard_model(model, device=torch.device("cpu"), group=group, sparse_optimizer=optimizer)
+    (module,) = sharded.sharded_modules.values()
+    (made,) = cast("Any", module)._lookups
+    assert isinstance(made, GroupedPooledEmbeddingsLookup)
+    return made
+
+
+def features(kind: str) -> KeyedJaggedTensor:
+    given: dict[str, Any] = {"lengths": torch.tensor([2, 0, 1, 3])}
+    if kind == "weighted":
+        given["weights"] = torch.tensor([1.0, 2.0, 0.5, 0.0, 3.0, -1.0])
+    if kind == "a batch size of their own":
+        given["stride_per_key_per_rank"] = [[4]]
+    return KeyedJaggedTensor(["feature 0"], torch.tensor([3, 29, 3, 0, 7, 7]), **given)
+
+
+@pytest.mark.parametrize("kind", ["plain", "weighted", "a batch size of their own"])
+def test_straight_to_the_kernel_is_torchrecs_way_to_the_bit(one_rank: ProcessGroup, kind: str) -> None:
+    whole, fast = (lookup(one_rank, PoolingType.SUM) for _ in range(2))
+    assert skip_to_kernel(fast)
+    calls = []
+    kernel = fast._emb_modules[0]
+    kernel.register_forward_hook(lambda *_: calls.append(kind))
+    for step in range(3):
+        outputs = [made(features(kind)) for made in (whole, fast)]
+        assert torch.equal(*outputs)
+        for output in outputs:
+            output.backward(torch.rand(output.shape, generator=torch.Generator().manual_seed(step)))
+        tables = [made._emb_modules[0].emb_module.split_embedding_weights()[0] for made in (whole, fast)]
+        assert torch.equal(*tables)
+    assert len(calls) == (0 if kind == "plain" else 3), "whether it went through TorchRec's module"
+
+
+def test_several_kernels_are_left_to_torchrec(one_rank: ProcessGroup) -> None:
+    made = lookup(one_rank, PoolingType.SUM, PoolingType.MEAN)
+    assert len(made._emb_modules) == 2
+    assert not skip_to_kernel(made)
+    assert "forward" not in made.__dict__
