@@ -1,6 +1,6 @@
 """What the engine adds to a task, against the least that the same work can cost in Python, measured in the same run.
 
-``python benchmarks/engine_cost.py`` prints microseconds per task:
+``python -m benchmarks.engine_cost`` prints microseconds per task:
 
 - on the main thread, against calling the same empty functions in a loop (limit: 10 µs more);
 - on one worker, for a chain of tasks each of which needs the one before, against handing the same empty functions to a
@@ -12,6 +12,7 @@ machine does can only add. Exits with 1 where a limit is passed.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from itertools import count, repeat
 from queue import SimpleQueue
 
+from benchmarks.figures import Figure, add_options, at_most, quartiles, save
 from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 
 TASKS = 10
@@ -91,26 +93,30 @@ def bare_thread(tasks: int) -> tuple[Callable[[], None], Callable[[], None]]:
     return run, close
 
 
-def compare(first: Callable[[], None], second: Callable[[], None], tasks: int) -> tuple[float, float]:
-    """Microseconds per task of both, in turns, each in its fastest round."""
+def compare(
+    first: Callable[[], None], second: Callable[[], None], tasks: int
+) -> tuple[float, float, tuple[float, float]]:
+    """Microseconds per task of both, in turns, each in its fastest round; and quartiles of their difference."""
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(ROUNDS):
         for body, taken in zip((first, second), times, strict=True):
             start = time.perf_counter()
             body()
             taken.append((time.perf_counter() - start) / (PERIODS * tasks) * 1e6)
-    return min(times[0]), min(times[1])
+    return min(times[0]), min(times[1]), quartiles([one - other for one, other in zip(*times, strict=True)])
 
 
 def main() -> int:
     """Print the table; returns the exit status."""
+    options = argparse.ArgumentParser(description="what the engine adds to a task")
+    add_options(options)
+    given = options.parse_args()
     print(f"{'microseconds per task':34}{'engine':>9}{'bare':>9}{'added':>9}{'limit':>9}")
-    passed = True
+    figures: list[Figure] = []
 
-    def show(name: str, measured: tuple[float, float], limit: float) -> None:
-        nonlocal passed
+    def show(name: str, measured: tuple[float, float, tuple[float, float]], limit: float) -> None:
         added = measured[0] - measured[1]
-        passed = passed and added <= limit
+        figures.append(at_most(f"engine cost of a task, {name}", added, limit, measured[2], "us"))
         print(f"{name:34}{measured[0]:9.2f}{measured[1]:9.2f}{added:9.2f}{limit:9.1f}")
 
     run, close = engine("main", TASKS)
@@ -122,7 +128,8 @@ def main() -> int:
         show(f"chain of {tasks} on one worker", compare(run, bare, tasks), WORKER_LIMIT)
         close()
         close_bare()
-    return 0 if passed else 1
+    save(figures, given.json)
+    return 0 if given.json or all(figure.met for figure in figures) else 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,156 @@
+"""Every benchmark, one after the other, and one table of what they found: ``make bench``.
+
+``python -m benchmarks.table`` runs each of :data:`RUNS` in processes of its own, with ``--json``, and writes what all
+of them found to ``benchmarks/results/latest.json`` after each: a list of {name, value, unit, spread, target, met}. With
+``--only WORD`` those that have the word in their title. A benchmark that fails is named below the table, and the exit
+status is 1; a target that is missed is no failure, it is a figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "latest.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A benchmark as it is run for the table: small enough for all of them to take less than 20 minutes on two cores.
+
+    Attributes:
+        title: what it is about.
+        module: in ``benchmarks/``.
+        arguments: its own.
+        ranks: processes, joined by torchrun; 0 where the script starts its own.
+        root: whether it makes network namespaces.
+    """
+
+    title: str
+    module: str
+    arguments: tuple[str, ...] = ()
+    ranks: int = 0
+    root: bool = False
+
+    def command(self, path: Path) -> list[str]:
+        launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={self.ranks}"] if self.ranks else []
+        port = ["--standalone"] if self.ranks else []
+        module = ["-m", f"benchmarks.{self.module}"]
+        return [sys.executable, *launcher, *port, *module, *self.arguments, "--json", str(path)]
+
+
+RUNS: tuple[Run, ...] = (Run("engine cost", "engine_cost"),)
+
+
+def main() -> int:
+    """Run and print; returns the exit status."""
+    options = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    options.add_argument("--only", default="", help="a word of the titles of those to run")
+    options.add_argument("--limit", type=float, default=300.0, help="seconds that one may take")
+    given = options.parse_args()
+    console = Console(width=max(120, Console().width))
+    figures: list[dict[str, object]] = []
+    failed: list[str] = []
+    for run in RUNS:
+        if given.only not in run.title:
+            continue
+        if run.root and os.geteuid():
+            failed.append(f"{run.title}: makes network namespaces, which needs root")
+            continue
+        begun = time.monotonic()
+        error = _run(run, given.limit, figures)
+        console.print(f"{run.title}: {time.monotonic() - begun:.0f} s{'' if error is None else ', failed'}")
+        if error is not None:
+            failed.append(f"{run.title}: {error}")
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    console.print(_table(figures))
+    for line in failed:
+        console.print(line, style="red", markup=False)
+    return 1 if failed else 0
+
+
+def _run(run: Run, limit: float, figures: list[dict[str, object]]) -> str | None:
+    """Adds what it found to *figures*; returns what went wrong."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "figures.json"
+        with (Path(folder) / "output").open("w+") as output:
+            process = subprocess.Popen(
+                run.command(path), cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+            )
+            try:
+                code: int | None = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                process.wait()
+                code = None
+            output.seek(0)
+            last = "\n".join(output.read().splitlines()[-15:])
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    figures.extend(found)
+    if code is None:
+        return f"took more than {limit:g} s\n{last}"
+    if code:
+        return f"exit status {code}\n{last}"
+    return None if found else f"left no figures\n{last}"
+
+
+def _table(figures: list[dict[str, object]]) -> Table:
+    """A row for each figure, and a column for each kind of device that there is one of."""
+    devices = ["cpu", *sorted({_device(figure) for figure in figures} - {"cpu"})]
+    cores = len(os.sched_getaffinity(0))
+    table = Table(
+        title=f"{cores} cores of {platform.machine()}, torch {torch.__version__}",
+        caption="medians, with quartiles or the 95 % interval in parentheses",
+    )
+    table.add_column("what, against what")
+    for device in devices:
+        table.add_column(device, justify="right")
+    table.add_column("unit")
+    table.add_column("must reach")
+    table.add_column("met")
+    rows: dict[str, dict[str, dict[str, object]]] = {}
+    for figure in figures:
+        rows.setdefault(str(figure["name"]).removesuffix(f" ({_device(figure)})"), {})[_device(figure)] = figure
+    for name, found in rows.items():
+        one = next(iter(found.values()))
+        met = [figure["met"] for figure in found.values() if figure["met"] is not None]
+        table.add_row(
+            name,
+            *(_cell(found.get(device)) for device in devices),
+            str(one["unit"]),
+            str(one["target"] or ""),
+            "" if not met else "[green]yes[/]" if all(met) else "[red]no[/]",
+        )
+    return table
+
+
+def _device(figure: dict[str, object]) -> str:
+    return "cuda" if str(figure["name"]).endswith(" (cuda)") else "cpu"
+
+
+def _cell(figure: dict[str, object] | None) -> str:
+    if figure is None:
+        return ""
+    value, spread = figure["value"], figure["spread"]
+    assert isinstance(value, float | int)
+    assert isinstance(spread, list)
+    return f"{value:.3g} ({spread[0]:.3g} .. {spread[1]:.3g})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
