@@ -1,6 +1,6 @@
 """Each schedule's step time against its own bound: what its actions alone would take, communication taking nothing.
 
-``torchrun --nproc-per-node 2 benchmarks/llm_bounds.py`` runs steps without a Trainer, all schedules in turns: one that
+``torchrun --nproc-per-node 2 -m benchmarks.llm_bounds`` runs steps without a Trainer, all schedules in turns: one that
 is timed, from a barrier to the end of the longest rank, and right after it one whose forwards and backwards are. The
 bound is the length of a simulated step whose actions take the medians of those durations. Ratios are bound by step, the
 median over the pairs; in parentheses that of the medians over the whole run. Without FSDP and an optimiser, every
@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from llm_stages import loss_of, make_micro_batches, make_runner
 from torch import nn
 
+from benchmarks.llm_stages import loss_of, make_micro_batches, make_runner
 from lightning_pipe.llm.bubble import StepBubble, measure_step, summarise
 from lightning_pipe.llm.runner import PipelineRunner
 from lightning_pipe.llm.schedules import SCHEDULES
