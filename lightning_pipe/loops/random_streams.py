@@ -19,6 +19,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_pipe.loops.watched_generators import NUMPY, PYTHON
+
 # The loader's; on_before_batch_transfer's; those of the hooks that move a batch to the device and change it there.
 Stream = Literal["fetch", "prepare", "transfer"]
 # Of each library what its own functions return.
@@ -69,10 +71,10 @@ class RandomStreams:
 
 def get_states(device: torch.device) -> States:
     """Where this process's generators are: PyTorch's, Python's, NumPy's if it is there, the device's if it has one."""
-    states: States = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    states: States = {"torch": torch.get_rng_state(), "python": PYTHON.get()}
     # Whoever draws from NumPy has imported it.
-    if (numpy := sys.modules.get("numpy")) is not None:
-        states["numpy"] = numpy.random.get_state()
+    if "numpy" in sys.modules:
+        states["numpy"] = NUMPY.get()
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states
@@ -81,10 +83,10 @@ def get_states(device: torch.device) -> States:
 def set_states(states: States, device: torch.device) -> None:
     """Put the generators where they were; one that *states* does not have stays where it is."""
     torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
+    PYTHON.set(states["python"])
     # NumPy may have been imported since, or not yet.
-    if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.set_state(states["numpy"])
+    if "numpy" in states and "numpy" in sys.modules:
+        NUMPY.set(states["numpy"])
     if "cuda" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
 
