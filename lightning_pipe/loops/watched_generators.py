@@ -42,6 +42,14 @@ class WatchedGenerator(ABC):
             self._put(state)
             self._note(state)
 
+    def swap(self, state: Any) -> Any:
+        """Put it there; returns where it was."""
+        before = self.get()
+        if state is not before:
+            self._put(state)
+            self._note(state)
+        return before
+
     def _note(self, state: Any) -> None:
         self._state = state
         self._bytes = None if self._readable is False else self._peek()
