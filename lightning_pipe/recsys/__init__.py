@@ -71,3 +71,7 @@ def __getattr__(name: str) -> Any:
     import_torchrec()
     found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
