@@ -198,6 +198,7 @@ class TrainPipeline:
                 method=rewrite,
                 input_group=input_group,
                 validate_ids=validate_ids,
+                ids_on_wire=ids_on_wire,
                 free_features_early=free_features_early,
                 device=device,
                 group=world,
