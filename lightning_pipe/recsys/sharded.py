@@ -63,7 +63,7 @@ class Sharded:
         name: str,
         module: ShardedModule[Any, Any, Any, Any],
         validate_ids: bool,
-        ids_on_wire: IdsOnWire = "int64",
+        ids_on_wire: IdsOnWire,
     ) -> None:
         self.name = name
         self.module = module
@@ -236,7 +236,7 @@ def _tables_by_feature(module: ShardedModule[Any, Any, Any, Any]) -> dict[str, T
     return tables
 
 
-def find_sharded(model: torch.nn.Module, validate_ids: bool, ids_on_wire: IdsOnWire = "int64") -> dict[str, Sharded]:
+def find_sharded(model: torch.nn.Module, validate_ids: bool, ids_on_wire: IdsOnWire) -> dict[str, Sharded]:
     """The sharded modules of ``model`` by name, without those inside another sharded module.
 
     Raises:

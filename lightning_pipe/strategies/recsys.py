@@ -27,6 +27,7 @@ from lightning_pipe.engine import (
     SWPipeline,
     TaskSpan,
 )
+from lightning_pipe.engine.flags import check_flags
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.auto_program import AutoProgram, PlanChoice
 from lightning_pipe.loops.batch_source import Uneven
@@ -183,6 +184,14 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
+        )
+        check_flags(
+            validate_ids=validate_ids,
+            detect_nan=detect_nan,
+            copy_in_place=copy_in_place,
+            free_features_early=free_features_early,
+            pipelined_evaluation=pipelined_evaluation,
+            async_checkpoints=async_checkpoints,
         )
         self._take_uneven_batches(uneven_batches)
         # A name that does not exist is said when the strategy is made, not when training begins.
