@@ -21,6 +21,7 @@ __all__ = [
     "TableRows",
     "check_first",
     "check_ids",
+    "check_samples",
     "conform",
     "refuse_trained_weights",
     "without_side_effects",
@@ -125,6 +126,16 @@ def _reorder(features: KeyedJaggedTensor, form: FeatureForm) -> KeyedJaggedTenso
             rows = torch.tensor([inverse[0].index(key) for key in form.inverse_keys], device=inverse[1].device)
             ordered._inverse_indices = (list(form.inverse_keys), inverse[1].index_select(0, rows))
     return ordered
+
+
+def check_samples(name: str, features: KeyedJaggedTensor) -> None:
+    """Raises InputError for a batch without samples, of which TorchRec's sequences know no shape."""
+    if not features.variable_stride_per_key() and features.stride() == 0:
+        raise InputError(
+            f"sharded module {name!r} got the features {features.keys()} of 0 samples; needed is at least 1, since it"
+            " looks up sequences: leave empty batches out where they are made (drop_last=True, or a filter of the"
+            " dataset before it is batched). A sample without ids has a length of 0 for each feature."
+        )
 
 
 def refuse_trained_weights(name: str, features: KeyedJaggedTensor) -> None:
