@@ -29,6 +29,7 @@ from lightning_pipe.recsys.inputs import (
     check_ids,
     check_samples,
     conform,
+    refuse_missing_weights,
     refuse_trained_weights,
     without_side_effects,
 )
@@ -103,8 +104,8 @@ class Sharded:
         """Checks a call's features and brings them into the form of the first batch.
 
         Raises:
-            InputError: what ``conform``, ``refuse_trained_weights``, ``check_samples`` and ``check_ids`` say; or a
-                batch size per feature over tables that cannot take it.
+            InputError: what ``conform``, ``check_ids``, ``check_samples`` and the refusals of weights say; or a batch
+                size per feature over tables that cannot take it.
         """
         positional, named = arguments
         features = positional[0] if positional else named.get("features")
@@ -120,6 +121,8 @@ class Sharded:
         refuse_trained_weights(self.name, features)
         if isinstance(self.module, ShardedEmbeddingCollection):
             check_samples(self.name, features)
+        elif isinstance(self.module, ShardedEmbeddingBagCollection) and self.module._is_weighted:
+            refuse_missing_weights(self.name, features)
         if self.form is None:
             check_first(self.name, features, self.features)
         else:
