@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn, Self, get_args
 
 import torch
 from torch import nn
@@ -145,6 +145,10 @@ class _Dynamic:
             )
         self.storage = Storage(Path(store), seed, commit_every, check_nan, existing)
         return found
+
+    def _apply(self, *_: Any, **__: Any) -> Self:
+        """Nothing is moved or converted: the parameters say shapes, and have no values to take along."""
+        return self
 
     def forward(self, *arguments: Any, **named: Any) -> NoReturn:
         """There is nothing to look up in until ranks share the ids out.
