@@ -31,6 +31,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+from slow_store import SlowStore
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -38,7 +39,6 @@ from lightning_pipe.recsys import ShardedModel, TrainPipeline, shard_model
 from lightning_pipe.recsys.dynamic import opening
 from lightning_pipe.recsys.dynamic.mixing import mix
 from lightning_pipe.recsys.dynamic.modules import DynamicEmbeddingBagCollection, DynamicTable
-from lightning_pipe.recsys.dynamic.slow_store import SlowStore
 
 AHEAD = 3  # batches, of the deepest plan
 CPU = torch.device("cpu")

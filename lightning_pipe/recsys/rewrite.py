@@ -452,8 +452,8 @@ class ModelRewrite:
         with _lookup_mode(entry.module):
             try:
                 call = self._prepare(entry, call)
-            except InputError as wrong_input:
-                error = wrong_input
+            except Exception as wrong:  # of whatever kind: the other ranks wait for an answer
+                error = wrong
             self._agreement.raise_together(error)
             positional, named = call
             with entry.lock, prefetches_set_aside([entry.module]):
