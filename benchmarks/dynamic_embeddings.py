@@ -31,10 +31,10 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from slow_store import SlowStore
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from benchmarks.slow_store import SlowStore
 from lightning_pipe.recsys import ShardedModel, TrainPipeline, shard_model
 from lightning_pipe.recsys.dynamic import opening
 from lightning_pipe.recsys.dynamic.mixing import mix

@@ -34,6 +34,8 @@ __all__ = ["Balance", "BalanceReport", "BatchBalancer", "make_balancer"]
 
 Workload = Callable[[Any], torch.Tensor]
 
+_SAME_FORM = ": pad rows to one width on all ranks, or make the part jagged (a KeyedJaggedTensor or JaggedTensor)"
+
 
 @dataclass(frozen=True)
 class BalanceReport:
@@ -243,7 +245,7 @@ class BatchBalancer:
         assert balance.samples is not None
         if gathered.forms_differ:
             form = balance.samples.description
-            check_agreement(form, "form of the batch", self._agree_group, error=InputError)
+            check_agreement(form, "form of the batch", self._agree_group, error=InputError, advice=_SAME_FORM)
         if partition.assignment is None:
             self._room = Room(max(self._room.samples, gathered.needed.samples), gathered.needed.jagged)
             partition = _partition(self._gather(balance.samples, balance.workloads).read(), self._group.size())

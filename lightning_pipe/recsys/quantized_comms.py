@@ -33,6 +33,7 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.recsys.dynamic.modules import DynamicEmbeddingBagCollection
 from lightning_pipe.recsys.tables import Table
 
 __all__ = ["PRECISIONS", "QuantizedComms"]
@@ -145,6 +146,12 @@ class QuantizedComms:
         """Raises SetupError if a table's embeddings cannot travel under any of its sharding types."""
         types = list(sharding_types or ())
         if types and not self.usable(types, pooled=not issubclass(table.module_type, EmbeddingCollection)):
+            if issubclass(table.module_type, DynamicEmbeddingBagCollection):
+                raise SetupError(
+                    f"quantized_comms has forward={self.forward!r} and backward={self.backward!r}, and the dynamic"
+                    f" module {table.module_name or 'given'!r} adds up parts of a pooled embedding on their way (it is"
+                    " sharded by rows, and in no other way), where numbers of int8 cannot be added up: use fp16 or bf16"
+                )
             raise SetupError(
                 f"{where} names {', '.join(types)} for table {table.name}, whose parts of a pooled embedding are added"
                 f" up on their way; quantized_comms has forward={self.forward!r} and backward={self.backward!r}, and"

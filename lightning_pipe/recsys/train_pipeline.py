@@ -288,15 +288,9 @@ class TrainPipeline:
             raise
 
     @property
-    def balance_report(self) -> BalanceReport:
-        """How uneven the work of ranks was before samples were exchanged, and after.
-
-        Raises:
-            SetupError: there is no balancer.
-        """
-        if self._balancer is None:
-            raise SetupError("this TrainPipeline has no balancer; give it balancer=True")
-        return self._balancer.report
+    def balance_report(self) -> BalanceReport | None:
+        """How uneven the work of ranks was before samples were exchanged, and after; None without a balancer."""
+        return None if self._balancer is None else self._balancer.report
 
     def _train_next(self, dataloader_iter: Iterator[Any]) -> IterContext:
         if self.rewrite.records and not self.rewrite.resolved and not self.pipeline.in_flight:

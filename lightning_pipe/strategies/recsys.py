@@ -250,11 +250,12 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         return self._program.pipeline
 
     @property
-    def balance_report(self) -> BalanceReport:
-        """How uneven the work of ranks was before samples were exchanged, and after; the same on every rank."""
-        if self._balancer is None:
-            raise SetupError("samples are not balanced between ranks; give the strategy balancer=True")
-        return self._balancer.report
+    def balance_report(self) -> BalanceReport | None:
+        """How uneven the work of ranks was before samples were exchanged, and after; the same on every rank.
+
+        None without a balancer.
+        """
+        return None if self._balancer is None else self._balancer.report
 
     def start_trace(self) -> None:
         """Record when and where each task runs from now on."""

@@ -103,7 +103,7 @@ def errors() -> Results:
         ("too short", "rank 1: the balancer's workload function returned a tensor of [2]; needed is a tensor of [3]"),
         ("no tensor", "rank 1: the balancer's workload function returned a int"),
         ("rows differ", "rank 1: batch['extra'] has 2 row(s), but batch['ids'] has 3"),
-        ("form differs", "the form of the batch differs between ranks"),
+        ("form differs", "pad rows to one width on all ranks, or make the part jagged"),
         ("keys differ", "the form of the batch differs between ranks"),
         ("not moved", "rank 1: not moved"),
         ("list", "batch['names'] is a list of 3 entries"),

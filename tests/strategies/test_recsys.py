@@ -61,8 +61,9 @@ def test_a_plan_may_be_a_name_an_object_or_a_file(tmp_path: Path) -> None:
     ["validate_ids", "detect_nan", "copy_in_place", "free_features_early", "pipelined_evaluation", "async_checkpoints"],
 )
 def test_what_is_on_or_off_is_no_text(name: str) -> None:
+    options: dict[str, Any] = {name: "false"}
     with pytest.raises(SetupError, match=f"{name} is 'false'; needed is True or False"):
-        recsys(**{name: "false"})
+        recsys(**options)
 
 
 def test_a_plan_is_saved_to_a_path() -> None:
