@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
+import itertools
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -82,8 +83,9 @@ def test_the_package_has_no_other_public_error_class() -> None:
 
 def test_a_text_follows_every_quoted_message() -> None:
     parts = PAGE.split("\n\n")
-    pairs = zip(parts, parts[1:], strict=False)
-    assert [part for part, after in pairs if part.startswith("> ") and after.startswith(("> ", "#"))] == []
+    assert [
+        part for part, after in itertools.pairwise(parts) if part.startswith("> ") and after.startswith(("> ", "#"))
+    ] == []
 
 
 def test_the_page_quotes_many_messages_and_none_twice() -> None:
