@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Newer than all it is made from: a second call has nothing to do.
 STAMP := .venv/.setup-complete
 
-.PHONY: setup train train-llm test bench lint format clean
+.PHONY: setup train train-llm test test-oldest bench lint format clean
 
 setup: $(STAMP)
 
@@ -23,6 +23,10 @@ train-llm: setup
 test: export OMP_NUM_THREADS = 1
 test: setup
 	$(BIN)/python -m pytest
+
+# The oldest supported versions, of which the package index has CUDA builds alone: several GB.
+test-oldest:
+	scripts/test_oldest.sh
 
 # Under 20 minutes on two cores that nobody else uses; one table, and benchmarks/results/latest.json.
 bench: export OMP_NUM_THREADS = 1

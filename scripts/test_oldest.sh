@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# A smoke test of the oldest supported versions (torch 2.11 with torchrec and fbgemm 1.6) in an environment of its own,
+# .venv-oldest: the engine, the loops, the pipe, and recommenders under every plan. Language models need a newer torch.
+#
+# There is no CPU build of torch 2.11 on the package index: pip takes the default one, with several GB of CUDA packages.
+#
+# Environment:
+#   PYTHON  the interpreter to make it from (default: python3.11, else python3)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=${PYTHON:-$(command -v python3.11 || command -v python3)}
+there=.venv-oldest
+
+if ! [ -e "$there/.complete" ]; then
+    "$python" -m venv --clear "$there"
+    pip() { "$there/bin/python" -m pip "$@"; }
+    pip install -q "torch==2.11.0"
+    # --no-deps: torchrec asks for fbgemm-gpu, whose files would take the place of fbgemm-gpu-cpu's.
+    pip install -q --no-deps "torchrec==1.6.1" "fbgemm-gpu-cpu==1.6.0" "iopath" "portalocker"
+    # Of the pinned packages those that do not come with torch.
+    grep -v -i -E "^(#|torch|pip|transformers|tokenizers|huggingface|hf-xet|safetensors|sympy|mpmath|networkx|filelock|fsspec|typing|triton)" \
+        requirements/pinned.txt > "$there/pinned.txt"
+    pip install -q -r "$there/pinned.txt"
+    pip install -q --no-deps --no-build-isolation --editable .
+    touch "$there/.complete"
+fi
+
+export OMP_NUM_THREADS=1
+"$there/bin/python" -m pytest -p no:cacheprovider -q \
+    tests/engine tests/loops/test_training_epoch_loop.py tests/loops/test_exactly_once.py tests/pipe/test_pipe.py \
+    tests/recsys/test_plans.py tests/recsys/test_train_pipeline.py tests/recsys/dynamic/test_slot_lookup.py \
+    tests/strategies/test_recsys.py tests/test_environment.py "$@"
