@@ -1,0 +1,30 @@
+"""The API reference has every name that a room exports, and everything it lists is there."""
+
+from __future__ import annotations
+
+import importlib
+import re
+
+import pytest
+
+from tests.docs.pages import DOCS
+
+ROOMS = ("callbacks", "engine", "loops", "pipe", "recsys", "strategies")
+LISTED = {
+    name
+    for page in (DOCS / "api").glob("*.md")
+    for name in re.findall(r"^\.\. (?:auto\w+|py:data):: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_it_lists_what_the_room_exports(room: str) -> None:
+    exported = {f"lightning_pipe.{room}.{name}" for name in importlib.import_module(f"lightning_pipe.{room}").__all__}
+    assert exported <= LISTED
+
+
+def test_every_error_class_is_in_troubleshooting() -> None:
+    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    errors = re.findall(r"^class (\w+)\(", (DOCS.parent / "lightning_pipe/engine/errors.py").read_text(), re.MULTILINE)
+    assert errors
+    assert [name for name in errors if f"`{name}`" not in text] == []
