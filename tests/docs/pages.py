@@ -24,8 +24,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import yaml
+
+from lightning_pipe.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOCS = ROOT / "docs"
@@ -36,6 +39,8 @@ _BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _SECONDS = 240.0
+_OF_A_RANK = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"}
+WIDTH = "120"  # of what commands print
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,7 @@ class PageRun:
     def _compare(self, block: Block) -> None:
         if block.key != "output":
             return  # a drawing, a tree of folders, a formula
-        said = run_command(["bash", "-e", "-c", block.value], block.where) if block.value else self.said
+        said = printed_by(block.value, block.where) if block.value else self.said
         assert _trimmed(block.code) in _trimmed(said), f"{block.where} is not what is printed:\n{said}"
 
     @contextlib.contextmanager
@@ -152,20 +157,35 @@ class PageRun:
             print(self.said, end="")
 
 
+def printed_by(command: str, where: str) -> str:
+    """What a command of this project prints, through the filters behind it; in this process, where it starts at once."""
+    own, _, filters = command.partition("|")
+    name, *arguments = shlex.split(own)
+    assert name == "lightning-pipe", f"{where}: only this project's command is known here, not {name!r}"
+    heard = io.StringIO()
+    with contextlib.redirect_stdout(heard), mock.patch.dict(os.environ, COLUMNS=WIDTH):
+        assert main(arguments) == 0
+    return run_command(["bash", "-e", "-c", filters], where, heard.getvalue()) if filters else heard.getvalue()
+
+
 def _trimmed(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.strip("\n").splitlines())
 
 
-def run_command(command: list[str], where: str) -> str:
-    """What it prints, in the current folder, with this interpreter's commands first.
+def run_command(command: list[str], where: str, given: str | None = None) -> str:
+    """What it prints, in the current folder, with this interpreter's commands first, and *given* as its input.
 
     Raises:
         AssertionError: it fails.
     """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": python_path.rstrip(os.pathsep), "COLUMNS": "100"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False, env=environment)
+    # Not the address of a process group that Lightning has made for the page's own process.
+    inherited = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
+    environment = {**inherited, "PATH": path, "PYTHONPATH": python_path.rstrip(os.pathsep), "COLUMNS": WIDTH}
+    done = subprocess.run(
+        command, input=given, capture_output=True, text=True, timeout=_SECONDS, check=False, env=environment
+    )
     assert done.returncode == 0, f"{where} ended with status {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
 
