@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 from pathlib import Path
@@ -26,7 +27,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "**.ipynb"]
 
 # Headings can be linked to as on a forge: page.md#the-heading.
 myst_heading_anchors = 3
@@ -77,7 +78,24 @@ def read_as_on_a_forge(app: Sphinx, docname: str, source: list[str]) -> None:
         return f"]({os.path.relpath(pages.get(target, target), here.parent)}{link[2] or ''})"
 
     text = file.read_text(encoding="utf-8") if docname in ELSEWHERE else source[0]
+    if docname == "notebook":
+        text = "".join(map(as_markdown, json.loads(here.with_suffix(".ipynb").read_text(encoding="utf-8"))["cells"]))
+        text += "\n[Download it](notebook.ipynb), and run it yourself.\n"
     source[0] = re.sub(r"\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)", moved, text)
+
+
+def as_markdown(cell: dict[str, Any]) -> str:
+    """A cell of the notebook, with what it printed and drew when it was last run."""
+    code = "".join(cell["source"])
+    if cell["cell_type"] == "markdown":
+        return f"{code}\n\n"
+    parts = [f"```python\n{code}\n```\n\n"]
+    for output in cell["outputs"]:
+        if "text" in output:
+            parts.append(f"```text\n{''.join(output['text']).rstrip()}\n```\n\n")
+        else:
+            parts.append(f'<img alt="what the cell draws" src="data:image/png;base64,{output["data"]["image/png"].strip()}">\n\n')
+    return "".join(parts)
 
 
 def link_by_public_name(app: Sphinx, env: Any, node: Any, content: Any) -> nodes.Node | None:

@@ -35,7 +35,7 @@ def run(notebook: dict[str, Any]) -> None:
             cell["outputs"].append({"name": "stdout", "output_type": "stream", "text": text.splitlines(True)})
         for number in plt.get_fignums():
             picture = io.BytesIO()
-            plt.figure(number).savefig(picture, format="png", bbox_inches="tight", dpi=72)
+            plt.figure(number).savefig(picture, format="png", bbox_inches="tight", dpi=96)
             data = {"image/png": base64.b64encode(picture.getvalue()).decode() + "\n", "text/plain": ["<Figure>"]}
             cell["outputs"].append({"data": data, "metadata": {}, "output_type": "display_data"})
         plt.close("all")
