@@ -40,6 +40,7 @@ autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
+toc_object_entries_show_parents = "hide"
 napoleon_numpy_docstring = False
 nitpicky = True
 
@@ -81,6 +82,8 @@ def read_as_on_a_forge(app: Sphinx, docname: str, source: list[str]) -> None:
     if docname == "notebook":
         text = "".join(map(as_markdown, json.loads(here.with_suffix(".ipynb").read_text(encoding="utf-8"))["cells"]))
         text += "\n[Download it](notebook.ipynb), and run it yourself.\n"
+    # With a width, a picture is a link to itself in full size.
+    text = re.sub(r"^!\[([^\]]*)\]\((\S+)\)$", r"```{image} \2\n:alt: \1\n:width: 100%\n```", text, flags=re.MULTILINE)
     source[0] = re.sub(r"\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)", moved, text)
 
 
