@@ -97,7 +97,9 @@ def as_markdown(cell: dict[str, Any]) -> str:
         if "text" in output:
             parts.append(f"```text\n{''.join(output['text']).rstrip()}\n```\n\n")
         else:
-            parts.append(f'<img alt="what the cell draws" src="data:image/png;base64,{output["data"]["image/png"].strip()}">\n\n')
+            parts.append(
+                f'<img alt="what the cell draws" src="data:image/png;base64,{output["data"]["image/png"].strip()}">\n\n'
+            )
     return "".join(parts)
 
 

@@ -13,7 +13,7 @@ ROOMS = ("callbacks", "engine", "loops", "pipe", "recsys", "strategies")
 LISTED = {
     name
     for page in (DOCS / "api").glob("*.md")
-    for name in re.findall(r"^\.\. (?:auto\w+|py:data):: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    for name in re.findall(r"^\.\. (?:auto\w+|py:data):: ([\w.]+)", page.read_text(encoding="utf-8"), re.MULTILINE)
 }
 
 
