@@ -1,7 +1,7 @@
 """Draws the pictures of the docs anew: ``python docs/draw_pictures.py [NAME ...]``, from a clone, on a quiet machine.
 
-Each is what the callback PipelineTrace recorded while an example trained. The tables and timelines in text are checked by
-the tests, which run the command that is written in front of each of them.
+Each is what the callback PipelineTrace recorded while an example trained. The tables and timelines in text are checked
+by the tests, which run the command that is written in front of each of them.
 """
 
 from __future__ import annotations
