@@ -1,6 +1,6 @@
 """What balancing samples between ranks is worth where histories have very different lengths, and what it costs.
 
-``python benchmarks/balancing.py`` starts two ranks (Gloo over loopback, one thread each). A sample has a history whose
+``python -m benchmarks.balancing`` starts two ranks (Gloo over loopback, one thread each). A sample has a history whose
 length is drawn from a lognormal distribution; a model looks all of it up and runs a small network over every item of
 it, so that a sample costs as much as its history is long. The same batches are trained in three ways, which take turns
 in every round:

@@ -1,6 +1,6 @@
 """Dynamic tables over a store 20 times their cache: what the prefetch hides, and what the lookup of slots costs.
 
-``OMP_NUM_THREADS=1 python benchmarks/dynamic_embeddings.py`` trains, in one process, one model several times over, by
+``OMP_NUM_THREADS=1 python -m benchmarks.dynamic_embeddings`` trains, in one process, one model several times over, by
 turns of a block of batches each, in another order in every round: under the base plan and under the prefetch plans,
 with a cache of a twentieth of the rows that are in the store, and with all rows in memory. Ids follow Zipf's law. Reads
 of the store wait as long as a disk would take (``--latency`` a record, ``--readers`` at once), so that the system's
@@ -34,11 +34,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from benchmarks.slow_store import SlowStore
 from lightning_pipe.recsys import ShardedModel, TrainPipeline, shard_model
 from lightning_pipe.recsys.dynamic import opening
 from lightning_pipe.recsys.dynamic.mixing import mix
 from lightning_pipe.recsys.dynamic.modules import DynamicEmbeddingBagCollection, DynamicTable
-from lightning_pipe.recsys.dynamic.slow_store import SlowStore
 
 AHEAD = 3  # batches, of the deepest plan
 CPU = torch.device("cpu")

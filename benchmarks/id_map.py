@@ -1,6 +1,6 @@
 """What it costs to get from ids to the rows of a cache, an id, beside other ways to look ids up.
 
-``OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/id_map.py`` fills a cache of a million rows and
+``OMP_NUM_THREADS=1 python -m benchmarks.id_map`` fills a cache of a million rows and
 then, in turns, looks up the same batches, whose ids are all cached:
 
 - *prefetch*: all that ``RowCache.prefetch`` does for such a batch: slots, a note of their use for eviction, the
@@ -33,7 +33,7 @@ from lightning_pipe.recsys import native
 from lightning_pipe.recsys.dynamic.id_map import IdMap
 from lightning_pipe.recsys.dynamic.initial_values import InitialValues, Normal, Uniform
 from lightning_pipe.recsys.dynamic.row_cache import RowCache
-from lightning_pipe.recsys.dynamic.row_store import Keys, Records, RowStore, StoreState
+from lightning_pipe.recsys.dynamic.row_store import Keys, Records, RowStore, RunPart, StoreState
 
 
 def main() -> None:
@@ -167,6 +167,8 @@ class _Nothing(RowStore):
     @property
     def state(self) -> StoreState:
         return StoreState(0, None)
+
+    def join(self, part: RunPart) -> None: ...
 
     def settle(self, version: int) -> None: ...
 

@@ -1,6 +1,6 @@
 """What ``llm_auto_pipeline`` chooses against each named schedule, on one model and batch, in turns within one run.
 
-``torchrun --nproc-per-node 2 benchmarks/llm_auto.py`` lets the automatic strategy choose, and then trains with that
+``torchrun --nproc-per-node 2 -m benchmarks.llm_auto`` lets the automatic strategy choose, and then trains with that
 choice and with every named schedule under a Trainer: those with their default number of micro-batches and split, and
 with the number that was chosen. Steps are timed from batch to batch, the optimiser's included, round after round. The
 choice is listed twice, in two places of each round: how far the two are apart is noise. Target: never slower than the
@@ -20,9 +20,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from llm_step_time import Language, batches_of
 from torch.utils.data import DataLoader
 
+from benchmarks.llm_step_time import Language, batches_of
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.schedules import SCHEDULES
 from lightning_pipe.strategies import AutoLLMPipelineStrategy, LLMPipelineStrategy
@@ -39,7 +39,8 @@ def fit(strategy: LLMPipelineStrategy, options: argparse.Namespace, steps: int) 
     """Seconds of steps, without the first, of the rank that took longest."""
     module = Language(options.width, options.layers)
     torch.manual_seed(1)
-    batches = DataLoader(batches_of(options)[: steps + 1], batch_size=None)  # type: ignore[arg-type]
+    data: Any = batches_of(options)[: steps + 1]
+    batches: DataLoader[Any] = DataLoader(data, batch_size=None)
     pl.Trainer(strategy=strategy, devices=dist.get_world_size(), **QUIET).fit(module, batches)
     taken = torch.tensor([later - earlier for earlier, later in pairwise(module.began[1:])])
     dist.all_reduce(taken, dist.ReduceOp.MAX)

@@ -1,6 +1,6 @@
 """Each schedule's step time against its own bound: what its actions alone would take, communication taking nothing.
 
-``torchrun --nproc-per-node 2 benchmarks/llm_bounds.py`` runs steps without a Trainer, all schedules in turns: one that
+``torchrun --nproc-per-node 2 -m benchmarks.llm_bounds`` runs steps without a Trainer, all schedules in turns: one that
 is timed, from a barrier to the end of the longest rank, and right after it one whose forwards and backwards are. The
 bound is the length of a simulated step whose actions take the medians of those durations. Ratios are bound by step, the
 median over the pairs; in parentheses that of the medians over the whole run. Without FSDP and an optimiser, every
@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from llm_stages import loss_of, make_micro_batches, make_runner
 from torch import nn
 
+from benchmarks.figures import Figure, add_options, at_least, quartiles, save
+from benchmarks.llm_stages import loss_of, make_micro_batches, make_runner
 from lightning_pipe.llm.bubble import StepBubble, measure_step, summarise
 from lightning_pipe.llm.runner import PipelineRunner
 from lightning_pipe.llm.schedules import SCHEDULES
@@ -78,6 +79,7 @@ def main() -> None:
         ("width", 768), ("layers", 4), ("rows", 2), ("length", 64), ("micro-batches", 8), ("repetitions", 5)
     ):  # fmt: skip
         parser.add_argument(f"--{option}", type=int, default=default)
+    add_options(parser)
     parser.add_argument("--pin", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -98,6 +100,7 @@ def main() -> None:
                 one.times.append(max(times))
                 one.events += [event for row in noted for event in row]
                 one.bubbles.append(measure_step(noted, actions[name]))
+    figures: list[Figure] = []
     if dist.get_rank() == 0:
         print(
             f"{ranks} ranks, {count} micro-batches of {options.rows} x {options.length} tokens, {options.layers} layers"
@@ -111,8 +114,10 @@ def main() -> None:
             durations = median_durations(one.events)
             bound = simulate(actions[name], durations)  # type: ignore[arg-type]
             measured = statistics.median(one.times)
-            pairs = zip(one.bubbles, one.times, strict=True)
-            ratio = statistics.median((bubble.bound or 0) / taken for bubble, taken in pairs)
+            ratios = [(bubble.bound or 0) / taken for bubble, taken in zip(one.bubbles, one.times, strict=True)]
+            ratio = statistics.median(ratios)
+            what = f"LLM bound of its own actions / step, {name}, m = {count}"
+            figures.append(at_least(what, ratio, TARGET, quartiles(ratios)))
             forward = statistics.median(taken for (_, kind), taken in durations.items() if kind == "forward")
             found = summarise(SCHEDULES[name], count, one.bubbles).medians
             lost = "; ".join(
@@ -127,6 +132,7 @@ def main() -> None:
                 flush=True,
             )
         print(f"\n<: below the target of {TARGET}")
+        save(figures, options.json)
     dist.barrier()
     dist.destroy_process_group()
 

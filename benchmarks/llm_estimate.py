@@ -1,6 +1,6 @@
 """What ``lightning-pipe llm estimate`` says of each rank's memory, beside what training then holds.
 
-``torchrun --nproc-per-node 2 benchmarks/llm_estimate.py`` trains a model like that of ``examples/llm_text`` for a few
+``torchrun --nproc-per-node 2 -m benchmarks.llm_estimate`` trains a model like that of ``examples/llm_text`` for a few
 steps under each schedule, and with layers computed again in backward, and counts the bytes of every tensor that there
 is: of parameters and optimiser states at the end, and of all at the worst moment. Beside it is what was estimated
 without making the model. Operations' own scratch memory is in neither.

@@ -1,6 +1,6 @@
 """What each rank holds of a step's forwards under each schedule, counted tensor by tensor.
 
-``torchrun --nproc-per-node 2 benchmarks/llm_live_bytes.py`` (or 4) prints, for every schedule and rank, how many
+``torchrun --nproc-per-node 2 -m benchmarks.llm_live_bytes`` (or 4) prints, for every schedule and rank, how many
 micro-batches' activations were there at once, beside what a simulation of the schedule's actions says (GPipe m, 1F1B
 P - rank); their bytes; and the most bytes that there were of all tensors made in the step, gradients among them. A
 micro-batch counts for each stage of the rank, while more of it is there than the output that was sent on: PyTorch keeps
@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from llm_stages import loss_of, make_micro_batches, make_runner
 
+from benchmarks.llm_stages import loss_of, make_micro_batches, make_runner
 from lightning_pipe.llm.live_bytes import LiveBytes
 from lightning_pipe.llm.schedules import SCHEDULES
 from lightning_pipe.llm.simulation import actions_of, simulate

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from llm_step_time import VOCABULARY, Decoder
 from torch import Tensor, nn
 
+from benchmarks.llm_step_time import VOCABULARY, Decoder
 from lightning_pipe.llm.deferred import fake_copy
 from lightning_pipe.llm.losses import summed_cross_entropy
 from lightning_pipe.llm.module_config import derive_config

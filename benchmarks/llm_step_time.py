@@ -1,7 +1,8 @@
 """A step under the Trainer against a bare loop over the same PyTorch schedule, in turns within one run.
 
-``torchrun --nproc-per-node 2 benchmarks/llm_step_time.py`` cuts a small transformer into stages and prints, for each
-schedule, the fastest and the median time of a step in both, and their ratios. The bare loop is what one writes by hand
+``torchrun --nproc-per-node 2 -m benchmarks.llm_step_time`` cuts a small transformer into stages and prints, for each
+schedule and number of micro-batches, the fastest and the median time of a step in both, and their ratios, with the 95 %
+interval over rounds of the median's (aim: 1.03). The bare loop is what one writes by hand
 with ``torch.distributed.pipelining``: stages with known shapes, ``schedule.step``, the optimiser. Both train the same
 model from the same seed on the same batches; their losses must agree, or the comparison means nothing.
 """
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.utils.data import DataLoader
 
+from benchmarks.figures import Figure, add_options, at_most, median_ratio, save
 from lightning_pipe.llm.losses import summed_cross_entropy
 from lightning_pipe.llm.module_config import derive_config
 from lightning_pipe.llm.schedules import count_stages, find_schedule, stages_of_rank
@@ -91,7 +93,7 @@ def batches_of(options: argparse.Namespace) -> list[dict[str, Tensor]]:
     return [{"input_ids": one[:, :-1].contiguous(), "labels": one[:, 1:].contiguous()} for one in tokens]
 
 
-def bare(name: str, options: argparse.Namespace) -> tuple[list[float], list[float]]:
+def bare(name: str, micro_batches: int, options: argparse.Namespace) -> tuple[list[float], list[float]]:
     """Times of steps, in seconds, and losses, by hand."""
     spec, ranks = find_schedule(name), dist.get_world_size()
     count = ranks * count_stages(spec, ranks)
@@ -99,7 +101,7 @@ def bare(name: str, options: argparse.Namespace) -> tuple[list[float], list[floa
     model = Decoder(options.width, options.layers)
     config = derive_config(model)
     names = split_evenly(config, count)
-    rows = options.rows // options.micro_batches
+    rows = options.rows // micro_batches
     tokens = torch.empty(rows, options.length, dtype=torch.long, device="meta")
     hidden = torch.empty(rows, options.length, options.width, device="meta", requires_grad=True)
     logits = torch.empty(rows, options.length, VOCABULARY, device="meta", requires_grad=True)
@@ -118,7 +120,8 @@ def bare(name: str, options: argparse.Namespace) -> tuple[list[float], list[floa
             )
         )
     given: Any = stages[0] if spec.placement == "single" else stages
-    schedule = spec.schedule_class(given, options.micro_batches, loss_fn=summed_cross_entropy, scale_grads=False)
+    make: Any = spec.schedule_class
+    schedule = make(given, micro_batches, loss_fn=summed_cross_entropy, scale_grads=False)
     parameters = [one for stage in stages for one in stage.submod.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.01)
     times, found = [], []
@@ -139,7 +142,7 @@ def bare(name: str, options: argparse.Namespace) -> tuple[list[float], list[floa
     return times[1:], found
 
 
-def trained(name: str, options: argparse.Namespace) -> tuple[list[float], list[float]]:
+def trained(name: str, micro_batches: int, options: argparse.Namespace) -> tuple[list[float], list[float]]:
     """Times from one batch's beginning to the next one's, in seconds, and losses, under the Trainer."""
     module = Language(options.width, options.layers)
     quiet: dict[str, Any] = {
@@ -150,44 +153,55 @@ def trained(name: str, options: argparse.Namespace) -> tuple[list[float], list[f
         "num_sanity_val_steps": 0,
         "max_epochs": 1,
     }
-    strategy = LLMPipelineStrategy(name, num_microbatches=options.micro_batches, timeout=timedelta(minutes=5))
+    strategy = LLMPipelineStrategy(name, num_microbatches=micro_batches, timeout=timedelta(minutes=5))
     trainer = pl.Trainer(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **quiet)
     torch.manual_seed(1)
     trainer.fit(module, DataLoader(batches_of(options), batch_size=None))  # type: ignore[arg-type]
     return [later - earlier for earlier, later in pairwise(module.began[1:])], module.losses
 
 
+def measure(name: str, micro_batches: int, options: argparse.Namespace) -> Figure:
+    """Both, in turns; printed on rank 0."""
+    times: dict[str, list[list[float]]] = {"bare": [], "trainer": []}
+    first: list[float] = []
+    for turn in range(options.rounds):
+        kinds = (("bare", bare), ("trainer", trained))
+        for kind, run in kinds if turn % 2 else kinds[::-1]:
+            spent, losses = run(name, micro_batches, options)
+            times[kind].append(spent)
+            first = first or losses
+            torch.testing.assert_close(losses, first, rtol=0, atol=1e-5)
+    medians = {kind: [statistics.median(spent) for spent in rounds] for kind, rounds in times.items()}
+    ratio, spread = median_ratio(medians["trainer"], medians["bare"])
+    if dist.get_rank() == 0:
+        fastest = {kind: min(map(min, rounds)) for kind, rounds in times.items()}
+        middle = {kind: statistics.median(medians[kind]) for kind in medians}
+        print(
+            f"{name}, {micro_batches} micro-batches: bare {1e3 * fastest['bare']:.1f} / {1e3 * middle['bare']:.1f} ms,"
+            f" Trainer {1e3 * fastest['trainer']:.1f} / {1e3 * middle['trainer']:.1f} ms (fastest / median); ratio"
+            f" {fastest['trainer'] / fastest['bare']:.3f} / {ratio:.3f} ({spread[0]:.3f} .. {spread[1]:.3f})",
+            flush=True,
+        )
+    return at_most(f"LLM step, {name}, m = {micro_batches} / bare PyTorch loop", ratio, 1.03, spread)
+
+
 def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", nargs="+", default=["gpipe", "1f1b", "interleaved_1f1b", "zbv_zero_bubble"])
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8])
     for option, default in (
-        ("width", 256), ("layers", 4), ("rows", 16), ("length", 128), ("micro-batches", 8), ("steps", 8), ("rounds", 4)
+        ("width", 256), ("layers", 4), ("rows", 16), ("length", 128), ("steps", 8), ("rounds", 6)
     ):  # fmt: skip
         parser.add_argument(f"--{option}", type=int, default=default)
+    add_options(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     dist.init_process_group("gloo")
-    for name in options.schedules:
-        times: dict[str, list[float]] = {"bare": [], "trainer": []}
-        first: list[float] = []
-        for _ in range(options.rounds):
-            for kind, run in (("bare", bare), ("trainer", trained)):
-                spent, losses = run(name, options)
-                times[kind] += spent
-                first = first or losses
-                torch.testing.assert_close(losses, first, rtol=0, atol=1e-5)
-        if dist.get_rank() == 0:
-            fastest, median = (
-                {kind: function(spent) for kind, spent in times.items()} for function in (min, statistics.median)
-            )
-            print(
-                f"{name}: bare {1e3 * fastest['bare']:.1f} / {1e3 * median['bare']:.1f} ms, Trainer"
-                f" {1e3 * fastest['trainer']:.1f} / {1e3 * median['trainer']:.1f} ms (fastest / median); ratio"
-                f" {fastest['trainer'] / fastest['bare']:.3f} / {median['trainer'] / median['bare']:.3f}",
-                flush=True,
-            )
+    figures = [measure(name, count, options) for count in options.micro_batches for name in options.schedules]
+    if dist.get_rank() == 0:
+        save(figures, options.json)
     dist.barrier()
     dist.destroy_process_group()
 

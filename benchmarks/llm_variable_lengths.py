@@ -1,6 +1,6 @@
 """Batches padded to their longest sequence against batches padded to the model's maximum, under the Trainer.
 
-``torchrun --nproc-per-node 2 benchmarks/llm_variable_lengths.py`` trains the same batches both ways, in turns within
+``torchrun --nproc-per-node 2 -m benchmarks.llm_variable_lengths`` trains the same batches both ways, in turns within
 one run, and prints the share of positions that variable lengths save and the share of time. Sequences are paragraphs of
 the Python documentation (``pydoc_data.topics``), a byte a token, drawn with a seed; the few that are longer than the
 maximum are cut. A variable length's schedule is made when a batch first has it: that time counts. Both ways must lose
@@ -21,11 +21,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from llm_step_time import Language
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
+from benchmarks.llm_step_time import Language
 from lightning_pipe.strategies import LLMPipelineStrategy
 
 

@@ -1,6 +1,6 @@
 """What an in-process pipe of CPU partitions gains, against its Sequential on the same micro-batches.
 
-``OMP_NUM_THREADS=1 python benchmarks/pipe_speed.py`` trains a transformer, whose layers are equal, as a pipe of two
+``OMP_NUM_THREADS=1 python -m benchmarks.pipe_speed`` trains a transformer, whose layers are equal, as a pipe of two
 partitions, and as the plain module on one thread, on the same micro-batches, in turns and in both orders. Ideally *n*
 partitions with *m* micro-batches are ``n * m / (m + n - 1)`` times as fast. Aim: 90 % of that, with
 ``checkpoint="never"``. Medians over rounds, and the interquartile range of the ratio of rounds.

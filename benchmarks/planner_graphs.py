@@ -1,6 +1,6 @@
 """Synthetic task graphs for real: what the simulator says of plans, and what the planner's choice takes.
 
-``PYTHONPATH=. python benchmarks/planner_graphs.py`` runs 30 random graphs whose tasks' durations are known: network,
+``python -m benchmarks.planner_graphs`` runs 30 random graphs whose tasks' durations are known: network,
 disk and copies wait on a timer, compute runs a kernel until it has had a core for so long, on no more lanes than there
 are cores. For each graph the best plans that the planner finds, the serial plan and, for a small graph, the best of
 all plans run in turns on the real pipeline, and one is taken by these measurements, as it is in training. Printed are

@@ -1,6 +1,6 @@
 """What TaskProfiler says a task costs an iteration, against what it does cost, where that is known.
 
-``PYTHONPATH=. python benchmarks/profiler_accuracy.py`` takes 30 random graphs whose tasks' durations are known (see
+``python -m benchmarks.profiler_accuracy`` takes 30 random graphs whose tasks' durations are known (see
 ``benchmarks/planner_graphs.py``) and profiles each task, for real, in the serial plan and in the best plan that the
 planner finds. The truth is what the simulator says: the time per iteration with the task's work, less that without it.
 In a serial plan without background work that is the task's duration.

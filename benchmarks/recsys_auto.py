@@ -1,6 +1,6 @@
 """The plan that ``plan: auto`` finds against those written by hand, on one machine, in turns within one run.
 
-``python benchmarks/recsys_auto.py movielens`` trains the MovieLens example on two processes; ``slow`` trains pooled
+``python -m benchmarks.recsys_auto movielens`` trains the MovieLens example on two processes; ``slow`` trains pooled
 tables and an MLP on two that a rate-limited link joins (:mod:`slow_link`; root is needed), with so many ids that their
 exchange alone takes 0.5, 1 and 2 times as long as the rest of an iteration (``--exchange``).
 
@@ -33,12 +33,12 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from slow_link import slow_link
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
 
+from benchmarks.slow_link import slow_link
 from examples.recsys_movielens.data import MovieLensData, RatingDataset
 from examples.recsys_movielens.model import MovieLensDLRM
 from lightning_pipe.engine import IterContext, PipelinePlan, SWPipeline
@@ -393,7 +393,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.workload == "slow" and "RANK" not in os.environ:
         with slow_link(options.rate) as link:
-            link.run([sys.executable, *sys.argv], timeout=3600)
+            link.run([sys.executable, "-m", "benchmarks.recsys_auto", *sys.argv[1:]], timeout=3600)
     else:
         run_rank(options)  # of MovieLens, Lightning starts the other process
 

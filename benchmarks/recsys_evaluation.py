@@ -1,6 +1,6 @@
 """Validation under a plan against validation batch by batch, on one machine, in turns within one run.
 
-``torchrun --nproc-per-node 2 benchmarks/recsys_evaluation.py`` validates a DLRM-like model under a Trainer with the
+``torchrun --nproc-per-node 2 -m benchmarks.recsys_evaluation`` validates a DLRM-like model under a Trainer with the
 serial, the base and the prefetch plan, and without a pipeline (``pipelined_evaluation=False``), and prints for each the
 fastest and the median time of a batch and its ratio to the last. All must find the same loss.
 """
@@ -66,7 +66,9 @@ def make_batches(count: int, rows: int, rank: int) -> list[KeyedJaggedTensor]:
 class Clock(Callback):
     """Seconds from the first batch's start, which resolves what feeds the tables, to the end."""
 
-    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_validation_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         if batch_idx == 0:
             self.begun = time.perf_counter()
 
@@ -84,7 +86,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    loader = DataLoader(make_batches(options.batches, options.rows, rank), batch_size=None)  # type: ignore[arg-type]
+    data: Any = make_batches(options.batches, options.rows, rank)
+    loader: DataLoader[Any] = DataLoader(data, batch_size=None)
     kinds: dict[str, dict[str, Any]] = {
         **{plan: {"plan": plan} for plan in ("serial", "base", "prefetch")},
         "batch by batch": {"pipelined_evaluation": False},

@@ -1,6 +1,6 @@
 """This project's train pipelines against TorchRec's, on one machine, in turns within one run.
 
-``torchrun --nproc-per-node 2 benchmarks/recsys_train_pipeline.py`` trains a DLRM-like model (pooled tables, an MLP) and
+``torchrun --nproc-per-node 2 -m benchmarks.recsys_train_pipeline`` trains a DLRM-like model (pooled tables, an MLP) and
 prints, for each pipeline, the fastest and the median time of a step and their ratio to TorchRec's base pipeline
 (``TrainPipelineSparseDist``). Every pipeline has a model of its own, of the same seed; they take turns, round by round,
 and all must end with the same losses, or the comparison means nothing. On CUDA devices it also runs TorchRec's prefetch
@@ -50,9 +50,9 @@ class Batch(Pipelineable):
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Tell the allocator that *stream* uses it."""
-        self.dense.record_stream(stream)  # type: ignore[arg-type]
+        self.dense.record_stream(stream)
         self.sparse.record_stream(stream)
-        self.label.record_stream(stream)  # type: ignore[arg-type]
+        self.label.record_stream(stream)
 
     def pin_memory(self) -> Batch:
         """The batch in pinned memory."""

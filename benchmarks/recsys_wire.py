@@ -1,7 +1,7 @@
 """Bytes that a step sends, and the time it takes, by what embeddings, gradients and ids travel as.
 
-``torchrun --nproc-per-node 2 benchmarks/recsys_wire.py`` trains the model of :mod:`recsys_train_pipeline`, its tables
-sharded table-wise, in turns within one run; ``python benchmarks/slow_link.py --rate 1gbit benchmarks/recsys_wire.py``
+``torchrun --nproc-per-node 2 -m benchmarks.recsys_wire`` trains the model of :mod:`recsys_train_pipeline`, its tables
+sharded table-wise, in turns within one run; ``python -m benchmarks.slow_link --rate 1gbit benchmarks.recsys_wire``
 does so over a link of that rate (root is needed). It also prints what an id's way to int32 and back costs.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from recsys_train_pipeline import EPS, RATE, Model, batches, forever, seed_tables
 from torchrec import KeyedJaggedTensor
 
+from benchmarks.recsys_train_pipeline import EPS, RATE, Model, batches, forever, seed_tables
 from lightning_pipe.recsys.ids_on_wire import SentAsInt32
 from lightning_pipe.recsys.sharding import shard_model
 from lightning_pipe.recsys.traffic import recorded_traffic

@@ -1,6 +1,6 @@
 """What a store of rows costs a cache in front of it: the project's, in RocksDB, against LMDB used in the barest way.
 
-``python benchmarks/row_stores.py`` loads as many records as asked for into each, then plays what a cache of a
+``python -m benchmarks.row_stores`` loads as many records as asked for into each, then plays what a cache of a
 twentieth of them does: batches of ids drawn from a Zipf distribution, of which those that a cache has are left out, are
 read; as many records, of batches long past, are written back; a commit now and then. It prints medians over the rounds,
 with the least and the most, for

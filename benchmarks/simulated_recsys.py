@@ -1,6 +1,6 @@
 """What the simulator says a recommender's step takes under four plans, and what it takes: two ranks on one machine.
 
-``python benchmarks/simulated_recsys.py`` trains a DLRM-like model (that of ``recsys_train_pipeline.py``) in two
+``python -m benchmarks.simulated_recsys`` trains a DLRM-like model (that of ``recsys_train_pipeline.py``) in two
 processes over loopback; with ``--link 200mbit`` each is in a network namespace of its own, and the link between the two
 carries so much each way (needs root, see ``slow_link.py``). Plans take turns, round by round: serial, base, prefetch,
 and the best one that the planner finds. At the begin of a round the serial one runs once more, and what its tasks take,
@@ -31,9 +31,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from recsys_train_pipeline import batches, forever, ours
-from slow_link import slow_link
 
+from benchmarks.recsys_train_pipeline import batches, forever, ours
+from benchmarks.slow_link import slow_link
 from lightning_pipe.engine import PipelinePlan
 from lightning_pipe.engine.costs import Machine, TaskCost
 from lightning_pipe.engine.costs_yaml import CostsFile, dump_costs
@@ -67,7 +67,7 @@ def main() -> None:
         run_rank(options)
         return
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, *sys.argv[1:], "--store", f"{folder}/store"]
+        command = [sys.executable, "-m", "benchmarks.simulated_recsys", *sys.argv[1:], "--store", f"{folder}/store"]
         if options.link:
             signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # namespaces are to go
             with slow_link(options.link) as link:

@@ -5,7 +5,7 @@ both directions::
 
     rank 0   lp-a  10.77.0.1 ---- tbf ----> <---- tbf ---- 10.77.0.2  lp-b   rank 1
 
-``python benchmarks/slow_link.py --rate 200mbit -- SCRIPT ARGUMENTS`` runs a script so, as ``torchrun`` would on two
+``python -m benchmarks.slow_link --rate 200mbit -- SCRIPT ARGUMENTS`` runs a script so, as ``torchrun`` would on two
 nodes with a process each. Needs root (or CAP_NET_ADMIN and CAP_SYS_ADMIN) and iproute2. Namespaces are gone afterwards,
 whatever happens.
 """
@@ -24,7 +24,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 
 __all__ = ["SlowLink", "slow_link"]
@@ -190,11 +189,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="200mbit", help="each way, as tc takes it")
     parser.add_argument("--timeout", type=float, default=600, help="seconds")
-    parser.add_argument("script", type=Path)
+    parser.add_argument("script", help="a file, or the name of a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     with slow_link(options.rate) as link:
-        link.run([sys.executable, str(options.script), *options.arguments], options.timeout)
+        what = [options.script] if options.script.endswith(".py") else ["-m", options.script]
+        link.run([sys.executable, *what, *options.arguments], options.timeout)
 
 
 if __name__ == "__main__":

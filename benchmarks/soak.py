@@ -1,6 +1,6 @@
 """A long training of a small recommender under the prefetch plan: memory must stay flat, and threads as many.
 
-``python benchmarks/soak.py`` (or ``torchrun --nproc-per-node 2 benchmarks/soak.py``) prints for every rank how its
+``python -m benchmarks.soak`` (or ``torchrun --nproc-per-node 2 -m benchmarks.soak``) prints for every rank how its
 resident memory went with the iterations, after a warm-up: the slope of a least-squares line, in bytes an iteration, and
 that slope's standard error, for which neighbouring measurements are averaged, since they depend on each other. A leak
 of one small tensor an iteration is a slope of some hundred bytes. It ends with exit code 1 where the slope is more than

@@ -1,6 +1,6 @@
 """What recording costs a task: with the trace off, and with it on, measured in the same run.
 
-``python benchmarks/trace_cost.py`` prints microseconds per task, on the main thread and on a worker:
+``python -m benchmarks.trace_cost`` prints microseconds per task, on the main thread and on a worker:
 
 - off, against an engine that has no trace at all (limit: 1 µs more);
 - on, against off (limit: 5 µs more), with a ring buffer that has long been full.

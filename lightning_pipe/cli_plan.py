@@ -151,10 +151,14 @@ def find_plan(name: str) -> PipelinePlan:
             f" ({', '.join(plans)}), nor a file.{f' Did you mean {close[0]}?' if close else ''}"
         )
     import_torchrec()  # here, since other commands do without it
+    from lightning_pipe.recsys.balancing_plan import BALANCING
     from lightning_pipe.recsys.plans import recsys_plan
+    from lightning_pipe.recsys.replica_plan import AVERAGING
     from lightning_pipe.recsys.tasks import recsys_tasks
 
-    return recsys_plan(wanted, recsys_tasks())
+    # A file says by the tasks that it names whether samples are balanced, and tables have replicas.
+    named = _schedules(wanted)
+    return recsys_plan(wanted, recsys_tasks(balanced=not named.isdisjoint(BALANCING), replicated=AVERAGING in named))
 
 
 def _schedules(path: str) -> set[str]:

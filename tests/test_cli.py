@@ -193,6 +193,14 @@ def test_plan_show_takes_the_path_of_what_it_wrote_as_yaml(folder: Path, capsys:
     assert capsys.readouterr().out == shown
 
 
+def test_plan_show_takes_the_tasks_that_a_file_names(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tasks = recsys_tasks(balanced=True, replicated=True)
+    Path("mine.yaml").write_text(recsys_plan("prefetch", tasks).to_yaml())
+    assert main(["plan", "show", "mine.yaml", "--format", "yaml"]) == 0
+    assert set(yaml.safe_load(capsys.readouterr().out)["tasks"]) == {task.name for task in tasks}
+    assert len(tasks) == 14
+
+
 def test_the_pipe_of_one_process_is_shown_with_both_ways_to_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "show", "in_process_pipeline"]) == 0
     out = capsys.readouterr().out

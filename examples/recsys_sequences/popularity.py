@@ -39,8 +39,16 @@ class CompareWithPopularity(pl.Callback):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         metrics = trainer.callback_metrics
-        if not trainer.is_global_zero or "test/hit_rate" not in metrics:
+        if not trainer.is_global_zero:
             return
+        if "test/hit_rate" not in metrics:
+            print(
+                "no score to compare with popularity: no validation ran. With few epochs, have one in each:"
+                " --trainer.check_val_every_n_epoch 1"
+            )
+            return
+        # A trial of some batches ranks for those users only.
+        partly = "" if _evaluates_all(trainer) else "; the model: only some of them, so do not compare"
         seconds = time.perf_counter() - self._began
         histories: Histories = trainer.datamodule.histories  # type: ignore[attr-defined]
         print(f"\n{'':<28}{'validation':>22}{'test':>22}")
@@ -50,4 +58,8 @@ class CompareWithPopularity(pl.Callback):
         baseline = [popularity(histories, part) for part in parts]
         for name, scores in (("popularity", baseline), (type(pl_module).__name__, model)):
             print(f"{name:<28}" + "".join(f"{score.hit_rate:>13.4f}{score.ndcg:>9.4f}" for score in scores))
-        print(f"trained in {seconds:.0f} s, evaluations included")
+        print(f"trained in {seconds:.0f} s, evaluations included{partly}")
+
+
+def _evaluates_all(trainer: pl.Trainer) -> bool:
+    return not trainer.fast_dev_run and trainer.limit_val_batches == 1.0  # type: ignore[attr-defined]

@@ -22,6 +22,7 @@ def check_agreement(
     group: dist.ProcessGroup | None,
     *,
     error: type[PipelineError] = PlanError,
+    advice: str = "",
 ) -> None:
     """Raises on every rank if the ranks' descriptions differ. Every rank of the group calls it.
 
@@ -32,6 +33,7 @@ def check_agreement(
         what: what is described, as it is called in the error.
         group: the ranks that compare; None, or a group of one, compares nothing.
         error: the class to raise.
+        advice: how to, after "Give every rank the same ...".
 
     Raises:
         PlanError: or *error*: names the first entry that differs, with its values on two ranks that differ in it.
@@ -46,7 +48,7 @@ def check_agreement(
         return
     descriptions: list[list[Entry]] = [[]] * group.size()
     dist.all_gather_object(descriptions, list(description), group=group)
-    raise error(_first_difference(descriptions, what))
+    raise error(_first_difference(descriptions, what) + advice)
 
 
 def _first_difference(descriptions: list[list[Entry]], what: str) -> str:

@@ -132,9 +132,16 @@ class EpochData:
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
+    def period_begins(self) -> None:
+        """Before anything is fetched beside a batch."""
+        if self._streams is not None:
+            self._streams.common = None
+
     def batch_begins(self) -> None:
         """Note where the generators are before anything of a batch has drawn."""
-        self._before_batch = get_states(self._trainer.strategy.root_device)
+        # Where a fetch of this period has found them they are still: what ran since draws from streams of its own.
+        found = None if self._streams is None else self._streams.common
+        self._before_batch = get_states(self._trainer.strategy.root_device) if found is None else found
 
     def point(self, *, at_end: bool, of_last_batch: bool = True, in_batch: bool = False) -> ResumePoint | None:
         """Where a run goes on that is taken up from a checkpoint written now; None before any data was read.
@@ -183,10 +190,13 @@ class EpochData:
         # Where it does not know the end, Lightning's fetcher is one batch ahead: what it loads now is the next one, and
         # a run that goes on behind this batch loads that again.
         ahead = bool(getattr(fetcher, "batches", ()))
-        with streams.active("fetch"):
+
+        def read() -> tuple[dict[str, Any] | None, Any, bool]:
             before = self._now() if ahead else None
             batch, _, _ = next(fetcher)
-            is_last = fetcher.done
+            return before, batch, fetcher.done
+
+        before, batch, is_last = streams.draw("fetch", read)
         after = before or {"loaders": _snapshots(fetcher), "fetch": streams.states("fetch")}
         batch = hooks.prepare(batch)
         after["prepare"] = streams.states("prepare")

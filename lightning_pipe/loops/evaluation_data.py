@@ -300,9 +300,8 @@ class EvaluationData(Iterator[Any]):
 
     def _fetch(self) -> Fetched:
         assert self._fetcher is not None and self._streams is not None and self._hooks is not None
-        with self._streams.active("fetch"):
-            batch, batch_idx, dataloader_idx = next(self._fetcher)
-            is_last = self._fetcher.done
+        batch, batch_idx, dataloader_idx = self._streams.draw("fetch", self._fetcher.__next__)
+        is_last = self._fetcher.done
         batch = self._hooks.prepare(batch, dataloader_idx)
         return batch, is_last, {"batch_idx": batch_idx, "dataloader_idx": dataloader_idx}
 

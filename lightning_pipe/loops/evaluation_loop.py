@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipe.loops.evaluation_data import EvaluationData
+from lightning_pipe.loops.hook_calls import quick_hook_calls
 from lightning_pipe.loops.random_streams import States, get_states
 from lightning_pipe.loops.termination import AgreedTermination
 from lightning_pipe.loops.user_errors import note_lost_rank
@@ -59,7 +60,7 @@ class PipelineEvaluationLoop(_EvaluationLoop):
     def run(self) -> Any:
         fitting = self._trainer_fn == TrainerFn.FITTING and not self.trainer.sanity_checking
         self.begun_with = get_states(self.trainer.strategy.root_device) if fitting else None
-        with self._ahead.ending():
+        with quick_hook_calls(), self._ahead.ending():
             return super().run()
 
     def _on_evaluation_end(self, *args: Any, **kwargs: Any) -> None:
@@ -150,7 +151,7 @@ class PipelinePredictionLoop(_PredictionLoop):
             self._data_fetcher = self._ahead  # type: ignore[assignment]
 
     def run(self) -> Any:
-        with self._ahead.ending():
+        with quick_hook_calls(), self._ahead.ending():
             return super().run()
 
     def teardown(self) -> None:

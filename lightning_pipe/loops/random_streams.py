@@ -12,15 +12,17 @@ import base64
 import json
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from lightning_pipe.loops.watched_generators import NUMPY, PYTHON
+
 # The loader's; on_before_batch_transfer's; those of the hooks that move a batch to the device and change it there.
 Stream = Literal["fetch", "prepare", "transfer"]
+T = TypeVar("T")
 # Of each library what its own functions return.
 States = dict[str, Any]
 
@@ -30,11 +32,15 @@ class RandomStreams:
 
     Args:
         device: the device whose generator the transfer hooks may use.
+
+    Attributes:
+        common: where the common stream was when one of these was used last; anybody may forget it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._own: dict[str, States] = {}
+        self.common: States | None = None
 
     def restart(self, own: dict[str, States] | None = None) -> None:
         """Begin an epoch: the first fetch uses the common stream, and all go on from there.
@@ -44,23 +50,21 @@ class RandomStreams:
         """
         self._own = dict(own or {})
 
-    @contextmanager
-    def active(self, stream: Stream) -> Iterator[None]:
-        """Draw from a stream in the body; the first of all is the fetch."""
+    def draw(self, stream: Stream, work: Callable[[], T]) -> T:
+        """What *work* returns, which draws from a stream; the first of all is the fetch."""
         if not self._own:
-            yield
-            self._own["fetch"] = get_states(self._device)
+            result = work()
+            self._own["fetch"] = self.common = get_states(self._device)
         else:
-            common = get_states(self._device)
-            set_states(self._own[stream], self._device)
+            common = self.common = swap_states(self._own[stream], self._device)
             try:
-                yield
+                result = work()
             finally:
-                self._own[stream] = get_states(self._device)
-                set_states(common, self._device)
+                self._own[stream] = swap_states(common, self._device)
         if len(self._own) == 1:
             self._own["prepare"] = _derived(self._own["fetch"])
             self._own["transfer"] = _derived(self._own["prepare"])
+        return result
 
     def states(self, stream: Stream) -> States:
         """Where a stream is, which has been used."""
@@ -69,10 +73,10 @@ class RandomStreams:
 
 def get_states(device: torch.device) -> States:
     """Where this process's generators are: PyTorch's, Python's, NumPy's if it is there, the device's if it has one."""
-    states: States = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    states: States = {"torch": torch.get_rng_state(), "python": PYTHON.get()}
     # Whoever draws from NumPy has imported it.
-    if (numpy := sys.modules.get("numpy")) is not None:
-        states["numpy"] = numpy.random.get_state()
+    if "numpy" in sys.modules:
+        states["numpy"] = NUMPY.get()
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states
@@ -81,12 +85,25 @@ def get_states(device: torch.device) -> States:
 def set_states(states: States, device: torch.device) -> None:
     """Put the generators where they were; one that *states* does not have stays where it is."""
     torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
+    PYTHON.set(states["python"])
     # NumPy may have been imported since, or not yet.
-    if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.set_state(states["numpy"])
+    if "numpy" in states and "numpy" in sys.modules:
+        NUMPY.set(states["numpy"])
     if "cuda" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def swap_states(states: States, device: torch.device) -> States:
+    """Put the generators where *states* says; returns where they were."""
+    before: States = {"torch": torch.get_rng_state(), "python": PYTHON.swap(states["python"])}
+    torch.set_rng_state(states["torch"])
+    if "numpy" in sys.modules:
+        before["numpy"] = NUMPY.swap(states["numpy"]) if "numpy" in states else NUMPY.get()
+    if device.type == "cuda":
+        before["cuda"] = torch.cuda.get_rng_state(device)
+        if "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"], device)
+    return before
 
 
 def pack_states(states: States) -> str:

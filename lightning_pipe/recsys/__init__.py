@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         DynamicEmbeddingCollection,
         DynamicTable,
     )
+    from lightning_pipe.recsys.dynamic.row_files import read_rows
     from lightning_pipe.recsys.replicas import make_replica_groups
     from lightning_pipe.recsys.rewrite import ModelRewrite
     from lightning_pipe.recsys.sharding import ShardedModel, shard_model
@@ -39,6 +40,7 @@ __all__ = [
     "TokenCount",
     "TrainPipeline",
     "make_replica_groups",
+    "read_rows",
     "recsys_plan",
     "recsys_tasks",
     "shard_model",
@@ -57,6 +59,7 @@ _MODULES = {
     "TokenCount": "token_weighted_loss",
     "TrainPipeline": "train_pipeline",
     "make_replica_groups": "replicas",
+    "read_rows": "dynamic.row_files",
     "recsys_tasks": "tasks",
     "shard_model": "sharding",
     "token_weighted_mean": "token_weighted_loss",
@@ -71,3 +74,7 @@ def __getattr__(name: str) -> Any:
     import_torchrec()
     found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

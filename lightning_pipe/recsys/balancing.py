@@ -34,6 +34,8 @@ __all__ = ["Balance", "BalanceReport", "BatchBalancer", "make_balancer"]
 
 Workload = Callable[[Any], torch.Tensor]
 
+_SAME_FORM = ": pad rows to one width on all ranks, or make the part jagged (a KeyedJaggedTensor or JaggedTensor)"
+
 
 @dataclass(frozen=True)
 class BalanceReport:
@@ -119,8 +121,8 @@ class BatchBalancer:
         samples: how many rows of a padded batch are samples, those that come first: a function of the batch, or the
             name of an attribute or key of it. None: all of them.
         exchange: ``"all_to_all"``, or ``"all_gather"``, which sends all samples to all ranks.
-        keep: parts of the batch that have no row a sample and stay with the rank, as errors call them
-            (``"batch.class_weights"``).
+        keep: parts of the batch that have no row a sample and stay with the rank, with all that is in them, as errors
+            call them (``"batch.class_weights"``).
 
     Attributes:
         report: how uneven ranks' work was.
@@ -139,7 +141,7 @@ class BatchBalancer:
     ) -> None:
         if exchange not in get_args(ExchangeKind):
             raise SetupError(f"the balancer's exchange is {exchange!r}; needed is one of {get_args(ExchangeKind)}")
-        if isinstance(keep, str) or not all(isinstance(name, str) for name in keep):
+        if isinstance(keep, str) or not isinstance(keep, Collection) or not all(isinstance(one, str) for one in keep):
             raise SetupError(
                 f"the balancer's keep is {keep!r}; needed is a list of names such as 'batch.class_weights'"
             )
@@ -243,7 +245,7 @@ class BatchBalancer:
         assert balance.samples is not None
         if gathered.forms_differ:
             form = balance.samples.description
-            check_agreement(form, "form of the batch", self._agree_group, error=InputError)
+            check_agreement(form, "form of the batch", self._agree_group, error=InputError, advice=_SAME_FORM)
         if partition.assignment is None:
             self._room = Room(max(self._room.samples, gathered.needed.samples), gathered.needed.jagged)
             partition = _partition(self._gather(balance.samples, balance.workloads).read(), self._group.size())
@@ -272,18 +274,30 @@ class BatchBalancer:
         if self._samples is None:
             return None
         if isinstance(self._samples, str):
-            found = batch[self._samples] if isinstance(batch, Mapping) else getattr(batch, self._samples)
+            try:
+                found = batch[self._samples] if isinstance(batch, Mapping) else getattr(batch, self._samples)
+            except (KeyError, AttributeError) as error:
+                raise InputError(
+                    f"the balancer's samples is {self._samples!r}, but the batch, a {type(batch).__name__}, has no such"
+                    " key or attribute; needed is the name of the one with the number of its samples"
+                ) from error
         else:
             found = self._samples(batch)
-        return operator.index(found)
+        try:
+            return operator.index(found)
+        except TypeError as error:
+            raise InputError(
+                f"the number of samples of the batch is {_described(found)}, as the balancer's samples says; needed"
+                " is a whole number"
+            ) from error
 
     def _workloads(self, batch: Any, samples: Samples) -> torch.Tensor:
         found = samples.ids() if self._workload is None else self._workload(batch)
-        if not isinstance(found, torch.Tensor) or found.dim() != 1 or len(found) not in (samples.real, samples.rows):
-            what = f"tensor of {list(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+        counts = isinstance(found, torch.Tensor) and found.dim() == 1 and not found.is_complex()
+        if not counts or len(found) not in (samples.real, samples.rows):
             raise InputError(
-                f"the balancer's workload function returned a {what}; needed is a tensor of [{samples.real}], one"
-                " number for each sample of the batch"
+                f"the balancer's workload function returned {_described(found)}; needed is a tensor of"
+                f" [{samples.real}], one number for each sample of the batch"
             )
         return found[: samples.real].detach().to(torch.float64).contiguous()
 
@@ -332,9 +346,15 @@ def _partition(gathered: Gathered, ranks: int) -> _Partition:
     return _Partition(gathered, assignment, before, after)
 
 
-def _imported(path: str) -> Any:
-    module, _, name = path.rpartition(".")
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a {'complex ' if value.is_complex() else ''}tensor of {list(value.shape)}"
+    return f"a {type(value).__name__}" + (f", {value!r}" if isinstance(value, int | float | str) else "")
+
+
+def _imported(path: Any) -> Any:
     try:
+        module, _, name = path.rpartition(".")
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise SetupError(

@@ -179,21 +179,28 @@ def take_apart(batch: Any, real: int | None = None, keep: Collection[str] = ()) 
         keep: parts that have no row a sample, as errors call them (``batch.class_weights``).
 
     Raises:
-        InputError: parts have different numbers of rows, or a part has samples that cannot be exchanged: a plain list
-            of one entry a sample, an array that is no tensor, a nested or sparse tensor, features with a batch size
-            per feature.
+        InputError: there is no part of a name in *keep*; parts have different numbers of rows; or a part has samples
+            that cannot be exchanged: a plain list of one entry a sample, an array that is no tensor, a nested or sparse
+            tensor, features with a batch size per feature.
     """
     pieces: dict[int, tuple[str, Any]] = {}
     others: list[tuple[str, Any]] = []
-    for path, value in _walk(batch, (), ()):
+    kept: set[str] = set()
+    for path, value in _walk(batch, (), (), keep):
         name = describe(path)
         if name in keep:
+            kept.add(name)
             continue
         if not isinstance(value, PIECES):
             others.append((name, value))
         elif not isinstance(value, Tensor) or value.dim():
             pieces.setdefault(id(value), (name, value))
     found = list(pieces.values())
+    if missing := [name for name in keep if name not in kept]:
+        raise InputError(
+            f"the balancer's keep names {', '.join(missing)}, which the batch, a {type(batch).__name__}, does not have;"
+            " needed are names of its parts, as 'batch.class_weights' or \"batch['weights'][0]\""
+        )
     if not found:
         raise InputError(
             f"the batch, a {type(batch).__name__}, holds no tensor with a row a sample; nothing can balance it"
@@ -228,12 +235,12 @@ def take_apart(batch: Any, real: int | None = None, keep: Collection[str] = ()) 
 # ---------------------------------------------------------------------- the parts of a batch
 
 
-def _walk(value: Any, path: Path, parents: tuple[int, ...]) -> Iterator[tuple[Path, Any]]:
+def _walk(value: Any, path: Path, parents: tuple[int, ...], keep: Collection[str]) -> Iterator[tuple[Path, Any]]:
     yield path, value
-    if isinstance(value, PIECES) or id(value) in parents:
+    if isinstance(value, PIECES) or id(value) in parents or describe(path) in keep:
         return
     for step, child in children(value):
-        yield from _walk(child, (*path, step), (*parents, id(value)))
+        yield from _walk(child, (*path, step), (*parents, id(value)), keep)
 
 
 def _rows(name: str, piece: Any) -> int:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pipe.engine import IterContext, PipelinePlan, SWPipeline
+from lightning_pipe.recsys.ids_on_wire import IdsOnWire
 from lightning_pipe.recsys.kernels import prefetches_set_aside
 from lightning_pipe.recsys.plans import evaluation_plan
 from lightning_pipe.recsys.rewrite import ModelRewrite
@@ -44,9 +45,10 @@ class PipelinedEvaluation:
         step: called with a batch on the device; returns what the evaluation is for.
         transfer: moves a batch to the device.
         training: the plan of the training.
-        method: see :class:`~lightning_pipe.recsys.rewrite.ModelRewrite`, as for the next three.
+        method: see :class:`~lightning_pipe.recsys.rewrite.ModelRewrite`, as for the next four.
         input_group: see there.
         validate_ids: see there.
+        ids_on_wire: see there.
         free_features_early: see there.
         device: where batches are moved.
         group: over which ranks compare their plans.
@@ -63,6 +65,7 @@ class PipelinedEvaluation:
         method: Literal["auto", "record", "direct", "fx"],
         input_group: dist.ProcessGroup | None,
         validate_ids: bool,
+        ids_on_wire: IdsOnWire,
         free_features_early: bool,
         device: torch.device,
         group: dist.ProcessGroup | None,
@@ -76,6 +79,7 @@ class PipelinedEvaluation:
             input_group=input_group,
             agree_group=group,
             validate_ids=validate_ids,
+            ids_on_wire=ids_on_wire,
             free_features_early=free_features_early,
             status_group=status_group,
         )

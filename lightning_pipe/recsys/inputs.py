@@ -21,9 +21,12 @@ __all__ = [
     "TableRows",
     "check_first",
     "check_ids",
+    "check_samples",
     "conform",
+    "refuse_missing_weights",
     "refuse_trained_weights",
     "without_side_effects",
+    "without_weights",
 ]
 
 
@@ -125,6 +128,36 @@ def _reorder(features: KeyedJaggedTensor, form: FeatureForm) -> KeyedJaggedTenso
             rows = torch.tensor([inverse[0].index(key) for key in form.inverse_keys], device=inverse[1].device)
             ordered._inverse_indices = (list(form.inverse_keys), inverse[1].index_select(0, rows))
     return ordered
+
+
+def check_samples(name: str, features: KeyedJaggedTensor) -> None:
+    """Raises InputError for a batch without samples, of which TorchRec's sequences know no shape."""
+    if not features.variable_stride_per_key() and features.stride() == 0:
+        raise InputError(
+            f"sharded module {name!r} got the features {features.keys()} of 0 samples; needed is at least 1, since it"
+            " looks up sequences: leave empty batches out where they are made (drop_last=True, or a filter of the"
+            " dataset before it is batched). A sample without ids has a length of 0 for each feature."
+        )
+
+
+def without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """``features``, or a shallow copy that has no weights: TorchRec's sharded modules use them unasked."""
+    if features.weights_or_none() is None:
+        return features
+    copied = copy.copy(features)
+    copied._weights = None
+    copied._jt_dict = None
+    return copied
+
+
+def refuse_missing_weights(name: str, features: KeyedJaggedTensor) -> None:
+    """Raises InputError for features without weights: TorchRec's sharded modules would take each for 1."""
+    if features.weights_or_none() is None:
+        raise InputError(
+            f"sharded module {name!r} has is_weighted=True, and got the features {features.keys()} without weights;"
+            " needed is one for each id: give the KeyedJaggedTensor its weights, or build the module without"
+            " is_weighted"
+        )
 
 
 def refuse_trained_weights(name: str, features: KeyedJaggedTensor) -> None:

@@ -21,7 +21,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from lightning_pipe.recsys.inputs import FeatureForm, check_first, conform
+from lightning_pipe.recsys.inputs import FeatureForm, check_first, conform, without_weights
 from lightning_pipe.recsys.row_means import RowMeans, divide
 
 __all__ = ["OrderedEmbeddingBagCollection", "OrderedEmbeddingCollection", "OrderedKeyedTensor"]
@@ -111,6 +111,7 @@ class OrderedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
         """TorchRec's; lengths of bags are known here."""
+        features = features if self._is_weighted else without_weights(features)
         features = _in_first_form(self, self._embedding_bag_configs, features)
         if self._row_means.needed:
             ctx.divisor = self._row_means.divisor(features)
@@ -142,7 +143,7 @@ class OrderedEmbeddingCollection(ShardedEmbeddingCollection):
 
     def input_dist(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
         """TorchRec's, of features in the first batch's form."""
-        return super().input_dist(ctx, _in_first_form(self, self._embedding_configs, features))
+        return super().input_dist(ctx, _in_first_form(self, self._embedding_configs, without_weights(features)))
 
     def output_dist(
         self, ctx: EmbeddingCollectionContext, output: list[torch.Tensor]

@@ -62,14 +62,19 @@ def read_constraints(
         without: sharding types that the planner is not to choose by itself.
 
     Raises:
-        SetupError: a table, key, sharding type or compute kernel that is not there, or that cannot be had.
+        SetupError: no mapping; or a table, key, sharding type or compute kernel that is not there or cannot be had.
     """
+    if constraints is not None and not isinstance(constraints, Mapping):
+        raise SetupError(
+            f"constraints are {constraints!r}; needed is a mapping of tables' names to what holds for each, for example"
+            " {'users': {'sharding_types': ['row_wise']}}"
+        )
     names = {table.config.name for table in tables}
-    unknown = sorted(set(constraints or {}) - names)
+    unknown = [name for name in constraints or {} if name not in names]
     if unknown:
         raise SetupError(
-            f"constraints name the table {', '.join(unknown)}, which the model does not have; its tables are"
-            f" {', '.join(sorted(names))}"
+            f"constraints name the table {', '.join(sorted(map(str, unknown)))}, which the model does not have; its"
+            f" tables are {', '.join(sorted(names))}"
         )
     read: dict[str, ParameterConstraints] = {}
     for name, given in (constraints or {}).items():
@@ -120,7 +125,7 @@ def read_topology(
         The topology, and the batch size where one is given.
 
     Raises:
-        SetupError: an unknown key, or ranks a node other than the environment says.
+        SetupError: no mapping, an unknown key, or ranks a node other than the environment says.
     """
     if isinstance(topology, Topology):
         if topology.world_size != world_size:
@@ -128,6 +133,11 @@ def read_topology(
                 f"topology is for {topology.world_size} ranks, and there are {world_size}; make it for {world_size}"
             )
         return topology, None
+    if topology is not None and not isinstance(topology, Mapping):
+        raise SetupError(
+            f"topology is {topology!r}; needed is a mapping, for example {{'hbm_cap': 80000000000}} (bytes a rank), or"
+            " TorchRec's Topology"
+        )
     given = dict(topology or {})
     arguments = inspect.signature(Topology.__init__).parameters
     allowed = [key for key in arguments if key not in _SET_BY_THE_PROJECT and key != "created_by_factory"]

@@ -279,11 +279,26 @@ def _for_tasks(text: str, tasks: Sequence[PipelineTask]) -> str:
         return text
     if not isinstance(plan, yaml.MappingNode):
         return text
+    _merge_tasks(plan)
     yaml_with_balancing(plan, _balanced(tasks))
     yaml_with_replicas(plan, _replicated(tasks))
     if _scaled_late(tasks):
         _move_backward(plan)
     return str(yaml.serialize(plan))
+
+
+def _merge_tasks(plan: yaml.MappingNode) -> None:
+    """Tasks that come by a merge key (``<<``) as if they were written out, for others to be put among them."""
+    for key, tasks in plan.value:
+        if key.value == "tasks" and isinstance(tasks, yaml.MappingNode):
+            own = [entry for entry in tasks.value if entry[0].tag != "tag:yaml.org,2002:merge"]
+            try:
+                yaml.SafeLoader("").flatten_mapping(tasks)
+            except yaml.YAMLError:
+                return
+            names = {name.value for name, _ in own}
+            merged = {name.value: (name, value) for name, value in tasks.value if name.value not in names}
+            tasks.value = [*own, *merged.values()]
 
 
 def _move_backward(plan: yaml.MappingNode) -> None:

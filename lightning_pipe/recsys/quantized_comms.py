@@ -33,6 +33,7 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.recsys.dynamic.modules import DynamicEmbeddingBagCollection
 from lightning_pipe.recsys.tables import Table
 
 __all__ = ["PRECISIONS", "QuantizedComms"]
@@ -50,6 +51,7 @@ _OPS = (
 )
 # Parts of a pooled embedding are added up on their way; int8 has a scale for each row, and codes that do not add up.
 _ADDED_UP = {ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value}
+_LARGEST = torch.finfo(torch.float32).max
 _ADVICE = "for example {'forward': 'bf16', 'backward': 'fp16'}"
 
 
@@ -65,6 +67,9 @@ class QuantizedComms:
             greatest of their row or below 1e-8.
         int8_row_dim: how many values next to each other share a scale and an offset, which take 8 bytes. It must divide
             the widths of all shards of a module's tables; their greatest common divisor where none is given.
+
+    Raises:
+        SetupError: another precision, a scale that is no positive number, or one that nothing uses.
     """
 
     forward: str = "fp32"
@@ -78,7 +83,7 @@ class QuantizedComms:
         """Reads ``{"forward": "bf16", "backward": "fp16"}``, as YAML gives it; None quantises nothing.
 
         Raises:
-            SetupError: another key or precision, a scale that is no positive number, or one that nothing uses.
+            SetupError: another key, or what the class raises.
         """
         if isinstance(config, QuantizedComms):
             return config
@@ -90,38 +95,39 @@ class QuantizedComms:
             raise SetupError(
                 f"quantized_comms has the unknown key {', '.join(unknown)}; allowed are {', '.join(allowed)}"
             )
-        for way in ("forward", "backward"):
-            if given.get(way, "fp32") not in PRECISIONS:
-                raise SetupError(
-                    f"quantized_comms has {way}={given[way]!r}; needed is one of {', '.join(PRECISIONS)}, {_ADVICE}"
-                )
-        read = cls(**given)
+        return cls(**given)
+
+    def __post_init__(self) -> None:
         for way, precision, scale in (
-            ("forward", read.forward, read.forward_loss_scale),
-            ("backward", read.backward, read.backward_loss_scale),
+            ("forward", self.forward, self.forward_loss_scale),
+            ("backward", self.backward, self.backward_loss_scale),
         ):
+            if not isinstance(precision, str) or precision not in PRECISIONS:
+                raise SetupError(
+                    f"quantized_comms has {way}={precision!r}; needed is one of {', '.join(PRECISIONS)}, {_ADVICE}"
+                )
             if scale is None:
                 continue
-            if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
+            if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale <= _LARGEST:
                 raise SetupError(
-                    f"quantized_comms has {way}_loss_scale={scale!r}; needed is a positive number, for example 1024.0"
+                    f"quantized_comms has {way}_loss_scale={scale!r}; needed is a positive number of 32 bits, for"
+                    " example 1024.0"
                 )
             if precision == "fp32":
                 raise SetupError(
                     f"quantized_comms has {way}_loss_scale={scale!r}, but {way} is fp32, which needs none; give"
                     f" {way} another precision, or leave the scale out"
                 )
-        row = read.int8_row_dim
+        row = self.int8_row_dim
         if row is not None and (isinstance(row, bool) or not isinstance(row, int) or row < 1):
             raise SetupError(
                 f"quantized_comms has int8_row_dim={row!r}; needed is a whole number from 1, for example 16"
             )
-        if row is not None and not read.has_int8:
+        if row is not None and not self.has_int8:
             raise SetupError(
-                f"quantized_comms has int8_row_dim={row}, but forward is {read.forward} and backward {read.backward};"
+                f"quantized_comms has int8_row_dim={row}, but forward is {self.forward} and backward {self.backward};"
                 " give one of them int8, or leave int8_row_dim out"
             )
-        return read
 
     @property
     def quantizes(self) -> bool:
@@ -140,6 +146,12 @@ class QuantizedComms:
         """Raises SetupError if a table's embeddings cannot travel under any of its sharding types."""
         types = list(sharding_types or ())
         if types and not self.usable(types, pooled=not issubclass(table.module_type, EmbeddingCollection)):
+            if issubclass(table.module_type, DynamicEmbeddingBagCollection):
+                raise SetupError(
+                    f"quantized_comms has forward={self.forward!r} and backward={self.backward!r}, and the dynamic"
+                    f" module {table.module_name or 'given'!r} adds up parts of a pooled embedding on their way (it is"
+                    " sharded by rows, and in no other way), where numbers of int8 cannot be added up: use fp16 or bf16"
+                )
             raise SetupError(
                 f"{where} names {', '.join(types)} for table {table.name}, whose parts of a pooled embedding are added"
                 f" up on their way; quantized_comms has forward={self.forward!r} and backward={self.backward!r}, and"

@@ -40,7 +40,12 @@ from lightning_pipe.recsys.kernel_calls import (
     has_dense_kernels,
     trains_only_tables,
 )
-from lightning_pipe.recsys.kernels import evaluating, fused_kernels, prefetches_set_aside
+from lightning_pipe.recsys.kernels import (
+    evaluating,
+    fused_kernels,
+    moves_rows_at_zero_gradient,
+    prefetches_set_aside,
+)
 from lightning_pipe.recsys.outputs import wait_output
 from lightning_pipe.recsys.record import Recorder
 from lightning_pipe.recsys.resolution import Method, Resolution
@@ -75,7 +80,9 @@ class ModelRewrite:
 
     Attributes:
         splits_backward: whether it is.
-        looks_ahead: as ``look_ahead``, if all modules can.
+        looks_ahead: as ``look_ahead``, if all modules can, on all ranks.
+        agrees_unused: what ``agree_unused`` of ``backward`` is to be: an output that no rank used has a gradient of
+            zero, at which an optimiser on any rank changes a row.
         tables_backward: what ``backward`` calls, and its two halves.
 
     Raises:
@@ -101,10 +108,6 @@ class ModelRewrite:
         model = get_unwrapped_module(model)
         self._sharded = find_sharded(model, validate_ids, ids_on_wire)
         self._early_release = EarlyRelease(self._sharded) if free_features_early else None
-        self.splits_backward = split_backward or _has_row_optimizers(self.modules.values())
-        if self.splits_backward:
-            check_capturable(self.modules)
-        self.looks_ahead = look_ahead and all(map(can_follow_rates, self.modules.values()))
         first = next(iter(self._sharded.values()))
         self._device = first.device
         group = input_group if input_group is not None else first.own_group
@@ -112,6 +115,24 @@ class ModelRewrite:
         status = status_group if status_group is not None else group
         self._status_group = status if status is not None and status.size() > 1 else None
         self._agreement = Agreement(agree_group if agree_group is not None else group, self._device)
+        # A rank knows the kernels of its own shards alone, and all ranks must do alike.
+        modules = self.modules.values()
+        by_rows, some_cannot_follow, self.agrees_unused = self._agreement.any_of(
+            [
+                _has_row_optimizers(modules),
+                not all(map(can_follow_rates, modules)),
+                any(map(moves_rows_at_zero_gradient, modules)),
+            ]
+        )
+        self.splits_backward = split_backward or by_rows
+        if self.splits_backward:
+            error: SetupError | None = None
+            try:
+                check_capturable(self.modules)
+            except SetupError as not_capturable:
+                error = not_capturable
+            self._agreement.raise_together(error)
+        self.looks_ahead = look_ahead and not some_cannot_follow
         self.tables_backward = TableBackward(self.modules, self._agreement)
         self._resolution = Resolution(model, method, step, self._sharded, self._agreement, group)
         self._model = model
@@ -431,8 +452,8 @@ class ModelRewrite:
         with _lookup_mode(entry.module):
             try:
                 call = self._prepare(entry, call)
-            except InputError as wrong_input:
-                error = wrong_input
+            except Exception as wrong:  # of whatever kind: the other ranks wait for an answer
+                error = wrong
             self._agreement.raise_together(error)
             positional, named = call
             with entry.lock, prefetches_set_aside([entry.module]):

@@ -55,14 +55,15 @@ class RowMeans:
         Args:
             features: this rank's, before they are distributed.
         """
-        lengths = features.to_dict()
+        # Not to_dict(), which has no features of a batch without samples.
+        lengths = dict(zip(features.keys(), features.lengths().split(features.stride_per_key()), strict=True))
         inverse = features.inverse_indices_or_none()
         batch = inverse[1].shape[1] if inverse is not None else features.stride()
         device = features.device()
         counts = torch.ones(batch, len(self._features), device=device)
         for column, name in enumerate(self._features):
             if name is not None:
-                of_feature = lengths[name].lengths()
+                of_feature = lengths[name]
                 if inverse is not None:  # a batch size of its own: each sample says which of the bags is its
                     of_feature = of_feature[inverse[1][inverse[0].index(name)]]
                 # An empty bag's sum is zero, and so is its mean.

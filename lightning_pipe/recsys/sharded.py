@@ -27,7 +27,9 @@ from lightning_pipe.recsys.inputs import (
     TableRows,
     check_first,
     check_ids,
+    check_samples,
     conform,
+    refuse_missing_weights,
     refuse_trained_weights,
     without_side_effects,
 )
@@ -63,7 +65,7 @@ class Sharded:
         name: str,
         module: ShardedModule[Any, Any, Any, Any],
         validate_ids: bool,
-        ids_on_wire: IdsOnWire = "int64",
+        ids_on_wire: IdsOnWire,
     ) -> None:
         self.name = name
         self.module = module
@@ -102,8 +104,8 @@ class Sharded:
         """Checks a call's features and brings them into the form of the first batch.
 
         Raises:
-            InputError: what ``conform``, ``refuse_trained_weights`` and ``check_ids`` say; or a batch size per feature
-                over tables that cannot take it.
+            InputError: what ``conform``, ``check_ids``, ``check_samples`` and the refusals of weights say; or a batch
+                size per feature over tables that cannot take it.
         """
         positional, named = arguments
         features = positional[0] if positional else named.get("features")
@@ -117,6 +119,10 @@ class Sharded:
         if not self.pipelinable:
             return arguments
         refuse_trained_weights(self.name, features)
+        if isinstance(self.module, ShardedEmbeddingCollection):
+            check_samples(self.name, features)
+        elif isinstance(self.module, ShardedEmbeddingBagCollection) and self.module._is_weighted:
+            refuse_missing_weights(self.name, features)
         if self.form is None:
             check_first(self.name, features, self.features)
         else:
@@ -137,10 +143,12 @@ class Sharded:
             return
         kinds = {kind for child in self.module.modules() for kind in getattr(child, "_sharding_types", ())}
         if kinds & _SHARDED_BY_ROWS:
+            dynamic = isinstance(self.module, ShardedDynamicModule)  # which are sharded in one way alone
             raise InputError(
                 f"sharded module {self.name!r} got features with a batch size per feature, and has tables sharded"
                 f" {', '.join(sorted(kinds & _SHARDED_BY_ROWS))}: their gradients differ in size between ranks, which"
-                " Gloo cannot exchange. Shard these tables table_wise or column_wise, or give one batch size."
+                f" Gloo cannot exchange. {'G' if dynamic else 'Shard these tables table_wise or column_wise, or g'}ive"
+                " one batch size."
             )
 
     def take_arguments(self, batch: Any, results: PostprocessResults) -> Arguments:
@@ -236,7 +244,7 @@ def _tables_by_feature(module: ShardedModule[Any, Any, Any, Any]) -> dict[str, T
     return tables
 
 
-def find_sharded(model: torch.nn.Module, validate_ids: bool, ids_on_wire: IdsOnWire = "int64") -> dict[str, Sharded]:
+def find_sharded(model: torch.nn.Module, validate_ids: bool, ids_on_wire: IdsOnWire) -> dict[str, Sharded]:
     """The sharded modules of ``model`` by name, without those inside another sharded module.
 
     Raises:

@@ -235,15 +235,17 @@ class ShardedModel:
             for name, rows in self.dynamic_rows.items()
         }
 
-    def write_rows(self, folder: Path, since: int = 0) -> None:
+    def write_rows(self, folder: str | Path, since: int = 0) -> None:
         """Writes this rank's rows of dynamic tables below a folder, for :meth:`read_rows` on any number of ranks.
+
+        :func:`lightning_pipe.recsys.read_rows` reads them without a model.
 
         Args:
             folder: one that all ranks share.
             since: only rows that were in a batch of at least this number: what has changed since then.
         """
         for name, rows in self.dynamic_rows.items():
-            rows.write(_rows_folder(folder, name), since)
+            rows.write(_rows_folder(Path(folder), name), since)
 
     def close(self) -> None:
         """Lets go of the stores of dynamic tables, for another module to open; what was not committed is lost."""

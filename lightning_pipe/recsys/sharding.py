@@ -23,7 +23,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 from lightning_pipe.engine.errors import SetupError
 from lightning_pipe.recsys.agreement import Agreement
 from lightning_pipe.recsys.dense_values import broadcast_from_first_rank, materialise_dense, unfillable
-from lightning_pipe.recsys.dynamic.opening import in_kernel, open_rows
+from lightning_pipe.recsys.dynamic.opening import check_data_type, in_kernel, open_rows
 from lightning_pipe.recsys.dynamic.sharded import ShardedDynamicModule
 from lightning_pipe.recsys.planner_options import read_constraints, read_topology
 from lightning_pipe.recsys.planning import check_plan, make_plan
@@ -178,6 +178,8 @@ def _look(
     optimizers: list[TableOptimizer] = []
     without: list[str] = []
     for table, parameter in pairs:
+        if table.is_dynamic:
+            check_data_type(table.config, device)
         optimizer = resolve_table_optimizer(table.name, parameter, default, device, table.is_dynamic)
         if optimizer is None:
             without.append(table.name)

@@ -19,7 +19,6 @@ from lightning_pipe.recsys.balancing import BatchBalancer
 from lightning_pipe.recsys.balancing_plan import BALANCING
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.embeddings import Embeddings
-from lightning_pipe.recsys.kernels import moves_rows_at_zero_gradient
 from lightning_pipe.recsys.replays import RecsysReplays
 from lightning_pipe.recsys.replica_plan import AVERAGING
 from lightning_pipe.recsys.replicas import ReplicaAverage
@@ -124,8 +123,6 @@ class RecsysActions:
         self.replicas = replicas
         self.replays = RecsysReplays(rewrite, reducer)
         self._tables_in_training = False  # from a batch's DenseForward to its EmbBackward
-        # An output that no rank used has zeros for its gradient, which is nothing to some table optimisers only.
-        self._agree_unused = any(moves_rows_at_zero_gradient(module) for module in rewrite.modules.values())
 
     @property
     def lookup_reads(self) -> tuple[State, ...]:
@@ -239,7 +236,7 @@ class RecsysActions:
         )
         if ctx.has_gradients and self._rewrite.splits_backward:
             # The output dists' part of EmbBackward, here: it goes on beside the reduction of the dense gradients.
-            self._tables_backward.begin(ctx.embeddings, self._agree_unused)
+            self._tables_backward.begin(ctx.embeddings, self._rewrite.agrees_unused)
 
     def emb_backward(self, ctx: IterContext) -> None:
         """Backward of the lookups with the gradients of their outputs; fused optimisers step inside."""
@@ -248,7 +245,9 @@ class RecsysActions:
         else:
             try:
                 self._rewrite.backward(
-                    ctx.embeddings, scale=ctx.__dict__.get("gradient_scale"), agree_unused=self._agree_unused
+                    ctx.embeddings,
+                    scale=ctx.__dict__.get("gradient_scale"),
+                    agree_unused=self._rewrite.agrees_unused,
                 )
             except RuntimeError as error:
                 if "invalid tensor size" in str(error):

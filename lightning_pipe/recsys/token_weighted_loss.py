@@ -38,16 +38,20 @@ class TokenCount:
     Args:
         tokens: of this rank's batch: a number or a tensor of one, 0 or more.
         group: the ranks whose gradients are averaged; by default all, over a group of the counts' own.
+
+    Raises:
+        InputError: it is no number, or several. The other ranks hear of it in :meth:`total`.
     """
 
     __slots__ = ("_counts", "_group", "_work")  # no attributes: nothing in it belongs to samples
 
     def __init__(self, tokens: torch.Tensor | float, group: dist.ProcessGroup | None = None) -> None:
-        count = torch.as_tensor(tokens, dtype=torch.float64).detach().reshape(-1)
-        if len(count) != 1:
-            raise InputError(
-                f"the number of tokens has {len(count)} elements; needed is one number, as tensor.sum() gives"
-            )
+        error: InputError | None = None
+        try:
+            count = _count_of(tokens)
+        except InputError as wrong:
+            # The others wait for this rank's count; NaN tells them that it is none.
+            count, error = torch.tensor([torch.nan], dtype=torch.float64), wrong
         self._group = _own_group() if group is None else group
         self._work: dist.Work | None = None
         self._counts = count
@@ -55,6 +59,8 @@ class TokenCount:
             count = count.to(communicating_device(self._group, count.device))
             self._counts = count.new_zeros(self._group.size())
             self._work = dist.all_gather(list(self._counts.split(1)), count, group=self._group, async_op=True)
+        if error is not None:
+            raise error
 
     @property
     def ranks(self) -> int:
@@ -112,6 +118,21 @@ def token_weighted_mean(loss_sum: torch.Tensor, tokens: TokenCount | torch.Tenso
     """
     count = tokens if isinstance(tokens, TokenCount) else TokenCount(tokens)
     return count.mean(loss_sum)
+
+
+def _count_of(tokens: object) -> torch.Tensor:
+    """A float64 tensor of one element."""
+    try:
+        count = torch.as_tensor(tokens).detach().reshape(-1)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"the number of tokens is {tokens!r}, a {type(tokens).__name__}; needed is one number, as"
+            " tensor.sum() gives"
+        ) from error
+    if len(count) != 1 or count.is_complex():
+        kind = "is complex" if count.is_complex() else f"has {len(count)} elements"
+        raise InputError(f"the number of tokens {kind}; needed is one number, as tensor.sum() gives")
+    return count.to(torch.float64)
 
 
 def _own_group() -> dist.ProcessGroup | None:

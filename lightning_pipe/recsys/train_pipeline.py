@@ -11,25 +11,23 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.optim.keyed import KeyedOptimizer
 
 from lightning_pipe.engine import IterContext, PipelineError, PipelinePlan, SetupError, SWPipeline, TaskError
+from lightning_pipe.engine.flags import check_flags
 from lightning_pipe.recsys.accumulation import Accumulation
 from lightning_pipe.recsys.balancing import BalanceReport, BatchBalancer, make_balancer
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.device_buffers import DeviceBuffers
-from lightning_pipe.recsys.embeddings import Embeddings
 from lightning_pipe.recsys.evaluation import PipelinedEvaluation, training_set_aside
-from lightning_pipe.recsys.gradient_norm import clip_by_global_norm
 from lightning_pipe.recsys.ids_on_wire import IdsOnWire
 from lightning_pipe.recsys.loss_check import check_finite_loss
 from lightning_pipe.recsys.plans import looks_ahead, recsys_plan
-from lightning_pipe.recsys.replicas import refuse_norm
 from lightning_pipe.recsys.rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding import ShardedModel
 from lightning_pipe.recsys.tasks import RecsysActions, recsys_tasks
+from lightning_pipe.recsys.train_pipeline_checks import check_model, clipping, refuse_late_gradients
 from lightning_pipe.recsys.transfer import move_batch
 
 
@@ -78,8 +76,8 @@ class TrainPipeline:
 
     Raises:
         PlanError: there is no such plan, or it cannot be run.
-        SetupError: the model holds no sharded module, one that cannot be trained here, or one with trained feature
-            processors inside ``DistributedDataParallel``; or it is in another pipeline.
+        SetupError: an argument is of a wrong type; the model holds no sharded module, one that cannot be trained here,
+            or one with trained feature processors inside ``DistributedDataParallel``; or it is in another pipeline.
 
     Example::
 
@@ -113,10 +111,19 @@ class TrainPipeline:
         free_features_early: bool = False,
         input_group: dist.ProcessGroup | None = None,
     ) -> None:
-        declared = recsys_plan(plan, recsys_tasks())  # refused before anything is made
+        # Refused before anything is made.
+        check_flags(
+            execute_all_batches=execute_all_batches,
+            validate_ids=validate_ids,
+            detect_nan=detect_nan,
+            copy_in_place=copy_in_place,
+            free_features_early=free_features_early,
+        )
+        declared = recsys_plan(plan, recsys_tasks())
         sharded = model if isinstance(model, ShardedModel) else None
         self._sharded = sharded
-        clip = None if max_norm is None else _clipping(model, max_norm)
+        check_model(model, optimizer, custom_model_fwd)
+        clip = None if max_norm is None else clipping(model, max_norm)
         if clip is not None and accumulate != 1:
             raise SetupError(
                 f"max_norm is {max_norm} and accumulate is {accumulate}, but tables step in every batch, before the"
@@ -164,7 +171,7 @@ class TrainPipeline:
                 status_group=status_group,
             )
             undo.callback(self.rewrite.restore)
-            _refuse_late_gradients(self._model, self.rewrite)
+            refuse_late_gradients(self._model, self.rewrite)
             self._actions = actions = RecsysActions(
                 self.rewrite,
                 transfer=transfer,
@@ -191,6 +198,7 @@ class TrainPipeline:
                 method=rewrite,
                 input_group=input_group,
                 validate_ids=validate_ids,
+                ids_on_wire=ids_on_wire,
                 free_features_early=free_features_early,
                 device=device,
                 group=world,
@@ -280,15 +288,9 @@ class TrainPipeline:
             raise
 
     @property
-    def balance_report(self) -> BalanceReport:
-        """How uneven the work of ranks was before samples were exchanged, and after.
-
-        Raises:
-            SetupError: there is no balancer.
-        """
-        if self._balancer is None:
-            raise SetupError("this TrainPipeline has no balancer; give it balancer=True")
-        return self._balancer.report
+    def balance_report(self) -> BalanceReport | None:
+        """How uneven the work of ranks was before samples were exchanged, and after; None without a balancer."""
+        return None if self._balancer is None else self._balancer.report
 
     def _train_next(self, dataloader_iter: Iterator[Any]) -> IterContext:
         if self.rewrite.records and not self.rewrite.resolved and not self.pipeline.in_flight:
@@ -354,24 +356,6 @@ class TrainPipeline:
         return None if output[0] is None else self._accumulation.part_of(torch.sum(output[0], dim=0))
 
 
-def _clipping(model: nn.Module | ShardedModel, max_norm: float) -> Callable[[Embeddings], torch.Tensor]:
-    if not isinstance(model, ShardedModel):
-        raise SetupError(
-            f"max_norm is {max_norm}, but the model is a {type(model).__name__}, which averages gradients in backward,"
-            " before any norm is known; give the model that shard_model() returns"
-        )
-    if not max_norm > 0:
-        raise SetupError(f"max_norm is {max_norm}; needed is a number above 0, or None for no clipping")
-    refuse_norm(model.replicas)
-    dense = [parameter for _, parameter in model.dense_parameters()]
-
-    def clip(embeddings: Embeddings) -> torch.Tensor:
-        assert embeddings.kernel_gradients is not None
-        return clip_by_global_norm(dense, model.table_gradient_norm(embeddings.kernel_gradients), max_norm)
-
-    return clip
-
-
 def _new_group(undo: ExitStack, make: Callable[[], Any] = dist.new_group) -> dist.ProcessGroup:
     group = make()
 
@@ -383,26 +367,3 @@ def _new_group(undo: ExitStack, make: Callable[[], Any] = dist.new_group) -> dis
     undo.callback(leave)
     assert isinstance(group, dist.ProcessGroup)
     return group
-
-
-def _refuse_late_gradients(model: nn.Module, rewrite: ModelRewrite) -> None:
-    """Feature processors get their gradients with the tables, when DistributedDataParallel is done with its own."""
-    for wrapper in model.modules():
-        if not isinstance(wrapper, DistributedDataParallel) or wrapper.process_group.size() == 1:
-            continue
-        reduced = {
-            id(parameter)
-            for name, parameter in wrapper.module.named_parameters()
-            if parameter.requires_grad and name not in wrapper.parameters_to_ignore
-        }
-        late = [
-            name
-            for name, module in rewrite.modules.items()
-            if any(id(parameter) in reduced for parameter in module.parameters())
-        ]
-        if late:
-            raise SetupError(
-                f"sharded module(s) {', '.join(late)} hold feature processors that are trained, inside"
-                " DistributedDataParallel, which averages gradients before these have theirs: ranks would drift apart."
-                " Shard the model with lightning_pipe.recsys.shard_model, or freeze the processors before it is wrapped"
-            )

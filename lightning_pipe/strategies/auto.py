@@ -42,7 +42,7 @@ def refuse_without_auto(
     """Refuse arguments that are for plans that are looked for, where the plan is given.
 
     Raises:
-        SetupError: one of them is not its default.
+        SetupError: one of them is not its default; or ``save_plan`` is no path.
     """
     if plan != AUTO and (save_plan is not None or exploration is not None or max_in_flight != IN_FLIGHT):
         raise SetupError(
@@ -50,6 +50,8 @@ def refuse_without_auto(
             " one; leave them out, or give plan='auto'"
         )
     PlanLimits(max_in_flight)  # says what is wrong with it
+    if save_plan is not None and not isinstance(save_plan, str | Path):
+        raise SetupError(f"save_plan is {save_plan!r}; needed is the path of a file to write, or None")
 
 
 def exploration_of(arguments: Mapping[str, Any] | None) -> Exploration:

@@ -72,7 +72,7 @@ def export_checkpoint(folder: str | Path, file: str | Path, *, weights_only: boo
                 warnings.warn(
                     f"the rows of the dynamic tables in {', '.join(checkpoint[DYNAMIC_ROWS])} have no place in one file"
                     f" and are left out: they are in {str(source / 'rows')!r}, for"
-                    " lightning_pipe.recsys.dynamic.row_files.read_rows",
+                    " lightning_pipe.recsys.read_rows",
                     stacklevel=2,
                 )
             checkpoint = {key: value for key, value in checkpoint.items() if key not in _ONLY_SHARDED}

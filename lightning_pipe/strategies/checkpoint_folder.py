@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import CheckpointIO
 
-from lightning_pipe.engine import SetupError
+from lightning_pipe.engine import PipelineError, SetupError
 from lightning_pipe.strategies.background_save import BackgroundSave, HostCopies
 from lightning_pipe.strategies.base import DistributedStrategy
 from lightning_pipe.strategies.safe_reading import unsafe_names
@@ -298,7 +298,7 @@ def on_all_ranks(work: Callable[[], T], failed: str, group: dist.ProcessGroup | 
     """Do *work*, in which ranks do not wait for each other; raises on all ranks what went wrong on any.
 
     Args:
-        work: its SetupErrors say all themselves.
+        work: this project's errors say all themselves.
         failed: what is not done, for the message of any other error.
         group: to say it through; the world's where there is none.
     """
@@ -306,11 +306,22 @@ def on_all_ranks(work: Callable[[], T], failed: str, group: dist.ProcessGroup | 
     try:
         result = work()
     except Exception as error:  # of the file system, or of what cannot be pickled
-        problem, cause = str(error) if isinstance(error, SetupError) else f"{failed}: {error}", error
-    found = [text for text in gather(problem, group) if text is not None]
-    if found:
-        raise SetupError(problem or found[0]) from cause
+        problem, cause = _said(error, failed), error
+    found = gather(problem, group)
+    if any(found):
+        # What all say alike is said once; else what each says that has failed.
+        texts = {text: [rank for rank, one in enumerate(found) if one == text] for text in found if text is not None}
+        everywhere = len(texts) == 1 and None not in found
+        named = [text if everywhere else f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in texts.items()]
+        raise SetupError("\n".join(named)) from cause
     return result
+
+
+def _said(error: Exception, failed: str) -> str:
+    """What is said of an error: this project's say all themselves, the system's their kind."""
+    if isinstance(error, PipelineError):
+        return str(error)
+    return f"{failed}: {error}" if isinstance(error, OSError) else f"{failed}: {type(error).__name__}: {error}"
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipe.engine import PlanError, SetupError, TaskSpan
+from lightning_pipe.engine.flags import check_flags
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.interrupted_save import install_interrupted_saves
@@ -98,9 +99,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
             raise SetupError(
                 f"pipe_module is {pipe_module!r}; needed is the name of an attribute, such as 'encoder.body'"
             )
-        for name, value in (("deferred_batch_norm", deferred_batch_norm), ("compile_partitions", compile_partitions)):
-            if not isinstance(value, bool):
-                raise SetupError(f"{name} is {value!r}; needed is True or False")
+        check_flags(deferred_batch_norm=deferred_batch_norm, compile_partitions=compile_partitions)
         if isinstance(parallel_devices, str | torch.device):
             raise SetupError(f"parallel_devices is the single device {parallel_devices!r}; give a list")
         self._chunks = chunks

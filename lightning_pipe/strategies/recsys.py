@@ -27,6 +27,7 @@ from lightning_pipe.engine import (
     SWPipeline,
     TaskSpan,
 )
+from lightning_pipe.engine.flags import check_flags
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.auto_program import AutoProgram, PlanChoice
 from lightning_pipe.loops.batch_source import Uneven
@@ -184,6 +185,14 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             timeout=timeout,
             start_method=start_method,
         )
+        check_flags(
+            validate_ids=validate_ids,
+            detect_nan=detect_nan,
+            copy_in_place=copy_in_place,
+            free_features_early=free_features_early,
+            pipelined_evaluation=pipelined_evaluation,
+            async_checkpoints=async_checkpoints,
+        )
         self._take_uneven_batches(uneven_batches)
         # A name that does not exist is said when the strategy is made, not when training begins.
         recsys_plan("serial" if plan == AUTO else plan, recsys_tasks())
@@ -241,11 +250,12 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         return self._program.pipeline
 
     @property
-    def balance_report(self) -> BalanceReport:
-        """How uneven the work of ranks was before samples were exchanged, and after; the same on every rank."""
-        if self._balancer is None:
-            raise SetupError("samples are not balanced between ranks; give the strategy balancer=True")
-        return self._balancer.report
+    def balance_report(self) -> BalanceReport | None:
+        """How uneven the work of ranks was before samples were exchanged, and after; the same on every rank.
+
+        None without a balancer.
+        """
+        return None if self._balancer is None else self._balancer.report
 
     def start_trace(self) -> None:
         """Record when and where each task runs from now on."""

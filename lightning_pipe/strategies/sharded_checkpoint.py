@@ -55,7 +55,8 @@ def load_sharded_checkpoint(
     Args:
         path: what :func:`save_sharded_checkpoint` wrote.
         sharded: the model, sharded in whatever way.
-        with_optimizers: whether to load the state of the tables' optimisers too, where the checkpoint has them.
+        with_optimizers: whether to load the state of the tables' optimisers too, where the checkpoint has them. That of
+            rows of dynamic tables is always loaded with them.
         strict: whether the checkpoint must hold everything that the model does.
         weights_only: False to allow any class in what is no tensor, whose code runs then.
 
@@ -84,7 +85,8 @@ def load_sharded_checkpoint(
         present = sharded.fused_optimizer.state_dict()
         sharded.fused_optimizer.load_state_dict({**present, "state": {**present["state"], **state["tables"]["state"]}})
     if sharded.dynamic_rows:
-        sharded.read_rows(folder, rest.pop(DYNAMIC_ROWS, None), with_optimizers="tables" in state)
+        # With states for an evaluation, too: rows are committed, and who trains on from the store wants them whole.
+        sharded.read_rows(folder, rest.pop(DYNAMIC_ROWS, None), with_optimizers="optimizer_states" in rest)
     return {**rest, "state_dict": {}}
 
 

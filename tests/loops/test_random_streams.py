@@ -26,11 +26,9 @@ def test_the_model_draws_the_same_however_often_the_second_streams_are_used() ->
     for uses in (1, 4):
         seed()
         streams = RandomStreams(CPU)
-        with streams.active("fetch"):
-            draw()
+        streams.draw("fetch", draw)
         for _ in range(uses):
-            with streams.active("fetch"):
-                draw()
+            streams.draw("fetch", draw)
         drawn.append(draw())
     assert drawn[0] == drawn[1]
 
@@ -42,8 +40,7 @@ def test_the_second_streams_draw_the_same_whatever_the_model_draws_between() -> 
         streams = RandomStreams(CPU)
         of_run = []
         for _ in range(3):
-            with streams.active("fetch"):
-                of_run.append(draw())
+            of_run.append(streams.draw("fetch", draw))
             for _ in range(between):
                 draw()
         drawn.append(of_run)
@@ -56,8 +53,7 @@ def test_the_first_block_of_an_epoch_uses_the_common_streams() -> None:
     expected = [draw(), draw()]
     seed()
     streams = RandomStreams(CPU)
-    with streams.active("fetch"):
-        first = draw()
+    first = streams.draw("fetch", draw)
     assert [first, draw()] == expected
 
 
@@ -65,12 +61,10 @@ def test_a_restart_takes_the_common_streams_up_again() -> None:
     seed()
     streams = RandomStreams(CPU)
     for _ in range(2):
-        with streams.active("fetch"):
-            draw()
+        streams.draw("fetch", draw)
     torch_state, python_state = torch.get_rng_state(), random.getstate()
     streams.restart()
-    with streams.active("fetch"):
-        pass
+    streams.draw("fetch", lambda: None)
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert random.getstate() == python_state
 
@@ -78,15 +72,29 @@ def test_a_restart_takes_the_common_streams_up_again() -> None:
 def test_the_models_streams_are_put_back_when_a_block_raises() -> None:
     seed()
     streams = RandomStreams(CPU)
-    with streams.active("fetch"):
-        pass
+    streams.draw("fetch", lambda: None)
     expected = torch.get_rng_state()
 
     def fail() -> None:
-        with streams.active("fetch"):
-            draw()
-            raise KeyError
+        draw()
+        raise KeyError
 
     with pytest.raises(KeyError):
-        fail()
+        streams.draw("fetch", fail)
     assert torch.equal(torch.get_rng_state(), expected)
+
+
+def test_where_the_common_stream_was_is_remembered_until_somebody_forgets_it() -> None:
+    seed()
+    streams = RandomStreams(CPU)
+    streams.draw("fetch", draw)
+    draw()
+    expected = torch.get_rng_state(), random.getstate()
+    streams.draw("prepare", draw)
+    assert streams.common is not None
+    assert torch.equal(streams.common["torch"], expected[0])
+    assert streams.common["python"] == expected[1]
+    streams.common = None
+    streams.draw("transfer", draw)
+    assert streams.common is not None
+    assert streams.common["python"] == expected[1]

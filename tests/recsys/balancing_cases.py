@@ -6,7 +6,7 @@ from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -190,13 +190,22 @@ def faults(rank: int, world_size: int) -> dict[str, str]:
         "keys differ": (BatchBalancer(), {**good, **({"more": jagged([0, 1, 2])} if bad else {})}, None),
         "not moved": (BatchBalancer(), good, InputError("not moved") if bad else None),
         "list": (BatchBalancer(), {**good, "names": ["x", "y", "z"]}, None),
+        "complex": (BatchBalancer(workload(lambda costs: costs + 1j)), good, None),
+        "no such name": (BatchBalancer(samples="real"), good if bad else {**good, "real": 3}, None),
+        "no number": (BatchBalancer(samples=cast("Any", lambda _: 2.5 if bad else 3)), good, None),
+        "nothing to keep": (
+            BatchBalancer(keep=["batch['stats']"]),
+            good if bad else {**good, "stats": "kept"},
+            None,
+        ),
         "too many": (BatchBalancer(samples=lambda batch: 9 if bad and not batch.get("good") else 3), good, None),
     }
     for name, (balancer, batch, error) in cases.items():
         with opened(balancer):
-            assert error_of(balancer, {**good, "good": True}) == "no error"
+            fine = {**good, "good": True, "real": 3, "stats": "kept"}
+            assert error_of(balancer, fine) == "no error"
             found[name] = error_of(balancer, batch, error)
-            assert error_of(balancer, {**good, "good": True}) == "no error"
+            assert error_of(balancer, fine) == "no error"
     others: dict[str, dict[str, Any]] = {"exchange": {"exchange": "all_gather"}, "keep": {"keep": ["batch.x"]}}
     for name, arguments in others.items():
         try:

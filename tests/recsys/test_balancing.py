@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning_pipe.engine import InputError, SetupError
 from lightning_pipe.recsys import BatchBalancer
 from lightning_pipe.recsys.balancing import BalanceReport, make_balancer
+from lightning_pipe.recsys.balancing_samples import take_apart
 from tests.distributed import run_ranks
 from tests.recsys.balancing_cases import COUNTS, batch_of, every_kind, faults, padded, samples_of
 from tests.recsys.sharding_cases import CPU
@@ -83,6 +84,12 @@ def test_padding_stays_at_the_end_and_is_not_exchanged() -> None:
         assert one[:4] != [0, 1, 2, 3]
 
 
+def test_what_is_in_a_part_that_stays_stays_too() -> None:
+    batch = {"number": torch.arange(3), "stats": {"mean": torch.zeros(3), "names": ["x", "y", "z"]}}
+    samples = take_apart(batch, keep=["batch['stats']"])
+    assert [name for name, _ in samples.description] == ["batch['number']"]
+
+
 @pytest.fixture(scope="module")
 def errors() -> Results:
     return run_ranks(faults, 2)
@@ -96,11 +103,15 @@ def errors() -> Results:
         ("too short", "rank 1: the balancer's workload function returned a tensor of [2]; needed is a tensor of [3]"),
         ("no tensor", "rank 1: the balancer's workload function returned a int"),
         ("rows differ", "rank 1: batch['extra'] has 2 row(s), but batch['ids'] has 3"),
-        ("form differs", "the form of the batch differs between ranks"),
+        ("form differs", "pad rows to one width on all ranks, or make the part jagged"),
         ("keys differ", "the form of the batch differs between ranks"),
         ("not moved", "rank 1: not moved"),
         ("list", "batch['names'] is a list of 3 entries"),
         ("too many", "rank 1: the batch is said to have 9 samples"),
+        ("complex", "rank 1: the balancer's workload function returned a complex tensor of [3]"),
+        ("no such name", "rank 1: the balancer's samples is 'real', but the batch, a dict, has no such key"),
+        ("no number", "rank 1: the number of samples of the batch is a float, 2.5, as the balancer's samples says"),
+        ("nothing to keep", "rank 1: the balancer's keep names batch['stats'], which the batch, a dict, does not have"),
     ],
 )
 def test_a_bad_batch_on_one_rank_is_an_error_on_all(errors: Results, fault: str, text: str) -> None:
@@ -178,12 +189,14 @@ def test_the_argument_says_a_balancer_in_several_ways() -> None:
     [
         ({"exchange": "broadcast"}, "exchange is 'broadcast'"),
         ({"keep": "batch.x"}, "keep is 'batch.x'"),
+        ({"keep": 5}, "keep is 5; needed is a list of names"),
         ({"workload": "no_module.costs"}, "cannot be imported"),
         ({"workload": "costs"}, "cannot be imported"),
         ({"workload": 3}, "workload is 3"),
         ({"samples": 3}, "samples is 3"),
         ({"pace": 3}, "pace"),
         ({"class_path": "torch.nn.Identity"}, "makes a Identity"),
+        ({"class_path": 5}, "the balancer names 5, which cannot be imported"),
         ({"class_path": "lightning_pipe.recsys.BatchBalancer", "arguments": {}}, "needed is a mapping of class_path"),
         ("yes", "balancer is 'yes'"),
         (3, "balancer is 3"),

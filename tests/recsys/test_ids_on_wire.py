@@ -15,6 +15,8 @@ from lightning_pipe.recsys.ids_on_wire import SentAsInt32, check_ids_on_wire, se
 from lightning_pipe.recsys.rewrite import ModelRewrite
 from lightning_pipe.recsys.traffic import recorded_traffic
 from tests.distributed import run_ranks
+from tests.recsys.pipeline_cases import CASES as TRAINED
+from tests.recsys.pipeline_cases import sharded
 from tests.recsys.rewrite_cases import (
     Bags,
     Batch,
@@ -29,6 +31,7 @@ from tests.recsys.rewrite_cases import (
     table_values,
     variable_batches,
 )
+from tests.recsys.train_pipeline_cases import pipeline_of
 
 MIXED = {"af0": "table_wise", "af1": "row_wise", "bf1": "data_parallel", "bf2": "column_wise"}
 CASES: dict[str, tuple[Any, Any, Any]] = {
@@ -152,6 +155,14 @@ def refused(used: dict[str, Any]) -> str:
     return ""
 
 
+def evaluated(ids_on_wire: Any) -> int:
+    """The bytes of an evaluation by a pipeline that was asked so."""
+    case = TRAINED["pooled, table_wise"]
+    with pipeline_of(sharded(case), "base", ids_on_wire=ids_on_wire) as pipeline, recorded_traffic() as sent:
+        assert len(list(pipeline.evaluate(iter(case.data(3))))) == 3
+    return sum(one.bytes for one in sent)
+
+
 def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
     used = groups()
     return {
@@ -161,6 +172,7 @@ def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
             for asked in ("int64", "int32")
             for validate in (False, True)
         },
+        "evaluated": {asked: evaluated(asked) for asked in ("auto", "int32", "int64")},
         "refused": refused(used),
     }
 
@@ -184,6 +196,12 @@ def test_the_input_dist_sends_half_the_bytes(two_ranks: list[dict[str, Any]], ca
         half, full = (found["trained"][case][asked][2] for asked in ("int32", "int64"))
         print(f"{case}: {full} bytes as int64, {half} as int32")
         assert 0 < full == 2 * half
+
+
+def test_an_evaluation_sends_ids_as_its_pipeline_was_asked_to(two_ranks: list[dict[str, Any]]) -> None:
+    for found in two_ranks:
+        sent = found["evaluated"]
+        assert sent["auto"] == sent["int32"] < sent["int64"]
 
 
 def test_weights_and_batch_sizes_travel_as_they_are(two_ranks: list[dict[str, Any]]) -> None:

@@ -81,6 +81,8 @@ def test_without_constraints_there_is_nothing_to_hold() -> None:
         ({"users": {"bounds_check_mode": "never"}}, "bounds_check_mode, is 'never'; needed is one of FATAL"),
         ({"users": {"cache_params": {"size": 3}}}, "unknown key size; allowed are algorithm"),
         ({"users": ["row_wise"]}, "needed is a mapping"),
+        (5, "constraints are 5; needed is a mapping"),
+        ({5: {}}, "constraints name the table 5, which the model does not have"),
         ({"history": {"sharding_types": ["table_wise", "data_parallel"]}}, r"for table sequence.*pools sequences"),
         ({"history": {"sharding_types": ["table_row_wise"]}}, "allowed are table_wise, column_wise, row_wise"),
         ({"movies": {"sharding_types": ["grid_shard"]}}, "grid_shard for table .*movies.*pooled by mean"),
@@ -132,6 +134,8 @@ def test_a_topology_in_plain_words_knows_the_ranks_of_a_node_from_the_environmen
     [
         ({"hbm": 3}, "unknown key hbm; allowed are hbm_cap"),
         ({"world_size": 4}, "unknown key world_size"),
+        (5, "topology is 5; needed is a mapping"),
+        (["hbm_cap"], r"topology is \['hbm_cap'\]; needed is a mapping"),
         ({"pod_size": 64}, "cannot be had: pod_size=64"),
         (Topology(world_size=4, compute_device="cpu"), "topology is for 4 ranks, and there are 2"),
     ],

@@ -466,6 +466,8 @@ def test_on_one_rank_nothing_travels_and_nothing_is_off(precision: str) -> None:
         ({"forwards": "fp16"}, "the unknown key forwards; allowed are forward, backward"),
         ({"forward": "float16"}, "forward='float16'; needed is one of fp32, fp16, bf16, int8"),
         ({"backward": None}, "backward=None; needed is one of"),
+        ({"forward": ["fp16"]}, r"forward=\['fp16'\]; needed is one of"),
+        ({"forward": "fp16", "forward_loss_scale": 10**400}, "needed is a positive number of 32 bits"),
         ({"backward": "fp16", "backward_loss_scale": 0}, "backward_loss_scale=0; needed is a positive number"),
         ({"forward": "fp16", "backward_loss_scale": 8.0}, "but backward is fp32, which needs none"),
         ({"forward": "int8", "int8_row_dim": 1.5}, "int8_row_dim=1.5; needed is a whole number"),
@@ -475,6 +477,13 @@ def test_on_one_rank_nothing_travels_and_nothing_is_off(precision: str) -> None:
 def test_an_option_that_cannot_be_is_named(config: Any, message: str) -> None:
     with pytest.raises(SetupError, match=message):
         QuantizedComms.from_config(config)
+
+
+def test_one_that_is_made_by_hand_is_checked_as_well() -> None:
+    with pytest.raises(SetupError, match="forward='fp8'; needed is one of"):
+        QuantizedComms(forward="fp8")
+    with pytest.raises(SetupError, match=r"forward_loss_scale=-1\.0; needed is a positive number"):
+        QuantizedComms(forward="fp16", forward_loss_scale=-1.0)
 
 
 def test_nothing_is_quantised_unless_it_is_asked_for() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from lightning_pipe.engine import PipelinePlan, PlanError, TaskSchedule
 from lightning_pipe.recsys import PLANS, recsys_plan, recsys_tasks
@@ -65,3 +66,22 @@ def test_plans_are_found_with_it() -> None:
     for plan in [*plans, *hand_written_plans(REPLICATED)]:
         assert list(plan.tasks) == [task.name for task in REPLICATED]
         assert plan.schedule["SyncReplicas"] == TaskSchedule()
+
+
+@pytest.mark.parametrize("merged", ["EmbBackward", "H2DAndShuffle", "SyncReplicas"])
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("replicated", [False, True])
+def test_tasks_that_come_by_a_merge_key_are_found(
+    merged: str, balanced: bool, replicated: bool, tmp_path: Path
+) -> None:
+    tasks = recsys_tasks(balanced=balanced, replicated=replicated)
+    written = yaml.safe_load(recsys_plan("base", REPLICATED).to_yaml())
+    moved = {name: written["tasks"].pop(name) for name in (merged, "OptimStep")}
+    written["tasks"]["<<"] = moved
+    # What is written beside a merge key goes before what it brings.
+    moved["DenseForward"] = {"stage": 7}
+    text = yaml.safe_dump(written, sort_keys=False).replace("'<<'", "<<").replace('"<<"', "<<")
+    assert "  <<:" in text
+    path = tmp_path / "plan.yaml"
+    path.write_text(text, encoding="utf-8")
+    assert recsys_plan(path, tasks).description() == recsys_plan("base", tasks).description()

@@ -73,7 +73,8 @@ def test_averaged_gradients_are_those_of_the_mean_over_all_tokens(ranks: int) ->
 
 def wrong_on_one(rank: int, world_size: int) -> list[str]:
     texts = []
-    for count in (-1, float("nan"), float("inf")):
+    counts: tuple[Any, ...] = (-1, float("nan"), float("inf"), "3", None, [1, 2], torch.tensor(3 + 1j))
+    for count in counts:
         try:
             token_weighted_mean(torch.ones(()), count if rank else 2)
         except InputError as error:
@@ -84,11 +85,18 @@ def wrong_on_one(rank: int, world_size: int) -> list[str]:
 
 
 def test_a_count_that_is_none_is_an_error_on_all_ranks_that_names_the_rank() -> None:
-    for texts in run_ranks(wrong_on_one, 2):
+    others, own = run_ranks(wrong_on_one, 2)
+    for texts in (others, own):
         assert "-1.0 on rank 1" in texts[0]
         assert "nan on rank 1" in texts[1]
         assert "inf on rank 1" in texts[2]
-        assert texts[3] == "3.0"
+        assert texts[7] == "3.0"
+    for text in others[3:7]:
+        assert "nan on rank 1" in text
+    assert "is '3', a str; needed is one number" in own[3]
+    assert "is None, a NoneType; needed is one number" in own[4]
+    assert "has 2 elements; needed is one number" in own[5]
+    assert "is complex; needed is one number" in own[6]
 
 
 def in_two_worlds(rank: int, world_size: int, store: str) -> list[float]:

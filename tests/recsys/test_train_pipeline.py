@@ -151,12 +151,28 @@ def test_gradients_accumulate_over_batches_under_every_plan_as_in_a_loop(
         ({"accumulate": 0}, "accumulate is 0; it counts"),
         ({"accumulate": True}, "accumulate is True; it counts"),
         ({"accumulate": 2, "max_norm": 1.0}, "max_norm is 1.0 and accumulate is 2"),
+        ({"max_norm": "1.0"}, "max_norm is '1.0'; needed is a number above 0"),
+        ({"max_norm": True}, "max_norm is True; needed is a number above 0"),
+        ({"detect_nan": "no"}, "detect_nan is 'no'; needed is True or False"),
+        ({"free_features_early": "false"}, "free_features_early is 'false'; needed is True or False"),
+        ({"custom_model_fwd": 5}, "custom_model_fwd is 5; needed is a function"),
     ],
 )
-def test_a_number_of_batches_that_cannot_be_accumulated_is_refused(arguments: dict[str, Any], says: str) -> None:
+def test_what_cannot_be_is_refused_before_anything_is_replaced(arguments: dict[str, Any], says: str) -> None:
     model = sharded(POOLED)
     with pytest.raises(SetupError, match=says):
         TrainPipeline(model, adam(model), CPU, **arguments)
+    assert not replaced(model.module)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_is_no_model_or_optimiser_is_refused() -> None:
+    model: Any = sharded(POOLED)
+    nothing: Any = 5
+    with pytest.raises(SetupError, match="the model is a int; needed is"):
+        TrainPipeline(nothing, adam(model), CPU)
+    with pytest.raises(SetupError, match="the optimizer is a int; needed is"):
+        TrainPipeline(model, nothing, CPU)
     assert not replaced(model.module)
 
 

@@ -25,7 +25,7 @@ from lightning_pipe.recsys.dynamic.modules import (
 from lightning_pipe.strategies.checkpoint_export import export_checkpoint
 from tests.distributed import run_ranks
 from tests.recsys.dynamic.dynamic_cases import ADAM, rows_of, same
-from tests.strategies.cases import PLANS, ROW_WISE_ADAGRAD, WIDTH, Batch, Clicks, fit, loader, recsys
+from tests.strategies.cases import PLANS, ROW_WISE_ADAGRAD, WIDTH, Batch, Clicks, fit, loader, recsys, trainer
 
 
 class Dynamic(nn.Module):
@@ -217,6 +217,30 @@ def test_an_export_to_one_file_says_that_rows_are_left_out(tmp_path: Path) -> No
     with pytest.warns(UserWarning, match=r"network\.bags, network\.history have no place in one file"):
         export_checkpoint(tmp_path / "kept" / "step=2.ckpt", tmp_path / "whole.ckpt")
     assert "dynamic_rows" not in torch.load(tmp_path / "whole.ckpt", weights_only=True)
+
+
+class Loaded(Clicks):
+    """One that ``load_from_checkpoint`` can build."""
+
+    def __init__(self, store: str) -> None:
+        super().__init__(lambda: Dynamic(Path(store)), optimizers=optimizer)
+
+
+def test_an_exported_file_is_loaded_without_rows_which_the_folder_brings(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [Keeping(tmp_path / "kept", 6)]}
+    _, trained = run(tmp_path / "store", "prefetch", max_epochs=1, **options)
+    checkpoint = tmp_path / "kept" / "step=6.ckpt"
+    with pytest.warns(UserWarning, match="have no place in one file"):
+        export_checkpoint(checkpoint, tmp_path / "whole.ckpt")
+    module = Loaded.load_from_checkpoint(tmp_path / "whole.ckpt", store=str(tmp_path / "other"))
+    dense = {name: value for name, value in module.state_dict().items() if ".over." in name}
+    assert same(dense, trained["dense"])
+    with pytest.raises(SetupError, match="is not sharded"):
+        trainer("auto", max_epochs=1).fit(module, loader())
+    used = trainer(recsys("prefetch", optimizer=ROW_WISE_ADAGRAD))
+    used.validate(module, loader(12), ckpt_path=checkpoint, verbose=False)
+    assert same(state_of(used), trained)
+    used.strategy.sharded_model.close()  # type: ignore[attr-defined]
 
 
 def test_an_evaluation_in_mid_epoch_changes_nothing(tmp_path: Path) -> None:

@@ -56,6 +56,21 @@ def test_a_plan_may_be_a_name_an_object_or_a_file(tmp_path: Path) -> None:
     assert [difference(state, states[0]) for state in states] == [[], [], [], []]
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["validate_ids", "detect_nan", "copy_in_place", "free_features_early", "pipelined_evaluation", "async_checkpoints"],
+)
+def test_what_is_on_or_off_is_no_text(name: str) -> None:
+    options: dict[str, Any] = {name: "false"}
+    with pytest.raises(SetupError, match=f"{name} is 'false'; needed is True or False"):
+        recsys(**options)
+
+
+def test_a_plan_is_saved_to_a_path() -> None:
+    with pytest.raises(SetupError, match="save_plan is 5; needed is the path"):
+        recsys("auto", save_plan=5)
+
+
 def test_an_unknown_plan_is_refused_when_the_strategy_is_made() -> None:
     with pytest.raises(PlanError, match=r"there is no plan 'prefech'.*serial, base, prefetch"):
         recsys("prefech")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn, Self, get_args
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ __all__ = [
 
 
 Existing = Literal["refuse", "keep", "forget"]
+_DATA_TYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class DynamicTable:
 
     Attributes:
         name: unique in its module.
-        embedding_dim: numbers of a row.
+        embedding_dim: numbers of a row, a multiple of 4.
         feature_names: the features that are looked up in it.
         cache_rows: rows in memory, over all ranks. It must hold those of every batch in flight; a rank has its part.
         pooling: ``sum`` or ``mean`` over a bag; without effect in a ``DynamicEmbeddingCollection``.
@@ -46,7 +47,7 @@ class DynamicTable:
         eviction: which rows leave the cache first: those unused for longest (``lru``), those seen least (``lfu``), or
             those to which a function of ids, counts and the batches they were last seen in gives the lowest scores.
             Without effect on what is trained: rows come back from the store as they were.
-        data_type: of the weights.
+        data_type: of the weights: FP32, FP16, or, on a GPU, BF16.
     """
 
     name: str
@@ -69,6 +70,16 @@ class DynamicTable:
             )
         for field in ("embedding_dim", "cache_rows", "admission_threshold"):
             _check_count(where, field, getattr(self, field))
+        if self.embedding_dim % 4:
+            raise SetupError(
+                f"{where} has embedding_dim={self.embedding_dim}; needed is a multiple of 4, as FBGEMM's kernels take"
+                f" rows: {-(-self.embedding_dim // 4) * 4}, for example"
+            )
+        if self.data_type not in _DATA_TYPES:
+            raise SetupError(
+                f"{where} has data_type={self.data_type!r}; needed is one that can be trained: DataType."
+                f"{', DataType.'.join(one.name for one in _DATA_TYPES)}"
+            )
         if self.ttl is not None:
             _check_count(where, "ttl", self.ttl)
         if isinstance(self.feature_names, str) or not self.feature_names:
@@ -135,6 +146,10 @@ class _Dynamic:
         self.storage = Storage(Path(store), seed, commit_every, check_nan, existing)
         return found
 
+    def _apply(self, *_: Any, **__: Any) -> Self:
+        """Nothing is moved or converted: the parameters say shapes, and have no values to take along."""
+        return self
+
     def forward(self, *arguments: Any, **named: Any) -> NoReturn:
         """There is nothing to look up in until ranks share the ids out.
 
@@ -194,6 +209,7 @@ class DynamicEmbeddingBagCollection(_Dynamic, EmbeddingBagCollection):
             is_weighted=is_weighted,
             device=torch.device("meta"),
         )
+        self.register_load_state_dict_pre_hook(_put_own_in)
 
 
 class DynamicEmbeddingCollection(_Dynamic, EmbeddingCollection):
@@ -240,6 +256,13 @@ class DynamicEmbeddingCollection(_Dynamic, EmbeddingCollection):
             ],
             device=torch.device("meta"),
         )
+        self.register_load_state_dict_pre_hook(_put_own_in)
+
+
+def _put_own_in(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before a state dict is loaded: rows are in the module's store, and its parameters want nothing of it."""
+    for name, parameter in module.named_parameters():
+        state.setdefault(prefix + name, parameter)
 
 
 def is_dynamic_type(module_type: type[nn.Module]) -> bool:

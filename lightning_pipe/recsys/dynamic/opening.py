@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
 from lightning_pipe.engine.errors import SetupError
 from lightning_pipe.recsys.agreement import Agreement
@@ -28,7 +29,16 @@ from lightning_pipe.recsys.dynamic.sharded import ShardedDynamicModule
 from lightning_pipe.recsys.dynamic.slot_lookup import look_slots_up, skip_to_kernel
 from lightning_pipe.recsys.table_optimizer import TableOptimizer
 
-__all__ = ["in_kernel", "open_rows"]
+__all__ = ["check_data_type", "in_kernel", "open_rows"]
+
+
+def check_data_type(config: BaseEmbeddingConfig, device: torch.device) -> None:
+    """Raises SetupError for a dynamic table whose rows have a type that FBGEMM has no kernel for on *device*."""
+    if device.type == "cpu" and config.data_type == DataType.BF16:
+        raise SetupError(
+            f"dynamic table {config.name!r} has data_type=DataType.BF16, for which FBGEMM has no kernel on a CPU;"
+            " needed is DataType.FP32 or DataType.FP16, or a GPU"
+        )
 
 
 def in_kernel(optimizer: TableOptimizer, device: torch.device) -> TableOptimizer:

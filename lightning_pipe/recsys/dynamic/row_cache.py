@@ -69,7 +69,7 @@ class RowCache:
         admission_threshold: an id is trained from the batch on that is the so many-th in which it occurs. Before that
             it reads its initial values, and what the optimiser does to its row is taken back. Batches are counted, not
             occurrences: how often a batch repeats an id is lost where ids are made distinct on the way here.
-        ttl: a row that was last seen more than so many steps ago starts anew; None: none ever does. More than the steps
+        ttl: a row that was last seen more than so many steps ago starts anew; None: none ever does. At least the steps
             between two batches that have begun at the same time, where a plan begins one before another is trained.
         check_nan: refuse to hand the store a row with NaN.
         ids_of: what messages call keys; None for the keys themselves.
@@ -148,7 +148,7 @@ class RowCache:
             slots, rows, missing = self._slots.touch(ids)
             batch = Batch(rows)
             with self._lock:
-                self._open.end_dropped()
+                self._bring_up_to_date()
                 self._open.add(batch)
             try:
                 if missing.size:
@@ -161,8 +161,13 @@ class RowCache:
 
     def _pinned(self) -> tuple[npt.NDArray[np.bool_], int]:
         with self._lock:
-            self._open.end_dropped()
+            self._bring_up_to_date()
             return self._open.pinned(self.capacity), len(self._open) - 1
+
+    def _bring_up_to_date(self) -> None:
+        """Before rows are read: what was dropped has ended, and what is to start anew has. With the lock held."""
+        self._open.end_dropped()
+        self._slots.settle()
 
     # On the main thread, in the order of training.
 
@@ -174,16 +179,25 @@ class RowCache:
             step: number of the batch among those that are trained; it rises from one to the next.
 
         Raises:
-            PlanError: a step that does not rise, or a ticket that has begun or ended.
+            PlanError: a step that does not rise, a ticket that has begun or ended, or a ``ttl`` that is over before a
+                batch that has begun is trained.
         """
         with self._lock:
-            self._open.end_dropped()
+            self._bring_up_to_date()
             batch = self._open.check(self.table, ticket, begun=False)
             others = self._open.begun()
             if (self._step is not None and step < self._step) or (others and step <= others[-1][1].step):
                 raise PlanError(
                     f"table {self.table!r}: step {step} begins after step {self._step}, needed are rising steps: begin"
                     " batches in the order in which they are trained"
+                )
+            ttl = self._headers.ttl
+            if ttl is not None and others and step - others[0][1].step > ttl:
+                raise PlanError(
+                    f"table {self.table!r} has ttl={ttl}, and batch {step} begins before batch {others[0][1].step} is"
+                    " trained, whose rows would start anew under it; needed is a ttl of at least"
+                    f" {step - others[0][1].step} for this plan: raise it, or take a plan that looks batches up later."
+                    " (A module that is called several times in a step counts as many batches.)"
                 )
             self._step = step
             self._version += 1
@@ -199,7 +213,7 @@ class RowCache:
             step: of the batch that was trained last.
         """
         with self._lock:
-            self._open.end_dropped()
+            self._bring_up_to_date()
             expired = self._headers.expired(self._open.check(self.table, ticket, begun=False).rows, step)
             if expired.size:
                 self._version += 1
@@ -216,7 +230,8 @@ class RowCache:
             batch = self._open.check(self.table, ticket, begun=True)
             assert batch.begun is not None
             self._version += 1
-            self._slots.start(batch.begun.young)
+            # On this rank alone: what goes wrong is raised where the next batch begins, with the other ranks.
+            self._slots.start_or_owe(batch.begun.young)
             self._slots.stats.held_back += len(batch.begun.young)
             self._columns.behind(self._columns.mark())
             self._open.end(batch)
@@ -235,7 +250,7 @@ class RowCache:
         assert batch.begun is not None
         self._version += 1
         self._headers.undo(batch.rows, batch.begun)
-        self._slots.start(self._headers.young(batch.rows))
+        self._slots.start_or_owe(self._headers.young(batch.rows))
 
     # On the main thread, between batches; others may be prefetched meanwhile.
 
@@ -249,7 +264,7 @@ class RowCache:
             SetupError: of the store. What was not written can be with the next call.
         """
         with self._rows_lock, self._lock:
-            self._open.end_dropped()
+            self._bring_up_to_date()
             # From the last to the first, and back.
             kept: list[tuple[Slots, npt.NDArray[np.int64]]] = []
             for batch, begun in reversed(self._open.begun()):
@@ -280,7 +295,7 @@ class RowCache:
             return 0
         with self._rows_lock:
             with self._lock:
-                self._open.end_dropped()
+                self._bring_up_to_date()
                 self._version += 1
                 cached = self._slots.expired(step)
                 self._slots.forget(cached)

@@ -84,16 +84,43 @@ def check_rows(folder: Path, tables: Iterable[str]) -> None:
             _contents(folder, table, file)
 
 
-def read_rows(folder: Path, table: str) -> Iterator[Rows]:
-    """All ranks' rows of a table, as they were written.
+def read_rows(folder: str | Path, table: str, module: str | None = None) -> Iterator[Rows]:
+    """All ranks' rows of a table, as they were written, without a model or other ranks.
+
+    Args:
+        folder: of a checkpoint, or one that ``ShardedModel.write_rows`` was given; or that of a module's rows in it.
+        table: its name.
+        module: the dynamic module that has it, where several have a table of that name.
+
+    Yields:
+        some rows at a time, in no order.
 
     Raises:
-        SetupError: as :func:`check_rows`.
+        SetupError: as :func:`check_rows`; no module has such a table, or several.
     """
+    folder = _of_module(Path(folder), table, module)
     for file in _files(folder, table):
         packed = _contents(folder, table, file)
         contents = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
         yield Rows(contents["ids"], contents["counts"], contents["last_seen"], list(contents["columns"]))
+
+
+def _of_module(folder: Path, table: str, module: str | None) -> Path:
+    """Where the lists of a table's files are: *folder*, or a module's below it."""
+    if module is None and any(folder.glob(f"{table}.rank-*-of-*.json")):
+        return folder
+    below = folder / "rows"
+    names = {one.parent.name for one in below.glob(f"*/{table}.rank-*-of-*.json")}
+    found = names if module is None else names & {module}
+    if not names and not below.is_dir():
+        return folder  # whose own lack says more
+    if len(found) == 1:
+        return below / found.pop()
+    there = sorted({file.name.split(".rank-")[0] for file in below.glob("*/*.rank-*-of-*.json")})
+    raise SetupError(
+        f"{str(folder)!r} has rows of table {table!r} in the modules {sorted(names) or 'none'}, and of the tables"
+        f" {there or 'none'}; name one of these tables, and with module= one of the modules if there are several"
+    )
 
 
 def _files(folder: Path, table: str) -> list[dict[str, Any]]:

@@ -88,6 +88,8 @@ class RowSlots:
         self.map = IdMap(columns.capacity)
         self.stats = CacheStats()
         self._tick = 0
+        # Rows that are to start anew, and could not.
+        self._owed: list[Slots] = []
         # A stack of free slots, the lowest on top.
         self._free = np.arange(columns.capacity)[::-1].copy()
         self._free_count = columns.capacity
@@ -198,6 +200,25 @@ class RowSlots:
         if rows.size:
             self._columns.start(rows, self._initial(self.map.keys_of(rows)))
 
+    def start_or_owe(self, rows: Slots) -> None:
+        """As ``start``, which ``settle`` makes up for where it fails: for callers on one rank, whom no other waits for.
+
+        A user's function of initial values may fail at any call.
+        """
+        try:
+            self.start(rows)
+        except Exception:
+            self._owed.append(rows)
+
+    def settle(self) -> None:
+        """Start what is owed; what goes wrong is raised, again and again, until it does not.
+
+        Whoever reads rows, counts them or hands them to the store calls this first.
+        """
+        while self._owed:
+            self.start(self._owed[-1])
+            self._owed.pop()
+
     def forget(self, rows: Slots) -> None:
         """Rows that are there, and are not from now on."""
         self.start(rows)
@@ -207,6 +228,7 @@ class RowSlots:
 
     def clear(self) -> None:
         """All slots are free, and nothing is written."""
+        self._owed.clear()
         self.map.clear()
         self.headers.clear(np.arange(len(self._free)))
         self.headers.dirty[:] = 0

@@ -316,6 +316,17 @@ def test_calls_in_another_order_are_refused() -> None:
         table.cache.trained(second)
 
 
+def test_a_time_to_live_that_ends_before_a_batch_that_has_begun_is_trained_is_refused() -> None:
+    table = Table(ttl=1)
+    tickets = [table.prefetch(step) for step in (1, 2, 3)]
+    table.cache.begin(tickets[0], 1)
+    table.cache.begin(tickets[1], 2)
+    with pytest.raises(PlanError, match=r"ttl=1, and batch 3 begins before batch 1 is trained.* at least 2"):
+        table.cache.begin(tickets[2], 3)
+    table.cache.trained(tickets[0])
+    table.cache.begin(tickets[2], 3)
+
+
 @pytest.mark.parametrize("options", [{"ttl": 0}, {"admission_threshold": 0}, {"policy": "random"}])
 def test_options_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(SetupError, match="table 't'"):

@@ -78,3 +78,31 @@ def test_rows_are_not_written_beside_others(ranks: int, tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="has some already"):
         write_rows(tmp_path, "users", 0, ranks, iter([rows(0, 1)]))
     assert sum(len(one.ids) for one in read_rows(tmp_path, "users")) == 16
+
+
+def of_checkpoint(folder: Path, *modules: str) -> Path:
+    """A folder as a checkpoint's: each module has a table of one row, called by the module's place."""
+    for number, module in enumerate(modules):
+        write_rows(folder / "rows" / module, "users", 0, 1, iter([rows(number, 1)]))
+    return folder
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_rows_are_found_in_the_folder_that_was_written_or_in_a_modules(kind: type, tmp_path: Path) -> None:
+    folder = of_checkpoint(tmp_path, "bags")
+    for place in (folder, folder / "rows" / "bags"):
+        assert [one.ids.tolist() for one in read_rows(kind(place), "users")] == [[0]]
+
+
+def test_of_several_modules_with_the_table_one_is_named(tmp_path: Path) -> None:
+    folder = of_checkpoint(tmp_path, "bags", "history")
+    with pytest.raises(SetupError, match=r"rows of table 'users' in the modules \['bags', 'history'\].*module="):
+        list(read_rows(folder, "users"))
+    assert [one.ids.tolist() for one in read_rows(folder, "users", "history")] == [[1]]
+
+
+@pytest.mark.parametrize(("table", "module"), [("things", None), ("users", "tables")])
+def test_what_is_not_there_is_named_beside_what_is(table: str, module: str | None, tmp_path: Path) -> None:
+    folder = of_checkpoint(tmp_path, "bags")
+    with pytest.raises(SetupError, match=r"of the tables \['users'\]"):
+        list(read_rows(folder, table, module))

@@ -1,0 +1,99 @@
+"""Each schedule's step against half the time that two processes take, each with the whole model, at the same time.
+
+``torchrun --nproc-per-node 2 -m benchmarks.llm_efficiency`` trains a transformer of equal layers on the same
+micro-batches in turns: alone, where every rank has all layers and waits for nobody, and in stages, under every
+schedule. With *P* ranks a step in stages would take the *P*-th part of a step alone if nothing were lost to the bubble
+of the schedule, to messages and to this project; alone all cores are as busy as in stages, so what cores take from each
+other is in both. The aim is 0.90 for the best schedule; of the theory, whose bubble is (P - 1) / (m + P - 1), GPipe and
+1F1B with 8 micro-batches on 2 ranks can reach 0.889.
+
+Each rank keeps to a core, as in ``benchmarks/llm_bounds.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.figures import Figure, add_options, at_least, interval, save
+from benchmarks.llm_bounds import Schedule, gather, pin, step
+from benchmarks.llm_stages import loss_of, make_micro_batches, make_runner
+from benchmarks.llm_step_time import Decoder
+from lightning_pipe.llm.runner import StageInputs
+from lightning_pipe.llm.schedules import SCHEDULES
+
+TARGET = 0.90
+
+
+def alone(model: Decoder, inputs: list[StageInputs]) -> float:
+    """Seconds of a step of the whole model in this process, from a barrier on."""
+    model.zero_grad()
+    dist.barrier()
+    start = time.perf_counter()
+    for one in inputs:
+        loss_of(model(*one.args), one.target).backward()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES))
+    for option, default in (
+        ("width", 512), ("layers", 8), ("rows", 2), ("length", 128), ("micro-batches", 8), ("rounds", 10)
+    ):  # fmt: skip
+        parser.add_argument(f"--{option}", type=int, default=default)
+    add_options(parser)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    pin()
+    dist.init_process_group("gloo")
+    ranks, count = dist.get_world_size(), options.micro_batches
+    inputs = make_micro_batches(count, options.rows, options.length)
+    torch.manual_seed(1)
+    whole = Decoder(options.width, options.layers)
+    at_work = {name: Schedule(*make_runner(name, options.width, options.layers)) for name in options.schedules}
+    times: dict[str, list[float]] = {name: [] for name in ("alone", *at_work)}
+    for turn in range(options.rounds + 1):
+        for name in list(times) if turn % 2 else reversed(times):
+            taken = alone(whole, inputs) if name == "alone" else step(at_work[name], inputs, record=False)[0]
+            longest = max(gather(taken))
+            if turn:  # the first makes schedules and touches memory
+                times[name].append(longest)
+    if dist.get_rank() == 0:
+        save([show(times, ranks, options)], options.json)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def show(times: dict[str, list[float]], ranks: int, options: argparse.Namespace) -> Figure:
+    """Print a line for each schedule; returns the figure of the best."""
+    ideal = [one / ranks for one in times.pop("alone")]
+    print(
+        f"{ranks} ranks, {options.micro_batches} micro-batches of {options.rows} x {options.length} tokens,"
+        f" {options.layers} layers of width {options.width}; alone / {ranks}: {1e3 * statistics.median(ideal):.1f} ms"
+    )
+    found = {}
+    for name, taken in times.items():
+        ratios = [one / other for one, other in zip(ideal, taken, strict=True)]
+        found[name] = ratios
+        print(f"{name:<24}{1e3 * statistics.median(taken):>9.1f} ms{statistics.median(ratios):>8.3f}")
+
+    def best(of: range | list[int]) -> float:
+        return max(statistics.median(ratios[each] for each in of) for ratios in found.values())
+
+    name = max(found, key=lambda one: statistics.median(found[one]))
+    rounds = range(len(ideal))
+    what = f"LLM two processes alone / {ranks} / step of the best schedule, m = {options.micro_batches}"
+    print(f"best: {name}")
+    return at_least(what, best(rounds), TARGET, interval(lambda of: best(list(of)), len(rounds)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The page on migration names what TorchRec and this project have, by their own names."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchrec.distributed.train_pipeline import train_pipelines
+
+import lightning_pipe.callbacks as callbacks
+import lightning_pipe.strategies as strategies
+from lightning_pipe.recsys import PLANS, TrainPipeline
+
+PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
+FROM_TORCHREC, FROM_NEMO = (
+    PAGE[PAGE.index(f"\n## {heading}") : PAGE.index(f"\n## {after}")]
+    for heading, after in (
+        ("From TorchRec's train pipelines", "From TorchTNT"),
+        ("From NeMo and Megatron-LM", "From PyTorch's `Pipe`"),
+    )
+)
+
+
+def words(text: str) -> set[str]:
+    """The names in a text's code."""
+    return {word for code in re.findall(r"`([^`\n]+)`", text) for word in re.findall(r"\w+", code)}
+
+
+def last_cells(text: str) -> str:
+    return "\n".join(line.strip("|").split("|")[-1] for line in text.splitlines() if line.startswith("| "))
+
+
+def pipelines_of_torchrec() -> dict[str, type]:
+    return {
+        name: found
+        for name, found in inspect.getmembers(train_pipelines, inspect.isclass)
+        if issubclass(found, train_pipelines.TrainPipeline)
+        and found.__module__ == train_pipelines.__name__
+        and not inspect.isabstract(found)
+    }
+
+
+@pytest.mark.parametrize("name", pipelines_of_torchrec())
+def test_every_pipeline_of_torchrec_is_named_with_all_its_arguments(name: str) -> None:
+    arguments = set(inspect.signature(pipelines_of_torchrec()[name]).parameters) - {"args", "kwargs"}
+    assert {name, *arguments} <= words(FROM_TORCHREC)
+
+
+def test_plans_that_are_named_exist() -> None:
+    table = FROM_TORCHREC.split("| argument or method")[0]
+    assert words(last_cells(table)) & set(PLANS) == {"serial", "base", "fused_sparse_dist", "semi_sync", "prefetch"}
+
+
+def test_what_is_said_to_be_the_same_is_an_argument_or_a_method() -> None:
+    row = next(line for line in FROM_TORCHREC.splitlines() if line.startswith("| `model`, `optimizer`"))
+    said = words(row.split("|")[1])
+    assert said <= set(inspect.signature(TrainPipeline).parameters)
+    assert all(hasattr(TrainPipeline, name) for name in ("progress", "detach", "attach", "reset"))
+
+
+def test_arguments_of_the_strategy_for_language_models_are_its_own() -> None:
+    signature: Any = inspect.signature(strategies.LLMPipelineStrategy).parameters
+    named = {word for word in words(last_cells(FROM_NEMO)) if word in signature}
+    assert {
+        "pipeline_parallel_size",
+        "stages_per_rank",
+        "layer_ranges",
+        "offload_optimizer",
+        "num_microbatches",
+    } <= named
+    wrong = {
+        word for word in words(last_cells(FROM_NEMO)) if re.search(r"_(size|stage|layers|weight|buckets)$", word)
+    } - set(signature)
+    assert wrong == set()
+
+
+def test_callbacks_that_are_named_exist() -> None:
+    assert {word for word in words(PAGE) if word.startswith("Pipeline") and word != "PipelineModule"} <= set(
+        callbacks.__all__
+    )
