@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Newer than all it is made from: a second call has nothing to do.
 STAMP := .venv/.setup-complete
 
-.PHONY: setup train train-llm test test-oldest bench lint format clean
+.PHONY: setup train train-llm test test-oldest bench docs lint format clean
 
 setup: $(STAMP)
 
@@ -33,6 +33,10 @@ bench: export OMP_NUM_THREADS = 1
 bench: setup
 	$(BIN)/python -m benchmarks.table
 
+# Every warning is an error. Open docs/_build/html/index.html.
+docs: setup
+	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -44,5 +48,5 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv build dist docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
