@@ -163,13 +163,20 @@ def import_torchrec(
         raise SetupError(_explain_failed_import(error, installed, gpu)) from error
 
 
-def require_torch(minimum: str, purpose: str, found: str | None = None) -> None:
+def require_torch(
+    minimum: str,
+    purpose: str,
+    found: str | None = None,
+    *,
+    reason: str = "whose torch.distributed.pipelining they are built on",
+) -> None:
     """Check that PyTorch is new enough for something.
 
     Args:
         minimum: ``major.minor``.
         purpose: what needs it, as a message begins.
         found: the version; the installed one where None.
+        reason: what is different there, behind the version.
 
     Raises:
         SetupError: it is older.
@@ -178,8 +185,8 @@ def require_torch(minimum: str, purpose: str, found: str | None = None) -> None:
     minor = _minor(found)
     if minor is not None and _numbers(minor) < _numbers(minimum):
         raise SetupError(
-            f"{purpose} need torch {minimum} or newer, whose torch.distributed.pipelining they are built on; torch"
-            f" {found} is installed: pip install 'torch>={minimum}'"
+            f"{purpose} need torch {minimum} or newer, {reason}; torch {found} is installed: pip install"
+            f" 'torch>={minimum}'"
         )
 
 

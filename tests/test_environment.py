@@ -193,6 +193,8 @@ def test_an_older_torch_than_is_needed_is_named_with_what_needs_it() -> None:
     require_torch("2.13", "stages")
     with pytest.raises(SetupError, match=r"stages need torch 2\.13 or newer.*torch 2\.11\.0 is installed: pip install"):
         require_torch("2.13", "stages", "2.11.0")
+    with pytest.raises(SetupError, match=r"graphs need torch 2\.13 or newer, where they end; torch 2\.12\.1 is"):
+        require_torch("2.13", "graphs", "2.12.1", reason="where they end")
 
 
 def test_the_environment_that_runs_the_tests_has_a_torchrec_that_loads() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_pipe.engine import InputError, PipelinePlan, SetupError, TaskSpan
+from lightning_pipe.environment import require_torch
 from lightning_pipe.pipe.autograd import attach, attach_loss
 from lightning_pipe.pipe.batch_norm import defer_batch_norm, undefer_batch_norm
 from lightning_pipe.pipe.loss import LossFunction, MiniBatchLoss, Reduction, total_of
@@ -144,7 +145,11 @@ class Pipe(nn.Module):
 
         Args:
             options: those of ``torch.compile``.
+
+        Raises:
+            SetupError: torch is older than 2.13.
         """
+        require_torch("2.13", "compiled partitions", reason="where compiling in two threads at once does not crash")
         for partition in self._partitions:
             partition.compile(**options)
         return self

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_pipe.engine import InputError, PlanError, SetupError
 from lightning_pipe.pipe import Pipe, balance_by_memory, balance_by_time, pop, skippable, stash
-from tests.pipe.models import whole_forward
+from tests.pipe.models import COMPILES, whole_forward
 
 CPUS = ["cpu", "cpu"]
 
@@ -161,6 +161,7 @@ def test_layers_that_partitions_do_not_know_are_refused(make: Make, change: str)
         pipe(torch.randn(4, 4))
 
 
+@COMPILES
 def test_a_copy_of_a_compiled_pipe_runs_its_own_layers(make: Make) -> None:
     pipe = make(linear()).compile_partitions(backend="eager")
     inputs = torch.randn(4, 4)
@@ -174,6 +175,7 @@ def test_a_copy_of_a_compiled_pipe_runs_its_own_layers(make: Make) -> None:
     assert torch.equal(pipe(inputs), before)
 
 
+@COMPILES
 def test_each_partition_is_compiled_for_itself_however_many_there_are(make: Make) -> None:
     torch._dynamo.reset()
     layers = [layer for _ in range(6) for layer in (nn.Linear(4, 4), nn.Tanh())]
@@ -185,6 +187,7 @@ def test_each_partition_is_compiled_for_itself_however_many_there_are(make: Make
             pipe(torch.randn(8, 4))
 
 
+@COMPILES
 def test_the_first_mini_batch_of_compiled_batch_normalisations_has_its_gradients(make: Make) -> None:
     torch._dynamo.reset()
     torch.manual_seed(1)

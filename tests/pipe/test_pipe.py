@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_pipe.engine import InputError, PlanError, SetupError
 from lightning_pipe.pipe import Pipe, is_recomputing
-from tests.pipe.models import MODELS, batch, different, same, whole_forward
+from tests.pipe.models import COMPILES, MODELS, batch, different, same, whole_forward
 
 
 def workers() -> list[str]:
@@ -127,6 +127,7 @@ def test_its_type_may_be_changed_and_its_place_may_not() -> None:
         pipe(batch(8)[0].double())
 
 
+@COMPILES
 def test_partitions_may_be_compiled() -> None:
     pipe, whole = Pipe(MODELS["plain"](), 2, devices=["cpu"] * 2), MODELS["plain"]()
     pipe.compile_partitions(backend="aot_eager")
@@ -140,6 +141,7 @@ def test_partitions_may_be_compiled() -> None:
     pipe.close()
 
 
+@COMPILES
 def test_compiled_layers_that_draw_run_as_they_are_with_a_warning() -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), 2, devices=["cpu"] * 2)
     pipe.compile_partitions(backend="aot_eager")
