@@ -158,9 +158,7 @@ class Between(pl.Callback):
             trainer.should_stop = self._turns.done
 
 
-def measure(
-    size: str, plan: str, framework: float, device: torch.device, options: argparse.Namespace
-) -> list[Figure]:
+def measure(size: str, plan: str, framework: float, device: torch.device, options: argparse.Namespace) -> list[Figure]:
     """All ways of *plan* in turns, on a model of *size*; prints what it found on rank 0, and returns it.
 
     Args:
@@ -207,7 +205,9 @@ def measure(
     return _figures(size, plan, framework, {name: taken[1:] for name, taken in turns.times.items()}, on_gpu)
 
 
-def _step(progress: Callable[[Iterator[Batch]], Any], data: Iterator[Batch], losses: list[Tensor]) -> Callable[[], None]:
+def _step(
+    progress: Callable[[Iterator[Batch]], Any], data: Iterator[Batch], losses: list[Tensor]
+) -> Callable[[], None]:
     def train() -> None:
         losses.append(progress(data)[0])
 
