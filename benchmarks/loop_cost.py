@@ -51,6 +51,10 @@ class Tiny(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
+    def step_time(self) -> float:
+        """Seconds from one step to the next: the median, without the first tenth of them."""
+        return statistics.median(after - before for before, after in pairwise(self.began[len(self.began) // 10 :]))
+
 
 def bare(module: Tiny, data: list[Tensor]) -> None:
     """What one would write."""
@@ -102,8 +106,7 @@ def measure(logs: bool, limit: float, options: argparse.Namespace) -> Figure:
             found = WAYS[name](module, data)
             ended[name] = (module.losses, found)
             if turn:
-                skipped = module.began[options.steps // 10 :]
-                times[name].append(statistics.median(after - before for before, after in pairwise(skipped)))
+                times[name].append(module.step_time())
     first = torch.stack(ended["bare"][0])
     assert all(torch.equal(torch.stack(losses), first) for losses, _ in ended.values()), "they trained differently"
     assert ended["Lightning"][1] == ended["this project"][1], "they logged differently"

@@ -52,7 +52,10 @@ class Run:
         return [sys.executable, *launcher, *port, *module, *self.arguments, "--json", str(path)]
 
 
-RUNS: tuple[Run, ...] = (Run("engine cost", "engine_cost"),)
+RUNS: tuple[Run, ...] = (
+    Run("engine cost", "engine_cost"),
+    Run("recsys step", "recsys_step", ranks=2),
+)
 
 
 def main() -> int:

@@ -43,7 +43,8 @@ class Splits:
 
     Attributes:
         request: the fused splits; None if this rank failed or nothing is pipelined.
-        status: with several ranks, the collective that tells each whether any has failed, and its tensor.
+        status: with several ranks, the collective that tells each whether any has failed, and its tensor; None where
+            the splits say so.
         error: why this rank sent no splits.
         answer: what it sent instead.
     """

@@ -297,19 +297,20 @@ class ModelRewrite:
             if self._status_group is None:
                 raise
             splits.error = problem
-        if self._status_group is not None:
+        length = sum(entry.splits for entry in pipelined)
+        with_splits = bool(length) and self._status_group is not None and self._status_group is self._group
+        if self._status_group is not None and not with_splits:
             failed = torch.tensor([splits.error is not None], dtype=torch.int32, device=self._device)
             work = dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._status_group, async_op=True)
             splits.status = work, failed
         if not pipelined:
             return splits
         if splits.error is None:
-            splits.request = send_splits(requests, splits.inputs.contexts)
+            splits.request = send_splits(requests, splits.inputs.contexts, with_splits)
             if self._early_release is not None:
                 self._early_release.release(splits.inputs)
         elif self._group is not None:
-            length = sum(entry.splits for entry in pipelined)
-            splits.answer = answer_without_splits(length, self._group, self._device)
+            splits.answer = answer_without_splits(length, self._group, self._device, with_splits)
         return splits
 
     def inputs_again(self, batch: Any, contexts: dict[str, Any]) -> Inputs:
@@ -332,13 +333,17 @@ class ModelRewrite:
         Raises:
             InputError: on every rank, if the batch of any cannot be trained; names the rank.
         """
+        any_failed = splits.error is not None
         if splits.status is not None:
             work, failed = splits.status
             work.wait()
-            if failed.item():
-                if splits.answer is not None:
-                    splits.answer.wait()
-                self._agreement.raise_gathered(splits.error)
+            any_failed = bool(failed.item())
+        elif splits.request is not None:
+            any_failed = splits.request.any_failed()
+        if any_failed:
+            if splits.answer is not None:
+                splits.answer.wait()
+            self._agreement.raise_gathered(splits.error)
         return Requests(splits.inputs, {} if splits.request is None else splits.request.wait())
 
     def wait_inputs(self, requests: Requests, forward_stream: torch.Stream | None = None) -> Features:

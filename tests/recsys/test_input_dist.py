@@ -283,7 +283,7 @@ def test_a_bad_batch_is_every_ranks_error_in_evaluation_and_in_the_recorded_step
 def test_the_splits_of_all_modules_go_in_one_all_to_all_on_the_input_group() -> None:
     for counts in run_ranks(fused, 2):
         assert counts == {
-            "start": [("all_reduce", True), ("all_to_all", True)],
+            "start": [("all_to_all", True)],
             "tensors on the input group": True,
             "evaluation on the input group": False,
             "lookup on the input group": False,
