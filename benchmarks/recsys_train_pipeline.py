@@ -113,12 +113,14 @@ def batches(options: argparse.Namespace, rank: int, pin: bool) -> list[Batch]:
 RATE, EPS = 0.05, 1e-8
 
 
-def theirs(options: argparse.Namespace, device: torch.device) -> tuple[DistributedModelParallel, Any]:
-    """Sharded and wrapped by TorchRec."""
+def theirs(
+    options: argparse.Namespace, device: torch.device, plan: Any = None
+) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+    """Sharded and wrapped by TorchRec; without a sharding plan as its planner says."""
     torch.manual_seed(1)
     model = Model(options)
     apply_optimizer_in_backward(RowWiseAdagrad, model.tables.parameters(), {"lr": RATE, "eps": EPS})
-    dmp = DistributedModelParallel(model, device=device)
+    dmp = DistributedModelParallel(model, device=device, plan=plan)
     seed_tables(dmp)
     dense = KeyedOptimizerWrapper(
         {name: p for name, p in dmp.named_parameters() if "tables" not in name},
