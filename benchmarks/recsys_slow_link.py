@@ -268,15 +268,16 @@ def main() -> None:
     for name, default, what in (
         ("tables", 4, ""),
         ("rows", 2000, "of each table"),
-        ("width", 8, "of its rows"),
-        ("batch", 1024, "samples of a rank"),
+        ("width", 4, "of its rows"),
+        ("batch", 512, "samples of a rank"),
         ("dense", 16, "features"),
+        ("times", 20, "that a layer is used"),
         ("steps", 6, "timed in a block"),
         ("rounds", 8, "that are kept"),
         ("profile-rounds", 7, "of the profiler"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=what)
-    parser.add_argument("--mlp", type=int, nargs="*", default=[64] * 6, help="widths")
+    parser.add_argument("--mlp", type=int, nargs=1, default=[64], help="its width")
     add_options(parser)
     options = parser.parse_args()
     if "RANK" in os.environ:

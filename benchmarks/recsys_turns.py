@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.train_pipeline import TrainPipelineBase
@@ -171,6 +171,17 @@ class Ours(Training):
         return own, max(0.0, self.times[-1] - sum(own.values()))
 
 
+class Deep(Model):
+    """Layers of the MLP are used again and again: much to compute, and few gradients to send."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__(options)
+        (width,) = options.mlp
+        first, relu, last = self.mlp
+        again = nn.Linear(width, width)
+        self.mlp = nn.Sequential(first, relu, *[again, relu] * options.times, last)
+
+
 class Workload:
     """The model and its batches, of as many ids as they are given.
 
@@ -183,7 +194,7 @@ class Workload:
         self.data: list[Batch] = []
         placed = {f"table{index}": table_wise(index % 2, compute_kernel="fused") for index in range(options.tables)}
         tables = construct_module_sharding_plan(
-            Model(options).tables, placed, world_size=2, local_size=1, device_type="cpu"
+            Deep(options).tables, placed, world_size=2, local_size=1, device_type="cpu"
         )
         self._plan = ShardingPlan(plan={"tables": tables})
 
@@ -194,13 +205,13 @@ class Workload:
 
     def of_ours(self, plan: str | PipelinePlan) -> Ours:
         """A pipeline of this project."""
-        sharded, optimizer = ours(self.options, CPU, self._plan)
+        sharded, optimizer = ours(self.options, CPU, self._plan, Deep)
         pipeline = TrainPipeline(sharded, optimizer, CPU, plan=plan, ids_on_wire=self.options.ids)
         return Ours(sharded, optimizer, pipeline, self.data, self.options.steps)
 
     def of_theirs(self, kind: Any) -> Training:
         """A pipeline of TorchRec's."""
-        model, optimizer = theirs(self.options, CPU, self._plan)
+        model, optimizer = theirs(self.options, CPU, self._plan, Deep)
         pipeline = kind(model, optimizer, CPU)
         # The others notice by themselves that there are data again.
         ended = [pipeline.reset] if kind is TrainPipelineBase else []

@@ -52,7 +52,11 @@ class Run:
         return [sys.executable, *launcher, *port, *module, *self.arguments, "--json", str(path)]
 
 
-RUNS: tuple[Run, ...] = (Run("engine cost", "engine_cost"),)
+RUNS: tuple[Run, ...] = (
+    Run("engine cost", "engine_cost"),
+    Run("recsys, slow link of 200 Mbit/s", "recsys_slow_link", ("--rate", "200mbit"), root=True),
+    Run("recsys, slow link of 1 Gbit/s", "recsys_slow_link", ("--rate", "1gbit"), root=True),
+)
 
 
 def main() -> int:
