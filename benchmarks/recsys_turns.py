@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from lightning_pipe.recsys.train_pipeline import TrainPipeline
 CPU = torch.device("cpu")
 EXCHANGE = ("EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch")
 # Steps of a block before and behind those that are timed: they fill and drain the pipeline.
-FILL, DRAIN = 3, 2
+FILL, DRAIN = 2, 2
 BATCHES = 4
 
 
@@ -203,7 +204,7 @@ class Workload:
         self.options.pooling = pooling
         self.data[:] = batches(self.options, dist.get_rank(), False)[:BATCHES]
 
-    def of_ours(self, plan: str | PipelinePlan) -> Ours:
+    def of_ours(self, plan: str | Path | PipelinePlan) -> Ours:
         """A pipeline of this project."""
         sharded, optimizer = ours(self.options, CPU, self._plan, Deep)
         pipeline = TrainPipeline(sharded, optimizer, CPU, plan=plan, ids_on_wire=self.options.ids)
