@@ -113,12 +113,14 @@ def batches(options: argparse.Namespace, rank: int, pin: bool) -> list[Batch]:
 RATE, EPS = 0.05, 1e-8
 
 
-def theirs(options: argparse.Namespace, device: torch.device) -> tuple[DistributedModelParallel, Any]:
-    """Sharded and wrapped by TorchRec."""
+def theirs(
+    options: argparse.Namespace, device: torch.device, plan: Any = None, kind: type[Model] = Model
+) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+    """A model sharded and wrapped by TorchRec; without a sharding plan as its planner says."""
     torch.manual_seed(1)
-    model = Model(options)
+    model = kind(options)
     apply_optimizer_in_backward(RowWiseAdagrad, model.tables.parameters(), {"lr": RATE, "eps": EPS})
-    dmp = DistributedModelParallel(model, device=device)
+    dmp = DistributedModelParallel(model, device=device, plan=plan)
     seed_tables(dmp)
     dense = KeyedOptimizerWrapper(
         {name: p for name, p in dmp.named_parameters() if "tables" not in name},
@@ -127,12 +129,15 @@ def theirs(options: argparse.Namespace, device: torch.device) -> tuple[Distribut
     return dmp, CombinedOptimizer([dmp.fused_optimizer, dense])
 
 
-def ours(options: argparse.Namespace, device: torch.device, plan: Any) -> tuple[ShardedModel, torch.optim.Optimizer]:
-    """Sharded by this project, in the same way."""
+def ours(
+    options: argparse.Namespace, device: torch.device, plan: Any, kind: type[Model] = Model
+) -> tuple[ShardedModel, torch.optim.Optimizer]:
+    """The same sharded by this project, in the same way."""
     torch.manual_seed(1)
     optimizer = {"class_path": "torchrec.optim.RowWiseAdagrad", "init_args": {"lr": RATE, "eps": EPS}}
     group = dist.new_group()
-    sharded = shard_model(Model(options), device=device, group=group, sparse_optimizer=optimizer, sharding_plan=plan)
+    model = kind(options)
+    sharded = shard_model(model, device=device, group=group, sparse_optimizer=optimizer, sharding_plan=plan)
     seed_tables(sharded.dmp)
     return sharded, torch.optim.SGD([parameter for _, parameter in sharded.dense_parameters()], lr=RATE)
 

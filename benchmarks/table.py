@@ -55,6 +55,8 @@ class Run:
 RUNS: tuple[Run, ...] = (
     Run("engine cost", "engine_cost"),
     Run("recsys step", "recsys_step", ranks=2),
+    Run("recsys, slow link of 200 Mbit/s", "recsys_slow_link", ("--rate", "200mbit"), root=True),
+    Run("recsys, slow link of 1 Gbit/s", "recsys_slow_link", ("--rate", "1gbit"), root=True),
 )
 
 

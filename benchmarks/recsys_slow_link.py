@@ -1,0 +1,311 @@
+"""Steps of a recommender over a slow link: this project's pipelines against TorchRec's, and against what is possible.
+
+``python -m benchmarks.recsys_slow_link --rate 200mbit`` trains the model of :mod:`recsys_train_pipeline` on two ranks
+that a rate-limited link joins (:mod:`slow_link`; root is needed), with so many ids that their exchange alone, X, takes
+0.5, 1 and 2 times as long as the rest of a step, F+B. No step can take less than the longer of the two.
+
+- X: the three tasks of the input exchange, batch after batch, and nothing else.
+- F+B: serial steps on batches whose ids were exchanged before, so it is measured, and no difference of two times. The
+  serial step less X, which should be about the same, is printed beside it.
+- Ours: serial, base, prefetch, ``ids_behind_lookup.yaml``, and the best plan that the planner finds for the times of
+  the serial one's tasks, all of them exact.
+- TorchRec's: ``TrainPipelineBase``, ``TrainPipelineSparseDist`` and ``TrainPipelineSparseDistLite``; and the second of
+  them once more, which is noise.
+
+All train the same batches, with tables sharded table-wise in the same way, and must lose the same to the bit. Ids are
+sent as int64 by all of them; ``--ids auto`` sends ours as int32, which is this project's default, and half the bytes.
+
+They take turns in blocks of steps, in another order in every round. A block begins and ends with nothing in flight; the
+steps that fill and drain a pipeline are not timed. Behind a first round, which is not kept, pipelines that are far
+behind the fastest of their own sit out. Times are medians over rounds, of the slower rank; "ours" and "TorchRec's"
+are the fastest of each by its median. Intervals are a bootstrap over rounds, in which the fastest are chosen anew.
+
+Aims: (ours - bound) / (TorchRec's - bound), with bound = max(F+B, X), is at most 0.3 where X is 1 and 2 times F+B;
+where it is half, ours is no slower than TorchRec's but for the noise of the run. And where X is at most 0.9 times F+B,
+what the exchange costs a step under our fastest plan (TaskProfiler's exposed time of its three tasks) is at most a
+tenth of X.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import random
+import statistics
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSparseDistLite
+
+from benchmarks.figures import Figure, add_options, at_most, interval, quartiles, save
+from benchmarks.recsys_turns import CPU, Arm, Ours, Parts, Training, Workload
+from benchmarks.slow_link import slow_link
+from lightning_pipe.recsys.auto_plan import propose_plans
+
+BEHIND_LOOKUP = Path(__file__).with_name("ids_behind_lookup.yaml")
+BY_HAND: dict[str, str | Path] = {
+    "serial": "serial",
+    "base": "base",
+    "prefetch": "prefetch",
+    BEHIND_LOOKUP.stem: BEHIND_LOOKUP,
+}
+THEIRS = (TrainPipelineBase, TrainPipelineSparseDist, TrainPipelineSparseDistLite)
+AGAIN = f"{TrainPipelineSparseDist.__name__} again"
+# A pipeline that is behind the fastest of its own by this factor in a first round sits out the others.
+BEHIND = 1.2
+# The exchange is to be hidden where it is at most this part of the rest.
+HIDEABLE = 0.9
+
+
+def calibrated(parts: Parts, wanted: float) -> None:
+    """Give the batches so many ids that X is about *wanted* times F+B.
+
+    Raises:
+        SystemExit: it is not for any number.
+    """
+    found: list[tuple[int, float, float]] = []
+    pooling = 16
+    for _ in range(6):
+        exchange, rest = parts.give(pooling)
+        if abs(exchange / rest / wanted - 1) < 0.05:
+            return
+        found = [*found, (pooling, exchange, rest)][-2:]
+        if len(found) == 1:
+            pooling = 3 * pooling
+            continue
+        # Both are taken to be linear in the number of ids.
+        (few, x0, r0), (many, x1, r1) = found
+        gained = (x1 - wanted * r1 - x0 + wanted * r0) / (many - few)
+        if gained <= 0:
+            raise SystemExit(
+                f"recsys_slow_link: more ids make the rest of a step longer by more than 1/{wanted:g} of what they"
+                " add to their exchange; give a smaller --rate or a smaller --width"
+            )
+        pooling = max(1, round(few + (wanted * r0 - x0) / gained))
+        if pooling in (few, many):
+            return
+    return
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a race found.
+
+    Args:
+        times: seconds of a step, by round and arm.
+        ours: names among them.
+        theirs: names among them; none where they took no part.
+        fastest: of ours.
+        serial: seconds of the serial plan's step in the round that is not kept.
+    """
+
+    times: dict[str, list[float]]
+    ours: list[str]
+    theirs: list[str]
+    fastest: Ours
+    serial: float
+
+    @property
+    def rounds(self) -> int:
+        return len(self.times["X"])
+
+    def median(self, name: str, of: Sequence[int] | None = None) -> float:
+        """Of an arm, over all rounds, or those."""
+        times = self.times[name]
+        return statistics.median(times if of is None else [times[one] for one in of])
+
+    def best(self, names: Sequence[str], of: Sequence[int] | None = None) -> float:
+        return min(self.median(name, of) for name in names)
+
+    def bound(self, of: Sequence[int] | None = None) -> float:
+        """No step can take less."""
+        return max(self.median("X", of), self.median("F+B", of))
+
+    def over_bound(self, of: Sequence[int] | None = None) -> float:
+        """What ours take beyond the bound, as a part of what theirs do."""
+        left = self.best(self.theirs, of) - self.bound(of)
+        return (self.best(self.ours, of) - self.bound(of)) / left if left > 0 else math.inf
+
+    def against(self, of: Sequence[int] | None = None) -> float:
+        return self.best(self.ours, of) / self.best(self.theirs, of)
+
+    def noise(self, of: Sequence[int] | None = None) -> float:
+        """One of theirs against the same again."""
+        return self.median(AGAIN, of) / self.median(TrainPipelineSparseDist.__name__, of)
+
+    def show(self) -> None:
+        bound = self.bound()
+        print(f"{'ms a step':<32}{'median':>9}{'middle half':>18}{'of the bound':>14}")
+        for name, times in self.times.items():
+            low, high = quartiles(times)
+            middle = self.median(name)
+            print(f"{name:<32}{1e3 * middle:>9.2f}{1e3 * low:>9.2f} -{1e3 * high:>7.2f}{middle / bound:>14.3f}")
+
+
+class Race:
+    """All that take turns.
+
+    Args:
+        workload: what they train.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._parts = Parts(workload)
+        self._by_hand = {name: workload.of_ours(plan) for name, plan in BY_HAND.items()}
+        self._theirs = {kind.__name__: workload.of_theirs(kind) for kind in THEIRS}
+        self._again = workload.of_theirs(TrainPipelineSparseDist)
+        self._draw = random.Random(0)  # the same on every rank
+        self._found: Ours | None = None
+        for one in (*self._by_hand.values(), *self._theirs.values(), self._again):
+            one.turn()  # all find out in their first step what the tables are called with
+
+    def run(self, wanted: float, rounds: int, against: bool = True) -> Result:
+        """Let them take turns, with batches whose exchange takes *wanted* times as long as the rest of a step.
+
+        Args:
+            wanted: X / (F+B).
+            rounds: that are kept.
+            against: whether TorchRec's take part.
+        """
+        calibrated(self._parts, wanted)
+        theirs = dict(self._theirs) if against else {}
+        again = {AGAIN: self._again} if against else {}
+        trained: dict[str, Training] = {"F+B": self._parts.rest, **self._by_hand, **theirs, **again}
+        for one in trained.values():
+            one.restart()
+        ours = dict(self._by_hand)
+        if self._found is not None:
+            self._found.pipeline.close()
+        if found := self._find():
+            found.turn()
+            found.restart()
+            ours["found"] = trained["found"] = found
+        self._found = found
+        self._turns(trained, 1)
+        serial_step = self._by_hand["serial"].times[-1]
+        for family in (ours, theirs):
+            fastest = min((one.times[-1] for one in family.values()), default=0.0)
+            for name in [name for name, one in family.items() if one.times[-1] > BEHIND * fastest]:
+                if name != TrainPipelineSparseDist.__name__:
+                    del family[name]
+        arms: dict[str, Arm] = {"X": self._parts.exchange, "F+B": self._parts.rest, **ours, **theirs, **again}
+        for arm in arms.values():
+            arm.times.clear()
+        self._turns(arms, rounds)
+        longest = max((one.losses for one in trained.values()), key=len)
+        for name, one in trained.items():
+            if one.losses != longest[: len(one.losses)]:
+                raise SystemExit(f"{name} trained to other losses: {one.losses} and not {longest}")
+        times = {name: list(arm.times) for name, arm in arms.items()}
+        return Result(times, list(ours), list(theirs), min(ours.values(), key=Arm.median), serial_step)
+
+    def _turns(self, arms: Mapping[str, Arm], rounds: int) -> None:
+        for _ in range(rounds):
+            for name in self._draw.sample(list(arms), len(arms)):
+                arms[name].turn()
+
+    def _find(self) -> Ours | None:
+        """The plan that is predicted to be the fastest, unless that is one of those by hand."""
+        serial = self._by_hand["serial"]
+        own, beside = serial.own_times()
+        tasks = list(serial.pipeline.pipeline.plan.tasks.values())
+        (plan,) = propose_plans(tasks, own, beside, max_in_flight=3, peers=True, device=CPU, keep=1)
+        by_hand = [one.pipeline.pipeline.plan for one in self._by_hand.values()]
+        if any((plan.schedule, plan.order) == (one.schedule, one.order) for one in by_hand):
+            return None
+        return self._workload.of_ours(plan)
+
+
+def measure(race: Race, wanted: float, options: argparse.Namespace, against: bool) -> list[Figure]:
+    """Run, print on rank 0, and return the figures."""
+    result = race.run(wanted, options.rounds, against)
+    shown = dist.get_rank() == 0
+    exchange, rest = result.median("X"), result.median("F+B")
+    where = f"{options.rate}, exchange {wanted:g} x the rest"
+    if shown:
+        ids = options.tables * options.batch * options.pooling
+        print(f"\n{where}: {ids} ids a rank and step, X / (F+B) = {exchange / rest:.2f}")
+        result.show()
+        print(f"serial step less X: {1e3 * (result.serial - exchange):.2f}")
+        plan = result.fastest.pipeline.pipeline.plan
+        print(f"our fastest: {plan.name}, {' '.join(f'{name}+{plan.schedule[name].stage}' for name in plan.order)}")
+    figures = []
+    if against and wanted < 1:
+        low, high = interval(result.noise, result.rounds)
+        limit = max(1.0, high, 1 / low)
+        ratio, spread = result.against(), interval(result.against, result.rounds)
+        name = f"recsys step over {where}: ours / TorchRec's best"
+        figures.append(Figure(name, ratio, "ratio", spread, f"<= 1 within noise ({limit:.3f})", ratio <= limit))
+    elif against:
+        name = f"recsys step over {where}: (ours - bound) / (TorchRec's best - bound)"
+        figures.append(at_most(name, result.over_bound(), 0.3, interval(result.over_bound, result.rounds)))
+    if wanted <= HIDEABLE:
+        exposed, (low, high) = result.fastest.exposed(options.profile_rounds)
+        name = f"exposed time of the input exchange over {where} / its duration"
+        figures.append(at_most(name, exposed / exchange, 0.1, (low / exchange, high / exchange)))
+    if shown:
+        for one in figures:
+            low, high = one.spread
+            print(f"{one.name}: {one.value:.3f} ({low:.3f} .. {high:.3f}), aim {one.target}")
+        sys.stdout.flush()
+    return figures
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    """What each of the two processes does."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("torchrec").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    workload = Workload(options)
+    workload.give(1)
+    race = Race(workload)
+    figures = [one for wanted in options.exchange for one in measure(race, wanted, options, True)]
+    figures += [one for wanted in options.hidden for one in measure(race, wanted, options, False)]
+    if dist.get_rank() == 0:
+        save(figures, options.json)
+    sys.stdout.flush()
+    dist.barrier()
+    os._exit(0)  # threads still wait for more
+
+
+def main() -> None:
+    """Start two processes, or be one of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", default="200mbit", help="of the link, each way, as tc takes it")
+    parser.add_argument("--exchange", type=float, nargs="*", default=[0.5, 1.0, 2.0], help="X / (F+B)")
+    parser.add_argument("--hidden", type=float, nargs="*", default=[0.85], help="the same, of ours alone")
+    parser.add_argument("--ids", choices=("int64", "int32", "auto"), default="int64", help="what ours send ids as")
+    for name, default, what in (
+        ("tables", 4, ""),
+        ("rows", 2000, "of each table"),
+        ("width", 4, "of its rows"),
+        ("batch", 1024, "samples of a rank"),
+        ("dense", 16, "features"),
+        ("times", 30, "that a layer is used"),
+        ("steps", 5, "timed in a block"),
+        ("rounds", 6, "that are kept"),
+        ("profile-rounds", 5, "of the profiler"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=what)
+    parser.add_argument("--mlp", type=int, nargs=1, default=[64], help="its width")
+    add_options(parser)
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        run_rank(options)
+        return
+    with slow_link(options.rate) as link:
+        link.run([sys.executable, "-m", "benchmarks.recsys_slow_link", *sys.argv[1:]], timeout=1800)
+
+
+if __name__ == "__main__":
+    main()

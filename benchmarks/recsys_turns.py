@@ -1,0 +1,277 @@
+"""What takes turns in a benchmark of recsys pipelines: blocks of steps, timed by the slower of the ranks.
+
+A block begins and ends with nothing in flight; the steps that fill and drain a pipeline are not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.train_pipeline import TrainPipelineBase
+from torchrec.distributed.types import ShardingPlan
+
+from benchmarks.recsys_train_pipeline import Batch, Model, batches, ours, theirs
+from lightning_pipe.engine import IterContext, PipelinePlan, TaskProfiler
+from lightning_pipe.recsys.keeper import ModelKeeper
+from lightning_pipe.recsys.sharded_model import ShardedModel
+from lightning_pipe.recsys.train_pipeline import TrainPipeline
+
+CPU = torch.device("cpu")
+EXCHANGE = ("EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch")
+# Steps of a block before and behind those that are timed: they fill and drain the pipeline.
+FILL, DRAIN = 2, 2
+BATCHES = 4
+
+
+class Arm:
+    """Something that takes turns.
+
+    Args:
+        block: runs a block and returns the seconds of one step of it.
+
+    Attributes:
+        times: of a step, by round.
+    """
+
+    def __init__(self, block: Callable[[], float]) -> None:
+        self._block = block
+        self.times: list[float] = []
+
+    def turn(self) -> None:
+        """Run a block; the time is the slower rank's."""
+        dist.barrier()
+        slower = torch.tensor([self._block()], dtype=torch.float64)
+        dist.all_reduce(slower, op=dist.ReduceOp.MAX)
+        self.times.append(slower.item())
+
+    def median(self, rounds: Sequence[int] | None = None) -> float:
+        """Seconds of a step; of all rounds, or of those."""
+        return statistics.median(self.times if rounds is None else (self.times[one] for one in rounds))
+
+
+class Training(Arm):
+    """A pipeline.
+
+    Args:
+        model: is trained.
+        progress: trains a batch, and returns what the model returned beside the loss.
+        data: the batches, again and again.
+        steps: timed in a block.
+        reset: called when the data have ended.
+
+    Attributes:
+        model: as it was given.
+        losses: the last of each block.
+    """
+
+    def __init__(
+        self,
+        model: DistributedModelParallel,
+        progress: Callable[[Iterator[Batch]], Any],
+        data: Sequence[Batch],
+        steps: int,
+        reset: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(self._trained)
+        self.model = model
+        self.losses: list[float] = []
+        self._progress, self._data, self._steps, self._reset = progress, data, steps, reset
+        # The dense optimiser has no state.
+        self._tensors = [*_local(model.state_dict()), *_local(model.fused_optimizer.state_dict()["state"])]
+        self._values = [tensor.clone() for tensor in self._tensors]
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """The model becomes what it was."""
+        for tensor, value in zip(self._tensors, self._values, strict=True):
+            tensor.copy_(value)
+        self.times.clear()
+        self.losses.clear()
+
+    def _trained(self) -> float:
+        length = FILL + self._steps + DRAIN
+        source = islice(cycle(self._data), length)
+        marks = []
+        for _ in range(length):
+            loss = self._progress(source)[0]
+            marks.append(time.perf_counter())
+        with suppress(StopIteration):
+            self._progress(source)
+            raise AssertionError("a block trained more batches than it was given")
+        self._reset()
+        self.losses.append(float(loss))
+        return (marks[FILL + self._steps - 1] - marks[FILL - 1]) / self._steps
+
+
+def _local(value: Any) -> Iterator[Tensor]:
+    """This rank's tensors, at any depth."""
+    if isinstance(value, dict):
+        for one in value.values():
+            yield from _local(one)
+    elif hasattr(value, "local_shards"):
+        for shard in value.local_shards():
+            yield shard.tensor
+    elif isinstance(value, Tensor):
+        yield value
+
+
+class Ours(Training):
+    """A pipeline of this project.
+
+    Args:
+        sharded: the model.
+        optimizer: of its dense parameters.
+        pipeline: trains it.
+        data: see :class:`Training`.
+        steps: see there.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        optimizer: torch.optim.Optimizer,
+        pipeline: TrainPipeline,
+        data: Sequence[Batch],
+        steps: int,
+    ) -> None:
+        super().__init__(sharded.dmp, pipeline.progress, data, steps)
+        self.pipeline = pipeline
+        self._keeper = ModelKeeper(sharded, [optimizer])
+
+    def exposed(self, rounds: int) -> tuple[float, tuple[float, float]]:
+        """Seconds that the exchange costs a step: the sum over its tasks, and those of the ends of their intervals."""
+        profiler = TaskProfiler(self.pipeline.pipeline, self._data, self._keeper, rounds=rounds, iterations=self._steps)
+        found = profiler.profile_many(EXCHANGE).tasks
+        parts = [(one.exposed or 0.0, one.low or 0.0, one.high or 0.0) for one in found.values()]
+        exposed, low, high = (sum(ends) for ends in zip(*parts, strict=True))
+        return exposed, (low, high)
+
+    def own_times(self) -> tuple[dict[str, float], float]:
+        """Seconds of each task in its thread, and those of a step beside all tasks; means of the ranks."""
+        self.pipeline.pipeline.start_trace()
+        self.turn()
+        times: dict[str, list[float]] = {name: [] for name in self.pipeline.pipeline.plan.tasks}
+        for span in self.pipeline.pipeline.stop_trace():
+            times[span.task].append(span.end - span.start)
+        found = {name: statistics.median(of_task) for name, of_task in times.items()}
+        ranks: list[dict[str, float]] = [{}, {}]
+        dist.all_gather_object(ranks, found)
+        own = {name: statistics.fmean(rank[name] for rank in ranks) for name in found}
+        return own, max(0.0, self.times[-1] - sum(own.values()))
+
+
+class Deep(Model):
+    """Layers of the MLP are used again and again: much to compute, and few gradients to send."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__(options)
+        (width,) = options.mlp
+        first, relu, last = self.mlp
+        again = nn.Linear(width, width)
+        self.mlp = nn.Sequential(first, relu, *[again, relu] * options.times, last)
+
+
+class Workload:
+    """The model and its batches, of as many ids as they are given.
+
+    Args:
+        options: of the command line.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.data: list[Batch] = []
+        placed = {f"table{index}": table_wise(index % 2, compute_kernel="fused") for index in range(options.tables)}
+        tables = construct_module_sharding_plan(
+            Deep(options).tables, placed, world_size=2, local_size=1, device_type="cpu"
+        )
+        self._plan = ShardingPlan(plan={"tables": tables})
+
+    def give(self, pooling: int) -> None:
+        """Each table and sample *pooling* ids, on average."""
+        self.options.pooling = pooling
+        self.data[:] = batches(self.options, dist.get_rank(), False)[:BATCHES]
+
+    def of_ours(self, plan: str | Path | PipelinePlan) -> Ours:
+        """A pipeline of this project."""
+        sharded, optimizer = ours(self.options, CPU, self._plan, Deep)
+        pipeline = TrainPipeline(sharded, optimizer, CPU, plan=plan, ids_on_wire=self.options.ids)
+        return Ours(sharded, optimizer, pipeline, self.data, self.options.steps)
+
+    def of_theirs(self, kind: Any) -> Training:
+        """A pipeline of TorchRec's."""
+        model, optimizer = theirs(self.options, CPU, self._plan, Deep)
+        pipeline = kind(model, optimizer, CPU)
+        # The others notice by themselves that there are data again.
+        ended = [pipeline.reset] if kind is TrainPipelineBase else []
+        return Training(model, pipeline.progress, self.data, self.options.steps, *ended)
+
+
+class Parts:
+    """The input exchange alone, and the rest of a step alone.
+
+    Args:
+        workload: whose.
+
+    Attributes:
+        exchange: turns of the one.
+        rest: turns of the other.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        one = workload.of_ours("serial")
+        one.turn()  # what the tables are called with is found out in the first step
+        one.restart()
+        self._tasks = one.pipeline.pipeline.plan.tasks
+        self._exchanged: dict[int, dict[str, Any]] = {}
+        self.exchange = Arm(self._exchanges)
+        self.rest = Training(one.model, self._train_rest, workload.data, workload.options.steps)
+
+    def give(self, pooling: int) -> tuple[float, float]:
+        """Other batches; seconds of the exchange and of the rest with them."""
+        self._workload.give(pooling)
+        self._exchanged.clear()
+        self.exchange.times.clear()
+        self.rest.times.clear()
+        for _ in range(3):
+            self.exchange.turn()
+            self.rest.turn()
+        return self.exchange.median(), self.rest.median()
+
+    def _exchange(self, batch: Batch) -> IterContext:
+        ctx = IterContext(batch)
+        for name in ("H2DAndShuffle", *EXCHANGE):
+            self._tasks[name].fn(ctx)
+        return ctx
+
+    def _exchanges(self) -> float:
+        for batch in islice(cycle(self._workload.data), FILL):
+            self._exchange(batch)
+        begun = time.perf_counter()
+        for batch in islice(cycle(self._workload.data), self._workload.options.steps):
+            self._exchange(batch)
+        return (time.perf_counter() - begun) / self._workload.options.steps
+
+    def _train_rest(self, source: Iterator[Batch]) -> Any:
+        batch = next(source)
+        if id(batch) not in self._exchanged:
+            self._exchanged[id(batch)] = dict(vars(self._exchange(batch)))
+        ctx = IterContext()
+        vars(ctx).update(self._exchanged[id(batch)])
+        for name, task in self._tasks.items():
+            if name != "H2DAndShuffle" and name not in EXCHANGE:
+                task.fn(ctx)
+        return ctx.output[1]
