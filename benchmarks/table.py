@@ -52,7 +52,11 @@ class Run:
         return [sys.executable, *launcher, *port, *module, *self.arguments, "--json", str(path)]
 
 
-RUNS: tuple[Run, ...] = (Run("engine cost", "engine_cost"),)
+RUNS: tuple[Run, ...] = (
+    Run("engine cost", "engine_cost"),
+    Run("growth", "growth"),
+    Run("recsys live bytes", "recsys_live_bytes", ranks=2),
+)
 
 
 def main() -> int:
