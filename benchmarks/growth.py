@@ -13,7 +13,7 @@ other, and that twice. In each world the points of a curve take turns, round by 
   step of one stage takes, times the larger of ``(P - 1 + m) / (m P)`` for ``P`` ranks and ``m`` micro-batches and
   ``1 / cores``; bytes of activations that the first rank holds, beside a constant (``P`` micro-batches of a ``P``-th
   part of the layers);
-- the same in two stages with more and more micro-batches, GPipe and 1F1B: the share of a step in which ranks do nothing,
+- the same in two stages with more and more micro-batches, GPipe and 1F1B: the share of a step in which ranks are idle,
   beside ``(P - 1) / (m + P - 1)``; bytes of activations of the first rank, beside those of one micro-batch, times ``m``
   or the lesser of ``m`` and ``P``.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -52,7 +52,7 @@ def _add(chart: Axes, one: Series, colour: str, label: str) -> None:
         [max(0.0, middle - low) for middle, (low, _) in zip(medians, ends, strict=True)],
         [max(0.0, high - middle) for middle, (_, high) in zip(medians, ends, strict=True)],
     ]
-    marks = {"fmt": "o", "markersize": 5, "capsize": 3, "alpha": 0.8}
+    marks: dict[str, Any] = {"fmt": "o", "markersize": 5, "capsize": 3, "alpha": 0.8}
     chart.errorbar(one.sizes, medians, errors, color=colour, label=f"{label} measured".strip(), **marks)
     off = f"{one.worst():.2f}" if one.share else f"{one.worst():.1%}"
     curve = one.expected(one.sizes, medians)
