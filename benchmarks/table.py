@@ -57,14 +57,14 @@ RUNS: tuple[Run, ...] = (
     Run("growth", "growth"),
     Run("recsys live bytes", "recsys_live_bytes", ranks=2),
     Run("start-up", "start_up"),
-    Run("planner graphs", "planner_graphs", ("--graphs", "8")),
+    Run("planner graphs", "planner_graphs", ("--seconds", "75", "--iterations", "5")),
     Run("LLM live bytes", "llm_live_bytes", ranks=2),
     Run("recsys balancing", "balancing"),
     Run("recsys wire", "recsys_wire", ranks=2),
     Run("dynamic tables, plans", "dynamic_embeddings", ("--rounds", "5")),
     Run("dynamic tables, lookup", "dynamic_embeddings", ("--part", "lookup")),
     Run("dynamic tables, id map", "id_map", ("--batches", "8")),
-    Run("in-process pipe", "pipe_speed"),
+    Run("in-process pipe", "pipe_speed", ("--rounds", "8")),
 )
 
 
