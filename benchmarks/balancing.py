@@ -20,13 +20,16 @@ most 15 ms), while another Python thread counts, which it can only where the int
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,9 +39,11 @@ import torch.multiprocessing as mp
 from torch import nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
+from benchmarks.figures import Figure, add_options, at_most, interval, quartiles, save
 from lightning_pipe.recsys import TrainPipeline, shard_model
 from lightning_pipe.recsys.partition import imbalance, loads_of, partition
 
+LIMIT, PARTITION_LIMIT = 1.10, 15.0  # ratio, ms
 WAYS = ("unbalanced", "balanced", "perfect")
 
 
@@ -89,10 +94,10 @@ def rank_batch(lengths: np.ndarray[Any, Any], samples: np.ndarray[Any, Any], opt
     return Batch(history, torch.from_numpy(samples % 2).float())
 
 
-def train(rank: int, ranks: int, options: argparse.Namespace, store: str) -> None:
-    """One rank: trains all three ways in turns; rank 0 prints."""
+def train(rank: int, ranks: int, options: argparse.Namespace, folder: str) -> None:
+    """One rank: trains all three ways in turns; rank 0 prints, and leaves the figure."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     source = np.repeat(np.arange(ranks, dtype=np.int32), options.batch)
     data: dict[str, list[Batch]] = {"unbalanced": [], "perfect": []}
     for lengths in histories(options, ranks):
@@ -112,7 +117,7 @@ def train(rank: int, ranks: int, options: argparse.Namespace, store: str) -> Non
     everyone: list[dict[str, list[float]]] = [{}] * ranks
     dist.all_gather_object(everyone, times)
     if rank == 0:
-        show(everyone, report)
+        save([show(everyone, report)], Path(folder, "figures"))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -143,7 +148,8 @@ def round_of(pipeline: TrainPipeline, data: list[Batch]) -> list[float]:
     return steps[2:-3]
 
 
-def show(everyone: list[dict[str, list[float]]], report: Any) -> None:
+def show(everyone: list[dict[str, list[float]]], report: Any) -> Figure:
+    """Prints the table; returns the ratio, the interval of that of steps."""
     # The slower rank's: the other one waits for it.
     steps = {way: [max(of_ranks) for of_ranks in zip(*(one[way] for one in everyone), strict=True)] for way in WAYS}
     medians = {way: statistics.median(seconds) for way, seconds in steps.items()}
@@ -157,8 +163,16 @@ def show(everyone: list[dict[str, list[float]]], report: Any) -> None:
     )
     print(f"work of the slowest rank over the mean: {report.mean_before:.3f} before, {report.mean_after:.3f} after")
 
+    def ratio(of: Sequence[int]) -> float:
+        balanced, perfect = (statistics.median(steps[way][each] for each in of) for way in ("balanced", "perfect"))
+        return balanced / perfect
 
-def partition_time(ranks: int, samples: int, repeats: int = 20) -> None:
+    count = len(steps["perfect"])  # step by step of the same batches
+    what = "recsys step of skewed histories, balanced / dealt out beforehand"
+    return at_most(what, ratio(range(count)), LIMIT, interval(ratio, count))
+
+
+def partition_time(ranks: int, samples: int, repeats: int = 20) -> Figure:
     """Of the partition, and how far another thread counts meanwhile, to how far it counts alone."""
     random = np.random.default_rng(0)
     workloads = random.lognormal(4, 1.2, ranks * samples).round()
@@ -175,6 +189,8 @@ def partition_time(ranks: int, samples: int, repeats: int = 20) -> None:
     alone = counted(lambda: time.sleep(median * repeats))
     beside = counted(lambda: [partition(workloads, source, ranks) for _ in range(repeats)])
     print(f"a Python thread counts {beside / alone:.0%} as fast beside it as alone")
+    spread = quartiles([1e3 * one for one in seconds])
+    return at_most(f"partition of {ranks} x {samples} samples", 1e3 * median, PARTITION_LIMIT, spread, "ms")
 
 
 def counted(body: Any) -> float:
@@ -211,12 +227,15 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
+    add_options(parser)
     options = parser.parse_args()
-    partition_time(8, 4096)
+    figures = [partition_time(8, 4096)]
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["LOCAL_WORLD_SIZE"] = str(options.ranks)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(train, (options.ranks, options, f"{folder}/store"), nprocs=options.ranks)
+        mp.spawn(train, (options.ranks, options, folder), nprocs=options.ranks)
+        figures += [Figure(**one) for one in json.loads(Path(folder, "figures").read_text(encoding="utf-8"))]
+    save(figures, options.json)
 
 
 if __name__ == "__main__":

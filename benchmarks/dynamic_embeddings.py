@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from benchmarks.figures import Figure, add_options, at_most, quartiles, save
 from benchmarks.slow_store import SlowStore
 from lightning_pipe.recsys import ShardedModel, TrainPipeline, shard_model
 from lightning_pipe.recsys.dynamic import opening
@@ -88,13 +89,15 @@ def main() -> None:
     options.add_argument("--readers", type=int, default=16, help="records read at once")
     options.add_argument("--block", type=int, default=12, help="batches of a turn")
     options.add_argument("--rounds", type=int, default=9)
+    add_options(options)
     given = options.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/world", rank=0, world_size=1)
-        (plans if given.part == "plans" else lookup)(Path(folder), given)
+        figures = (plans if given.part == "plans" else lookup)(Path(folder), given)
         dist.destroy_process_group()
+    save(figures, given.json)
 
 
 # ---------------------------------------------------------------------- plans
@@ -146,6 +149,7 @@ class Arm:
         dense = torch.optim.SGD([parameter for _, parameter in self.sharded.dense_parameters()], lr=0.01)
         self.pipeline = TrainPipeline(self.sharded, dense, CPU, plan, rewrite="direct")
         self.times: list[float] = []
+        self.losses: list[Tensor] = []
 
     @property
     def cache(self) -> Any:
@@ -163,12 +167,13 @@ class Arm:
         taken = (time.perf_counter() - begin) / (len(batches) - AHEAD)
         while True:
             try:
-                self.pipeline.progress(data)
+                loss = self.pipeline.progress(data)
             except StopIteration:
+                self.losses.append(loss)
                 return taken
 
 
-def plans(folder: Path, given: argparse.Namespace) -> None:
+def plans(folder: Path, given: argparse.Namespace) -> list[Figure]:
     reads: list[float] = []
 
     def slow(*arguments: Any, **named: Any) -> Any:
@@ -202,6 +207,8 @@ def plans(folder: Path, given: argparse.Namespace) -> None:
             if turn:
                 arm.times.append(taken)
                 waited[arm.name].append(reads[0] / (given.block + AHEAD))
+    losses = [torch.stack(arm.losses) for arm in arms]
+    assert all(torch.equal(one, losses[0]) for one in losses), "they trained differently"
     print(
         f"{given.rows} rows of {given.dim} numbers in the store, {small} in the cache, batches of {given.batch} x"
         f" {given.bag} ids, Zipf {given.zipf}"
@@ -214,6 +221,7 @@ def plans(folder: Path, given: argparse.Namespace) -> None:
             f"{arm.name:14} {middle * 1e3:8.1f} ms a batch ({low * 1e3:.1f} .. {high * 1e3:.1f}); ids not cached"
             f" {missing:.3f}; reads wait {statistics.median(waited[arm.name]) * 1e3:.1f} ms a batch"
         )
+    figures = []
     for name, other, aim in (
         ("prefetch", "base", 0.70),
         ("prefetch", "all in memory", 1.15),
@@ -226,15 +234,17 @@ def plans(folder: Path, given: argparse.Namespace) -> None:
         ratios = [a / b for a, b in zip(one, two, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         print(f"{name} / {other}: {middle:.3f} ({low:.3f} .. {high:.3f}), aim at most {aim}")
+        figures.append(at_most(f"dynamic tables: step, {name} / {other}", middle, aim, (low, high)))
     for arm in arms:
         arm.pipeline.close()
         arm.sharded.close()
+    return figures
 
 
 # ---------------------------------------------------------------------- lookup
 
 
-def lookup(folder: Path, given: argparse.Namespace) -> None:
+def lookup(folder: Path, given: argparse.Namespace) -> list[Figure]:
     world = dist.group.WORLD
     assert world is not None
     model = Model(folder / "rows", given.rows, given)
@@ -278,6 +288,13 @@ def lookup(folder: Path, given: argparse.Namespace) -> None:
     ratios = [a / b for a, b in zip(times["slots"], times["EmbeddingBag"], strict=True)]
     print(f"slots / EmbeddingBag: {statistics.median(ratios):.3f}, aim at most 1.2; ids to slots, aim at most 25 ns")
     sharded.close()
+    spent = times["ids to slots"]
+    return [
+        at_most("dynamic tables: lookup of slots / EmbeddingBag", statistics.median(ratios), 1.2, quartiles(ratios)),
+        at_most(
+            "dynamic tables: ids to slots, all cached", statistics.median(spent), 25.0, quartiles(spent), "ns an id"
+        ),
+    ]
 
 
 if __name__ == "__main__":

@@ -28,12 +28,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.figures import Figure, add_options, at_most, quartiles, save
 from benchmarks.quiet import QuietRuns
 from lightning_pipe.recsys import native
 from lightning_pipe.recsys.dynamic.id_map import IdMap
 from lightning_pipe.recsys.dynamic.initial_values import InitialValues, Normal, Uniform
 from lightning_pipe.recsys.dynamic.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.row_store import Keys, Records, RowStore, RunPart, StoreState
+
+LIMIT = 25.0  # ns an id
 
 
 def main() -> None:
@@ -43,18 +46,20 @@ def main() -> None:
     options.add_argument("--width", type=int, default=64)
     options.add_argument("--batches", type=int, default=24)
     options.add_argument("--ids", type=int, nargs="+", default=[20_000, 60_000, 200_000])
+    add_options(options)
     given = options.parse_args()
     torch.set_num_threads(1)
     print(f"the library is {'not ' if native.library() is None else ''}compiled; {given.rows} rows cached; ns an id")
     quiet = QuietRuns()
-    known(given.rows, given.batches, given.ids, quiet)
+    figures = known(given.rows, given.batches, given.ids, quiet)
     coming(given.rows, given.width)
     values(given.width, quiet)
     print(f"{quiet.disturbed} runs were disturbed")
+    save(figures, given.json)
 
 
-def known(rows: int, batches: int, sizes: list[int], quiet: QuietRuns) -> None:
-    """Ids that are all cached."""
+def known(rows: int, batches: int, sizes: list[int], quiet: QuietRuns) -> list[Figure]:
+    """Ids that are all cached; returns what *prefetch* takes."""
     source = np.random.default_rng(0)
     keys = source.integers(-(2**63), 2**63 - 1, rows)
     cache = _cache(rows, 1)
@@ -65,7 +70,7 @@ def known(rows: int, batches: int, sizes: list[int], quiet: QuietRuns) -> None:
     dictionary = {key: slot for slot, key in enumerate(keys.tolist())}
     heads = ("prefetch", "begin", "map", "searchsorted", "dict")
     print(f"{'ids':>8} {'kind':8}" + "".join(f"{name:>24}" for name in heads))
-    step = 0
+    step, figures = 0, []
     for size in sizes:
         for kind in ("uniform", "zipf"):
             times: list[list[float]] = []
@@ -87,6 +92,10 @@ def known(rows: int, batches: int, sizes: list[int], quiet: QuietRuns) -> None:
                 times.append([one / size for one in quiet.run(once)])
             columns = "".join(f"{_spread(column):>24}" for column in zip(*times, strict=True))
             print(f"{size:8} {kind:8}{columns}", flush=True)
+            taken = [prefetch for prefetch, *_ in times]
+            name = f"ids to rows of a cache, {kind}, {size} ids, {rows} rows cached"
+            figures.append(at_most(name, statistics.median(taken), LIMIT, quartiles(taken), "ns an id"))
+    return figures
 
 
 def coming(rows: int, width: int) -> None:

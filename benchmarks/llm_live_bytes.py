@@ -5,6 +5,8 @@ micro-batches' activations were there at once, beside what a simulation of the s
 P - rank); their bytes; and the most bytes that there were of all tensors made in the step, gradients among them. A
 micro-batch counts for each stage of the rank, while more of it is there than the output that was sent on: PyTorch keeps
 what is sent until the step's end, for schedules of several stages a rank.
+
+A figure is the worst rank's micro-batches held, over those simulated.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.figures import Figure, add_options, save
 from benchmarks.llm_stages import loss_of, make_micro_batches, make_runner
 from lightning_pipe.llm.live_bytes import LiveBytes
 from lightning_pipe.llm.schedules import SCHEDULES
@@ -45,6 +48,7 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES))
     for option, default in (("width", 256), ("layers", 8), ("rows", 2), ("length", 64), ("micro-batches", 8)):
         parser.add_argument(f"--{option}", type=int, default=default)
+    add_options(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -56,12 +60,16 @@ def main() -> None:
             f" {options.layers} layers of width {options.width}; bytes in MiB\n\n"
             f"{'schedule':<24}{'rank':>5}{'held':>6}{'simulated':>11}{'activations':>13}{'in units':>10}{'all':>8}"
         )
+    figures = []
     for name in options.schedules:
         found: list[Any] = [None] * ranks
         dist.all_gather_object(found, measure(name, options))
         actions = actions_of(SCHEDULES[name], ranks, options.micro_batches)
         even = {(action.stage_index, kind): 1.0 for row in actions.values() for action in row for kind in KINDS}
         timeline = simulate(actions, even)  # type: ignore[arg-type]
+        ratios = [count / timeline.peak_live(rank) for rank, (count, *_) in enumerate(found)]
+        what = f"LLM micro-batches held / simulated, {name}, m = {options.micro_batches}, worst rank"
+        figures.append(Figure(what, max(ratios), "ratio", (min(ratios), max(ratios))))
         if dist.get_rank() == 0:
             for rank, (count, most, each, peak) in enumerate(found):
                 print(
@@ -69,6 +77,8 @@ def main() -> None:
                     f"{most / MEBIBYTE:>13.2f}{most / each:>10.2f}{peak / MEBIBYTE:>8.2f}",
                     flush=True,
                 )
+    if dist.get_rank() == 0:
+        save(figures, options.json)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -21,8 +21,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from benchmarks.figures import add_options, at_least, quartiles, save
 from lightning_pipe.pipe import Pipe
 from lightning_pipe.pipe.micro_batch import scatter
+
+LIMIT = 0.9
 
 
 def main() -> None:
@@ -35,6 +38,7 @@ def main() -> None:
     options.add_argument("--length", type=int, default=64)
     options.add_argument("--rows", type=int, default=32)
     options.add_argument("--checkpoint", choices=("never", "always", "except_last"), default="never")
+    add_options(options)
     given = options.parse_args()
     torch.set_num_threads(1)
     inputs, targets = (
@@ -45,6 +49,7 @@ def main() -> None:
         f"{'way':8}{'chunks':>7}{'plain ms':>10}{'at once':>9}{'pipe ms':>9}{'faster':>8}{'ideal':>7}{'of ideal':>10}"
     )
     print(f"{heads}  its quartiles; in both orders")
+    figures = []
     for chunks in given.chunks:
         plain, *others = (transformer(given.width, given.partitions) for _ in range(given.partitions))
         pipe = Pipe(transformer(given.width, given.partitions), chunks, given.checkpoint, ["cpu"] * given.partitions)
@@ -56,8 +61,12 @@ def main() -> None:
                 partial(at_once, [partial(of_plain, module, inputs, targets, chunks) for module in (plain, *others)]),
             ]
             rounds = measure(steps, given.rounds)
+            for ours, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, theirs.grad, msg=f"{way}: the pipe has other gradients")
             ratios = [before / after / ideal for before, after, _ in rounds]
-            low, _, high = statistics.quantiles(ratios, n=4)
+            low, high = quartiles(ratios)
+            name = f"in-process pipe, speed-up by {way} / ideal, {given.partitions} partitions, {chunks} micro-batches"
+            figures.append(at_least(name, statistics.median(ratios), LIMIT, (low, high)))
             slow, fast, _ = (statistics.median(column) for column in zip(*rounds, strict=True))
             together = statistics.median(all_of_them / alone for alone, _, all_of_them in rounds)
             orders = [statistics.median(ratios[first::2]) for first in (0, 1)]
@@ -67,6 +76,7 @@ def main() -> None:
                 flush=True,
             )
         pipe.close()
+    save(figures, given.json)
 
 
 def transformer(width: int, partitions: int) -> nn.Sequential:

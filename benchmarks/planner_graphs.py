@@ -7,11 +7,13 @@ all plans run in turns on the real pipeline, and one is taken by these measureme
 
 - the lower bound: the larger of the busiest resource and the slowest cycle of dependencies;
 - the chosen plan's milliseconds per iteration, simulated and measured, and how far they are apart (aim: 10 %);
-- how far the measured time is above the bound (aim: 5 %) and above that of the best of all plans;
+- how far the measured time is above the bound (aim: 3 % for the median of all graphs) and above that of the best of
+  all plans;
 - the same of all plans that were run, at the end.
 
 Times are medians over rounds. Disturbed runs are repeated (see ``benchmarks/quiet.py``); the last column counts those
-that stayed disturbed.
+that stayed disturbed. Figures are the median and the worst of measured / bound over graphs; with ``--seconds`` it ends
+with the graph at which that long is over.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 
+from benchmarks.figures import Figure, add_options, at_most, quartiles, save
 from benchmarks.quiet import QuietRuns
 from lightning_pipe.engine import PipelinePlan, PlanError, SWPipeline, TaskSchedule
 from lightning_pipe.engine.plan_bound import lower_bound
@@ -31,6 +34,7 @@ from lightning_pipe.engine.planner import Candidate, exhaustive_plans, find_plan
 from lightning_pipe.engine.simulation import simulate
 from tests.engine.synthetic import Graph, Kernel, random_graph
 
+LIMIT = 1.03
 EXHAUSTIVE_TASKS = 5
 WARM_UP = 3
 HEADS = ("bound", "simulated", "measured", "apart", "over bound", "over best", "serial", "disturbed")
@@ -50,26 +54,42 @@ def main() -> None:
     options = argparse.ArgumentParser(description="what the planner's plans take on random synthetic task graphs")
     options.add_argument("--first", type=int, default=0, help="seed of the first graph")
     options.add_argument("--graphs", type=int, default=30)
+    options.add_argument("--seconds", type=float, default=float("inf"), help="begin no graph after as many")
     options.add_argument("--rounds", type=int, default=6, help="6 or more: with fewer no plan can be chosen")
     options.add_argument("--iterations", type=int, default=8, help="of a plan in a round")
     options.add_argument("--plans", action="store_true", help="print every plan that was run, too")
+    add_options(options)
     given = options.parse_args()
     kernel, quiet = Kernel(), QuietRuns()
     print("times are in milliseconds")
     print(f"{'graph':9}{'tasks':>6}{'cores':>6}{'depth':>6}" + "".join(f"{head:>11}" for head in HEADS))
-    figures = Figures()
+    figures, begun = Figures(), time.monotonic()
     for seed in range(given.first, given.first + given.graphs):
+        if time.monotonic() - begun > given.seconds:
+            break
         graph = random_graph(seed, kernel=kernel)
         _run_graph(graph, quiet, given, figures)
     for what, values, aim in (
         ("simulated and measured time of every plan that was run", figures.apart, 0.10),
-        ("the chosen plan over the bound", figures.over, 0.05),
+        ("the chosen plan over the bound", figures.over, LIMIT - 1),
         ("the chosen plan over the best of all plans", figures.over_best, 0.05),
     ):
         if values:
             within = sum(value <= aim for value in values)
             middle, worst = statistics.median(values), max(values)
             print(f"{what}: within {aim:.0%} {within} of {len(values)}, median {middle:.1%}, worst {worst:.1%}")
+    save(found_of(figures), given.json)
+
+
+def found_of(figures: Figures) -> list[Figure]:
+    """The median over graphs, and the worst, as ratios."""
+    ratios = [1 + over for over in figures.over]
+    spread = quartiles(ratios) if len(ratios) > 1 else (ratios[0], ratios[0])
+    what = "planner: measured iteration / bound of synthetic graphs"
+    return [
+        at_most(f"{what}, median", statistics.median(ratios), LIMIT, spread),
+        Figure(f"{what}, worst", max(ratios), "ratio", spread),
+    ]
 
 
 def _run_graph(graph: Graph, quiet: QuietRuns, given: argparse.Namespace, figures: Figures) -> None:

@@ -2,7 +2,8 @@
 
 ``torchrun --nproc-per-node 2 -m benchmarks.recsys_wire`` trains the model of :mod:`recsys_train_pipeline`, its tables
 sharded table-wise, in turns within one run; ``python -m benchmarks.slow_link --rate 1gbit benchmarks.recsys_wire``
-does so over a link of that rate (root is needed). It also prints what an id's way to int32 and back costs.
+does so over a link of that rate (root is needed). It also prints what an id's way to int32 and back costs. Wires of
+fp32 must lose the same to the bit. No figure has an aim: whether it is worth it depends on the network.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 
+from benchmarks.figures import Figure, add_options, median_ratio, quartiles, save
 from benchmarks.recsys_train_pipeline import EPS, RATE, Model, batches, forever, seed_tables
 from lightning_pipe.recsys.ids_on_wire import SentAsInt32
 from lightning_pipe.recsys.sharding import shard_model
@@ -51,8 +53,8 @@ def pipeline(options: argparse.Namespace, precision: str | None, ids: Any) -> Ca
     return TrainPipeline(sharded, dense, "cpu", plan=options.plan, ids_on_wire=ids).progress
 
 
-def conversion(ids: torch.Tensor, repetitions: int = 50) -> tuple[float, float]:
-    """Nanoseconds an id to int32 and back."""
+def conversion(ids: torch.Tensor, repetitions: int = 50) -> list[list[float]]:
+    """Nanoseconds an id to int32 and back, of each repetition."""
     features = SentAsInt32.of(KeyedJaggedTensor(["feature"], ids, lengths=torch.tensor([ids.numel()])))
     narrow = features.dist_tensors()[1]
     found = []
@@ -61,9 +63,14 @@ def conversion(ids: torch.Tensor, repetitions: int = 50) -> tuple[float, float]:
         for _ in range(repetitions):
             start = time.perf_counter()
             run()
-            taken.append(time.perf_counter() - start)
-        found.append(statistics.median(taken) / ids.numel() * 1e9)
-    return found[0], found[1]
+            taken.append((time.perf_counter() - start) / ids.numel() * 1e9)
+        found.append(taken)
+    return found
+
+
+def _of(taken: list[float], plain: list[float]) -> tuple[float, str, tuple[float, float]]:
+    ratio, spread = median_ratio(taken, plain)
+    return ratio, "ratio", spread
 
 
 def main() -> None:
@@ -82,6 +89,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--mlp", type=int, nargs="*", default=[256, 128])
     parser.add_argument("--plan", default="serial", help="so that what travels is waited for")
+    add_options(parser)
     options = parser.parse_args()
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
@@ -103,7 +111,11 @@ def main() -> None:
             if turn:  # the first round warms up, and the model is resolved in it
                 times[name].append((time.perf_counter() - start) / options.steps * 1000)
                 sent[name] = sum(one.bytes for one in traffic if one.kind == "all_to_all") / options.steps
+    exact = {losses[name] for name, (precision, _) in WIRES.items() if precision is None}
+    if len(exact) != 1:
+        raise SystemExit(f"ids that travel as int32 trained to another loss than int64: {losses}")
     if rank == 0:
+        figures = []
         plain = next(iter(runs))
         most, slowest = sent[plain], statistics.median(times[plain])
         print(f"{'':<18}{'MB a step':>10}{'ratio':>7}{'ms a step':>11}{'ratio':>7}{'loss':>10}")
@@ -114,8 +126,14 @@ def main() -> None:
                 f"{name:<18}{sent[name] / 1e6:>10.3f}{sent[name] / most:>7.3f}{middle:>11.2f}{middle / slowest:>7.3f}"
                 f"{losses[name]:>10.6f}"
             )
-        there, back = conversion(data[0].sparse.values())
-        print(f"an id's way to int32 takes {there:.2f} ns, and back {back:.2f} ns")
+            if name != plain:
+                ratio = sent[name] / most
+                figures.append(Figure(f"recsys bytes sent, {name} / {plain}", ratio, "ratio", (ratio, ratio)))
+                figures.append(Figure(f"recsys step, {name} / {plain}", *_of(taken, times[plain])))
+        for way, took in zip(("to int32", "back to int64"), conversion(data[0].sparse.values()), strict=True):
+            print(f"an id's way {way} takes {statistics.median(took):.2f} ns")
+            figures.append(Figure(f"an id's way {way}", statistics.median(took), "ns an id", quartiles(took)))
+        save(figures, options.json)
     dist.barrier()
     os._exit(0)  # threads still wait for more
 

@@ -54,9 +54,24 @@ class Run:
 
 RUNS: tuple[Run, ...] = (
     Run("engine cost", "engine_cost"),
+    Run("framework cost", "loop_cost"),
     Run("recsys step", "recsys_step", ranks=2),
     Run("recsys, slow link of 200 Mbit/s", "recsys_slow_link", ("--rate", "200mbit"), root=True),
     Run("recsys, slow link of 1 Gbit/s", "recsys_slow_link", ("--rate", "1gbit"), root=True),
+    Run("growth", "growth"),
+    Run("recsys live bytes", "recsys_live_bytes", ranks=2),
+    Run("start-up", "start_up"),
+    Run("planner graphs", "planner_graphs", ("--seconds", "75", "--iterations", "5")),
+    Run("LLM step", "llm_step_time", ("--rows", "8", "--length", "64", "--steps", "6"), ranks=2),
+    Run("LLM bounds", "llm_bounds", ranks=2),
+    Run("LLM efficiency", "llm_efficiency", ("--rounds", "7"), ranks=2),
+    Run("LLM live bytes", "llm_live_bytes", ranks=2),
+    Run("recsys balancing", "balancing"),
+    Run("recsys wire", "recsys_wire", ranks=2),
+    Run("dynamic tables, plans", "dynamic_embeddings", ("--rounds", "5")),
+    Run("dynamic tables, lookup", "dynamic_embeddings", ("--part", "lookup")),
+    Run("dynamic tables, id map", "id_map", ("--batches", "8")),
+    Run("in-process pipe", "pipe_speed", ("--rounds", "8")),
 )
 
 

@@ -1,0 +1,66 @@
+"""Draws what :mod:`growth` measured: a chart for each thing that grows, time above and memory below."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+if TYPE_CHECKING:
+    from benchmarks.growth import Series
+
+matplotlib.use("Agg")
+
+COLOURS = ("#0072b2", "#d55e00")  # Okabe and Ito: told apart by everybody
+FEW = 32  # sizes up to this have a tick each
+COLUMNS = ("recsys, batch size", "recsys, tables", "recsys, ranks", "LLM, stages", "LLM, micro-batches")
+
+
+def draw(found: list[Series], path: Path) -> None:
+    """Write a PNG to *path*."""
+    figure, charts = plt.subplots(2, len(COLUMNS), figsize=(20, 7.5), layout="constrained")
+    figure.suptitle("Cost of a step as work grows: medians with quartiles, beside the line or the theory's curve")
+    for column, title in enumerate(COLUMNS):
+        ours = [one for one in found if one.series.startswith(title)]
+        for row, memory in enumerate((False, True)):
+            chart: Axes = charts[row, column]
+            shown = [one for one in ours if (one.unit == "MiB") is memory]
+            for one, colour in zip(shown, COLOURS, strict=False):
+                _add(chart, one, colour, one.series.removeprefix(title).strip(", "))
+            first = shown[0]
+            chart.set_title(f"{title}: {first.quantity}", fontsize=11)
+            chart.set_xlabel(first.across)
+            chart.set_ylabel(first.unit)
+            # Not logarithmic: a line is to look like one.
+            if max(first.sizes) <= FEW:
+                chart.set_xticks(first.sizes)
+            chart.set_xlim(left=0)
+            chart.set_ylim(0, 1.4 * chart.get_ylim()[1])  # the legend is above
+            chart.grid(alpha=0.3)
+            chart.legend(fontsize=8, loc="upper left")
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def _add(chart: Axes, one: Series, colour: str, label: str) -> None:
+    medians = one.medians()
+    ends = [_quartiles(one.points[size]) for size in one.sizes]
+    errors = [
+        [max(0.0, middle - low) for middle, (low, _) in zip(medians, ends, strict=True)],
+        [max(0.0, high - middle) for middle, (_, high) in zip(medians, ends, strict=True)],
+    ]
+    marks: dict[str, Any] = {"fmt": "o", "markersize": 5, "capsize": 3, "alpha": 0.8}
+    chart.errorbar(one.sizes, medians, errors, color=colour, label=f"{label} measured".strip(), **marks)
+    off = f"{one.worst():.2f}" if one.share else f"{one.worst():.1%}"
+    curve = one.expected(one.sizes, medians)
+    # Two of a chart may have the same one.
+    style = "--" if colour == COLOURS[0] else ":"
+    chart.plot(one.sizes, curve, style, color=colour, linewidth=2, label=f"{one.curve}: off by {off} at most")
+
+
+def _quartiles(values: list[float]) -> tuple[float, float]:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
