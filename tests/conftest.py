@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from unittest import mock
 
+import hypothesis
 import pytest
 
 from tests.distributed import threads_left
@@ -14,6 +15,9 @@ from tests.distributed import threads_left
 # Read when the libraries are loaded, which the tests do after this. Results must not depend on the number of cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# How long an example takes depends on who else uses the machine.
+hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.load_profile("suite")
 
 
 @pytest.fixture(autouse=True)

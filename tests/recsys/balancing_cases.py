@@ -192,7 +192,11 @@ def faults(rank: int, world_size: int) -> dict[str, str]:
         "list": (BatchBalancer(), {**good, "names": ["x", "y", "z"]}, None),
         "complex": (BatchBalancer(workload(lambda costs: costs + 1j)), good, None),
         "no such name": (BatchBalancer(samples="real"), good if bad else {**good, "real": 3}, None),
-        "no number": (BatchBalancer(samples=cast("Any", lambda _: 2.5 if bad else 3)), good, None),
+        "no number": (
+            BatchBalancer(samples=cast("Any", lambda batch: 2.5 if bad and not batch.get("good") else 3)),
+            good,
+            None,
+        ),
         "nothing to keep": (
             BatchBalancer(keep=["batch['stats']"]),
             good if bad else {**good, "stats": "kept"},

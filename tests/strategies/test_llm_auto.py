@@ -276,7 +276,7 @@ def test_evaluation_chooses_nothing(found: Any) -> None:
         ("memory", "ways to train in stages fits 1,000 bytes a rank"),
         ("data", "there is no batch to measure with: the disk is gone"),
         ("data of the first", "there is no batch to measure with: the disk is gone"),
-        ("loss", "what layers take cannot be measured: 'labels'"),
+        ("loss", "what layers take cannot be measured: KeyError: 'labels'"),
         ("layers", "no schedule takes 4 micro-batches over this many ranks and layers"),
         ("ranks", "the pipeline's configuration differs between ranks: rank 0 has 'trials' = '0'"),
     ],
