@@ -65,34 +65,29 @@ BEHIND = 1.2
 HIDEABLE = 0.9
 
 
-def calibrated(parts: Parts, wanted: float) -> None:
+def calibrate(parts: Parts, wanted: float) -> None:
     """Give the batches so many ids that X is about *wanted* times F+B.
 
     Raises:
-        SystemExit: it is not for any number.
+        SystemExit: no number was found for which it is.
     """
-    found: list[tuple[int, float, float]] = []
+    tried: dict[int, float] = {}
     pooling = 16
-    for _ in range(6):
+    while len(tried) < 7 and pooling not in tried:
         exchange, rest = parts.give(pooling)
-        if abs(exchange / rest / wanted - 1) < 0.05:
+        found = tried[pooling] = exchange / rest
+        if abs(found / wanted - 1) < 0.04:
             return
-        found = [*found, (pooling, exchange, rest)][-2:]
-        if len(found) == 1:
-            pooling = 3 * pooling
-            continue
-        # Both are taken to be linear in the number of ids.
-        (few, x0, r0), (many, x1, r1) = found
-        gained = (x1 - wanted * r1 - x0 + wanted * r0) / (many - few)
-        if gained <= 0:
-            raise SystemExit(
-                f"recsys_slow_link: more ids make the rest of a step longer by more than 1/{wanted:g} of what they"
-                " add to their exchange; give a smaller --rate or a smaller --width"
-            )
-        pooling = max(1, round(few + (wanted * r0 - x0) / gained))
-        if pooling in (few, many):
-            return
-    return
+        # Some of the exchange takes as long with few ids, and more of them make the rest longer too.
+        pooling = max(1, round(pooling * min(4.0, max(0.25, wanted / found))))
+    pooling, found = min(tried.items(), key=lambda one: abs(math.log(one[1] / wanted)))
+    if abs(found / wanted - 1) > 0.25:
+        raise SystemExit(
+            f"recsys_slow_link: the exchange takes {found:.2f} times as long as the rest of a step with {pooling} ids a"
+            f" table and sample, and {wanted:g} with no number of ids that was tried; let the machine be quiet, give a"
+            " smaller --rate, or change --times"
+        )
+    parts.give(pooling)
 
 
 @dataclass(frozen=True)
@@ -176,7 +171,7 @@ class Race:
             rounds: that are kept.
             against: whether TorchRec's take part.
         """
-        calibrated(self._parts, wanted)
+        calibrate(self._parts, wanted)
         theirs = dict(self._theirs) if against else {}
         again = {AGAIN: self._again} if against else {}
         trained: dict[str, Training] = {"F+B": self._parts.rest, **self._by_hand, **theirs, **again}
@@ -269,11 +264,11 @@ def run_rank(options: argparse.Namespace) -> None:
     workload = Workload(options)
     workload.give(1)
     race = Race(workload)
-    figures = [one for wanted in options.exchange for one in measure(race, wanted, options, True)]
-    figures += [one for wanted in options.hidden for one in measure(race, wanted, options, False)]
-    if dist.get_rank() == 0:
-        save(figures, options.json)
-    sys.stdout.flush()
+    figures: list[Figure] = []
+    for wanted in (*options.exchange, *options.hidden):
+        figures += measure(race, wanted, options, wanted in options.exchange)
+        if dist.get_rank() == 0:  # at once: what comes next may fail
+            save(figures, options.json)
     dist.barrier()
     os._exit(0)  # threads still wait for more
 

@@ -246,7 +246,7 @@ class Parts:
         self._exchanged.clear()
         self.exchange.times.clear()
         self.rest.times.clear()
-        for _ in range(3):
+        for _ in range(5):
             self.exchange.turn()
             self.rest.turn()
         return self.exchange.median(), self.rest.median()
