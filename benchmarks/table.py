@@ -66,7 +66,7 @@ RUNS: tuple[Run, ...] = (
     Run("LLM bounds", "llm_bounds", ranks=2),
     Run("LLM efficiency", "llm_efficiency", ("--rounds", "7"), ranks=2),
     Run("LLM live bytes", "llm_live_bytes", ranks=2),
-    Run("recsys balancing", "balancing"),
+    Run("recsys balancing", "balancing", ("--hidden", "256", "--batch", "128")),
     Run("recsys wire", "recsys_wire", ranks=2),
     Run("dynamic tables, plans", "dynamic_embeddings", ("--rounds", "5")),
     Run("dynamic tables, lookup", "dynamic_embeddings", ("--part", "lookup")),
