@@ -29,7 +29,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "latest.json"
 
 @dataclass(frozen=True)
 class Run:
-    """A benchmark as it is run for the table: small enough for all of them to take less than 20 minutes on two cores.
+    """A benchmark as it is run for the table: a minute or so on two cores that nobody else uses.
 
     Attributes:
         title: what it is about.
