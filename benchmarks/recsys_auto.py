@@ -38,6 +38,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
 
+from benchmarks.figures import interval
 from benchmarks.slow_link import slow_link
 from examples.recsys_movielens.data import MovieLensData, RatingDataset
 from examples.recsys_movielens.model import MovieLensDLRM
@@ -320,13 +321,6 @@ def serial_times(workload: Workload, folder: str, iterations: int = 15) -> tuple
 
 
 # ------------------------------------------------------------------ measuring and printing
-
-
-def interval(statistic: Callable[[Sequence[int]], float], rounds: int) -> tuple[float, float]:
-    """The 95 % interval of *statistic*, a function of the rounds that are taken: bootstrap."""
-    draw = random.Random(1)
-    values = sorted(statistic(draw.choices(range(rounds), k=rounds)) for _ in range(2000))
-    return values[49], values[1949]
 
 
 def compare(workload: Workload, what: str, options: argparse.Namespace, folder: str) -> None:
