@@ -58,7 +58,11 @@ PLANS: dict[str, NamedPlan] = {
             "EmbInputDistWait": TaskSchedule(1, "data_dist"),
             "EmbPrefetch": TaskSchedule(0, "data_dist"),
         },
-        ("EmbInputDistStart", "H2DAndShuffle", "EmbInputDistWait", "EmbPrefetch", "EmbForward", *_STEP),
+        # The next batch's splits travel beside this one's forward pass, its ids beside what follows.
+        (
+            *("EmbInputDistStart", "H2DAndShuffle", "EmbPrefetch", "EmbForward", "DenseForward", "LossPostprocess"),
+            *("EmbInputDistWait", "DenseBackward", "EmbBackward", "FinalizeGrads", "OptimStep"),
+        ),
     ),
     # NVIDIA's JaggedMegatronPrefetchTrainPipelineSparseDist, step by step: TorchRec's prefetch pipeline with the
     # prefetch in a thread of its own, beside the backward pass.

@@ -145,9 +145,12 @@ STEP = ("DenseForward", "LossPostprocess", "DenseBackward", "EmbBackward", "Fina
     [
         ("serial", 1, ("H2DAndShuffle", "EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch", "EmbForward", *STEP)),
         (
-            "base",  # batch i+1's input dist is started, i+2 copied, i+1's waited for, batch i trained
+            "base",  # batch i+1's input dist is started, i+2 copied, i's forward, i+1's waited for, i's backward
             3,
-            ("EmbInputDistStart", "H2DAndShuffle", "EmbInputDistWait", "EmbPrefetch", "EmbForward", *STEP),
+            (
+                *("EmbInputDistStart", "H2DAndShuffle", "EmbPrefetch", "EmbForward", "DenseForward"),
+                *("LossPostprocess", "EmbInputDistWait", *STEP[2:]),
+            ),
         ),
         (
             "prefetch",  # i+2 copied, i+1's input dist waited for, i's forward, i+1 prefetched beside i's backward
