@@ -50,7 +50,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"tables": 2, "rows": 1_000, "width": 8, "pooling": 2, "batch": 32, "dense": 4, "mlp": [16]},
     "small": {"tables": 4, "rows": 10_000, "width": 16, "pooling": 4, "batch": 256, "dense": 8, "mlp": [64]},
     "medium": {"tables": 8, "rows": 50_000, "width": 32, "pooling": 6, "batch": 512, "dense": 16, "mlp": [128, 64]},
-    "large": {"tables": 16, "rows": 50_000, "width": 64, "pooling": 8, "batch": 768, "dense": 16, "mlp": [256, 128]},
+    "large": {"tables": 16, "rows": 50_000, "width": 64, "pooling": 8, "batch": 512, "dense": 16, "mlp": [256, 128]},
 }
 
 PEER, AGAIN, OURS, TRAINER = "peer", "peer again", "TrainPipeline", "Trainer"
