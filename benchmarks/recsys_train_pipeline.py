@@ -135,9 +135,9 @@ def ours(
     """The same sharded by this project, in the same way."""
     torch.manual_seed(1)
     optimizer = {"class_path": "torchrec.optim.RowWiseAdagrad", "init_args": {"lr": RATE, "eps": EPS}}
-    group = dist.new_group()
+    assert dist.group.WORLD is not None
     model = kind(options)
-    sharded = shard_model(model, device=device, group=group, sparse_optimizer=optimizer, sharding_plan=plan)
+    sharded = shard_model(model, device=device, group=dist.group.WORLD, sparse_optimizer=optimizer, sharding_plan=plan)
     seed_tables(sharded.dmp)
     return sharded, torch.optim.SGD([parameter for _, parameter in sharded.dense_parameters()], lr=RATE)
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.process_groups import new_group
 from lightning_pipe.llm.bubble import BubbleReport, StepBubble, measure_step, summarise
 from lightning_pipe.llm.simulation import actions_of
 from lightning_pipe.llm.timed_stage import StageEvent
@@ -68,7 +69,7 @@ class BubbleMonitor(pl.Callback):
         self._steps.clear()
         self._seen, self._before, self._report = 0, None, None
         # Its own, on the CPU: others may be under way at the same time.
-        self._group = dist.new_group(backend="gloo")
+        self._group = new_group(backend="gloo")
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 
 from lightning_pipe.engine import SetupError, SWPipeline
+from lightning_pipe.engine.process_groups import new_group
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 
 __all__ = ["checked_path", "count", "group_of_its_own", "leave_group", "loop_of", "numbered", "pipeline_of"]
@@ -40,7 +41,7 @@ def pipeline_of(trainer: pl.Trainer, callback: pl.Callback) -> SWPipeline:
 def group_of_its_own() -> dist.ProcessGroup | None:
     """Of all ranks, on the CPU: others may be under way at the same time. None where there is one rank."""
     several = dist.is_initialized() and dist.get_world_size() > 1
-    return dist.new_group(backend="gloo") if several else None
+    return new_group(backend="gloo") if several else None
 
 
 def leave_group(group: dist.ProcessGroup | None) -> None:

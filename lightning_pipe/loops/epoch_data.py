@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 
+from lightning_pipe.engine.process_groups import new_group
 from lightning_pipe.loops.batch_hooks import BatchHooks
 from lightning_pipe.loops.batch_source import AgreedSource, BatchSource, Fetched, Source, Uneven
 from lightning_pipe.loops.ledger import InFlightLedger
@@ -216,7 +217,7 @@ class EpochData:
         if self._trainer.world_size == 1 or not dist.is_initialized() or fetcher is None:
             return source
         if self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=getattr(strategy, "_timeout", None))
+            self._group = new_group(backend="gloo", timeout=getattr(strategy, "_timeout", None))
         uneven: Uneven = getattr(strategy, "uneven_batches", "shortest")
         termination = AgreedTermination.install(self._trainer)
         termination.agreed = True

@@ -32,6 +32,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_pipe.engine import InputError, TaskError
 from lightning_pipe.engine.captured import Captured, capture
+from lightning_pipe.engine.process_groups import new_group
 from lightning_pipe.loops.batch_hooks import BatchHooks
 from lightning_pipe.loops.batch_source import AgreedSource, BatchSource, Fetched
 from lightning_pipe.loops.default_program import default_evaluation
@@ -292,7 +293,7 @@ class EvaluationData(Iterator[Any]):
         if self._unknown:
             if self._group is None:
                 timeout = getattr(self._trainer.strategy, "_timeout", None)
-                self._group = dist.new_group(backend="gloo", timeout=timeout)
+                self._group = new_group(backend="gloo", timeout=timeout)
             return AgreedSource(
                 source, self._group, lambda: None, "error", kind=_dataloader, of=self._what, advice=_ADVICE
             )

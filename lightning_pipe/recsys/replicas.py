@@ -33,6 +33,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSha
 
 from lightning_pipe.engine.agreement import check_agreement
 from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.process_groups import new_group
 from lightning_pipe.recsys.tables import Table
 
 __all__ = [
@@ -141,7 +142,7 @@ def _replicas(count: int) -> list[range]:
 
 def _own_group(groups: Sequence[Collection[int]], timeout: timedelta | None) -> dist.ProcessGroup:
     """Makes all groups, in order, on every rank, and returns the one that this rank is in."""
-    made = [dist.new_group(list(ranks), timeout=timeout) for ranks in groups]
+    made = [new_group(list(ranks), timeout=timeout) for ranks in groups]
     own = next(group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
     assert isinstance(own, dist.ProcessGroup)
     return own

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe.engine.errors import InputError
+from lightning_pipe.engine.process_groups import new_group
 from lightning_pipe.recsys.agreement import communicating_device
 
 __all__ = ["TokenCount", "token_weighted_mean"]
@@ -140,5 +141,5 @@ def _own_group() -> dist.ProcessGroup | None:
     if world is None or world.size() == 1:
         return None
     if world not in _groups:
-        _groups[world] = dist.new_group()
+        _groups[world] = new_group()
     return _groups[world]

@@ -16,6 +16,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from lightning_pipe.engine import IterContext, PipelineError, PipelinePlan, SetupError, SWPipeline, TaskError
 from lightning_pipe.engine.flags import check_flags
+from lightning_pipe.engine.process_groups import new_group
 from lightning_pipe.recsys.accumulation import Accumulation
 from lightning_pipe.recsys.balancing import BalanceReport, BatchBalancer, make_balancer
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
@@ -146,7 +147,7 @@ class TrainPipeline:
                 undo.callback(self.device_buffers.clear)
             replicas = None if sharded is None else sharded.replicas
             if input_group is None and world is not None:
-                input_group = _new_group(undo, dist.new_group if replicas is None else replicas.groups.new_shard_group)
+                input_group = _new_group(undo, new_group if replicas is None else replicas.groups.new_shard_group)
             status_group = None if replicas is None else _new_group(undo)
             reducer = None
             if sharded is not None:
@@ -356,7 +357,7 @@ class TrainPipeline:
         return None if output[0] is None else self._accumulation.part_of(torch.sum(output[0], dim=0))
 
 
-def _new_group(undo: ExitStack, make: Callable[[], Any] = dist.new_group) -> dist.ProcessGroup:
+def _new_group(undo: ExitStack, make: Callable[[], Any] = new_group) -> dist.ProcessGroup:
     group = make()
 
     def leave() -> None:

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from lightning_pipe.engine import InputError, SetupError, SWPipeline
 from lightning_pipe.engine.agreement import check_agreement
+from lightning_pipe.engine.process_groups import new_group
 from lightning_pipe.llm.compiled_layers import keep_backward_buffers
 from lightning_pipe.llm.context_ranks import ContextMethod, length_multiple
 from lightning_pipe.llm.deferred import DeferredInit, deferred_init
@@ -242,8 +243,8 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         self._plan = settings.plan
         self._meshes = StageMeshes(settings.sizes, self.root_device.type)
         # On the CPU, since they carry a few numbers beside the schedule; two, since both may be under way at once.
-        self._numbers_group = dist.new_group(backend="gloo", timeout=self._timeout)
-        loss_group = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._numbers_group = new_group(backend="gloo", timeout=self._timeout)
+        loss_group = new_group(backend="gloo", timeout=self._timeout)
         assert self._numbers_group is not None and loss_group is not None
         self._maker = PartsMaker(
             settings, self._meshes, self.root_device, self.precision_plugin, self._numbers_group, loss_group

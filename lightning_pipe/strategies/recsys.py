@@ -28,6 +28,7 @@ from lightning_pipe.engine import (
     TaskSpan,
 )
 from lightning_pipe.engine.flags import check_flags
+from lightning_pipe.engine.process_groups import new_group
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.auto_program import AutoProgram, PlanChoice
 from lightning_pipe.loops.batch_source import Uneven
@@ -317,7 +318,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
     def _group(self, name: str) -> dist.ProcessGroup:
         """A process group of all ranks, made at first use: every rank asks in the same order."""
         if name not in self._groups:
-            self._groups[name] = dist.new_group(timeout=self._timeout)
+            self._groups[name] = new_group(timeout=self._timeout)
         return self._groups[name]
 
     def _input_group(self) -> dist.ProcessGroup:
