@@ -1,7 +1,7 @@
 """Where the ledger's batches come from: the loader, and, among several ranks, an agreement on each before it is given.
 
 A rank that has no more batches, or cannot fetch one, would leave the others waiting in the collectives of the next. So
-for each batch all ranks say whether they have it, in an all-reduce that is under way while batches before it train::
+for each batch all ranks say whether they have it, and hear each other while batches before it train::
 
     call      fetches   is sure of        gives
     0         0, 1      0 and 1           0, which is not the last one
@@ -19,11 +19,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_pipe.engine import InputError
+from lightning_pipe.loops.statuses import Statuses
 
 __all__ = ["AgreedSource", "BatchSource", "Fetched", "Source", "Uneven"]
 
@@ -77,6 +77,7 @@ class AgreedSource:
     Args:
         source: this rank's.
         group: of all ranks, on the CPU, used by nothing else.
+        statuses: how ranks tell each other whether they have a batch.
         remaining: how many batches the loader has not been asked for; None where it does not know.
         uneven: ``shortest`` ends the epoch where the first rank's data ends, and says what the others leave;
             ``error`` raises there.
@@ -93,6 +94,7 @@ class AgreedSource:
         self,
         source: Source,
         group: dist.ProcessGroup,
+        statuses: Statuses,
         remaining: Callable[[], int | None],
         uneven: Uneven = "shortest",
         told_to_end: Callable[[], bool] = lambda: False,
@@ -108,10 +110,10 @@ class AgreedSource:
         self._told_to_end = told_to_end
         self._source = source
         self._group = group
+        self._statuses = statuses
         self._remaining = remaining
         self._uneven = uneven
         self._ahead: deque[Fetched] = deque()
-        self._round: tuple[torch.Tensor, Any] | None = None
         self._error: BaseException | None = None
         self._read_here = 0
         self._had_by_all = 0
@@ -139,9 +141,7 @@ class AgreedSource:
 
     def close(self) -> None:
         """Wait for what the ranks still have to say to each other."""
-        pending, self._round = self._round, None
-        if pending is not None:
-            pending[1].wait()
+        self._statuses.forget()
 
     def _read(self) -> None:
         """Fetch a batch, and tell the other ranks whether it is there."""
@@ -154,26 +154,20 @@ class AgreedSource:
             says = _ENDED
         except BaseException as error:  # the other ranks wait for what this one says
             says, self._error = -self._group.rank() - 1, error
-        # The least of what all say, and minus the most.
-        said = torch.tensor([says, -says, -int(self._told_to_end())])
-        self._round = said, dist.all_reduce(said, dist.ReduceOp.MIN, group=self._group, async_op=True)
+        self._statuses.tell(says, self._told_to_end())
 
     def _all_have_it(self) -> bool:
-        assert self._round is not None
-        (said, work), self._round = self._round, None
         try:
-            work.wait()
+            least, most, told_to_end = self._statuses.hear()
         except RuntimeError as error:
-            if self._error is None:
-                raise InputError(
-                    f"the ranks could not agree on batch {self._had_by_all} of the {self._of}: one of them has ended,"
-                    f" or did not answer in time ({error}). Its own output says why; start all ranks again from the"
-                    " last checkpoint"
-                ) from error
+            raise self._error or InputError(
+                f"the ranks could not agree on batch {self._had_by_all} of the {self._of}: one of them has ended, or"
+                f" did not answer in time ({error}). Its own output says why; start all ranks again from the last"
+                " checkpoint"
+            ) from error
         if self._error is not None:
             raise self._error
-        least, most = int(said[0]), -int(said[1])
-        self.to_end |= int(said[2]) < 0
+        self.to_end |= told_to_end
         if least < _ENDED:
             raise InputError(
                 f"rank {-least - 1} could not fetch its batch {self._had_by_all} of the {self._of}; its own error says"

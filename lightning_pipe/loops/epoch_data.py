@@ -21,6 +21,7 @@ from lightning_pipe.loops.ledger import InFlightLedger
 from lightning_pipe.loops.random_streams import RandomStreams, get_states, set_states
 from lightning_pipe.loops.resumable_loader import State, end_of_epoch, is_resumable, load_states, snapshot
 from lightning_pipe.loops.resume import ResumePoint
+from lightning_pipe.loops.statuses import Statuses, statuses_of
 from lightning_pipe.loops.termination import AgreedTermination
 
 
@@ -45,6 +46,7 @@ class EpochData:
         self._source: Source | None = None
         self._streams: RandomStreams | None = None
         self._group: dist.ProcessGroup | None = None
+        self._statuses: Statuses | None = None
         self._kept: list[Callable[[], Fetched]] = []
         self._initial: dict[str, Any] = {}
         self._resumed: ResumePoint | None = None
@@ -129,6 +131,9 @@ class EpochData:
         self.ledger = self._fetcher = self._source = None
         self._kept = []
         group, self._group = self._group, None
+        statuses, self._statuses = self._statuses, None
+        if statuses is not None:
+            statuses.close()
         # The user may have left the world, and with it all groups.
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
@@ -217,11 +222,15 @@ class EpochData:
         if self._trainer.world_size == 1 or not dist.is_initialized() or fetcher is None:
             return source
         if self._group is None:
-            self._group = new_group(backend="gloo", timeout=getattr(strategy, "_timeout", None))
+            timeout = getattr(strategy, "_timeout", None)
+            self._group = new_group(backend="gloo", timeout=timeout)
+            self._statuses = statuses_of(self._group, timeout)
+        assert self._statuses is not None
         uneven: Uneven = getattr(strategy, "uneven_batches", "shortest")
         termination = AgreedTermination.install(self._trainer)
         termination.agreed = True
-        return AgreedSource(source, self._group, partial(_remaining, fetcher), uneven, lambda: termination.told)
+        remaining = partial(_remaining, fetcher)
+        return AgreedSource(source, self._group, self._statuses, remaining, uneven, lambda: termination.told)
 
     def _put_loaders_back(self, fetcher: _DataFetcher) -> None:
         """Let the next iterators be made as if none had been made since the checkpoint."""

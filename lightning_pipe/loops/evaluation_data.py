@@ -38,6 +38,7 @@ from lightning_pipe.loops.batch_source import AgreedSource, BatchSource, Fetched
 from lightning_pipe.loops.default_program import default_evaluation
 from lightning_pipe.loops.program import EvaluationProgram
 from lightning_pipe.loops.random_streams import RandomStreams
+from lightning_pipe.loops.statuses import Statuses, statuses_of
 from lightning_pipe.loops.user_errors import note_lost_rank, user_error
 
 __all__ = ["BringsEvaluation", "EvaluationData"]
@@ -99,6 +100,7 @@ class EvaluationData(Iterator[Any]):
         self._to_move: deque[_Entry] = deque()
         self._last_moved: Captured | None = None
         self._group: dist.ProcessGroup | None = None
+        self._statuses: Statuses | None = None
         self._batches_of: list[int | float] = []
         self._unknown = False
         self._wanted: list[int] | None = None
@@ -229,6 +231,9 @@ class EvaluationData(Iterator[Any]):
             program.close()
         self._programs.clear()
         group, self._group = self._group, None
+        statuses, self._statuses = self._statuses, None
+        if statuses is not None:
+            statuses.close()
         # The user may have left the world, and with it all groups.
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
@@ -294,8 +299,17 @@ class EvaluationData(Iterator[Any]):
             if self._group is None:
                 timeout = getattr(self._trainer.strategy, "_timeout", None)
                 self._group = new_group(backend="gloo", timeout=timeout)
+                self._statuses = statuses_of(self._group, timeout)
+            assert self._statuses is not None
             return AgreedSource(
-                source, self._group, lambda: None, "error", kind=_dataloader, of=self._what, advice=_ADVICE
+                source,
+                self._group,
+                self._statuses,
+                lambda: None,
+                "error",
+                kind=_dataloader,
+                of=self._what,
+                advice=_ADVICE,
             )
         return source if self._wanted is None else _Filled(source, self._batches_of, self._wanted)
 

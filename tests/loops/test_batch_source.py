@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import pytest
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_pipe.engine import InputError
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.loops.batch_source import AgreedSource, BatchSource, Fetched
+from lightning_pipe.loops.statuses import ReducedStatuses, StatusBoard, Statuses
 from tests.distributed import run_ranks
 from tests.loops.models import Net, Rows, trainer
 
@@ -40,10 +41,6 @@ def drain(source: AgreedSource) -> list[Fetched]:
             found.append(source())
         except StopIteration:
             return found
-
-
-def left_of(count: int) -> Callable[[], int | None]:
-    return lambda: count
 
 
 # ---------------------------------------------------------------------- two ranks
@@ -101,30 +98,50 @@ def fit(count: int, sized: bool, uneven: str = "shortest", **options: Any) -> An
     return {"trained": len(module.trained), "last": module.last, "validated": module.validated}
 
 
-def on_two_ranks(rank: int, size: int) -> dict[str, Any]:
-    group = dist.new_group(backend="gloo")
+def given_by_sources(rank: int, group: dist.ProcessGroup, statuses: Statuses) -> dict[str, Any]:
     found: dict[str, Any] = {}
+
+    def agreed(
+        fetch: Callable[[], Fetched],
+        kept: Sequence[Callable[[], Fetched]] = (),
+        remaining: int | None = 0,
+        uneven: Literal["shortest", "error"] = "shortest",
+    ) -> AgreedSource:
+        return AgreedSource(BatchSource(fetch, kept), group, statuses, lambda: remaining, uneven)
+
     for lengths in LENGTHS:
-        source = AgreedSource(BatchSource(numbered(lengths[rank])), group, left_of(0))
+        source = agreed(numbered(lengths[rank]))
         given = drain(source)
         found[f"given {lengths}"] = given, [fetch()[0] for fetch in source.unread()]
         source.close()
     for name, breaks_at in {"first": 0, "second": 1, "fourth": 3}.items():
-        source = AgreedSource(BatchSource(numbered(6, breaks_at if rank == 1 else None)), group, left_of(0))
+        source = agreed(numbered(6, breaks_at if rank == 1 else None))
         try:
             drain(source)
         except (InputError, OSError) as error:
             found[f"broken {name}"] = f"{type(error).__name__}: {error}"
-    source = AgreedSource(BatchSource(numbered(5 - 2 * rank)), group, lambda: None, "error")
+    source = agreed(numbered(5 - 2 * rank), remaining=None, uneven="error")
     with pytest.raises(InputError) as caught:
         drain(source)
     found["strict"] = str(caught.value)
     # Left in the middle, with an answer still on its way.
-    source = AgreedSource(BatchSource(numbered(6), [lambda: ("kept", False, {})]), group, left_of(0))
+    source = agreed(numbered(6), [lambda: ("kept", False, {})])
     found["middle"] = [source()[0], source()[0]]
     source.close()
     found["middle unread"] = [fetch()[0] for fetch in source.unread()]
+    return found
 
+
+def on_two_ranks(rank: int, size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    kinds: dict[str, Callable[[dist.ProcessGroup], Statuses | None]]
+    kinds = {"board": StatusBoard.of, "reduced": ReducedStatuses}
+    for kind, make in kinds.items():
+        group = dist.new_group(backend="gloo")
+        statuses = make(group)
+        assert statuses is not None
+        found[kind] = given_by_sources(rank, group, statuses)
+        statuses.close()
     found["without a length"] = fit((5, 8)[rank], sized=False)
     found["with a length"] = fit((8, 5)[rank], sized=True, val_check_interval=0.5)
     found["refused"] = fit((5, 8)[rank], sized=False, uneven="error")
@@ -137,35 +154,42 @@ def ranks() -> list[dict[str, Any]]:
     return run_ranks(on_two_ranks, 2)
 
 
+@pytest.fixture(params=["board", "reduced"])
+def sources(request: pytest.FixtureRequest, ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [found[request.param] for found in ranks]
+
+
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_every_rank_is_given_as_many_batches_as_the_shortest_has(
-    lengths: tuple[int, int], ranks: list[dict[str, Any]]
+    lengths: tuple[int, int], sources: list[dict[str, Any]]
 ) -> None:
     fewest = min(lengths)
-    for length, found in zip(lengths, ranks, strict=True):
+    for length, found in zip(lengths, sources, strict=True):
         given, unread = found[f"given {lengths}"]
         assert given == [(index, index == fewest - 1, {"given": index + 1}) for index in range(fewest)]
         assert unread == list(range(fewest, min(length, fewest + 1)))
 
 
 @pytest.mark.parametrize(("name", "batch"), [("first", 0), ("second", 1), ("fourth", 3)])
-def test_a_fetch_that_fails_on_one_rank_is_an_error_on_all(name: str, batch: int, ranks: list[dict[str, Any]]) -> None:
-    assert ranks[0][f"broken {name}"] == (
+def test_a_fetch_that_fails_on_one_rank_is_an_error_on_all(
+    name: str, batch: int, sources: list[dict[str, Any]]
+) -> None:
+    assert sources[0][f"broken {name}"] == (
         f"InputError: rank 1 could not fetch its batch {batch} of the epoch; its own error says why"
     )
-    assert ranks[1][f"broken {name}"] == f"OSError: row {batch} is unreadable"
+    assert sources[1][f"broken {name}"] == f"OSError: row {batch} is unreadable"
 
 
-def test_uneven_ranks_can_be_an_error_that_counts_what_is_left(ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:
+def test_uneven_ranks_can_be_an_error_that_counts_what_is_left(sources: list[dict[str, Any]]) -> None:
+    for found in sources:
         assert (
             "uneven numbers of batches: all have 3, and beyond those there are 1 or more on rank 0" in found["strict"]
         )
         assert "drop_last=True" in found["strict"]
 
 
-def test_an_epoch_that_is_left_in_the_middle_leaves_no_answer_behind(ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:
+def test_an_epoch_that_is_left_in_the_middle_leaves_no_answer_behind(sources: list[dict[str, Any]]) -> None:
+    for found in sources:
         assert found["middle"] == ["kept", 0]
         assert found["middle unread"] == [1, 2]
 

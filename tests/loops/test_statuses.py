@@ -1,0 +1,160 @@
+"""Ranks hear what all have told, in rounds; and that a rank has ended, however it did."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from lightning_pipe.loops import statuses
+from lightning_pipe.loops.statuses import Heard, ReducedStatuses, StatusBoard, Statuses, statuses_of
+from tests.distributed import run_ranks
+
+ROUNDS = 200
+# Where the files of boards are made.
+SHARED = Path("/dev/shm")
+
+
+def _board(group: dist.ProcessGroup) -> StatusBoard:
+    made = StatusBoard.of(group)
+    assert made is not None
+    return made
+
+
+MADE: dict[str, Callable[[dist.ProcessGroup], Statuses]] = {"board": _board, "reduced": ReducedStatuses}
+
+
+def many_rounds(rank: int, size: int) -> dict[str, Any]:
+    assert dist.group.WORLD is not None
+    found: dict[str, Any] = {}
+    for kind, make in MADE.items():
+        one = make(dist.group.WORLD)
+        heard = []
+        for index in range(ROUNDS):
+            # A rank says it could not fetch with a number below zero.
+            one.tell(index * (rank - 1), rank == index % (2 * size))
+            heard.append(one.hear())
+        one.tell(7, False)
+        one.forget()
+        one.tell(rank, False)
+        found[kind] = heard, one.hear()
+        dist.barrier()
+        one.close()
+        one.close()
+    found["chosen"] = type(statuses_of(dist.group.WORLD)).__name__
+    return found
+
+
+def without_shared_memory(rank: int, size: int) -> str:
+    # As a rank on another machine, which finds no such file, or another board's.
+    assert dist.group.WORLD is not None
+    if rank == 1:
+        with mock.patch.object(statuses, "_opened", return_value=None):
+            return type(statuses_of(dist.group.WORLD)).__name__
+    return type(statuses_of(dist.group.WORLD)).__name__
+
+
+def with_another_file(rank: int, size: int) -> str:
+    assert dist.group.WORLD is not None
+    opened = statuses._opened
+    with mock.patch.object(statuses, "_opened", lambda path, token, board: opened(path, token[::-1], board)):
+        return type(statuses_of(dist.group.WORLD)).__name__
+
+
+def one_leaves(rank: int, size: int) -> Any:
+    assert dist.group.WORLD is not None
+    board = StatusBoard.of(dist.group.WORLD, timedelta(seconds=60))
+    assert board is not None
+    board.tell(rank, False)
+    board.hear()
+    if rank == 1:
+        board.close()
+        return None
+    board.tell(0, False)
+    with pytest.raises(RuntimeError) as raised:
+        board.hear()
+    return str(raised.value)
+
+
+def silent(rank: int, size: int) -> str:
+    assert dist.group.WORLD is not None
+    board = StatusBoard.of(dist.group.WORLD, timedelta(seconds=0.3))
+    assert board is not None
+    said = ""
+    if rank == 0:
+        board.tell(0, False)
+        with pytest.raises(RuntimeError) as raised:
+            board.hear()
+        said = str(raised.value)
+    dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("kind", list(MADE))
+def test_all_hear_the_least_the_greatest_and_the_flag_of_every_round(kind: str) -> None:
+    size = 3
+    for found in run_ranks(many_rounds, size):
+        heard, last = found[kind]
+        assert heard == [Heard(-index, index, index % (2 * size) < size) for index in range(ROUNDS)]
+        assert last == Heard(0, size - 1, False)
+        assert found["chosen"] == "StatusBoard"
+
+
+def test_where_one_rank_shares_no_memory_all_use_collectives() -> None:
+    assert run_ranks(without_shared_memory, 3) == ["ReducedStatuses"] * 3
+    assert run_ranks(with_another_file, 2) == ["ReducedStatuses"] * 2
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="boards are made in another folder here")
+def test_no_file_is_left() -> None:
+    before = set(SHARED.glob("lightning_pipe_*"))
+    run_ranks(many_rounds, 2)
+    run_ranks(without_shared_memory, 2)
+    assert set(SHARED.glob("lightning_pipe_*")) <= before
+
+
+def test_a_rank_that_has_left_is_an_error_on_the_others() -> None:
+    assert run_ranks(one_leaves, 2) == ["rank 1 has ended", None]
+
+
+OTHER_RANK = """
+import os, signal, sys
+from lightning_pipe.loops.statuses import StatusBoard
+board = StatusBoard(os.open(sys.argv[1], os.O_RDWR), 1, 2, 60.0)
+board.tell(5, True)
+print(board.hear(), flush=True)
+board.tell(6, False)
+print("told", flush=True)
+signal.pause()
+"""
+
+
+def test_a_rank_that_was_killed_is_an_error_behind_what_it_told(tmp_path: Path) -> None:
+    path = tmp_path / "board"
+    path.write_bytes(bytes(statuses._bytes(2)))
+    board = StatusBoard(os.open(path, os.O_RDWR), 0, 2, 60.0)
+    board.tell(1, False)
+    with subprocess.Popen([sys.executable, "-c", OTHER_RANK, str(path)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "Heard(least=1, greatest=5, flagged=True)\n"
+        assert other.stdout.readline() == "told\n"
+        other.kill()  # and nobody waits for it: its process is still to be seen
+        assert board.hear() == Heard(1, 5, True)
+        board.tell(7, False)
+        assert board.hear() == Heard(6, 7, False)
+        board.tell(8, False)
+        with pytest.raises(RuntimeError, match="rank 1 has ended"):
+            board.hear()
+    board.close()
+
+
+def test_a_rank_that_tells_nothing_is_an_error_after_the_timeout() -> None:
+    assert run_ranks(silent, 2)[0] == "rank 1 has told nothing for 0.3 s"
