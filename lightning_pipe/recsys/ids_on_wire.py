@@ -23,6 +23,8 @@ __all__ = ["IdsOnWire", "SentAsInt32", "check_ids_on_wire", "sends_int32"]
 
 IdsOnWire = Literal["auto", "int32", "int64"]
 _INT32 = torch.iinfo(torch.int32)
+# Ids that are narrowed at once: as many, as int64, are there once more meanwhile.
+_PIECE = 2**16
 
 
 def check_ids_on_wire(asked: str) -> None:
@@ -62,27 +64,32 @@ def sends_int32(name: str, tables: Iterable[BaseEmbeddingConfig], maps_ids: bool
 
 
 class SentAsInt32(KeyedJaggedTensor):
-    """Features whose ids and lengths travel as int32. TorchRec asks them what to send, and what was received."""
+    """Features whose ids and lengths travel as int32; TorchRec asks them what was received."""
 
     @staticmethod
     def of(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The same features, tensors shared; the same object where ids are int32 already."""
+        """The same features with int32 in place of int64; the same object where ids are int32 already."""
         if features.values().dtype != torch.int64:
             return features
+        features.length_per_key()  # which the copy takes over, and need not find out
         sent = copy.copy(features)
         sent.__class__ = SentAsInt32
+        sent._values = _narrowed(features.values())
+        sent._lengths, sent._offsets, sent._jt_dict = features.lengths().int(), None, None
         return sent
-
-    def dist_tensors(self) -> list[torch.Tensor]:
-        """Lengths, ids, and what else there is."""
-        lengths, ids, *others = super().dist_tensors()
-        return [lengths.int(), ids.clamp(_INT32.min, _INT32.max).int(), *others]
 
     @staticmethod
     def dist_init(keys: list[str], tensors: list[torch.Tensor], *arguments: Any, **named: Any) -> KeyedJaggedTensor:
-        """What arrived, as if it had been sent as int64."""
-        lengths, ids, *others = tensors
-        received: KeyedJaggedTensor = KeyedJaggedTensor.dist_init(
-            keys, [lengths.long(), ids.long(), *others], *arguments, **named
-        )
+        """What arrived, as if it had been sent as int64; *tensors* is emptied."""
+        received: KeyedJaggedTensor = KeyedJaggedTensor.dist_init(keys, tensors, *arguments, **named)
+        tensors.clear()  # before they are there once more, and twice as large
+        received._values, received._lengths = received._values.long(), received.lengths().long()
+        received._offsets = None
         return received
+
+
+def _narrowed(ids: torch.Tensor) -> torch.Tensor:
+    narrow = torch.empty_like(ids, dtype=torch.int32)
+    for wide, piece in zip(ids.split(_PIECE), narrow.split(_PIECE), strict=True):
+        piece.copy_(wide.clamp(_INT32.min, _INT32.max))
+    return narrow

@@ -8,6 +8,7 @@ other thread, the replaced forwards do what they did before: on the module's own
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.dist_data import KJTAllToAll, SplitsAllToAllAwaitable
+from torchrec.distributed.dist_data import KJTAllToAll, KJTAllToAllTensorsAwaitable, SplitsAllToAllAwaitable
 from torchrec.distributed.embedding_sharding import (
     FusedKJTListSplitsAwaitable,
     KJTListSplitsAwaitable,
@@ -33,6 +34,7 @@ __all__ = [
     "answer_without_splits",
     "fusing",
     "kjt_all_to_alls",
+    "let_go_of_sent",
     "send_splits",
     "splits_length",
 ]
@@ -73,7 +75,7 @@ class FusableAllToAll:
     def __init__(self, all_to_all: KJTAllToAll, group: dist.ProcessGroup, int32: bool = False) -> None:
         self._all_to_all = all_to_all
         self._original = all_to_all.forward
-        self._int32 = int32
+        self._int32 = int32 and group.size() > 1  # alone, a rank sends nothing
         self._fused = KJTAllToAllForward(pg=group, splits=all_to_all._splits, stagger=all_to_all._stagger)
 
     def __call__(self, features: KeyedJaggedTensor) -> Any:
@@ -139,6 +141,25 @@ class SplitsRequest:
         results = [awaitable.wait() for awaitable in self._awaitables]
         fused = len(results) == 1 and isinstance(self._awaitables[0], FusedKJTListSplitsAwaitable)
         return dict(zip(self._names, results[0] if fused else results, strict=True))
+
+
+def let_go_of_sent(tensors: Awaitable[Any]) -> None:
+    """Waits for tensors on their way, and lets go of those that were sent.
+
+    TorchRec holds them until those that have arrived are in order: at that moment there would be three of each.
+
+    Args:
+        tensors: of a module's input dist.
+    """
+    for one in getattr(tensors, "awaitables", ()):
+        if isinstance(one, KJTAllToAllTensorsAwaitable) and one._workers > 1:
+            for work in one._awaitables:
+                work.wait()
+            one._awaitables.clear()  # they hold both what was sent and what has arrived
+            # Not cleared: with the same list a replay sends once more. Nor is the other's form changed.
+            one._input_tensors = []
+            one._input = copy.copy(one._input)
+            one._input._values, one._input._weights = one._input._values.new_empty(0), None
 
 
 def splits_length(requests: dict[str, KJTListSplitsAwaitable[Any]]) -> int:

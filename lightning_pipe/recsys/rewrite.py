@@ -31,7 +31,7 @@ from lightning_pipe.recsys.dynamic.sharded import ShardedDynamicModule
 from lightning_pipe.recsys.early_release import EarlyRelease, own_objects
 from lightning_pipe.recsys.embeddings import Embeddings, Features, Inputs, Requests, Splits, record_stream
 from lightning_pipe.recsys.ids_on_wire import IdsOnWire
-from lightning_pipe.recsys.input_dist import answer_without_splits, fusing, send_splits
+from lightning_pipe.recsys.input_dist import answer_without_splits, fusing, let_go_of_sent, send_splits
 from lightning_pipe.recsys.kernel_calls import (
     LookupCalls,
     can_follow_rates,
@@ -65,7 +65,7 @@ class ModelRewrite:
         method: how to find what feeds each module: ``record`` (watch the first batch train), ``direct`` (by keys),
             ``fx`` (trace the step); ``auto`` records, then traces for the modules whose argument the step made.
         step: name of the model's method that a batch is trained with; its first argument is the batch.
-        input_group: sends input dists, and is used for nothing else. None: the modules' own group.
+        input_group: sends input dists, and nothing else while they are under way. None: the modules' own group.
         status_group: over all ranks, where the input group is not: says in time that a batch of any cannot be trained,
             and is used for nothing else. None: the input group.
         agree_group: over all ranks, for comparing what ranks found and for the texts of errors; used by the calling
@@ -359,6 +359,7 @@ class ModelRewrite:
         stream = self._current_stream()
         distributed: dict[str, Any] = {}
         for name, tensors in requests.tensors.items():
+            let_go_of_sent(tensors)
             features = distributed[name] = tensors.wait()
             record_stream([features, inputs.contexts[name]], stream)
             self._sharded[name].prefetch(features, inputs.contexts[name], forward_stream)
