@@ -162,6 +162,8 @@ class DataParallelTables:
 
         To be called as ``average`` is.
         """
+        if not self._kernels:
+            return
         weights = tuple(kernel.emb_module.weights for kernel in self._kernels)
         gradients = self.average()
         # Rows may have been looked up for a batch that is to be trained next: its backward does not read them.

@@ -70,7 +70,7 @@ class TrainPipeline:
             sharded modules are fed by them. The step may still read keys, lengths and batch sizes; to use ids is an
             error.
         input_group: process group of the input dist, of the ranks that the tables are sharded over; by default a new
-            one, which every rank of the world must make.
+            one, which every rank of the world must make, or under a plan that works no batch ahead the tables' own.
 
     Attributes:
         device_buffers: what batches are copied into, with ``copy_in_place``.
@@ -146,7 +146,8 @@ class TrainPipeline:
                 transfer = self.device_buffers.filled_by(transfer)
                 undo.callback(self.device_buffers.clear)
             replicas = None if sharded is None else sharded.replicas
-            if input_group is None and world is not None:
+            # Without a batch ahead nothing else is under way beside the input dist: the modules' own group serves.
+            if input_group is None and world is not None and declared.max_stage:
                 input_group = _new_group(undo, new_group if replicas is None else replicas.groups.new_shard_group)
             status_group = None if replicas is None else _new_group(undo)
             reducer = None

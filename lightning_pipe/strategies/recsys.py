@@ -321,8 +321,10 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             self._groups[name] = new_group(timeout=self._timeout)
         return self._groups[name]
 
-    def _input_group(self) -> dist.ProcessGroup:
-        """As :meth:`_group`, of the ranks that the tables are sharded over."""
+    def _input_group(self) -> dist.ProcessGroup | None:
+        """As :meth:`_group`, of the ranks that the tables are sharded over; None where the tables' own group serves."""
+        if self._plan != AUTO and not recsys_plan(self._plan, recsys_tasks()).max_stage:
+            return None  # without a batch ahead nothing else is under way beside the input dist
         replicas = self.sharded_model.replicas
         if replicas is None:
             return self._group("input")
