@@ -100,25 +100,26 @@ def _call_callback_hooks(
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     if monitoring_callbacks is not None:
         callbacks = [one for one in callbacks if isinstance(one, EarlyStopping | Checkpoint) is monitoring_callbacks]
-    module = trainer.lightning_module
-    noted, before = False, None
+    noted, module, before = False, None, None
     for callback in callbacks:
         if not _listens(callback, hook_name, _OF_CALLBACKS):
             continue
-        if not noted and module:
-            noted, before = True, module._current_fx_name
-            _note(module, hook_name)
+        if not noted:
+            noted, module = True, trainer.lightning_module
+            if module:
+                before = module._current_fx_name
+                _note(module, hook_name)
         function = getattr(callback, hook_name)
         if callable(function):
             function(trainer, trainer.lightning_module, *args, **kwargs)
-    if noted:
+    if module:
         _note(module, before)
 
 
 def _call_lightning_module_hook(
     trainer: pl.Trainer, hook_name: str, *args: Any, pl_module: pl.LightningModule | None = None, **kwargs: Any
 ) -> Any:
-    module = pl_module or trainer.lightning_module
+    module = pl_module or trainer.strategy.lightning_module
     if module is None or is_watched(trainer):
         helper = _HELPERS["_call_lightning_module_hook"]
         return helper(trainer, hook_name, *args, pl_module=pl_module, **kwargs)
@@ -139,9 +140,10 @@ def _call_lightning_module_hook(
 def _call_strategy_hook(trainer: pl.Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:
     if is_watched(trainer):
         return _HELPERS["_call_strategy_hook"](trainer, hook_name, *args, **kwargs)
-    strategy, module = trainer.strategy, trainer.lightning_module
+    strategy = trainer.strategy
     if not _listens(strategy, hook_name, _OF_STRATEGIES):
         return None
+    module = trainer.lightning_module
     before = module._current_fx_name
     _note(module, hook_name)
     function = getattr(strategy, hook_name)

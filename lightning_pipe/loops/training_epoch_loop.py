@@ -18,7 +18,7 @@ from lightning_pipe.engine import IterContext, TaskError
 from lightning_pipe.loops.default_program import default_program
 from lightning_pipe.loops.epoch_data import EpochData
 from lightning_pipe.loops.fit_loop import PipelineFitLoop
-from lightning_pipe.loops.hook_calls import quick_hook_calls
+from lightning_pipe.loops.hook_calls import is_watched, quick_hook_calls
 from lightning_pipe.loops.ledger import InFlightLedger
 from lightning_pipe.loops.program import TrainingProgram
 from lightning_pipe.loops.quick_results import QuickClosureResult, QuickResults
@@ -231,7 +231,10 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
                 self.batch_progress.increment_by(0, is_last_batch=True)
             else:
                 self.batch_progress.increment_started()
-                with trainer.profiler.profile("run_training_batch"):  # type: ignore[attr-defined]
+                if is_watched(trainer):
+                    with trainer.profiler.profile("run_training_batch"):  # type: ignore[attr-defined]
+                        output = self._train(ctx, batch, batch_idx)
+                else:
                     output = self._train(ctx, batch, batch_idx)
         if skip_rest:
             ledger.skip()
