@@ -28,7 +28,7 @@ test: setup
 test-oldest:
 	scripts/test_oldest.sh
 
-# Half an hour by the sum of its parts (the aim is 20 minutes); one table, and benchmarks/results/latest.json.
+# Some 20 minutes on two cores; one table, and benchmarks/results/latest.json.
 bench: export OMP_NUM_THREADS = 1
 bench: setup
 	$(BIN)/python -m benchmarks.table
