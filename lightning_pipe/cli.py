@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -89,7 +90,14 @@ class PipelineCLI(LightningCLI):
         try:
             return super().instantiate_trainer(**kwargs)
         except ValueError as error:  # the arguments' types are right, a value is not
-            hint = "\n'lightning-pipe strategies' lists this project's strategies." if "strategy" in str(error) else ""
+            hint = ""
+            if "strategy" in str(error):
+                hint = "\n'lightning-pipe strategies' lists this project's strategies."
+                given = self.config_init[self.subcommand].trainer.strategy if self.subcommand else None
+                if isinstance(given, str) and (
+                    close := get_close_matches(given, [one.name for one in STRATEGIES], n=1)
+                ):
+                    hint += f" Did you mean {close[0]}?"
             raise SetupError(f"the configuration of trainer is wrong: {error}{hint}") from error
 
 

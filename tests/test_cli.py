@@ -267,9 +267,10 @@ def test_a_strategy_by_name_without_a_table_optimiser_is_refused_by_the_tables_n
 def test_an_unknown_strategy_is_refused_and_the_command_that_lists_them_named(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    message = refusal(["fit", "--config", "fit.yaml", "--trainer.strategy", "recsys_pipeline"], capsys)
-    assert "recsys_pipeline" in message
+    message = refusal(["fit", "--config", "fit.yaml", "--trainer.strategy", "recsys_prefetch"], capsys)
+    assert "recsys_prefetch" in message
     assert "'lightning-pipe strategies' lists" in message
+    assert "Did you mean recsys_prefetch_pipeline?" in message
 
 
 def test_an_unknown_plan_in_a_configuration_is_refused_in_the_strategys_own_words(

@@ -54,6 +54,12 @@ class BatchResult:
     tokens: int
     routers: RouterMeans | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a BatchResult has loss, tokens and routers, and no {name!r}; run_batch() returns one, whose loss is the"
+            " tensor: result.loss"
+        )
+
 
 class PipelineModule(pl.LightningModule):
     """Base class of modules whose ``model`` can be cut into pipeline stages.
@@ -136,7 +142,14 @@ class PipelineModule(pl.LightningModule):
             self.model = self.build_model()
 
     def run_batch(self, batch: Any) -> BatchResult:
-        """Loss of a batch; in stages, where the strategy does that, with backward if gradients are enabled."""
+        """Loss of a batch; in stages, where the strategy does that, with backward if gradients are enabled.
+
+        Args:
+            batch: as the loader gives it: a mapping, or a list of them, one for each micro-batch.
+
+        Returns:
+            Not the loss, but what has it: log ``result.loss``, and return it from ``training_step``.
+        """
         if self._run_in_stages is not None:
             return self._run_in_stages(batch)
         parts = self._as_one(batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine import InputError
 from lightning_pipe.llm.losses import summed_cross_entropy
-from lightning_pipe.strategies.pipeline_module import PipelineModule
+from lightning_pipe.strategies.pipeline_module import BatchResult, PipelineModule
 from tests.strategies.llm_cases import (
     SEED,
     VOCABULARY,
@@ -135,3 +136,10 @@ def test_a_batch_without_labels_can_be_predicted_but_not_trained(strategy: str) 
     assert len(trainer(used).predict(Tiny(), loader(batches))) == 1  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"the batch has 'input_ids'; the loss needs 'labels'"):
         fit(Tiny(), "auto" if strategy == "auto" else llm("gpipe", 2), batches)
+
+
+def test_who_takes_a_batchs_result_for_its_loss_is_told_where_the_loss_is() -> None:
+    result = BatchResult(torch.tensor(1.0), 3)
+    assert copy.deepcopy(result).tokens == 3
+    with pytest.raises(AttributeError, match=r"has loss, tokens and routers, and no 'backward'.*result\.loss"):
+        result.backward()
