@@ -5,6 +5,9 @@ another's. A group of Gloo's has three threads: one that listens to its sockets 
 step of some milliseconds and as many ranks as cores they take a fifth of the time, most of it for waking each other.
 The groups made here listen in the default group's thread, and run their collectives in one, in the order they were
 asked for, as NCCL does.
+
+They do not have Gloo's name, which PyTorch asks a group for that sharded tensors live in: those take another
+(``torch.distributed.new_group``).
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["new_group"]
+__all__ = ["is_gloo", "new_group"]
 
 # As PyTorch's registry knows it; get_backend() says so of these groups.
 _NAME = "gloo_of_lightning_pipe"
@@ -37,10 +40,16 @@ def new_group(
     """
     if (backend or dist.get_backend()) == "gloo" and _listening() is not None:
         if not hasattr(dist.Backend, _NAME.upper()):
-            dist.Backend.register_backend(_NAME, _make, extended_api=True, devices=["cpu"])
+            devices = dist.Backend.backend_capability[dist.Backend.GLOO]
+            dist.Backend.register_backend(_NAME, _make, extended_api=True, devices=list(devices))
         backend = _NAME
     group: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout, backend=backend)
     return group
+
+
+def is_gloo(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether collectives of *group* are Gloo's."""
+    return dist.get_backend(group) in ("gloo", _NAME)
 
 
 def _listening() -> list[Any] | None:

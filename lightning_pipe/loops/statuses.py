@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -105,6 +106,7 @@ class ReducedStatuses:
 
 # A word is told at once, or not at all: the round's number, the flag's bit, and the number.
 _ROUND, _FLAG, _ZERO = 32, 1 << 31, 1 << 30
+_TOKEN = 8  # bytes
 # Seconds between two looks at whether a rank that has not told anything still lives.
 _LOOK = 0.05
 
@@ -135,28 +137,30 @@ class StatusBoard:
     @classmethod
     def of(cls, group: dist.ProcessGroup, timeout: timedelta | None = None) -> StatusBoard | None:
         """One for all ranks of *group*, or None on all of them, where they share no memory; each calls it."""
-        path, token, first = None, secrets.token_bytes(8), group.rank() == 0
+        path, token, first = None, secrets.token_bytes(_TOKEN), group.rank() == 0
         board = None
         try:
             if first and fcntl is not None:
                 path = _new_file(token, group.size())
-            offered: list[Any] = [path, token]
+            offered: list[Any] = [path, token, _machine()]
             dist.broadcast_object_list(offered, dist.get_global_rank(group, 0), group=group)
             seconds = (timeout or dist.distributed_c10d.default_pg_timeout).total_seconds()
-            board = _opened(offered[0], offered[1], lambda file: cls(file, group.rank(), group.size(), seconds))
+            if offered[2] == _machine():  # elsewhere a network's file system may have the same file, and another memory
+                board = _opened(offered[0], offered[1], lambda file: cls(file, group.rank(), group.size(), seconds))
             all_have = torch.tensor([int(board is not None)])
             dist.all_reduce(all_have, dist.ReduceOp.MIN, group=group)
         finally:
             if path is not None:
-                path.unlink()  # all have it, or nobody needs it; nothing is left however they end
+                path.unlink()  # all have it, or nobody needs it: nothing is left when they end
         if not all_have and board is not None:
             board.close()
         return board if all_have else None
 
     def tell(self, number: int, flag: bool) -> None:
         assert self._heard == self._told, "what was told before was not heard"
-        self._told += 1
-        self._words[self._place(self._rank)] = self._told << _ROUND | (_FLAG if flag else 0) | number + _ZERO
+        told = self._told + 1
+        self._words[self._place(self._rank, told)] = told << _ROUND | (_FLAG if flag else 0) | number + _ZERO
+        self._told = told
 
     def hear(self) -> Heard:
         assert self._heard < self._told
@@ -176,11 +180,11 @@ class StatusBoard:
             self._memory.close()
             os.close(self._file)
 
-    def _place(self, rank: int) -> int:
-        return self._told % 2 * self._size + rank
+    def _place(self, rank: int, of_round: int) -> int:
+        return of_round % 2 * self._size + rank
 
     def _word_of(self, rank: int) -> int:
-        word = self._words[self._place(rank)]
+        word = self._words[self._place(rank, self._told)]
         return word if word >> _ROUND == self._told else self._awaited(rank)
 
     def _awaited(self, rank: int) -> int:
@@ -191,7 +195,7 @@ class StatusBoard:
             if (now := time.monotonic()) - looked > _LOOK:
                 looked, ended = now, self._has_ended(rank)
             # After that: it may have told this and ended.
-            word = self._words[self._place(rank)]
+            word = self._words[self._place(rank, self._told)]
             if word >> _ROUND == self._told:
                 return word
             if ended:
@@ -221,11 +225,22 @@ def _new_file(token: bytes, size: int) -> Path | None:
     with suppress(OSError):
         file, name = tempfile.mkstemp(prefix="lightning_pipe_", dir=memory if memory.is_dir() else None)
         try:
-            os.write(file, bytes(_bytes(size) - len(token)) + token)
+            if os.write(file, bytes(_bytes(size) - len(token)) + token) == _bytes(size):
+                return Path(name)
+        except OSError:  # no room
+            os.unlink(name)
+            raise
         finally:
             os.close(file)
-        return Path(name)
+        os.unlink(name)
     return None
+
+
+def _machine() -> str:
+    """The same for all processes that share memory, since it was started."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    return socket.gethostname()
 
 
 def _opened(path: Path | None, token: bytes, board: Callable[[int], StatusBoard]) -> StatusBoard | None:

@@ -15,6 +15,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.optim.keyed import KeyedOptimizer
 
 from lightning_pipe.engine import IterContext, PipelineError, PipelinePlan, SetupError, SWPipeline, TaskError
+from lightning_pipe.engine.agreement import check_agreement
 from lightning_pipe.engine.flags import check_flags
 from lightning_pipe.engine.process_groups import new_group
 from lightning_pipe.recsys.accumulation import Accumulation
@@ -146,6 +147,9 @@ class TrainPipeline:
                 transfer = self.device_buffers.filled_by(transfer)
                 undo.callback(self.device_buffers.clear)
             replicas = None if sharded is None else sharded.replicas
+            if input_group is None:
+                # Whether there is another group follows from the plan: ranks with others would wait for each other.
+                check_agreement(declared.description(), "plan", world)
             # Without a batch ahead nothing else is under way beside the input dist: the modules' own group serves.
             if input_group is None and world is not None and declared.max_stage:
                 input_group = _new_group(undo, new_group if replicas is None else replicas.groups.new_shard_group)

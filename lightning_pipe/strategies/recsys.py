@@ -27,6 +27,7 @@ from lightning_pipe.engine import (
     SWPipeline,
     TaskSpan,
 )
+from lightning_pipe.engine.agreement import check_agreement
 from lightning_pipe.engine.flags import check_flags
 from lightning_pipe.engine.process_groups import new_group
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
@@ -225,6 +226,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             "quantized_comms": quantized_comms,
         }
         self._groups: dict[str, dist.ProcessGroup] = {}
+        self._tables_group_serves: bool | None = None
         self._sharded: ShardedModel | None = None
         self._reducer: DenseGradientReducer | None = None
         self._program: TrainingProgram | None = None
@@ -323,8 +325,14 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
 
     def _input_group(self) -> dist.ProcessGroup | None:
         """As :meth:`_group`, of the ranks that the tables are sharded over; None where the tables' own group serves."""
-        if self._plan != AUTO and not recsys_plan(self._plan, recsys_tasks()).max_stage:
-            return None  # without a batch ahead nothing else is under way beside the input dist
+        if self._tables_group_serves is None:
+            plan = None if self._plan == AUTO else recsys_plan(self._plan, recsys_tasks())
+            # Ranks with other plans would wait for each other to make a group.
+            check_agreement([("name", AUTO)] if plan is None else plan.description(), "plan", dist.group.WORLD)
+            # Without a batch ahead nothing else is under way beside the input dist.
+            self._tables_group_serves = plan is not None and not plan.max_stage
+        if self._tables_group_serves:
+            return None
         replicas = self.sharded_model.replicas
         if replicas is None:
             return self._group("input")
@@ -338,6 +346,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             for group in self._groups.values():
                 dist.destroy_process_group(group)
         self._groups.clear()
+        self._tables_group_serves = None
 
     def _evaluate_without_inference_mode(self, trainer: pl.Trainer) -> None:
         # FBGEMM's fused lookups have no CPU kernel for inference tensors; no_grad computes the same.

@@ -98,6 +98,38 @@ def fit(count: int, sized: bool, uneven: str = "shortest", **options: Any) -> An
     return {"trained": len(module.trained), "last": module.last, "validated": module.validated}
 
 
+class Fails(Uneven):
+    """Once, in validation."""
+
+    failed = False
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        if not self.failed:
+            self.failed = True
+            raise ValueError("validation failed")
+        return super().validation_step(batch, batch_idx)
+
+
+def fit_again() -> list[int]:
+    """Batches trained in a fit that ends in an error, and in one more of the same trainer."""
+    made = trainer(
+        strategy="ddp",
+        devices=2,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        max_epochs=2,
+        val_check_interval=3,
+    )
+    PipelineTrainingEpochLoop.install(made)
+    module, trained = Fails(8, sized=True), []
+    with pytest.raises(ValueError, match="validation failed"):
+        made.fit(module)
+    trained.append(len(module.trained))
+    module.trained.clear()
+    made.fit(module)
+    return [*trained, len(module.trained)]
+
+
 def given_by_sources(rank: int, group: dist.ProcessGroup, statuses: Statuses) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
@@ -145,6 +177,7 @@ def on_two_ranks(rank: int, size: int) -> dict[str, Any]:
     found["without a length"] = fit((5, 8)[rank], sized=False)
     found["with a length"] = fit((8, 5)[rank], sized=True, val_check_interval=0.5)
     found["refused"] = fit((5, 8)[rank], sized=False, uneven="error")
+    found["after an error"] = fit_again()
     found["stopped"] = fit((5, 8)[rank], sized=False, callbacks=[Stop()], limit_val_batches=0)
     return found
 
@@ -215,3 +248,8 @@ def test_a_trainer_raises_it_on_every_rank(ranks: list[dict[str, Any]]) -> None:
 def test_a_stop_in_mid_epoch_leaves_ranks_ready_for_another_fit(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert found["stopped"]["trained"] == 2
+
+
+def test_after_an_error_in_validation_the_same_trainer_fits_again(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["after an error"] == [3, 16]

@@ -219,6 +219,8 @@ def run_cases(rank: int, world_size: int) -> dict[str, Any]:
             results[f"a transfer hook, {at}, {plan}"] = failure(BadHook(at), recsys(plan, KINDS), train=loader(48))
         results[f"closure, {plan}"] = failure(Clicks(optimizers=lbfgs), recsys(plan, KINDS))
     results["plans differ"] = failure(Clicks(), recsys("base" if rank == 0 else "prefetch", KINDS))
+    # Of which one sends ids in a process group more than the other.
+    results["plans differ in depth"] = failure(Clicks(), recsys("base" if rank == 0 else "serial", KINDS))
     results["no optimiser"] = failure(Clicks(), recsys(optimizer=None))
     predicting = trainer(recsys(kinds=KINDS), use_distributed_sampler=False)
     rows = range(rank, (9, 4)[rank] * 2, 2)  # as Lightning's sampler has it, to an extreme
@@ -338,6 +340,9 @@ def test_every_rank_knows_that_plans_differ(ranks: list[dict[str, Any]]) -> None
     for outcome in named(ranks, "plans differ"):
         assert "PlanError" in outcome["kinds"], outcome
         assert "rank 0 has 'name' = 'base', but rank 1 has 'name' = 'prefetch'" in outcome["message"]
+    for outcome in named(ranks, "plans differ in depth"):
+        assert "PlanError" in outcome["kinds"], outcome
+        assert "rank 0 has 'name' = 'base', but rank 1 has 'name' = 'serial'" in outcome["message"]
 
 
 def test_every_rank_names_the_tables_without_an_optimiser(ranks: list[dict[str, Any]]) -> None:

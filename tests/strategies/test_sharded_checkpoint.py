@@ -387,3 +387,21 @@ def test_where_no_checkpoint_can_be_written_is_said(
     used, _ = trained(tmp_path)
     with pytest.raises(SetupError, match=message):
         used.save_checkpoint(path.format(folder=tmp_path), **options)
+
+
+def resumed_on_ranks(rank: int, size: int, folder: str, kind: str) -> tuple[int, list[str]]:
+    kinds = dict.fromkeys(("people", "things"), kind)
+    whole = Clicks()
+    fit(whole, recsys("prefetch", kinds), max_epochs=2)
+    half = fit(Clicks(), recsys("prefetch", kinds), max_epochs=1)
+    half.save_checkpoint(Path(folder) / "half.ckpt")
+    module = Clicks()
+    used = fit(module, recsys("prefetch", kinds), ckpt_path=Path(folder) / "half.ckpt", max_epochs=2)
+    return used.global_step, [str(loss) for loss in module.losses if loss not in whole.losses]
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
+def test_ranks_that_have_no_shard_of_a_table_go_on_too(kind: str, tmp_path: Path) -> None:
+    for steps, others in run_ranks(resumed_on_ranks, 2, str(tmp_path), kind):
+        assert steps > 0
+        assert others == []
