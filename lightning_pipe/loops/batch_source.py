@@ -123,6 +123,8 @@ class AgreedSource:
     def __call__(self) -> Fetched:
         if not self._begun:
             self._begun = True
+            # What was told of batches behind an error, with which the source before this one ended.
+            self._statuses.forget()
             self._read()
             self._ended = not self._all_have_it()
             if not self._ended:

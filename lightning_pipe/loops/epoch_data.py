@@ -226,7 +226,6 @@ class EpochData:
             self._group = new_group(backend="gloo", timeout=timeout)
             self._statuses = statuses_of(self._group, timeout)
         assert self._statuses is not None
-        self._statuses.forget()  # what was told of batches behind an error, with which the fit before ended
         uneven: Uneven = getattr(strategy, "uneven_batches", "shortest")
         termination = AgreedTermination.install(self._trainer)
         termination.agreed = True

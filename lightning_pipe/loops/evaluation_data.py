@@ -301,7 +301,6 @@ class EvaluationData(Iterator[Any]):
                 self._group = new_group(backend="gloo", timeout=timeout)
                 self._statuses = statuses_of(self._group, timeout)
             assert self._statuses is not None
-            self._statuses.forget()  # what was told of batches behind an error
             return AgreedSource(
                 source,
                 self._group,

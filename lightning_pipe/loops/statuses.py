@@ -1,8 +1,8 @@
 """What each rank has to say of its next batch: a number and a flag, told to all and heard from all.
 
 Told at once and heard one batch later, so that nobody waits. Through a collective in the background, or, where all
-ranks are on one machine, on a board in memory that they share: a collective of Gloo's wakes three threads on each rank
-for a few numbers, 0.4 ms of a step where ranks share their cores.
+ranks are on one machine, on a board in memory that they share: a collective of Gloo's wakes threads on each rank for
+a few numbers, 0.4 ms of a step where ranks share their cores.
 """
 
 from __future__ import annotations
