@@ -90,15 +90,15 @@ class PipelineCLI(LightningCLI):
         try:
             return super().instantiate_trainer(**kwargs)
         except ValueError as error:  # the arguments' types are right, a value is not
-            hint = ""
-            if "strategy" in str(error):
-                hint = "\n'lightning-pipe strategies' lists this project's strategies."
-                given = self.config_init[self.subcommand].trainer.strategy if self.subcommand else None
-                if isinstance(given, str) and (
-                    close := get_close_matches(given, [one.name for one in STRATEGIES], n=1)
-                ):
-                    hint += f" Did you mean {close[0]}?"
+            hint = self._strategies_hint() if "strategy" in str(error) else ""
             raise SetupError(f"the configuration of trainer is wrong: {error}{hint}") from error
+
+    def _strategies_hint(self) -> str:
+        hint = "\n'lightning-pipe strategies' lists this project's strategies."
+        given = self.config_init[self.subcommand].trainer.strategy if self.subcommand else None
+        names = [one.name for one in STRATEGIES]
+        close = get_close_matches(given, names, n=1) if isinstance(given, str) else []
+        return f"{hint} Did you mean {close[0]}?" if close else hint
 
 
 class _BubbleCLI(PipelineCLI):
