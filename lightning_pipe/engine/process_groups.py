@@ -6,8 +6,7 @@ step of some milliseconds and as many ranks as cores they take a fifth of the ti
 The groups made here listen in the default group's thread, and run their collectives in one, in the order they were
 asked for, as NCCL does.
 
-They do not have Gloo's name, which PyTorch asks a group for that sharded tensors live in: those take another
-(``torch.distributed.new_group``).
+They are Gloo's by name as well, which PyTorch asks of a group that sharded tensors live in.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["is_gloo", "new_group"]
+__all__ = ["new_group"]
 
-# As PyTorch's registry knows it; get_backend() says so of these groups.
+# What they are made by, as PyTorch's registry knows it.
 _NAME = "gloo_of_lightning_pipe"
 
 
@@ -38,18 +37,24 @@ def new_group(
     Returns:
         The group; on ranks that are not in it ``GroupMember.NON_GROUP_MEMBER``.
     """
-    if (backend or dist.get_backend()) == "gloo" and _listening() is not None:
-        if not hasattr(dist.Backend, _NAME.upper()):
-            devices = dist.Backend.backend_capability[dist.Backend.GLOO]
-            dist.Backend.register_backend(_NAME, _make, extended_api=True, devices=list(devices))
-        backend = _NAME
-    group: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout, backend=backend)
+    shared = (backend or dist.get_backend()) == "gloo" and _listening() is not None
+    if shared and not hasattr(dist.Backend, _NAME.upper()):
+        devices = dist.Backend.backend_capability[dist.Backend.GLOO]
+        dist.Backend.register_backend(_NAME, _make, extended_api=True, devices=list(devices))
+    group: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout, backend=_NAME if shared else backend)
+    if shared and isinstance(group, dist.ProcessGroup):
+        _name(group)
     return group
 
 
-def is_gloo(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether collectives of *group* are Gloo's."""
-    return dist.get_backend(group) in ("gloo", _NAME)
+def _name(group: Any) -> None:
+    """As ``torch.distributed.new_group`` leaves one of Gloo's."""
+    gloo = dist.ProcessGroup.BackendType.GLOO
+    for device in dist.Backend.backend_capability[dist.Backend.GLOO]:
+        group._register_backend(torch.device(device), gloo, group._get_backend(torch.device("cpu")))
+    group._set_default_backend(gloo)
+    groups = dist.distributed_c10d._world.pg_map
+    groups[group] = dist.Backend(dist.Backend.GLOO), groups[group][1]
 
 
 def _listening() -> list[Any] | None:

@@ -72,7 +72,7 @@ class ReplicaGroups:
 
     def new_shard_group(self, timeout: timedelta | None = None) -> dist.ProcessGroup:
         """Another group of this replica's ranks. Every rank of the world calls it."""
-        return _own_group(_replicas(self.count), timeout, new_group)
+        return _own_group(_replicas(self.count), timeout)
 
     @contextmanager
     def counted_per_node(self) -> Generator[None, None, None]:
@@ -130,9 +130,8 @@ def make_replica_groups(
             f"replicas is {found}, and there are {ranks} ranks, which cannot be divided into groups of as many ranks;"
             f" needed is a divisor of {ranks}"
         )
-    # Sharded tensors live in them.
-    shards = _own_group(_replicas(found), timeout, dist.new_group)
-    peers = _own_group(list(zip(*_replicas(found), strict=True)), timeout, dist.new_group)
+    shards = _own_group(_replicas(found), timeout)
+    peers = _own_group(list(zip(*_replicas(found), strict=True)), timeout)
     return ReplicaGroups(found, steps, shards, peers)
 
 
@@ -142,11 +141,9 @@ def _replicas(count: int) -> list[range]:
     return [range(first, first + size) for first in range(0, count * size, size)]
 
 
-def _own_group(
-    groups: Sequence[Collection[int]], timeout: timedelta | None, make: Callable[..., Any]
-) -> dist.ProcessGroup:
+def _own_group(groups: Sequence[Collection[int]], timeout: timedelta | None) -> dist.ProcessGroup:
     """Makes all groups, in order, on every rank, and returns the one that this rank is in."""
-    made = [make(list(ranks), timeout=timeout) for ranks in groups]
+    made = [new_group(list(ranks), timeout=timeout) for ranks in groups]
     own = next(group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
     assert isinstance(own, dist.ProcessGroup)
     return own

@@ -18,7 +18,6 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.engine.errors import InputError, SetupError
-from lightning_pipe.engine.process_groups import is_gloo
 from lightning_pipe.recsys.call_arguments import Arguments, CallArguments, PostprocessResults
 from lightning_pipe.recsys.dynamic.sharded import ShardedDynamicModule
 from lightning_pipe.recsys.ids_on_wire import IdsOnWire, sends_int32
@@ -140,7 +139,7 @@ class Sharded:
 
     def _refuse_variable_rows(self) -> None:
         group = self.own_group
-        if group is None or group.size() == 1 or not is_gloo(group):
+        if group is None or group.size() == 1 or dist.get_backend(group) != "gloo":
             return
         kinds = {kind for child in self.module.modules() for kind in getattr(child, "_sharding_types", ())}
         if kinds & _SHARDED_BY_ROWS:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.process_groups import new_group
 from lightning_pipe.recsys.replicas import make_replica_groups
 from lightning_pipe.recsys.sharding import ShardedModel, shard_model
 from lightning_pipe.strategies.quiet import quiet_torchrec
@@ -60,7 +61,7 @@ def shard_once(
     if held is None:
         arguments = dict(asked)
         replicas = make_replica_groups(arguments.pop("replicas", None), arguments.pop("sync_every", None), timeout)
-        groups = [dist.new_group(timeout=timeout)]
+        groups = [new_group(timeout=timeout)]
         if replicas is not None:
             groups += [replicas.shards, replicas.peers]
         try:

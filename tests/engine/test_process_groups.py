@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharded_tensor import Shard
 
 from lightning_pipe.engine.process_groups import new_group
 from tests.distributed import run_ranks
@@ -79,12 +80,35 @@ def test_their_timeout_is_the_one_asked_for() -> None:
 
 def test_under_pytorchs_detailed_debugging_they_are_pytorchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
-    assert run_ranks(backends, 2) == ["gloo", "gloo"]
+    assert all(run_ranks(listeners, 2))
     monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG")
-    assert "gloo" not in run_ranks(backends, 2)
+    assert run_ranks(listeners, 2) == [0, 0]
 
 
-def backends(rank: int, world_size: int) -> str:
-    assert os.environ.get("TORCH_DISTRIBUTED_DEBUG", "DETAIL") == "DETAIL"
-    name: str = dist.get_backend(new_group())
-    return name
+def listeners(rank: int, world_size: int) -> int:
+    before = _threads().count("gloo_tcp_loop")
+    group = new_group()
+    dist.barrier(group)
+    return _threads().count("gloo_tcp_loop") - before
+
+
+def test_whoever_asks_takes_them_for_gloos() -> None:
+    run_ranks(asked, 2)
+
+
+def asked(rank: int, world_size: int) -> None:
+    group, glooes = new_group(), dist.new_group()
+    assert dist.get_backend(group) == dist.get_backend(glooes) == "gloo"
+    for device in ("cpu", "cuda"):
+        assert type(group._get_backend(torch.device(device))) is dist.ProcessGroupGloo
+    assert dist.distributed_c10d._get_pg_default_device(group) == torch.device("cpu")
+    dist.monitored_barrier(group, timeout=timedelta(seconds=60))  # of Gloo's groups alone
+    tensor = sharded_tensor.init_from_local_shards(_shards_of_first(rank), 4, process_group=group)
+    gathered = torch.empty(4) if rank == 0 else None
+    tensor.gather(out=gathered)
+    assert gathered is None or gathered.tolist() == [1.0] * 4
+
+
+def _shards_of_first(rank: int) -> list[Shard]:
+    """All of a tensor of four ones, on rank 0."""
+    return [] if rank else [Shard.from_tensor_and_offsets(torch.ones(4), [0], 0)]
