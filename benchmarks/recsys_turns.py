@@ -24,6 +24,7 @@ from torchrec.distributed.types import ShardingPlan
 
 from benchmarks.recsys_train_pipeline import Batch, Model, batches, ours, theirs
 from lightning_pipe.engine import IterContext, PipelinePlan, TaskProfiler
+from lightning_pipe.recsys.ids_on_wire import IdsOnWire
 from lightning_pipe.recsys.keeper import ModelKeeper
 from lightning_pipe.recsys.sharded_model import ShardedModel
 from lightning_pipe.recsys.train_pipeline import TrainPipeline
@@ -204,10 +205,15 @@ class Workload:
         self.options.pooling = pooling
         self.data[:] = batches(self.options, dist.get_rank(), False)[:BATCHES]
 
-    def of_ours(self, plan: str | Path | PipelinePlan) -> Ours:
-        """A pipeline of this project."""
+    def of_ours(self, plan: str | Path | PipelinePlan, ids: IdsOnWire | None = None) -> Ours:
+        """A pipeline of this project.
+
+        Args:
+            plan: its own.
+            ids: what it sends ids as; by default what the options say.
+        """
         sharded, optimizer = ours(self.options, CPU, self._plan, Deep)
-        pipeline = TrainPipeline(sharded, optimizer, CPU, plan=plan, ids_on_wire=self.options.ids)
+        pipeline = TrainPipeline(sharded, optimizer, CPU, plan=plan, ids_on_wire=ids or self.options.ids)
         return Ours(sharded, optimizer, pipeline, self.data, self.options.steps)
 
     def of_theirs(self, kind: Any) -> Training:
