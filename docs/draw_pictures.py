@@ -1,11 +1,13 @@
 """Draws the pictures of the docs anew: ``python docs/draw_pictures.py [NAME ...]``, from a clone, on a quiet machine.
 
-Each is what the callback PipelineTrace recorded while an example trained. The tables and timelines in text are checked
-by the tests, which run the command that is written in front of each of them.
+Each is of an example in training: what the callback PipelineTrace recorded, or the top of the report that
+PipelineProfiler wrote, as Chromium shows it. The tables and timelines in text are checked by the tests, which run the
+command that is written in front of each of them.
 """
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,36 +15,71 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 # The example, its first batch that is drawn, and how many.
-PICTURES = {
+TIMELINES = {
     "serial_timeline": ("recsys_movielens/serial.yaml", 40, 4),
     "prefetch_timeline": ("recsys_movielens/prefetch.yaml", 40, 4),
     "stages_timeline": ("llm_text/1f1b.yaml", 12, 1),
     "pipe_timeline": ("in_process/transformer.yaml", 9, 2),
 }
+# The example, the step after which it is profiled, and the height that is shown (pixels).
+REPORTS = {"profile_report": ("recsys_movielens/prefetch.yaml", 40, 972)}
+WIDTH = 1000  # of a report (pixels)
 
 
 def main(names: list[str]) -> None:
     """Draw these, or all of them."""
-    for name in names or PICTURES:
-        example, first, count = PICTURES[name]
+    for name in names or [*TIMELINES, *REPORTS]:
         picture = ROOT / "docs" / "pictures" / f"{name}.png"
         with tempfile.TemporaryDirectory() as folder:
-            options = {
-                "trainer.default_root_dir": folder,
-                "trainer.logger": "false",
-                "trainer.enable_checkpointing": "false",
-                "trainer.enable_progress_bar": "false",
-                "trainer.limit_val_batches": "0",
-                "trainer.max_steps": f"{first + count + 2}",
-                "trainer.callbacks": "lightning_pipe.callbacks.PipelineTrace",
-                "trainer.callbacks.steps": f"[{first},{count}]",
-                "trainer.callbacks.path": f"{folder}/trace.json",
-                "trainer.callbacks.picture": str(picture),
-            }
-            words = [word for key, value in options.items() for word in (f"--{key}", value)]
-            command = [sys.executable, "-m", "lightning_pipe.cli", "fit", "--config", f"examples/{example}", *words]
-            subprocess.run(command, cwd=ROOT, check=True)
+            if name in TIMELINES:
+                _draw_timeline(*TIMELINES[name], Path(folder), picture)
+            else:
+                _draw_report(*REPORTS[name], Path(folder), picture)
         print(picture.relative_to(ROOT))
+
+
+def _draw_timeline(example: str, first: int, count: int, folder: Path, picture: Path) -> None:
+    options = {
+        "trainer.callbacks": "lightning_pipe.callbacks.PipelineTrace",
+        "trainer.callbacks.steps": f"[{first},{count}]",
+        "trainer.callbacks.path": f"{folder}/trace.json",
+        "trainer.callbacks.picture": str(picture),
+    }
+    _fit(example, first + count + 2, folder, options)
+
+
+def _draw_report(example: str, step: int, height: int, folder: Path, picture: Path) -> None:
+    report = folder / "report.html"
+    options = {
+        "trainer.callbacks": "lightning_pipe.callbacks.PipelineProfiler",
+        "trainer.callbacks.at_steps": f"[{step}]",
+        "trainer.callbacks.rounds": "40",
+        "trainer.callbacks.path": "null",
+        "trainer.callbacks.report": str(report),
+    }
+    _fit(example, step + 2, folder, options)
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        sys.exit("there is no chromium and no google-chrome on the PATH; needed is one of them to show the report")
+    shown = ["--headless", "--no-sandbox", "--hide-scrollbars", f"--window-size={WIDTH},{height}"]
+    # Plotly draws when the page is there: time for that, by the page's own clock.
+    shown += ["--virtual-time-budget=10000", f"--screenshot={picture}", report.as_uri()]
+    subprocess.run([browser, *shown], cwd=folder, check=True)
+
+
+def _fit(example: str, steps: int, folder: Path, options: dict[str, str]) -> None:
+    options = {
+        "trainer.default_root_dir": str(folder),
+        "trainer.logger": "false",
+        "trainer.enable_checkpointing": "false",
+        "trainer.enable_progress_bar": "false",
+        "trainer.limit_val_batches": "0",
+        "trainer.max_steps": str(steps),
+        **options,
+    }
+    words = [word for key, value in options.items() for word in (f"--{key}", value)]
+    command = [sys.executable, "-m", "lightning_pipe.cli", "fit", "--config", f"examples/{example}", *words]
+    subprocess.run(command, cwd=ROOT, check=True)
 
 
 if __name__ == "__main__":

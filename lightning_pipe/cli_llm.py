@@ -159,7 +159,7 @@ def estimate_table(found: StageEstimate, memory: int | None) -> Group:
         Text(f"bubble, by floating-point operations: {100 * ours.bubble:.1f} %"),
         *(Text(note) for note in found.notes),
     ]
-    others: list[Table | str] = ["", _comparison(found, memory)] if found.others else []
+    others = ["", _comparison(found, memory), *_refusals(found)] if found.others else []
     return Group(Text(title, style="bold"), "", ranks, "", *lines, *others)
 
 
@@ -181,6 +181,15 @@ def _comparison(found: StageEstimate, memory: int | None) -> Table:
             f"{100 * one.bubble:.1f} %",
         )
     return table
+
+
+def _refusals(found: StageEstimate) -> list[str | Text]:
+    """Why there are rows without figures; each reason once, since schedules of as many stages share it."""
+    schedules: dict[str, list[str]] = {}
+    for one in found.others:
+        if isinstance(one, Refused):
+            schedules.setdefault(one.reason, []).append(one.schedule)
+    return ["", *(Text(f"{', '.join(names)}: {reason}") for reason, names in schedules.items())] if schedules else []
 
 
 def _table(first: str, *columns: str, memory: int | None, last: str | None = None) -> Table:

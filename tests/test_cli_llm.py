@@ -98,6 +98,17 @@ def test_it_compares_with_the_other_schedules(folder: Path, capsys: pytest.Captu
     assert "on the rank that needs most" in " ".join(out.split())
 
 
+def test_a_schedule_with_more_stages_than_layers_is_shown_without_figures_and_with_the_reason(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert estimate("--compare", "--trainer.strategy", "llm_1f1b_pipeline") == 0
+    out = capsys.readouterr().out
+    assert "\n1f1b " in out  # four stages of six layers; the others have eight
+    assert [line.split() for line in out.splitlines() if line.startswith("dualpipev ")] == [["dualpipev", "-"]]
+    reason = "zbv_zero_bubble, dualpipev: 6 layers cannot go to 8 stages; needed is 1 to 6 stage(s)"
+    assert " ".join(out.split()).count(reason) == 1
+
+
 def test_rows_and_length_may_be_given_in_the_place_of_data(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert estimate("--rows", "32", "--length", "128", "--data", "language.Data") == 0
     assert "each of 4 x 128 tokens" in capsys.readouterr().out

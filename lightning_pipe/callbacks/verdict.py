@@ -21,6 +21,10 @@ _BACKWARD_WAITS = ("FinalizeGrads",)
 _COPIES = ("H2DAndShuffle", "H2D")
 # Of a step: less than that is not worth a change.
 _MUCH = 0.1
+# Steps from which a mean is taken for what an epoch is like, so that a number of workers is computed from it.
+_ENOUGH = 10
+# Batches that each worker of PyTorch's DataLoader makes ahead (``prefetch_factor``).
+_AHEAD = 2
 
 
 @dataclass(frozen=True)
@@ -177,6 +181,13 @@ def _largest(use: StepUse, names: Sequence[str], *more: tuple[float, str]) -> st
 def _loader_advice(use: StepUse, num_workers: int | None, cores: int) -> str:
     if num_workers is None:
         return "prepare batches in the background, as PyTorch's DataLoader does with num_workers"
+    # Until each worker has made once what it makes ahead, a step waits for workers that start.
+    enough = max(_ENOUGH, _AHEAD * num_workers)
+    if use.steps < enough:
+        return (
+            f"{use.steps} steps are too few to tell how many workers hide it, needed are {enough}: train a longer epoch"
+            f" before changing num_workers (it is {num_workers})"
+        )
     # Without workers a batch takes its time in this process; n of them have n steps for one.
     batch = use.loader if num_workers == 0 else num_workers * use.seconds
     wanted = math.ceil(batch / max(use.seconds - use.loader, 1e-9))

@@ -14,14 +14,13 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 
-from lightning_pipe.engine.process_groups import new_group
 from lightning_pipe.loops.batch_hooks import BatchHooks
 from lightning_pipe.loops.batch_source import AgreedSource, BatchSource, Fetched, Source, Uneven
 from lightning_pipe.loops.ledger import InFlightLedger
 from lightning_pipe.loops.random_streams import RandomStreams, get_states, set_states
 from lightning_pipe.loops.resumable_loader import State, end_of_epoch, is_resumable, load_states, snapshot
 from lightning_pipe.loops.resume import ResumePoint
-from lightning_pipe.loops.statuses import Statuses, statuses_of
+from lightning_pipe.loops.statuses import StatusGroup
 from lightning_pipe.loops.termination import AgreedTermination
 
 
@@ -45,8 +44,7 @@ class EpochData:
         self._fetcher: _DataFetcher | None = None
         self._source: Source | None = None
         self._streams: RandomStreams | None = None
-        self._group: dist.ProcessGroup | None = None
-        self._statuses: Statuses | None = None
+        self._statuses = StatusGroup()
         self._kept: list[Callable[[], Fetched]] = []
         self._initial: dict[str, Any] = {}
         self._resumed: ResumePoint | None = None
@@ -130,13 +128,7 @@ class EpochData:
         self._left = point
         self.ledger = self._fetcher = self._source = None
         self._kept = []
-        group, self._group = self._group, None
-        statuses, self._statuses = self._statuses, None
-        if statuses is not None:
-            statuses.close()
-        # The user may have left the world, and with it all groups.
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        self._statuses.close()
 
     def period_begins(self) -> None:
         """Before anything is fetched beside a batch."""
@@ -221,16 +213,12 @@ class EpochData:
         strategy, fetcher = self._trainer.strategy, self._fetcher
         if self._trainer.world_size == 1 or not dist.is_initialized() or fetcher is None:
             return source
-        if self._group is None:
-            timeout = getattr(strategy, "_timeout", None)
-            self._group = new_group(backend="gloo", timeout=timeout)
-            self._statuses = statuses_of(self._group, timeout)
-        assert self._statuses is not None
+        group, statuses = self._statuses.open(getattr(strategy, "_timeout", None))
         uneven: Uneven = getattr(strategy, "uneven_batches", "shortest")
         termination = AgreedTermination.install(self._trainer)
         termination.agreed = True
         remaining = partial(_remaining, fetcher)
-        return AgreedSource(source, self._group, self._statuses, remaining, uneven, lambda: termination.told)
+        return AgreedSource(source, group, statuses, remaining, uneven, lambda: termination.told)
 
     def _put_loaders_back(self, fetcher: _DataFetcher) -> None:
         """Let the next iterators be made as if none had been made since the checkpoint."""

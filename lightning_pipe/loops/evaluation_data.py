@@ -32,13 +32,12 @@ from torch.utils.data import IterableDataset
 
 from lightning_pipe.engine import InputError, TaskError
 from lightning_pipe.engine.captured import Captured, capture
-from lightning_pipe.engine.process_groups import new_group
 from lightning_pipe.loops.batch_hooks import BatchHooks
 from lightning_pipe.loops.batch_source import AgreedSource, BatchSource, Fetched
 from lightning_pipe.loops.default_program import default_evaluation
 from lightning_pipe.loops.program import EvaluationProgram
 from lightning_pipe.loops.random_streams import RandomStreams
-from lightning_pipe.loops.statuses import Statuses, statuses_of
+from lightning_pipe.loops.statuses import StatusGroup
 from lightning_pipe.loops.user_errors import note_lost_rank, user_error
 
 __all__ = ["BringsEvaluation", "EvaluationData"]
@@ -99,8 +98,7 @@ class EvaluationData(Iterator[Any]):
         self._in_flight: deque[_Entry] = deque()
         self._to_move: deque[_Entry] = deque()
         self._last_moved: Captured | None = None
-        self._group: dist.ProcessGroup | None = None
-        self._statuses: Statuses | None = None
+        self._statuses = StatusGroup()
         self._batches_of: list[int | float] = []
         self._unknown = False
         self._wanted: list[int] | None = None
@@ -230,13 +228,7 @@ class EvaluationData(Iterator[Any]):
         for program in self._programs.values():
             program.close()
         self._programs.clear()
-        group, self._group = self._group, None
-        statuses, self._statuses = self._statuses, None
-        if statuses is not None:
-            statuses.close()
-        # The user may have left the world, and with it all groups.
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        self._statuses.close()
 
     # ------------------------------------------------------------------ a dataloader
 
@@ -296,15 +288,11 @@ class EvaluationData(Iterator[Any]):
     def _batches(self) -> Callable[[], Fetched]:
         source = BatchSource(self._fetch)
         if self._unknown:
-            if self._group is None:
-                timeout = getattr(self._trainer.strategy, "_timeout", None)
-                self._group = new_group(backend="gloo", timeout=timeout)
-                self._statuses = statuses_of(self._group, timeout)
-            assert self._statuses is not None
+            group, statuses = self._statuses.open(getattr(self._trainer.strategy, "_timeout", None))
             return AgreedSource(
                 source,
-                self._group,
-                self._statuses,
+                group,
+                statuses,
                 lambda: None,
                 "error",
                 kind=_dataloader,

@@ -22,12 +22,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from lightning_pipe.engine.process_groups import new_group
+
 try:
     import fcntl
 except ImportError:  # not a POSIX system: there is no board
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Heard", "ReducedStatuses", "StatusBoard", "Statuses", "statuses_of"]
+__all__ = ["Heard", "ReducedStatuses", "StatusBoard", "StatusGroup", "Statuses", "statuses_of"]
 
 
 class Heard(NamedTuple):
@@ -70,6 +72,34 @@ def statuses_of(group: dist.ProcessGroup, timeout: timedelta | None = None) -> S
         timeout: how long to wait for another rank; PyTorch's default where it is None.
     """
     return StatusBoard.of(group, timeout) or ReducedStatuses(group)
+
+
+class StatusGroup:
+    """All ranks' process group on the CPU, and their statuses in it, from where they are first needed."""
+
+    def __init__(self) -> None:
+        self._opened: tuple[dist.ProcessGroup, Statuses] | None = None
+
+    def open(self, timeout: timedelta | None = None) -> tuple[dist.ProcessGroup, Statuses]:
+        """Both, made where they are not there; every rank calls it.
+
+        Args:
+            timeout: how long to wait for another rank; PyTorch's default where it is None.
+        """
+        if self._opened is None:
+            group = new_group(backend="gloo", timeout=timeout)
+            self._opened = group, statuses_of(group, timeout)
+        return self._opened
+
+    def close(self) -> None:
+        """Leave the others, where both are there."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            group, statuses = opened
+            statuses.close()
+            # The user may have left the world, and with it all groups.
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
 
 
 class ReducedStatuses:

@@ -53,11 +53,9 @@ class _Found:
     replicas: ReplicaGroups | None
 
     def signature(self) -> list[str]:
-        """What ranks must agree on, a line for each table and dense tensor."""
-        tables = [
-            f"table {table.name} {list(parameter.shape)} {parameter.dtype} trained by {optimizer.describe()}"
-            for table, parameter, optimizer in zip(self.tables, self.parameters, self.optimizers, strict=True)
-        ]
+        """What ranks must agree on: a line for each property of a table, and for each dense tensor."""
+        described = zip(self.tables, self.parameters, self.optimizers, strict=True)
+        tables = [line for one in described for line in _describe(*one)]
         replicas = [] if self.replicas is None else [str(self.replicas)]
         return [*tables, *self.dense, f"embeddings sent as {self.comms}", *replicas]
 
@@ -229,6 +227,22 @@ def _look(
         comms,
         replicas,
     )
+
+
+def _describe(table: Table, parameter: nn.Parameter, optimizer: TableOptimizer) -> list[str]:
+    """A line for each property, so that only those are shown in which ranks differ."""
+    rows, columns = parameter.shape
+    pooling = getattr(table.config, "pooling", None)
+    properties = [
+        f"in a {table.module_type.__name__}",
+        f"{rows} rows",
+        f"{columns} columns",
+        str(parameter.dtype),
+        f"features {list(table.config.feature_names)}",
+        *([] if pooling is None else [f"pooled by {pooling.name.lower()}"]),
+        f"trained by {optimizer.describe()}",
+    ]
+    return [f"table {table.name} {one}" for one in properties]
 
 
 def _look_at_comms(

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -281,12 +283,26 @@ def _refuse_what_no_kernel_does(table: str, name: str, support: _Support, argume
 
 
 def _check_values(table: str, name: str, support: _Support, hyper_parameters: Mapping[str, Any]) -> None:
-    """Lets the class itself judge its values: a negative rate, a rate that is text."""
+    """Refuses what makes rows NaN in a step or two, or steps them upwards; the rest the class itself may judge."""
+    for key, value in hyper_parameters.items():
+        if key == "betas":
+            valid = isinstance(value, Sequence) and len(value) == 2 and all(_is_number(one, below=1) for one in value)
+            needed = "a pair of numbers from 0 to below 1: give betas such as (0.9, 0.999)"
+        else:
+            valid, needed = _is_number(value), f"a finite number, 0 or more: give {key} another value"
+        if not valid:
+            raise SetupError(f"table {table}: the optimiser {name} is given {key}={value!r}; needed is {needed}")
     try:
-        float(hyper_parameters["lr"])
         if support.reference is not None:
             support.reference([nn.Parameter(torch.zeros(1, 1))], **hyper_parameters)
     except (TypeError, ValueError) as error:
         raise SetupError(
             f"table {table}: the optimiser {name} cannot take {dict(hyper_parameters)}: {error}; mend the value"
         ) from error
+
+
+def _is_number(value: Any, below: float = math.inf) -> bool:
+    """Whether it is one from 0 to below a limit; a tensor of one is, text is not."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and _is_number(value.item(), below)
+    return isinstance(value, numbers.Real) and 0 <= float(value) < below

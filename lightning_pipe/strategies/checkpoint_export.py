@@ -16,7 +16,7 @@ import torch
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.strategies.checkpoint_folder import DYNAMIC_ROWS
-from lightning_pipe.strategies.folder_reading import differences, read_metadata, read_rest, read_whole
+from lightning_pipe.strategies.folder_reading import EXPORTED_FROM, differences, read_metadata, read_rest, read_whole
 from lightning_pipe.strategies.stage_layout import (
     KIND,
     MODEL,
@@ -77,6 +77,7 @@ def export_checkpoint(folder: str | Path, file: str | Path, *, weights_only: boo
                 )
             checkpoint = {key: value for key, value in checkpoint.items() if key not in _ONLY_SHARDED}
             checkpoint["state_dict"] = whole[_SHARDED_MODEL]
+        checkpoint[EXPORTED_FROM] = source.absolute().name  # not where: files travel
         written = Path(beside) / "whole"
         torch.save(checkpoint, written)
         os.replace(written, target)

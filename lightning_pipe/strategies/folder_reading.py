@@ -22,6 +22,7 @@ from lightning_pipe.strategies.named_optimizer import listed
 from lightning_pipe.strategies.safe_reading import SafePlanner, SafeReader, load_object
 
 __all__ = [
+    "EXPORTED_FROM",
     "differences",
     "fill_from_folder",
     "misfits",
@@ -30,6 +31,9 @@ __all__ = [
     "read_whole",
     "room",
 ]
+
+# In a file made of a checkpoint: the name of its folder, for the error where the file is taken for that.
+EXPORTED_FROM = "lightning_pipe_exported_from"
 
 
 def read_metadata(folder: Path, parts: Collection[str], kind: str) -> dcp.Metadata:
@@ -49,7 +53,24 @@ def read_metadata(folder: Path, parts: Collection[str], kind: str) -> dcp.Metada
         if any(path[0] in parts for path in (saved.planner_data or {}).values()):
             return saved
         found = "a folder of another kind"
-    raise SetupError(f"the checkpoint {str(folder)!r} is {found}; needed is a folder written {kind}")
+    source = _exported_from(folder) if folder.is_file() else None
+    if source is None:
+        raise SetupError(f"the checkpoint {str(folder)!r} is {found}; needed is a folder written {kind}")
+    raise SetupError(
+        f"the checkpoint {str(folder)!r} is a file that was exported from the folder {source!r}; needed is a folder"
+        f" written {kind}. The folder goes on as it was; to begin with the file's weights give no ckpt_path, and call"
+        f" module.load_state_dict(torch.load({str(folder)!r}, weights_only=True)['state_dict']), of a PipelineModule"
+        " after its configure_model()"
+    )
+
+
+def _exported_from(file: Path) -> str | None:
+    """The folder that a file was exported from; None where that cannot be read, or is not said."""
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)  # values stay on the disk
+        return str(found[EXPORTED_FROM])
+    except Exception:  # of any kind: whatever it is, it is no export
+        return None
 
 
 def read_rest(folder: Path, weights_only: bool | None) -> dict[str, Any]:

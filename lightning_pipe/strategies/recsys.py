@@ -54,7 +54,7 @@ from lightning_pipe.recsys.table_schedule import TableSchedule
 from lightning_pipe.recsys.tasks import RecsysActions, recsys_tasks
 from lightning_pipe.recsys.transfer import check_movable
 from lightning_pipe.strategies.auto import AUTO, IN_FLIGHT, exploration_of, refuse_without_auto, tell_choice
-from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
+from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy, on_all_ranks
 from lightning_pipe.strategies.refusals import (
     clips_gradients,
     loss_scaler,
@@ -227,6 +227,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         }
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._tables_group_serves: bool | None = None
+        self._rows_are_known = False
         self._sharded: ShardedModel | None = None
         self._reducer: DenseGradientReducer | None = None
         self._program: TrainingProgram | None = None
@@ -284,6 +285,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         self._sharded = shard_once(
             module, self._asked, device=self.root_device, timeout=self._timeout, ranks_per_node=self.num_processes
         )
+        self._rows_are_known = False
         self.model_to_device()
         self._evaluate_without_inference_mode(trainer)
         install_evaluation_loops(trainer)
@@ -658,6 +660,10 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         with nullcontext() if torch.is_grad_enabled() else evaluating(self.sharded_model.sharded_modules.values()):
             return step()
 
+    def on_train_start(self) -> None:
+        self._refuse_existing_rows()
+        super().on_train_start()
+
     def on_validation_start(self) -> None:
         self._evaluate_one_model()
 
@@ -669,8 +675,21 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
 
     def _evaluate_one_model(self) -> None:
         """What ranks, or replicas, have each for themselves becomes the same on all."""
+        self._refuse_existing_rows()
         self.sharded_model.share_buffers()
         self.sharded_model.sync_replicas()
+
+    def _refuse_existing_rows(self) -> None:
+        """Before a batch is fetched, and behind what may have replaced them: a checkpoint, and the user's hooks."""
+        known, self._rows_are_known = self._rows_are_known, True
+        modules = self.sharded_model.dynamic_rows.values()
+
+        def refuse() -> None:
+            for rows in modules:
+                rows.refuse_existing()
+
+        if modules and not known:
+            on_all_ranks(refuse, "rows of an earlier run cannot be used")
 
     def on_train_end(self) -> None:
         super().on_train_end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -226,9 +227,9 @@ SERIAL = recsys_plan("serial", recsys_tasks())
 
 
 def use(loader: float = 0.0, workers: float = 0.0, other: float = 0.0, hooks: float = 0.0, **tasks: float) -> StepUse:
-    """A step of ten seconds that is filled up with DenseBackward."""
+    """A step of ten seconds, a mean of twenty, that is filled up with DenseBackward."""
     rest = 10.0 - loader - workers - other - hooks - sum(tasks.values())
-    return StepUse(9, 10.0, loader, other, workers, {**tasks, "DenseBackward": rest})
+    return StepUse(20, 10.0, loader, other, workers, {**tasks, "DenseBackward": rest})
 
 
 def of(*uses: StepUse, plan: PipelinePlan = PREFETCH, **known: Any) -> Verdict:
@@ -252,6 +253,19 @@ def test_a_slow_loader_is_advised_as_many_workers_as_hide_it(
     found = of(use(loader), num_workers=workers, cores=cores)
     assert found.kind == "input-bound"
     assert found.text.startswith(f"input-bound: {10 * loader:.0f} % of the step waits for the data loader; {advice}")
+
+
+@pytest.mark.parametrize(("workers", "enough"), [(0, 10), (5, 10), (8, 16)])
+def test_a_number_of_workers_is_advised_only_from_enough_steps(workers: int, enough: int) -> None:
+    few, many = (of(replace(use(4.0), steps=steps), num_workers=workers, cores=64) for steps in (enough - 1, enough))
+    assert few.kind == many.kind == "input-bound"
+    assert few.text == (
+        f"input-bound: 40 % of the step waits for the data loader; {enough - 1} steps are too few to tell how many"
+        f" workers hide it, needed are {enough}: train a longer epoch before changing num_workers (it is {workers})"
+    )
+    assert "try num_workers=" in many.text
+    # Without workers of PyTorch's no number is computed.
+    assert "prepare batches in the background" in of(replace(use(4.0), steps=3)).text
 
 
 def test_the_rank_whose_loader_is_slow_is_named_however_the_others_wait_for_it() -> None:

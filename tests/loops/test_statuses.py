@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_pipe.loops import statuses
-from lightning_pipe.loops.statuses import Heard, ReducedStatuses, StatusBoard, Statuses, statuses_of
+from lightning_pipe.loops.statuses import Heard, ReducedStatuses, StatusBoard, Statuses, StatusGroup, statuses_of
 from tests.distributed import run_ranks
 
 ROUNDS = 200
@@ -98,6 +98,26 @@ def silent(rank: int, size: int) -> str:
     return said
 
 
+def one_group_in_turns(rank: int, size: int) -> tuple[bool, list[int], int]:
+    one, groups = StatusGroup(), len(dist.distributed_c10d._world.pg_map)
+    one.close()  # nothing was opened: nothing is left
+    heard = []
+    group, statuses = one.open()
+    same = one.open() == (group, statuses)
+    for number in range(2):
+        _, statuses = one.open()
+        statuses.tell(number + rank, False)
+        heard.append(statuses.hear().greatest)
+        dist.barrier()
+        one.close()
+        one.close()
+    left = len(dist.distributed_c10d._world.pg_map) - groups
+    one.open()
+    dist.destroy_process_group()  # as users may, before their trainer ends
+    one.close()
+    return same, heard, left
+
+
 @pytest.mark.parametrize("kind", list(MADE))
 def test_all_hear_the_least_the_greatest_and_the_flag_of_every_round(kind: str) -> None:
     size = 3
@@ -111,6 +131,10 @@ def test_all_hear_the_least_the_greatest_and_the_flag_of_every_round(kind: str) 
 def test_where_one_rank_shares_no_memory_all_use_collectives() -> None:
     assert run_ranks(without_shared_memory, 3) == ["ReducedStatuses"] * 3
     assert run_ranks(with_another_file, 2) == ["ReducedStatuses"] * 2
+
+
+def test_a_group_for_statuses_is_made_once_and_can_be_left_and_made_again() -> None:
+    assert run_ranks(one_group_in_turns, 2) == [(True, [1, 2], 0)] * 2
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="boards are made in another folder here")

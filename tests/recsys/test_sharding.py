@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 from torchrec.distributed.types import ShardingType
+from torchrec.modules.embedding_configs import DataType
 
 from lightning_pipe.engine.errors import SetupError
 from lightning_pipe.recsys.dense_values import broadcast_from_first_rank
@@ -277,6 +279,20 @@ def error_of(**arguments: Any) -> str:
     return str(caught.value)
 
 
+OTHER_TABLES: dict[str, dict[str, Any]] = {
+    "4 rows": {"num_embeddings": 5},
+    "8 columns": {"embedding_dim": 4},
+    "torch.float32": {"data_type": DataType.FP16},
+    "features ['a', 'b']": {"feature_names": ["b", "a"]},
+    "pooled by sum": {"pooling": PoolingType.MEAN},
+}
+
+
+def _one_table(**given: Any) -> nn.Module:
+    known = {"name": "t", "num_embeddings": 4, "embedding_dim": 8, "feature_names": ["a", "b"]}
+    return nn.Sequential(EmbeddingBagCollection([EmbeddingBagConfig(**{**known, **given})]))
+
+
 def errors_on_ranks(rank: int, world_size: int) -> dict[str, str]:
     found = {
         "one rank alone": error_of(model=nn.Linear(2, 2) if rank == 1 else None),
@@ -284,6 +300,7 @@ def errors_on_ranks(rank: int, world_size: int) -> dict[str, str]:
         "another model": error_of(model=nn.Sequential(make_model()) if rank == 1 else None),
         "another rate": error_of(sparse_optimizer={"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1 + rank}}),
         "a plan without tables": error_of(sharding_plan=_empty_plan() if rank == 0 else None),
+        **{name: error_of(model=_one_table(**(given if rank == 1 else {}))) for name, given in OTHER_TABLES.items()},
     }
     shard(make_model())  # and the ranks still understand each other
     return found
@@ -313,6 +330,19 @@ def test_different_modules_or_optimisers_on_two_ranks_are_an_error_on_every_rank
         assert f"0.{USERS}" in found["another model"]
         assert "lr=0.1)" in found["another rate"]
         assert "lr=1.1)" in found["another rate"]
+
+
+ON_RANK_1 = ["5 rows", "4 columns", "torch.float16", "features ['b', 'a']", "pooled by mean"]
+
+
+@pytest.mark.parametrize(("first", "second"), list(zip(OTHER_TABLES, ON_RANK_1, strict=True)))
+def test_what_a_table_differs_in_is_named_on_every_rank(errors: list[dict[str, str]], first: str, second: str) -> None:
+    table = "table 0.embedding_bags.t.weight"
+    said = (
+        f"ranks hold different modules: only on rank 0: {table} {first}; only on rank 1: {table} {second}."
+        " Build the same module on every rank"
+    )
+    assert [found[first] for found in errors] == [said, said]
 
 
 def test_the_first_rank_s_plan_counts_and_must_name_every_table(errors: list[dict[str, str]]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -76,9 +78,31 @@ def test_an_argument_that_the_class_does_not_have_is_named_even_where_the_class_
     assert "eps" in message
 
 
-@pytest.mark.parametrize("rate", [-1.0, "fast", None])
-def test_a_learning_rate_that_is_none_is_refused(rate: Any) -> None:
-    assert "mend the value" in refusal("torch.optim.SGD", lr=rate)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0, "1e-3", "fast", None])
+def test_a_hyper_parameter_that_is_no_finite_number_from_0_on_is_refused(value: Any) -> None:
+    given: list[tuple[Any, str]] = [("torch.optim.SGD", "lr"), ("torch.optim.Adagrad", "eps")]
+    given += [(torchrec_optim.LAMB, "weight_decay"), (torchrec_optim.LarsSGD, "eta"), (torchrec_optim.LarsSGD, "lr")]
+    for optimizer_class, key in given:
+        others: dict[str, Any] = {"lr": 0.1}
+        if optimizer_class is torchrec_optim.LAMB:
+            others |= {"betas": (0.9, 0.999), "eps": 1e-8}
+        elif optimizer_class is torchrec_optim.LarsSGD:
+            others |= {"eta": 0.001, "momentum": 0.0}
+        assert refusal(optimizer_class, CUDA, **(others | {key: value})).endswith(
+            f" is given {key}={value!r}; needed is a finite number, 0 or more: give {key} another value"
+        )
+
+
+@pytest.mark.parametrize("betas", [(0.9, 1.0), (math.nan, 0.9), (0.9, -0.1), (0.9,), 0.9, ("0.9", "0.99")])
+def test_betas_that_are_no_pair_of_rates_are_refused(betas: Any) -> None:
+    said = refusal("torch.optim.Adam", CUDA, lr=0.1, eps=1e-8, betas=betas)
+    assert f"is given betas={betas!r}; needed is a pair of numbers from 0 to below 1" in said
+
+
+def test_a_rate_may_be_zero_and_a_tensor_and_come_from_numpy() -> None:
+    for rate in (0, 0.0, torch.tensor(0.1), np.float32(0.1)):
+        assert resolve("torch.optim.SGD", lr=rate).learning_rate == pytest.approx(float(rate))
+    assert resolve("torch.optim.Adam", CUDA, lr=0.1, eps=0.0, betas=[0.0, 0.999]).hyper_parameters["betas"]
 
 
 def test_adam_has_no_kernel_on_cpu_and_the_message_says_what_has() -> None:

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_pipe.engine import SetupError
 from lightning_pipe.strategies.checkpoint_export import export_checkpoint
+from lightning_pipe.strategies.llm import LLMPipelineStrategy
+from tests.strategies import llm_cases
 from tests.strategies.cases import ROW_WISE_ADAGRAD, Clicks, Mixed, fit, loader, recsys, state_of, trainer
 
 KINDS = {"people": "row_wise", "things": "column_wise", "tags": "data_parallel"}
@@ -66,6 +69,40 @@ def test_lightning_makes_the_module_from_the_file(saved: dict[str, Any], folder:
 def test_states_of_optimisers_are_left_out_as_lightning_leaves_them_out(saved: dict[str, Any], folder: Path) -> None:
     with pytest.raises(KeyError, match="contains only the model"):
         fit(Kept(), "auto", ckpt_path=folder / "whole.ckpt")
+
+
+EXPORT = r"whole\.ckpt' is a file that was exported from the folder 'saved'; needed is a folder written under "
+
+
+def test_a_file_in_the_place_of_its_folder_is_named_and_what_the_error_advises_helps(
+    saved: dict[str, Any], folder: Path
+) -> None:
+    file = folder / "whole.ckpt"
+    with pytest.raises(SetupError, match=EXPORT + "a recsys plan"):
+        fit(Kept(), recsys("prefetch", KINDS, ROW_WISE_ADAGRAD), ckpt_path=file)
+    with pytest.raises(SetupError, match=rf"{EXPORT}.*\.load_state_dict\(torch\.load\('.*', weights_only=True\)"):
+        trainer(recsys("prefetch", KINDS, ROW_WISE_ADAGRAD)).validate(Kept(), loader(8), file, verbose=False)
+    module = Kept()
+    module.load_state_dict(torch.load(file, weights_only=True)["state_dict"])
+    used = trainer(recsys("prefetch", KINDS, ROW_WISE_ADAGRAD))
+    assert used.validate(module, loader(8), verbose=False)[0]["val_loss"] == pytest.approx(saved["loss"])
+
+
+def test_a_file_in_the_place_of_a_folder_of_stages_is_named_and_what_the_error_advises_helps(tmp_path: Path) -> None:
+    def used() -> Any:
+        return llm_cases.trainer(LLMPipelineStrategy(num_microbatches=2))
+
+    batches, file, first = llm_cases.loader(llm_cases.row_batches(1)), tmp_path / "whole.ckpt", used()
+    first.fit(llm_cases.Tiny(), batches)
+    first.save_checkpoint(tmp_path / "saved")
+    export_checkpoint(tmp_path / "saved", file)
+    with pytest.raises(SetupError, match=EXPORT + "LLMPipelineStrategy"):
+        used().fit(llm_cases.Tiny(), batches, ckpt_path=file)
+    module, state = llm_cases.Tiny(), torch.load(file, weights_only=True)["state_dict"]
+    module.configure_model()
+    module.load_state_dict(state)
+    used().fit(module, batches)
+    assert all(torch.equal(value, state[f"model.{name}"]) for name, value in module.initial.items())
 
 
 def test_a_file_is_written_over_when_all_is_there(saved: dict[str, Any], folder: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.recsys.dynamic.modules import (
@@ -180,6 +181,43 @@ def test_rows_of_an_earlier_run_are_not_trained_on_unasked(tmp_path: Path) -> No
     fresh = run_alone(tmp_path / "fresh", "fresh")
     assert same(forgotten, fresh)
     assert not same(kept, fresh)
+
+
+class Untouched(Dataset[Any]):
+    """Batches that nobody may ask for."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("the data were asked for")
+
+
+def refused_on_ranks(rank: int, world_size: int, store: Path) -> list[str]:
+    untouched: Any = DataLoader(Untouched(), batch_size=None)
+    run(store, "prefetch", max_epochs=1, train=loader(24 * world_size))
+
+    def refusal(use: Any, **options: Any) -> str:
+        module = clicks(store)
+        used = trainer(recsys("prefetch", optimizer=ROW_WISE_ADAGRAD), **options)
+        with pytest.raises(SetupError) as raised:
+            use(used, module)
+        used.strategy.sharded_model.close()  # type: ignore[attr-defined]
+        return str(raised.value)
+
+    return [
+        refusal(lambda used, module: used.fit(module, untouched)),
+        # In the check of a validation before training, and alone.
+        refusal(lambda used, module: used.fit(module, untouched, loader(8)), num_sanity_val_steps=1),
+        refusal(lambda used, module: used.validate(module, loader(8), verbose=False)),
+    ]
+
+
+def test_they_are_refused_on_every_rank_before_a_batch_is_asked_for(tmp_path: Path) -> None:
+    for found in run_ranks(refused_on_ranks, 2, tmp_path):
+        for said in found:
+            assert said.startswith("the store of people holds rows that an earlier run has trained, in ")
+            assert "rank" not in said  # all say the same, once
 
 
 def run_alone(store: Path, name: str, **module: Any) -> Any:

@@ -135,9 +135,13 @@ class RowTables:
 
     def _settle_existing(self) -> None:
         """Rows of an earlier run, now that they would be used, and no others were read."""
+        self.refuse_existing()
         if self._existing == "forget":
             self.forget()
-        elif self._existing == "refuse":
+
+    def refuse_existing(self) -> None:
+        """Raises SetupError for rows of an earlier run that nobody wants kept or forgotten, if no others were read."""
+        if self._existing == "refuse":
             raise SetupError(
                 f"the store of {', '.join(self.caches)} holds rows that an earlier run has trained, in {self._step}"
                 " batches, and no checkpoint was loaded; needed is a store without rows, or the run's checkpoint:"
