@@ -321,7 +321,7 @@ def main() -> None:
         ("width", 4, "of its rows"),
         ("batch", 1024, "samples of a rank"),
         ("dense", 16, "features"),
-        ("times", 30, "that a layer is used"),
+        ("times", 100, "that a layer is used"),
         ("steps", 5, "timed in a block"),
         ("rounds", 6, "that are kept"),
         ("profile-rounds", 5, "of the profiler"),

@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch.distributed as dist
 import yaml
 
 from lightning_pipe.engine import PipelinePlan, PipelineTask, PlanError, State, TaskSchedule
+from lightning_pipe.engine.exchanges import gains_from_messages
 from lightning_pipe.engine.plan import MAIN
 from lightning_pipe.engine.plan_file import read_plan_file
 from lightning_pipe.recsys.balancing_plan import BALANCING, balancing_schedule, with_balancing, yaml_with_balancing
@@ -200,6 +202,13 @@ def _check_lookups(plan: str, tasks: Sequence[PipelineTask]) -> None:
             " ones, tables that the dense optimiser trains, or replicas of tables with sync_every above 1, which are"
             " averaged before validation and checkpoints, too. Use the plan 'prefetch'"
         )
+
+
+def needs_input_group(plan: PipelinePlan) -> bool:
+    """Whether the input dist is to have a process group beside the tables' own; all ranks call this, with one plan."""
+    world = dist.group.WORLD
+    # Without a batch ahead nothing else is under way beside it.
+    return plan.max_stage > 0 or (world is not None and gains_from_messages(world))
 
 
 def looks_ahead(plan: PipelinePlan) -> bool:

@@ -16,6 +16,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from lightning_pipe.engine import IterContext, PipelineError, PipelinePlan, SetupError, SWPipeline, TaskError
 from lightning_pipe.engine.agreement import check_agreement
+from lightning_pipe.engine.exchanges import exchanging
 from lightning_pipe.engine.flags import check_flags
 from lightning_pipe.engine.process_groups import new_group
 from lightning_pipe.recsys.accumulation import Accumulation
@@ -25,7 +26,7 @@ from lightning_pipe.recsys.device_buffers import DeviceBuffers
 from lightning_pipe.recsys.evaluation import PipelinedEvaluation, training_set_aside
 from lightning_pipe.recsys.ids_on_wire import IdsOnWire
 from lightning_pipe.recsys.loss_check import check_finite_loss
-from lightning_pipe.recsys.plans import looks_ahead, recsys_plan
+from lightning_pipe.recsys.plans import looks_ahead, needs_input_group, recsys_plan
 from lightning_pipe.recsys.rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding import ShardedModel
 from lightning_pipe.recsys.tasks import RecsysActions, recsys_tasks
@@ -150,9 +151,9 @@ class TrainPipeline:
             if input_group is None:
                 # Whether there is another group follows from the plan: ranks with others would wait for each other.
                 check_agreement(declared.description(), "plan", world)
-            # Without a batch ahead nothing else is under way beside the input dist: the modules' own group serves.
-            if input_group is None and world is not None and declared.max_stage:
-                input_group = _new_group(undo, new_group if replicas is None else replicas.groups.new_shard_group)
+            if input_group is None and world is not None and needs_input_group(declared):
+                made = _new_group(undo, new_group if replicas is None else replicas.groups.new_shard_group)
+                input_group = exchanging(made)
             status_group = None if replicas is None else _new_group(undo)
             reducer = None
             if sharded is not None:

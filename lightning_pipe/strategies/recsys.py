@@ -28,6 +28,7 @@ from lightning_pipe.engine import (
     TaskSpan,
 )
 from lightning_pipe.engine.agreement import check_agreement
+from lightning_pipe.engine.exchanges import exchanging
 from lightning_pipe.engine.flags import check_flags
 from lightning_pipe.engine.process_groups import new_group
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
@@ -45,7 +46,7 @@ from lightning_pipe.recsys.kernel_calls import check_tables_wait
 from lightning_pipe.recsys.kernels import evaluating, prefetches_set_aside
 from lightning_pipe.recsys.loss_check import check_finite_loss
 from lightning_pipe.recsys.optimizers import base_learning_rate, learning_rate_factor, take_tables_out
-from lightning_pipe.recsys.plans import evaluation_plan, looks_ahead, recsys_plan
+from lightning_pipe.recsys.plans import evaluation_plan, looks_ahead, needs_input_group, recsys_plan
 from lightning_pipe.recsys.quantized_comms import QuantizedComms
 from lightning_pipe.recsys.replicas import refuse_norm
 from lightning_pipe.recsys.rewrite import ModelRewrite
@@ -225,8 +226,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             "sync_every": sync_every,
             "quantized_comms": quantized_comms,
         }
-        self._groups: dict[str, dist.ProcessGroup] = {}
-        self._tables_group_serves: bool | None = None
+        self._groups: dict[str, dist.ProcessGroup | None] = {}
+        self._input: dist.ProcessGroup | None = None
         self._rows_are_known = False
         self._sharded: ShardedModel | None = None
         self._reducer: DenseGradientReducer | None = None
@@ -321,34 +322,34 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
 
     def _group(self, name: str) -> dist.ProcessGroup:
         """A process group of all ranks, made at first use: every rank asks in the same order."""
-        if name not in self._groups:
-            self._groups[name] = new_group(timeout=self._timeout)
-        return self._groups[name]
+        group = self._groups.get(name)
+        if group is None:
+            group = self._groups[name] = new_group(timeout=self._timeout)
+        return group
 
     def _input_group(self) -> dist.ProcessGroup | None:
         """As :meth:`_group`, of the ranks that the tables are sharded over; None where the tables' own group serves."""
-        if self._tables_group_serves is None:
+        if "input" not in self._groups:
             plan = None if self._plan == AUTO else recsys_plan(self._plan, recsys_tasks())
             # Ranks with other plans would wait for each other to make a group.
             check_agreement([("name", AUTO)] if plan is None else plan.description(), "plan", dist.group.WORLD)
-            # Without a batch ahead nothing else is under way beside the input dist.
-            self._tables_group_serves = plan is not None and not plan.max_stage
-        if self._tables_group_serves:
-            return None
-        replicas = self.sharded_model.replicas
-        if replicas is None:
-            return self._group("input")
-        if "input" not in self._groups:
-            self._groups["input"] = replicas.groups.new_shard_group(self._timeout)
-        return self._groups["input"]
+            replicas = self.sharded_model.replicas
+            group = None
+            if plan is None or needs_input_group(plan):
+                timeout = self._timeout
+                group = new_group(timeout=timeout) if replicas is None else replicas.groups.new_shard_group(timeout)
+            self._groups["input"] = group
+            self._input = None if group is None else exchanging(group)
+        return self._input
 
     def _leave_groups(self) -> None:
         # The user may have left the world, and with it all groups.
         if dist.is_initialized():
             for group in self._groups.values():
-                dist.destroy_process_group(group)
+                if group is not None:
+                    dist.destroy_process_group(group)
         self._groups.clear()
-        self._tables_group_serves = None
+        self._input = None
 
     def _evaluate_without_inference_mode(self, trainer: pl.Trainer) -> None:
         # FBGEMM's fused lookups have no CPU kernel for inference tensors; no_grad computes the same.
