@@ -28,8 +28,8 @@ from types import FrameType
 
 __all__ = ["SlowLink", "slow_link"]
 
-# Bytes: jumbo frames. A network card hands over and takes larger pieces still; with Ethernet's 1500 bytes, a rank's only
-# core is taken off its computing several hundred times for each half a megabyte.
+# Bytes: jumbo frames. A network card takes and hands over larger pieces still; with Ethernet's 1500 bytes a rank's only
+# core is taken off its computing hundreds of times for half a megabyte.
 _PACKET = 9000
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 

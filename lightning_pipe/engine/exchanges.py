@@ -140,8 +140,8 @@ class _Exchanging:
         return parts
 
 
-class _Exchange:
-    """Messages under way, waited for as a ``torch.distributed.Work``.
+class _Exchange(dist.Work):
+    """Messages under way. TorchRec waits for nothing that is no ``Work``.
 
     Args:
         works: of each; the first of them receive.
@@ -150,11 +150,12 @@ class _Exchange:
     """
 
     def __init__(self, works: list[Any], tensors: tuple[Tensor, Tensor], under_way: set[_Exchange]) -> None:
+        super().__init__()
         self._works = works
         self._tensors: tuple[Tensor, ...] = tensors
         self._under_way = under_way
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Until all have been received and sent; the group's timeout is that of each, if there is no other.
 
         Raises:

@@ -71,6 +71,7 @@ def several(rank: int, world_size: int) -> None:
     dist.all_reduce(total, group=group)  # among them, on the same group
     # Each rank waits in another order; the second is never waited for.
     for index in ([0, 2, 3], [3, 0, 2])[rank]:
+        assert isinstance(works[index], dist.Work)
         works[index].wait()
         assert works[index].is_completed()
         assert received[index].tolist() == [index] * sizes[index] + [10 + index] * sizes[index]

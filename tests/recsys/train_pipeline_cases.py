@@ -21,7 +21,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.streamable import Pipelineable
 
-from lightning_pipe.engine import PipelineTask
+from lightning_pipe.engine import PipelineTask, exchanges
 from lightning_pipe.recsys import ShardedModel, TrainPipeline, recsys_tasks
 from lightning_pipe.recsys.kernels import fused_kernels
 from tests.recsys.pipeline_cases import (
@@ -646,6 +646,11 @@ def processors_under_ddp() -> str:
     model, optimizer = torchrec_model(Processed, "table_wise")
     _, text = error_of(lambda: TrainPipeline(model, optimizer, CPU))
     return text if not replaced(model) else "still replaced"
+
+
+def everything_apart(rank: int, world_size: int) -> dict[str, Any]:
+    with mock.patch.object(exchanges, "_place", return_value=f"machine {rank}"):
+        return everything(rank, world_size)
 
 
 def everything(rank: int, world_size: int) -> dict[str, Any]:
