@@ -24,6 +24,7 @@ __all__ = ["exchanging", "gains_from_messages"]
 _CPU = torch.device("cpu")
 # Numbers of messages are int32, and start again behind the last.
 _TAGS = 2**31
+_GivenUp = dict[int, tuple[list[Any], tuple[Tensor, ...]]]
 
 
 def gains_from_messages(group: dist.ProcessGroup) -> bool:
@@ -63,8 +64,8 @@ class _Exchanging:
         self._gloo: Any = group._get_backend(_CPU)
         self._rank, self._size = group.rank(), group.size()
         self._count = 0
-        # With the memory that messages are read from and written to; those too that nobody waits for.
-        self._under_way: set[_Exchange] = set()
+        # By number, of exchanges that nobody can wait for any more: messages, and the memory they use until they end.
+        self._given_up: _GivenUp = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
@@ -111,10 +112,9 @@ class _Exchanging:
         # Both ranks know of messages without anything in them, which are none.
         works = [self._gloo.recv([received[other]], other, tag) for other in others if received[other].numel()]
         works += [self._gloo.send([sent[other]], other, tag) for other in others if sent[other].numel()]
-        received[self._rank].copy_(sent[self._rank])
-        exchange = _Exchange(works, (output, input), self._under_way)
-        self._under_way.add(exchange)
-        return exchange
+        with torch.no_grad():  # as Gloo, which knows of no gradients
+            received[self._rank].copy_(sent[self._rank])
+        return _Exchange(works, (output, input), self._count, self._given_up)
 
     # Its name before torch 2.13.
     alltoall_base = all_to_all_single
@@ -146,14 +146,21 @@ class _Exchange(dist.Work):
     Args:
         works: of each; the first of them receive.
         tensors: whose memory they use.
-        under_way: what to leave at the end.
+        number: counts exchanges of the group.
+        given_up: of the group; where works and tensors stay if nobody waits for this one, until one behind it has
+            ended, when they have too, or are about to.
     """
 
-    def __init__(self, works: list[Any], tensors: tuple[Tensor, Tensor], under_way: set[_Exchange]) -> None:
+    def __init__(self, works: list[Any], tensors: tuple[Tensor, Tensor], number: int, given_up: _GivenUp) -> None:
         super().__init__()
         self._works = works
         self._tensors: tuple[Tensor, ...] = tensors
-        self._under_way = under_way
+        self._number = number
+        self._given_up = given_up
+
+    def __del__(self) -> None:
+        if self._works:
+            self._given_up[self._number] = self._works, self._tensors
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Until all have been received and sent; the group's timeout is that of each, if there is no other.
@@ -161,18 +168,24 @@ class _Exchange(dist.Work):
         Raises:
             RuntimeError: a rank has left, or the time is over.
         """
-        for work in self._works:
-            if timeout:
-                work.wait(timeout)
-            else:
-                work.wait()
+        _wait(self._works, timeout)
         self._works, self._tensors = [], ()
-        self._under_way.discard(self)
+        for number in [number for number in list(self._given_up) if number < self._number]:
+            works, _tensors = self._given_up.pop(number, ([], ()))  # held until then
+            _wait(works, timeout)
         return True
 
     def is_completed(self) -> bool:
         """Whether somebody has waited for it: Gloo's messages do not tell before."""
         return not self._works
+
+
+def _wait(works: Sequence[Any], timeout: timedelta) -> None:
+    for work in works:
+        if timeout:
+            work.wait(timeout)
+        else:
+            work.wait()
 
 
 def _place() -> str:

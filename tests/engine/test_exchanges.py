@@ -23,8 +23,8 @@ def _apart(rank: int) -> None:
     exchanges._place = lambda: f"machine {rank}"
 
 
-def _under_way(group: Any) -> Any:
-    return group._under_way
+def _given_up(group: Any) -> Any:
+    return group._given_up
 
 
 def _exchanged(group: dist.ProcessGroup, tensor: Tensor, sent: list[int], received: list[int]) -> Tensor:
@@ -76,11 +76,42 @@ def several(rank: int, world_size: int) -> None:
         assert works[index].is_completed()
         assert received[index].tolist() == [index] * sizes[index] + [10 + index] * sizes[index]
     assert int(total) == 3
-    assert len(_under_way(group)) == 1
+    assert not works[1].is_completed()
 
 
 def test_several_are_under_way_at_once_beside_other_collectives() -> None:
     run_ranks(several, 2)
+
+
+def given_up(rank: int, world_size: int) -> None:
+    _apart(rank)
+    group = exchanging(new_group())
+    for number in range(30):
+        sent = torch.full((2 * world_size,), float(number))
+        for _ in range(3):
+            dist.all_to_all_single(torch.empty_like(sent), sent.clone(), group=group, async_op=True)
+        assert len(_given_up(group)) == 3  # their memory is still written to
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        assert torch.equal(received, sent)
+        assert not _given_up(group)
+
+
+def test_those_that_nobody_waits_for_leave_nothing() -> None:
+    run_ranks(given_up, 2)
+
+
+def with_gradients(rank: int, world_size: int) -> None:
+    _apart(rank)
+    sent = (torch.arange(2.0 * world_size) + 10 * rank).requires_grad_()
+    plain = new_group()
+    received = _exchanged(exchanging(plain), sent, [2] * world_size, [2] * world_size)
+    assert not received.requires_grad
+    assert torch.equal(received, _exchanged(plain, sent, [2] * world_size, [2] * world_size))
+
+
+def test_they_know_of_no_gradients() -> None:
+    run_ranks(with_gradients, 2)
 
 
 def taken_for_the_group(rank: int, world_size: int) -> None:
@@ -122,7 +153,7 @@ def refused(rank: int, world_size: int, call: Callable[[dist.ProcessGroup], Any]
     group = exchanging(new_group())
     with pytest.raises(ValueError, match=r"all-to-all|sends itself") as raised:
         call(group)
-    assert not _under_way(group)
+    assert not _given_up(group)
     even = torch.arange(2)
     dist.all_to_all_single(torch.empty_like(even), even, group=group)  # it is of use as before
     return str(raised.value)
