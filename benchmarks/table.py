@@ -59,13 +59,13 @@ RUNS: tuple[Run, ...] = (
     Run(
         "recsys, slow link of 200 Mbit/s",
         "recsys_slow_link",
-        ("--rate", "200mbit", "--times", "40", "--rounds", "4"),
+        ("--rate", "200mbit", "--times", "60", "--rounds", "4"),
         root=True,
     ),
     Run(
         "recsys, slow link of 1 Gbit/s",
         "recsys_slow_link",
-        ("--rate", "1gbit", "--times", "40", "--rounds", "4"),
+        ("--rate", "1gbit", "--times", "60", "--rounds", "4"),
         root=True,
     ),
     Run("growth", "growth"),
