@@ -28,7 +28,7 @@ test: setup
 test-oldest:
 	scripts/test_oldest.sh
 
-# Some 20 minutes on two cores; one table, and benchmarks/results/latest.json.
+# 20 to 25 minutes on two cores; one table, and benchmarks/results/latest.json.
 bench: export OMP_NUM_THREADS = 1
 bench: setup
 	$(BIN)/python -m benchmarks.table
