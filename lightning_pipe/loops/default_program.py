@@ -10,7 +10,8 @@ import lightning.pytorch as pl
 
 from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, PlanError, State, SWPipeline, TaskSchedule
 from lightning_pipe.engine.plan import MAIN
-from lightning_pipe.engine.plan_file import read_plan_file
+from lightning_pipe.engine.plan_file import plan_file
+from lightning_pipe.engine.plan_yaml import build_plan, plan_content
 from lightning_pipe.loops.program import EvaluationProgram, TrainingProgram
 
 # The names of the tasks.
@@ -62,14 +63,14 @@ def default_plan(transfer: Callable[[Any], Any], plan: str | Path | PipelinePlan
     tasks = default_tasks(transfer)
     if isinstance(plan, str) and plan in PLANS:
         return PipelinePlan([(tasks[0], PLANS[plan]), (tasks[1], TaskSchedule())], name=plan)
-    text = plan.to_yaml() if isinstance(plan, PipelinePlan) else read_plan_file(plan, PLANS, "pipeline")
-    found = PipelinePlan.from_yaml(text, tasks)
-    _check_runs_here(found)
-    return found
+    if isinstance(plan, PipelinePlan):
+        return _checked(build_plan(plan_content(plan), tasks))
+    with plan_file(plan, PLANS, "pipeline") as content:
+        return _checked(build_plan(content, tasks))
 
 
-def _check_runs_here(plan: PipelinePlan) -> None:
-    """Check what the engine does not ask of a plan, and Lightning's loop does."""
+def _checked(plan: PipelinePlan) -> PipelinePlan:
+    """*plan*, once what the engine does not ask of it, and Lightning's loop does, is checked."""
     transfer, train = plan.schedule[TRANSFER], plan.schedule[TRAIN]
     if transfer.thread_group != MAIN:
         raise PlanError(
@@ -86,6 +87,7 @@ def _check_runs_here(plan: PipelinePlan) -> None:
             f"plan {plan.name!r} has the order {', '.join(plan.order)}, but Lightning's hooks around a batch come"
             f" behind the transfer of a later one: give the order {TRANSFER}, {TRAIN}"
         )
+    return plan
 
 
 def plans_to_try(tasks: Sequence[PipelineTask], max_in_flight: int) -> tuple[list[PipelinePlan], list[PipelinePlan]]:

@@ -17,6 +17,7 @@ from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFe
 from lightning_pipe.loops.batch_hooks import BatchHooks
 from lightning_pipe.loops.batch_source import AgreedSource, BatchSource, Fetched, Source, Uneven
 from lightning_pipe.loops.ledger import InFlightLedger
+from lightning_pipe.loops.persistent_workers import forget_workers
 from lightning_pipe.loops.random_streams import RandomStreams, get_states, set_states
 from lightning_pipe.loops.resumable_loader import State, end_of_epoch, is_resumable, load_states, snapshot
 from lightning_pipe.loops.resume import ResumePoint
@@ -93,10 +94,11 @@ class EpochData:
         """
         if self._iterators_due and self._fetcher is not None:
             self._put_loaders_back(self._fetcher)
-            every: int = self._trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
-            epoch = self._trainer.current_epoch
-            if every and epoch and epoch % every == 0:
-                iter(self._fetcher)  # which Lightning makes when it has reloaded, and draws a seed for
+            if getattr(self._trainer.fit_loop, "reloaded_since_resumption", False):
+                # Lightning makes one when it has reloaded, too, which starts the workers and draws their seed.
+                for loader in self._fetcher.combined_loader.flattened:
+                    forget_workers(loader)
+                iter(self._fetcher)
             iter(self._fetcher)
             self._fetcher.fetched += ready
             self._initial = self._now()
@@ -154,8 +156,11 @@ class EpochData:
             return self.resume_point or self._left
         common = self._before_batch if in_batch else None
         common = common or get_states(self._trainer.strategy.root_device)
-        loaders = self._fetcher.combined_loader.flattened
-        last = None if self.ledger is None else self.ledger.last_trained
+        # Loaders that are reloaded for the next epoch have a fetcher of their own before that begins.
+        fetcher = self._trainer.fit_loop._data_fetcher if at_end else None
+        fetcher = self._fetcher if fetcher is None else fetcher
+        loaders = fetcher.combined_loader.flattened
+        last = None if self.ledger is None or fetcher is not self._fetcher else self.ledger.last_trained
         if at_end:
             states = [end_of_epoch(one) for one in loaders]
             if last is not None and not of_last_batch:

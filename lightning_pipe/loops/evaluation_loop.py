@@ -14,15 +14,19 @@ from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipe.loops.evaluation_data import EvaluationData
 from lightning_pipe.loops.hook_calls import quick_hook_calls
+from lightning_pipe.loops.persistent_workers import starting_without_a_draw, workers_wait
 from lightning_pipe.loops.random_streams import States, get_states
 from lightning_pipe.loops.termination import AgreedTermination
 from lightning_pipe.loops.user_errors import note_lost_rank
 
 __all__ = ["PipelineEvaluationLoop", "PipelinePredictionLoop", "install_evaluation_loops"]
+
+_KEY = "lightning_pipe"
 
 
 class PipelineEvaluationLoop(_EvaluationLoop):
@@ -42,13 +46,45 @@ class PipelineEvaluationLoop(_EvaluationLoop):
         self._ahead = EvaluationData(self.trainer, "test" if self._stage.value == "test" else "validation")
         # Where the generators were when a validation of a fit began that is not over.
         self.begun_with: States | None = None
+        # Which loaders' workers were waiting then, and when the checkpoint that is continued from was written.
+        self._waited: list[bool] = []
+        self._waited_at_save: dict[str, Any] | None = None
 
     def setup_data(self) -> None:
         before = self._max_batches
         super().setup_data()
         if self._max_batches is not before:
             assert self._combined_loader is not None
+            self._continue_with_workers(self._combined_loader)
             self._ahead.agree(self._combined_loader, self._max_batches, predicting=False)
+
+    def _continue_with_workers(self, loader: CombinedLoader) -> None:
+        """Let loaders that had started their workers before the checkpoint start them without drawing a seed."""
+        saved, self._waited_at_save = self._waited_at_save, None
+        if saved is None or len(saved["waiting"]) != len(loader.flattened):
+            return
+        every: int = self.trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+        if every and self.trainer.current_epoch - saved["loaded_in"] >= every:
+            return  # made anew in the run before, too
+        self._last_val_dl_reload_epoch = saved["loaded_in"]
+        loader.flattened = [
+            starting_without_a_draw(one) if waited else one
+            for one, waited in zip(loader.flattened, saved["waiting"], strict=True)
+        ]
+
+    def _workers_waiting(self) -> list[bool]:
+        return [] if self._combined_loader is None else [workers_wait(one) for one in self._combined_loader.flattened]
+
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().on_save_checkpoint()
+        waiting = self._workers_waiting() if self.begun_with is None else self._waited
+        if any(waiting):
+            state[_KEY] = {"waiting": waiting, "loaded_in": self._last_val_dl_reload_epoch}
+        return state
+
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        super().on_load_checkpoint(state_dict)
+        self._waited_at_save = state_dict.get(_KEY)
 
     def reset(self) -> None:
         super().reset()
@@ -60,6 +96,7 @@ class PipelineEvaluationLoop(_EvaluationLoop):
     def run(self) -> Any:
         fitting = self._trainer_fn == TrainerFn.FITTING and not self.trainer.sanity_checking
         self.begun_with = get_states(self.trainer.strategy.root_device) if fitting else None
+        self._waited = self._workers_waiting()
         with quick_hook_calls(), self._ahead.ending():
             return super().run()
 

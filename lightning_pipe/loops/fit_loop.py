@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -16,7 +17,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.loops.random_streams import States, get_states
-from lightning_pipe.loops.resumable_loader import can_resume, is_resumable, load_states, resumable
+from lightning_pipe.loops.resumable_loader import (
+    can_resume,
+    end_of_epoch,
+    is_resumable,
+    load_states,
+    resumable,
+    share_samplers,
+)
 from lightning_pipe.loops.resume import ResumePoint
 from lightning_pipe.loops.shared_order import of_other_ranks
 
@@ -34,6 +42,10 @@ class PipelineFitLoop(_FitLoop):
 
     # Where the generators were before the first iterators were made.
     _before_data: States | None = None
+    # Epoch in which the run of the checkpoint that is continued from had made its loaders.
+    _loaded_in: int | None = None
+    # While loaders are set up: those that they replace.
+    _loader_before: CombinedLoader | None = None
 
     @classmethod
     def install(cls, trainer: pl.Trainer) -> PipelineFitLoop:
@@ -45,6 +57,12 @@ class PipelineFitLoop(_FitLoop):
         loop.__dict__.update(present.__dict__)
         trainer.fit_loop = loop
         return loop
+
+    @property
+    def reloaded_since_resumption(self) -> bool:
+        """Whether this process has made the present epoch's loaders, not the run that is continued."""
+        epoch, last = self.trainer.current_epoch, self._last_train_dl_reload_epoch
+        return epoch > 0 and last == epoch != self._loaded_in
 
     @property
     def restarting(self) -> bool:
@@ -92,14 +110,18 @@ class PipelineFitLoop(_FitLoop):
                 setattr(current, name, getattr(current, name) + more)
 
     def setup_data(self) -> None:
-        fetcher, point = self._data_fetcher, self._resume_point
-        if self._combined_loader is None:
+        fetcher, point, before = self._data_fetcher, self._resume_point, self._combined_loader
+        self._loader_before = before
+        if before is None:
             self._before_data = get_states(self.trainer.strategy.root_device)
-        if point is None or self._combined_loader is not None:
+        if point is None or before is not None:
             super().setup_data()
         else:
             with point.making_iterators(self.trainer.strategy.root_device):
                 super().setup_data()
+            if self._loaded_in is not None:
+                # So that they are reloaded in the same epochs.
+                self._last_train_dl_reload_epoch = self._loaded_in
         if self._data_fetcher is not fetcher and self.trainer.world_size > 1 and dist.is_initialized():
             self._count_as_the_shortest()
 
@@ -119,12 +141,18 @@ class PipelineFitLoop(_FitLoop):
         loader = self._combined_loader
         assert loader is not None
         loader.flattened = [resumable(one) if can_resume(one) else one for one in loader.flattened]
+        # Lightning sets it when the iterators are there already, whose workers have read the sampler by then.
+        epochs: Any = self.epoch_progress.current
+        for one in loader.flattened:
+            _set_sampler_epoch(one, epochs.processed)
         point = self._resume_point
         if point is None or not point.loaders:
             self._combined_loader_states_to_load = self._states_for_lightning(loader)
             super()._load_combined_loader_states()
             return
         self._combined_loader_states_to_load = []
+        if self._loader_before is not None:
+            _keep_new_samplers(point, self._loader_before, loader)
         load_states(loader.flattened, point.loaders)
 
     def _states_for_lightning(self, loader: CombinedLoader) -> list[dict[str, Any]]:
@@ -165,7 +193,11 @@ class PipelineFitLoop(_FitLoop):
         due = getattr(self.epoch_loop.val_loop, "begun_with", None)
         if due is not None:
             point = replace(point, common=due)
-        state[_KEY] = {"ranks": _of_all_ranks(point.packed()), "validation_due": due is not None}
+        state[_KEY] = {
+            "ranks": _of_all_ranks(point.packed()),
+            "validation_due": due is not None,
+            "loaded_in": self._last_train_dl_reload_epoch,
+        }
         return state
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
@@ -174,6 +206,7 @@ class PipelineFitLoop(_FitLoop):
         if ranks is None:
             return
         self.epoch_loop.validation_due = bool(state_dict[_KEY].get("validation_due"))  # type: ignore[attr-defined]
+        self._loaded_in = state_dict[_KEY].get("loaded_in")
         world, rank = self.trainer.world_size, self.trainer.global_rank
         if len(ranks) != world:
             first = ranks[0]
@@ -202,6 +235,15 @@ class PipelineFitLoop(_FitLoop):
                 f" ({type(error).__name__}: {error}); give another checkpoint, or load the module's values alone"
             ) from error
         self.epoch_loop.resume_point = point  # type: ignore[attr-defined]
+
+
+def _keep_new_samplers(point: ResumePoint, before: CombinedLoader, reloaded: CombinedLoader) -> None:
+    """Let samplers that were made anew with their loader begin as they are; those that it shares continue."""
+    if len(reloaded.flattened) != len(point.loaders):
+        return
+    for place, (old, new) in enumerate(zip(before.flattened, reloaded.flattened, strict=True)):
+        if is_resumable(old) and is_resumable(new) and not share_samplers(old, new):
+            point.loaders[place] = end_of_epoch(new)
 
 
 def _of_all_ranks(own: Mapping[str, Any]) -> list[Any]:

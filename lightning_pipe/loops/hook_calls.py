@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.core import module as module_file
 from lightning.pytorch.loops import training_epoch_loop
 from lightning.pytorch.plugins.precision import Precision
@@ -91,15 +90,12 @@ def _note(module: pl.LightningModule, name: str | None) -> None:
         module._current_fx_name = name
 
 
-def _call_callback_hooks(
-    trainer: pl.Trainer, hook_name: str, *args: Any, monitoring_callbacks: bool | None = None, **kwargs: Any
-) -> None:
-    if is_watched(trainer):
-        _HELPERS["_call_callback_hooks"](trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
+def _call_callback_hooks(trainer: pl.Trainer, hook_name: str, *args: Any, **kwargs: Any) -> None:
+    # At the end of an epoch Lightning calls some callbacks after all others: not in the body, and not often.
+    if is_watched(trainer) or "monitoring_callbacks" in kwargs:
+        _HELPERS["_call_callback_hooks"](trainer, hook_name, *args, **kwargs)
         return
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    if monitoring_callbacks is not None:
-        callbacks = [one for one in callbacks if isinstance(one, EarlyStopping | Checkpoint) is monitoring_callbacks]
     noted, module, before = False, None, None
     for callback in callbacks:
         if not _listens(callback, hook_name, _OF_CALLBACKS):

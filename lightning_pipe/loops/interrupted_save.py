@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +16,9 @@ __all__ = ["install_interrupted_saves"]
 # An error that all ranks raise together, and a signal that all get, reach them within less.
 _WAIT = timedelta(seconds=5)
 _KEY = "lightning_pipe/interrupted"
+_ALL, _LEFT = "all", "left"
+# Trainers of one process, whose ranks share a store.
+_trainers = itertools.count()
 
 
 def install_interrupted_saves(trainer: pl.Trainer) -> None:
@@ -28,15 +31,14 @@ def install_interrupted_saves(trainer: pl.Trainer) -> None:
     if "save_checkpoint" in vars(trainer):
         return
     save = trainer.save_checkpoint
-    saves = 0
+    trainer_key, saves = f"{_KEY}/{next(_trainers)}", itertools.count()
 
     @functools.wraps(save)
     def save_if_all_come(*args: Any, **kwargs: Any) -> None:
-        nonlocal saves
         if trainer.interrupted and trainer.world_size > 1 and dist.is_initialized():
-            saves += 1
+            key, store = f"{trainer_key}/{next(saves)}", dist.distributed_c10d._get_default_store()
             error = sys.exc_info()[1]
-            if error is not None and not _all_come(f"{_KEY}/{saves}", trainer.global_rank, trainer.world_size):
+            if error is not None and not _all_come(store, key, trainer.global_rank, trainer.world_size):
                 error.add_note(
                     "no checkpoint was written on the way out: it takes all ranks, and others did not come to it in"
                     f" {_WAIT.total_seconds():g} s; the last one that was written is whole"
@@ -49,17 +51,17 @@ def install_interrupted_saves(trainer: pl.Trainer) -> None:
     trainer.save_checkpoint = save_if_all_come  # type: ignore[method-assign]
 
 
-def _all_come(key: str, rank: int, world_size: int) -> bool:
+def _all_come(store: dist.Store, key: str, rank: int, world_size: int) -> bool:
     """Whether every rank calls this at about the same time; no collective, since others may be in the middle of one."""
-    store = dist.distributed_c10d._get_default_store()
     try:
         store.set(f"{key}/{rank}", "")
-        if store.check([f"{key}/left"]):
-            return False  # another one has waited for this one
-        store.wait([f"{key}/{other}" for other in range(world_size)], _WAIT)
-        return not store.check([f"{key}/left"])
+        try:
+            store.wait([f"{key}/{other}" for other in range(world_size)], _WAIT)
+            found = _ALL
+        except dist.DistError:
+            found = _LEFT
+        # The last rank may come just after another one has stopped waiting: the first answer holds for all ranks.
+        answer = store.compare_set(f"{key}/answer", "", found)
     except dist.DistError:
-        # Too late, or the store has ended with its rank: who comes now need not wait.
-        with suppress(dist.DistError):
-            store.set(f"{key}/left", "")
-        return False
+        return False  # the store has ended with its rank
+    return bool(answer == _ALL.encode())

@@ -12,16 +12,21 @@ import base64
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.shown import printable, shown
 from lightning_pipe.loops.watched_generators import NUMPY, PYTHON
 
 # The loader's; on_before_batch_transfer's; those of the hooks that move a batch to the device and change it there.
 Stream = Literal["fetch", "prepare", "transfer"]
+# Characters of packed states: those of all libraries have 35,000.
+_LONGEST = 2**18
 T = TypeVar("T")
 # Of each library what its own functions return.
 States = dict[str, Any]
@@ -118,15 +123,45 @@ def pack_states(states: States) -> str:
 
 
 def unpack_states(packed: str) -> States:
-    """What :func:`pack_states` packed."""
-    found = json.loads(packed)
-    version, numbers, gauss = found["python"]
-    states: States = {"python": (version, tuple(numbers), gauss)}
-    states |= {name: unpack_bytes(found[name]) for name in ("torch", "cuda") if name in found}
-    if "numpy" in found and (numpy := sys.modules.get("numpy")) is not None:
-        kind, keys, position, has_gauss, cached = found["numpy"]
-        states["numpy"] = (kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached)
+    """What :func:`pack_states` packed.
+
+    Raises:
+        SetupError: anything else. NumPy checks no position, and would read beyond its numbers.
+    """
+    with _refused():
+        found = json.loads(_short(packed))
+        version, numbers, gauss = found["python"]
+        states: States = {"python": (version, tuple(numbers), None if gauss is None else float(gauss))}
+        random.Random().setstate(states["python"])
+        states |= {name: unpack_bytes(found[name]) for name in ("torch", "cuda") if name in found}
+        torch.Generator().set_state(states["torch"])
+        if "numpy" in found and (numpy := sys.modules.get("numpy")) is not None:
+            kind, keys, position, has_gauss, cached = found["numpy"]
+            if not (type(position) is int and 0 <= position <= len(keys)):
+                raise ValueError(f"NumPy's position {shown(position)}")
+            states["numpy"] = (kind, numpy.array(keys, dtype=numpy.uint32), position, int(has_gauss), float(cached))
+            numpy.random.RandomState().set_state(states["numpy"])
     return states
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, SetupError):
+            raise
+        said = printable(str(error)[:200])
+        raise SetupError(
+            f"the checkpoint's states of random generators are damaged ({type(error).__name__}: {said}); resume from"
+            " another checkpoint"
+        ) from error
+
+
+def _short(packed: str) -> str:
+    if not isinstance(packed, str) or len(packed) > _LONGEST:
+        raise ValueError(f"{shown(packed)} is no text of at most {_LONGEST} characters")
+    return packed
 
 
 def pack_bytes(state: Tensor) -> str:
@@ -135,8 +170,13 @@ def pack_bytes(state: Tensor) -> str:
 
 
 def unpack_bytes(packed: str) -> Tensor:
-    """What :func:`pack_bytes` packed."""
-    return torch.tensor(list(base64.b64decode(packed)), dtype=torch.uint8)
+    """What :func:`pack_bytes` packed.
+
+    Raises:
+        SetupError: anything else.
+    """
+    with _refused():
+        return torch.tensor(list(base64.b64decode(_short(packed), validate=True)), dtype=torch.uint8)
 
 
 def _derived(states: States) -> States:

@@ -16,21 +16,23 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.loops.random_streams import (
-    get_states,
-    pack_bytes,
-    pack_states,
-    set_states,
-    unpack_bytes,
-    unpack_states,
-)
+from lightning_pipe.loops.random_streams import get_states, pack_states, set_states, unpack_states
+from lightning_pipe.loops.sampler_state import SamplerState
 from lightning_pipe.loops.shared_order import batches_left, order_of
 
-__all__ = ["State", "can_resume", "end_of_epoch", "is_resumable", "load_states", "resumable", "snapshot"]
+__all__ = [
+    "State",
+    "can_resume",
+    "end_of_epoch",
+    "is_resumable",
+    "load_states",
+    "resumable",
+    "share_samplers",
+    "snapshot",
+]
 
 State = dict[str, Any]
 
@@ -67,6 +69,12 @@ def resumable(loader: DataLoader[Any]) -> DataLoader[Any]:
 def is_resumable(loader: Any) -> bool:
     """Whether a loader is one that :func:`resumable` made."""
     return isinstance(loader, _Resumable)
+
+
+def share_samplers(one: Any, other: Any) -> bool:
+    """Return whether two loaders of :func:`resumable` share whatever state their samplers hold."""
+    shared: bool = one._indices.held.shares_with(other._indices.held)
+    return shared
 
 
 def snapshot(loader: Any) -> Callable[[], State]:
@@ -115,7 +123,7 @@ class _Indices:
     def __init__(self, inner: Any, loader: DataLoader[Any]) -> None:
         self._inner = inner
         self._loader = loader
-        self._generators = _generators_of(loader)
+        self.held = SamplerState(loader)
         self._left: State | None = None
         self._resume: State | None = None
         self.given = 0
@@ -148,7 +156,7 @@ class _Indices:
             self.given = int(resume["given"])
             self._resumed = None if resume["begun"] is None else _unpack(resume["begun"])
         elif resume is not None:
-            self._put_own([unpack_bytes(state) for state in resume["ended"]])
+            self.held.put(resume["ended"])
         self._created, self._begun = self._where(), None
         return goes_on
 
@@ -187,21 +195,17 @@ class _Indices:
         return partial(_state, self._created, self._begun, self.given, order_of(self._loader))
 
     def ended(self) -> State:
-        return {"ended": [pack_bytes(one.get_state()) for one in self._generators]}
+        return {"ended": self.held.get(at_end=True)}
 
     def resume(self, state: State) -> None:
         self._resume = state or None
 
     def _where(self) -> State:
-        return {"common": get_states(_CPU), "own": [one.get_state() for one in self._generators]}
+        return {"common": get_states(_CPU), "own": self.held.get()}
 
     def _put(self, where: State) -> None:
         set_states(where["common"], _CPU)
-        self._put_own(where["own"])
-
-    def _put_own(self, states: list[Tensor]) -> None:
-        for one, state in zip(self._generators, states, strict=False):
-            one.set_state(state)
+        self.held.put(where["own"])
 
 
 class _Resumable:
@@ -252,22 +256,14 @@ def _resumable_class(base: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
     return made
 
 
-def _generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """The loader's and its samplers' own, each once."""
-    batch_sampler = loader.batch_sampler
-    holders = loader, loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)
-    found = (getattr(holder, "generator", None) for holder in holders)
-    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
-
-
 def _state(created: State, begun: State | None, given: int, order: State | None) -> State:
     packed = None if begun is None else _pack(begun)
     return {"created": _pack(created), "begun": packed, "given": given, "order": order}
 
 
 def _pack(where: State) -> State:
-    return {"common": pack_states(where["common"]), "own": [pack_bytes(state) for state in where["own"]]}
+    return {"common": pack_states(where["common"]), "own": where["own"]}
 
 
 def _unpack(packed: State) -> State:
-    return {"common": unpack_states(packed["common"]), "own": [unpack_bytes(state) for state in packed["own"]]}
+    return {"common": unpack_states(packed["common"]), "own": packed["own"]}

@@ -9,6 +9,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pipe.engine import PipelinePlan, SetupError, SWPipeline
 from lightning_pipe.engine.plan_limits import PlanLimits
@@ -27,6 +29,10 @@ from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.strategies.auto import AUTO, IN_FLIGHT, exploration_of, refuse_without_auto, tell_choice
 from lightning_pipe.strategies.base import DistributedStrategy, reading_plain_types
+from lightning_pipe.strategies.gradient_order import gradient_order, settle_gradient_order
+
+# In a checkpoint.
+_GRADIENT_ORDER = "lightning_pipe_gradient_order"
 
 
 class PipelineStrategy(DistributedStrategy):
@@ -78,6 +84,9 @@ class PipelineStrategy(DistributedStrategy):
         self._max_in_flight = PlanLimits(max_in_flight=max_in_flight).max_in_flight
         self._save_plan = save_plan
         self.plan_choice: PlanChoice | None = None
+        # Of a checkpoint that was loaded, and of this run from its first backward pass on.
+        self._order_at_save: list[str] | None = None
+        self._order: list[str] | None = None
 
     def setup(self, trainer: pl.Trainer) -> None:
         self._leave_loaders_of_one_process(trainer)
@@ -89,6 +98,10 @@ class PipelineStrategy(DistributedStrategy):
 
     def training_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> TrainingProgram:
         """The two tasks under the plan; the training loop asks for it when training begins."""
+        ddp = self._sums_depend_on_order()
+        if self._order_at_save is not None and ddp is not None:
+            settle_gradient_order(ddp, self._order_at_save)
+            self._order, self._order_at_save = self._order_at_save, None
         group = dist.group.WORLD if self.world_size > 1 else None
         if self._given is not None:
             pipeline = SWPipeline(default_plan(transfer, self._given), self.root_device, group)
@@ -119,7 +132,32 @@ class PipelineStrategy(DistributedStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint, which may hold tensors and plain types, unless the user allows more."""
         with reading_plain_types(checkpoint_path):
-            return super().load_checkpoint(checkpoint_path, weights_only=weights_only is not False)
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only is not False)
+        self._order_at_save = checkpoint.get(_GRADIENT_ORDER)
+        return checkpoint
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Write a checkpoint, with the order in which gradients are summed over ranks."""
+        if self._order is not None:
+            checkpoint[_GRADIENT_ORDER] = self._order
+        super().save_checkpoint(checkpoint, *args, **kwargs)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Let DDP lay gradients out for the next step, as its next forward pass would, so that the order is known."""
+        super().post_backward(closure_loss)
+        ddp = self._sums_depend_on_order() if self._order is None else None
+        if ddp is not None and ddp.reducer._rebuild_buckets():
+            self._order = gradient_order(ddp)
+
+    def _sums_depend_on_order(self) -> DistributedDataParallel | None:
+        """The model, where the last bit of a summed gradient depends on its place in a bucket, or None.
+
+        The sum of two ranks does not; and with either option below DDP lays gradients out once, or by other rules.
+        """
+        ddp = self.model
+        if self.world_size < 3 or not isinstance(ddp, DistributedDataParallel):
+            return None
+        return None if ddp.find_unused_parameters or ddp.static_graph else ddp
 
     def configure_ddp(self) -> None:
         if self.world_size > 1:

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, WeightedRandomSampler
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.loops import PipelineTrainingEpochLoop
@@ -93,6 +93,9 @@ class SaveAfter(Callback):
     def __init__(self, path: Path, batches: int, hook: str = "on_train_batch_end") -> None:
         self.path, self.batches, self.hook = path, batches, hook
 
+    def on_train_epoch_start(self, trainer: pl.Trainer, module: Any) -> None:
+        self._called("on_train_epoch_start", trainer, module)
+
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
         self._called("on_train_batch_start", trainer, module)
 
@@ -152,6 +155,26 @@ def own_batches() -> DataLoader[Tensor]:
     return DataLoader(dataset, batch_sampler=sampler)
 
 
+class Counted(Sampler[int]):
+    """Counts its epochs, and has generators of NumPy and Python of its own."""
+
+    def __init__(self) -> None:
+        self.epoch, self.python, self.numpy = 0, random.Random(2), numpy.random.default_rng(3)
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        order = [int(index) for index in self.numpy.permutation(24)]
+        self.python.shuffle(order)
+        return iter(order[self.epoch :] + order[: self.epoch])
+
+
+def own_sampler() -> DataLoader[Tensor]:
+    return plain(shuffle=False, sampler=Counted())
+
+
 def without_batches() -> DataLoader[Tensor]:
     return DataLoader(Single(), batch_size=None, shuffle=True)
 
@@ -200,6 +223,7 @@ LOADERS: dict[str, Any] = {
     "with replacement": drawn_with_replacement,
     "weighted": weighted,
     "own batches": own_batches,
+    "own sampler": own_sampler,
     "no batches": without_batches,
     "workers": in_workers,
     "combined, cycling": lambda: combined("max_size_cycle"),
@@ -275,7 +299,7 @@ def test_training_goes_on_with_the_very_next_batch_to_the_same_bits(name: str, t
         ("on_train_epoch_end", 12),
     ],
 )
-@pytest.mark.parametrize("name", ["shuffled", "own generator", "workers"])
+@pytest.mark.parametrize("name", ["shuffled", "own generator", "own sampler", "workers"])
 def test_it_does_wherever_the_checkpoint_was_written(name: str, hook: str, batches: int, tmp_path: Path) -> None:
     options = {"val_check_interval": 3, "num_sanity_val_steps": 0} if "validation" in hook else {"limit_val_batches": 0}
     whole = undisturbed(LOADERS[name], **options)
@@ -311,6 +335,44 @@ def test_a_loader_without_a_state_begins_anew_with_lightnings_warning(tmp_path: 
     with pytest.warns(UserWarning, match="your dataloader is not resumable"):
         pipelined(limit_train_batches=6).fit(after, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
     assert after.trained[:4] == before.trained[:4]
+
+
+@pytest.mark.parametrize("kind", ["made anew", "shared generator", "shared sampler"])
+@pytest.mark.parametrize(
+    ("hook", "batches"),
+    [
+        ("on_train_epoch_end", 6),
+        ("on_train_epoch_start", 6),
+        ("on_train_batch_end", 8),
+        ("on_train_epoch_end", 12),
+        ("on_train_epoch_start", 12),
+        ("on_train_batch_end", 14),
+    ],
+)
+def test_samplers_of_reloaded_loaders_are_where_they_would_be(
+    kind: str, hook: str, batches: int, tmp_path: Path
+) -> None:
+    class Module(Resuming):
+        def __init__(self) -> None:
+            super().__init__(None)
+            self.generator = torch.Generator().manual_seed(3)
+            self.sampler = Counted()
+
+        def train_dataloader(self) -> Any:
+            if kind == "shared sampler":
+                return plain(shuffle=False, sampler=self.sampler)
+            return plain(generator=self.generator) if kind == "shared generator" else own_generator()
+
+    def fitted(number: int, callbacks: Any = (), ckpt_path: Path | None = None) -> Resuming:
+        seed(number)
+        module = Module()
+        used = pipelined(callbacks=list(callbacks), reload_dataloaders_every_n_epochs=1, limit_val_batches=0)
+        used.fit(module, ckpt_path=ckpt_path, weights_only=True)
+        return module
+
+    whole = fitted(1)
+    path = tmp_path / "a.ckpt"
+    check(whole, fitted(1, [SaveAfter(path, batches, hook)]), fitted(99, ckpt_path=path), batches)
 
 
 def test_the_users_loader_stays_as_it_was(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.core import module as module_file
 from lightning.pytorch.loops import training_epoch_loop
 from lightning.pytorch.profilers import SimpleProfiler
@@ -162,6 +163,24 @@ def test_an_empty_method_is_not_called() -> None:
 
     fit(Model(), Counts())
     assert Counts.asked == 0
+
+
+def test_callbacks_that_monitor_are_called_apart_from_the_others() -> None:
+    heard: list[str] = []
+
+    class Notes(pl.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            heard.append(type(self).__name__)
+
+    class Monitors(Notes, Checkpoint):
+        pass
+
+    trainer = pl.Trainer(accelerator="cpu", callbacks=[Monitors(), Notes()], logger=False, enable_progress_bar=False)
+    for which, expected in ((None, ["Notes", "Monitors"]), (False, ["Notes"]), (True, ["Monitors"])):
+        heard.clear()
+        with quick_hook_calls():
+            call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=which)
+        assert heard == expected
 
 
 @pytest.mark.parametrize("watches", ["profiler", "debug"])

@@ -97,6 +97,17 @@ def test_batches_are_transferred_in_the_order_in_which_they_were_fetched() -> No
     assert [entry and entry.index for entry in found] == [0, 1, None]
 
 
+def test_a_batch_that_was_given_up_is_not_transferred_any_more() -> None:
+    ledger = InFlightLedger(numbered(3))
+    next(ledger), next(ledger)
+    ledger.give_up()
+    assert ledger.next_transferred() is None
+    next(ledger)
+    entry = ledger.next_transferred()
+    assert entry is not None
+    assert entry.index == 2
+
+
 def test_a_batch_is_held_only_where_it_may_be_needed_again() -> None:
     ledger = InFlightLedger(numbered(1))
     next(ledger)

@@ -1,24 +1,37 @@
 from __future__ import annotations
 
+import json
 import random
+from typing import Any
 
 import numpy
 import pytest
 import torch
 
-from lightning_pipe.loops.random_streams import RandomStreams
+from lightning_pipe.engine import SetupError
+from lightning_pipe.loops.random_streams import (
+    RandomStreams,
+    Stream,
+    get_states,
+    pack_states,
+    set_states,
+    unpack_bytes,
+    unpack_states,
+)
+from tests.fuzzing.bounded import open_bounded
 
 CPU = torch.device("cpu")
+SECOND: tuple[Stream, ...] = ("prepare", "transfer")
 
 
 def draw() -> tuple[float, float, float]:
     return torch.rand(()).item(), random.random(), float(numpy.random.rand())
 
 
-def seed() -> None:
-    torch.manual_seed(5)
-    random.seed(5)
-    numpy.random.seed(5)
+def seed(number: int = 5) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    numpy.random.seed(number)
 
 
 def test_the_model_draws_the_same_however_often_the_second_streams_are_used() -> None:
@@ -98,3 +111,82 @@ def test_where_the_common_stream_was_is_remembered_until_somebody_forgets_it() -
     streams.draw("transfer", draw)
     assert streams.common is not None
     assert streams.common["python"] == expected[1]
+
+
+def test_no_two_streams_draw_the_same_and_each_draws_what_the_seed_says() -> None:
+    drawn = []
+    for number in (5, 5, 6):
+        seed(number)
+        streams = RandomStreams(CPU)
+        streams.draw("fetch", draw)
+        # Each goes on from where it was, too.
+        drawn.append([draw(), *(streams.draw(name, draw) for name in SECOND + SECOND)])
+    assert drawn[0] == drawn[1]
+    for of_library in zip(*drawn[0], *drawn[2], strict=True):
+        assert len(set(of_library)) == 10
+
+
+def test_states_come_back_from_a_checkpoint_with_the_normal_numbers_that_are_kept() -> None:
+    def normal() -> tuple[float, float]:
+        return random.gauss(0, 1), float(numpy.random.randn())
+
+    seed()
+    normal()  # which makes two, and keeps one
+    packed = pack_states(get_states(CPU))
+    expected = normal(), draw(), normal()
+    seed(6)
+    set_states(unpack_states(packed), CPU)
+    assert pack_states(get_states(CPU)) == packed
+    assert (normal(), draw(), normal()) == expected
+
+
+DAMAGED: dict[str, tuple[str, Any]] = {
+    "a position of NumPy's far away": ("numpy", ["MT19937", [0] * 624, 10**6, 0, 0.0]),
+    "a position below zero": ("numpy", ["MT19937", [0] * 624, -1, 0, 0.0]),
+    "a position that is none": ("numpy", ["MT19937", [0] * 624, 1.5, 0, 0.0]),
+    "too few numbers of NumPy's": ("numpy", ["MT19937", [0], 1, 0, 0.0]),
+    "a number below zero": ("numpy", ["MT19937", [-1] * 624, 1, 0, 0.0]),
+    "another generator": ("numpy", ["PCG64", [0] * 624, 1, 0, 0.0]),
+    "text in the place of NumPy's": ("numpy", "MT19937"),
+    "too few numbers of Python's": ("python", [3, [1, 2, 3], None]),
+    "an index of Python's far away": ("python", [3, [0] * 624 + [10**6], None]),
+    "an older version of Python's": ("python", [1, [0] * 625, None]),
+    "text for a number": ("python", [3, [0] * 624 + [624], "x"]),
+    "too few bytes of PyTorch's": ("torch", "AAAA"),
+    "no base 64": ("torch", "\u202e"),
+    "an index of PyTorch's far away": ("torch", "/" * 6740 + "8A="),
+    "nothing of PyTorch's": ("torch", None),
+    "a list": ("torch", [1]),
+}
+
+
+def draw_from(packed: str) -> None:
+    set_states(unpack_states(packed), CPU)
+    draw()
+    random.gauss(0, 1)
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_states_that_were_changed_are_refused_and_end_nothing(what: str) -> None:
+    library, value = DAMAGED[what]
+    packed = json.dumps({**json.loads(pack_states(get_states(CPU))), library: value})
+    outcome = open_bounded(draw_from, packed)
+    outcome.check(SetupError)
+    assert "states of random generators are damaged" in outcome.message
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, "9" * 5000, "{}", " " * 2**20, None, b"{}"])
+def test_what_is_no_text_of_states_is_refused(text: Any) -> None:
+    for read in (unpack_states, unpack_bytes):
+        if read is unpack_bytes and text in ("", "9" * 5000):
+            continue  # bytes like any others
+        with pytest.raises(SetupError, match="states of random generators are damaged"):
+            read(text)
+
+
+def test_packed_states_come_back() -> None:
+    seed()
+    packed = pack_states(get_states(CPU))
+    drawn = draw()
+    set_states(unpack_states(packed), CPU)
+    assert draw() == drawn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_pipe.loops import PipelineTrainingEpochLoop
+from lightning_pipe.loops.resumable_loader import resumable
 from lightning_pipe.loops.shared_order import batches_left, of_other_ranks, order_of
 from lightning_pipe.strategies.pipeline import PipelineStrategy
 from tests.distributed import run_ranks
@@ -59,20 +61,22 @@ def test_samplers_with_an_order_for_each_rank_cannot_be_gone_on_with_by_others()
 
 
 class Save(Callback):
-    def __init__(self, folder: Path, behind: int) -> None:
-        self.folder, self.behind = folder, behind
+    """Writes a checkpoint in the second epoch, after a number of its batches; those of a run before count."""
+
+    def __init__(self, path: Path, after: int) -> None:
+        self.path, self.after = path, after
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx + 1 == self.behind and trainer.current_epoch == 1:
-            trainer.save_checkpoint(self.folder / f"{trainer.world_size}.ckpt")
+        if batch_idx + 1 == self.after and trainer.current_epoch == 1:
+            trainer.save_checkpoint(self.path)
 
 
-def fit(world: int, folder: Path, behind: int, ckpt_path: Path | None = None) -> dict[str, Any]:
+def fit(rank: int, world: int, read: Path | None, *saves: Save) -> dict[str, Any]:
     options: dict[str, Any] = {"strategy": "ddp", "devices": world} if world > 1 else {}
-    used = trainer(callbacks=[Save(folder, behind)], max_epochs=3, limit_val_batches=0, **options)
+    used = trainer(callbacks=list(saves), max_epochs=3, limit_val_batches=0, **options)
     PipelineTrainingEpochLoop.install(used)
     module = Net(Rows(ROWS), batch_size=BATCH)
-    used.fit(module, ckpt_path=ckpt_path, weights_only=None if ckpt_path is None else True)
+    used.fit(module, ckpt_path=read, weights_only=None if read is None else True)
     return {
         "trained": module.trained,
         "epochs": used.current_epoch,
@@ -80,32 +84,63 @@ def fit(world: int, folder: Path, behind: int, ckpt_path: Path | None = None) ->
     }
 
 
-def begin(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    return fit(world, folder, 5)
+def three_times(rank: int, world: int, read: Path, first: Save, second: Save) -> list[dict[str, Any]]:
+    return [
+        fit(rank, world, read, first),
+        fit(rank, world, first.path, second),
+        fit(rank, world, second.path),
+    ]
 
 
-def go_on(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    return fit(world, folder, 13, folder / "2.ckpt")
-
-
-def rows(ranks: list[dict[str, Any]], batches: slice) -> list[float]:
+def rows(ranks: Sequence[dict[str, Any]], batches: slice) -> list[float]:
     return [row for rank in ranks for batch in rank["trained"][batches] for row in batch]
 
 
 def test_trainers_on_2_3_and_1_ranks_train_an_epoch_together(tmp_path: Path) -> None:
-    two = run_ranks(begin, 2, tmp_path)
+    by_two, by_three, by_three_again = (tmp_path / f"{name}.ckpt" for name in ("two", "three", "three_again"))
+    whole = ROWS // (3 * BATCH)  # batches of an epoch, by three
+    two = run_ranks(fit, 2, None, Save(by_two, 5))
     in_epoch = ROWS // (2 * BATCH)
-    by_two = rows(two, slice(in_epoch, in_epoch + 5))
-    # The checkpoint was written behind 20 rows of the second epoch. Three ranks have 28 left: 5 batches of 3 ranks.
-    three = run_ranks(go_on, 3, tmp_path)
-    by_three = rows(three, slice(0, 5))
-    assert sorted(by_two + by_three) == list(range(ROWS))
+    trained = rows(two, slice(in_epoch, in_epoch + 5))
+    # The checkpoint was written after 20 rows of the second epoch: three ranks have 28 left, in 5 batches. They write
+    # one after 2 of the 5, continue from it, write one after 1 of the 3 that are left, and continue from that.
+    saves = Save(by_three, whole - 3), Save(by_three_again, whole - 2)
+    three, again, once_more = zip(*run_ranks(three_times, 3, by_two, *saves), strict=True)
+    assert sorted(trained + rows(three, slice(0, 5))) == list(range(ROWS))
     # And the third epoch, whole.
-    assert all(len(rank["trained"]) == 5 + ROWS // (3 * BATCH) for rank in three)
-    assert all(rank["epochs"] == 3 and rank["batches"] == ROWS // (3 * BATCH) for rank in three)
-    one = fit(1, tmp_path, 10**6, tmp_path / "2.ckpt")
-    assert sorted(by_two + rows([one], slice(0, 14))) == list(range(ROWS))
-    assert sorted(rows([one], slice(14, None))) == list(range(ROWS))
+    assert all(len(rank["trained"]) == 5 + whole for rank in three)
+    assert all(rank["epochs"] == 3 and rank["batches"] == whole for rank in three)
+    assert [rank["trained"] for rank in again] == [rank["trained"][2:] for rank in three]
+    assert [rank["trained"] for rank in once_more] == [rank["trained"][3:] for rank in three]
+    # One rank continues from any of them.
+    for read, done in ((by_two, 0), (by_three, 2), (by_three_again, 3)):
+        one = fit(0, 1, read)
+        left = ROWS - len(trained) - 3 * BATCH * done
+        by_all = trained + rows(three, slice(0, done)) + rows([one], slice(0, left // BATCH))
+        assert sorted(by_all) == list(range(ROWS))
+        assert sorted(rows([one], slice(left // BATCH, None))) == list(range(ROWS))
+
+
+@pytest.mark.parametrize("batch_size", [BATCH, None])
+@pytest.mark.parametrize("given", [(0, 1, 1), (2, 0, 3), (1, 2, 1), (4, 0, 0)])
+def test_a_rank_continues_again_and_again_where_its_share_was_left(
+    given: tuple[int, ...], batch_size: int | None
+) -> None:
+    def batches() -> DataLoader[Any]:
+        sampler: DistributedSampler[torch.Tensor] = DistributedSampler(Rows(ROWS), 3, 1, seed=4)
+        return resumable(DataLoader(sampler.dataset, batch_size, sampler=sampler))
+
+    (state,) = of_other_ranks([{"given": 3, "order": order_of(loader(0, 2))}], 1, 3) or [None]
+    expected: list[Any] = batches_left(state or {}, Rows(ROWS), batch_size)
+    found: list[list[float]] = []
+    for count in (*given, len(expected) - sum(given)):
+        again: Any = batches()
+        again.load_state_dict(state)
+        iterator = iter(again)
+        found += [next(iterator)[..., 0].tolist() for _ in range(count)]
+        state = again.state_dict()
+    assert found == expected
+    assert next(iterator, None) is None
 
 
 def test_samples_without_batches_are_shared_out_too() -> None:
@@ -133,8 +168,8 @@ def test_ranks_that_read_the_same_go_on_on_any_number_of_them(tmp_path: Path) ->
         used.fit(module, ckpt_path=ckpt_path, weights_only=True)
         return module
 
-    whole = run(OfOnePipeline(), callbacks=[Save(tmp_path, 5)])
-    path = tmp_path / "1.ckpt"
+    path = tmp_path / "whole.ckpt"
+    whole = run(OfOnePipeline(), callbacks=[Save(path, 5)])
     checkpoint = torch.load(path, weights_only=True)
     mine = checkpoint["loops"]["fit_loop"]["state_dict"]["lightning_pipe"]
     mine["ranks"] = mine["ranks"] * 4  # as four ranks of one pipeline write it

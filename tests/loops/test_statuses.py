@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -17,10 +18,9 @@ import torch.distributed as dist
 from lightning_pipe.loops import statuses
 from lightning_pipe.loops.statuses import Heard, ReducedStatuses, StatusBoard, Statuses, StatusGroup, statuses_of
 from tests.distributed import run_ranks
+from tests.patience import HANG
 
 ROUNDS = 200
-# Where the files of boards are made.
-SHARED = Path("/dev/shm")
 
 
 def _board(group: dist.ProcessGroup) -> StatusBoard:
@@ -71,7 +71,7 @@ def with_another_file(rank: int, size: int) -> str:
 
 def one_leaves(rank: int, size: int) -> Any:
     assert dist.group.WORLD is not None
-    board = StatusBoard.of(dist.group.WORLD, timedelta(seconds=60))
+    board = StatusBoard.of(dist.group.WORLD, timedelta(seconds=HANG))
     assert board is not None
     board.tell(rank, False)
     board.hear()
@@ -137,12 +137,26 @@ def test_a_group_for_statuses_is_made_once_and_can_be_left_and_made_again() -> N
     assert run_ranks(one_group_in_turns, 2) == [(True, [1, 2], 0)] * 2
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="boards are made in another folder here")
-def test_no_file_is_left() -> None:
-    before = set(SHARED.glob("lightning_pipe_*"))
-    run_ranks(many_rounds, 2)
-    run_ranks(without_shared_memory, 2)
-    assert set(SHARED.glob("lightning_pipe_*")) <= before
+def files_made(rank: int, size: int, call: Callable[[int, int], Any]) -> list[str]:
+    """The files that this rank makes for boards."""
+    names: list[str] = []
+    make = tempfile.mkstemp
+
+    def noted(*args: Any, **options: Any) -> tuple[int, str]:
+        file, name = make(*args, **options)
+        names.append(name)
+        return file, name
+
+    with mock.patch.object(tempfile, "mkstemp", noted):
+        call(rank, size)
+    return names
+
+
+@pytest.mark.parametrize("call", [many_rounds, without_shared_memory])
+def test_no_file_is_left(call: Callable[[int, int], Any]) -> None:
+    made = [name for of_rank in run_ranks(files_made, 2, call) for name in of_rank]
+    assert made
+    assert not [name for name in made if os.path.exists(name)]
 
 
 def test_a_rank_that_has_left_is_an_error_on_the_others() -> None:
@@ -152,7 +166,7 @@ def test_a_rank_that_has_left_is_an_error_on_the_others() -> None:
 OTHER_RANK = """
 import os, signal, sys
 from lightning_pipe.loops.statuses import StatusBoard
-board = StatusBoard(os.open(sys.argv[1], os.O_RDWR), 1, 2, 60.0)
+board = StatusBoard(os.open(sys.argv[1], os.O_RDWR), 1, 2, 1200.0)
 board.tell(5, True)
 print(board.hear(), flush=True)
 board.tell(6, False)
@@ -164,7 +178,7 @@ signal.pause()
 def test_a_rank_that_was_killed_is_an_error_behind_what_it_told(tmp_path: Path) -> None:
     path = tmp_path / "board"
     path.write_bytes(bytes(statuses._bytes(2)))
-    board = StatusBoard(os.open(path, os.O_RDWR), 0, 2, 60.0)
+    board = StatusBoard(os.open(path, os.O_RDWR), 0, 2, HANG)
     board.tell(1, False)
     with subprocess.Popen([sys.executable, "-c", OTHER_RANK, str(path)], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
@@ -177,6 +191,22 @@ def test_a_rank_that_was_killed_is_an_error_behind_what_it_told(tmp_path: Path) 
         board.tell(8, False)
         with pytest.raises(RuntimeError, match="rank 1 has ended"):
             board.hear()
+    board.close()
+
+
+def test_a_rank_that_tells_and_ends_while_it_is_looked_at_was_heard(tmp_path: Path) -> None:
+    path = tmp_path / "board"
+    path.write_bytes(bytes(statuses._bytes(2)))
+    board, other = (StatusBoard(os.open(path, os.O_RDWR), rank, 2, 60.0) for rank in range(2))
+
+    def ends(rank: int) -> bool:
+        other.tell(5, True)
+        return True
+
+    board.tell(1, False)
+    with mock.patch.object(statuses, "_LOOK", -1.0), mock.patch.object(board, "_has_ended", ends):
+        assert board.hear() == Heard(1, 5, True)
+    other.close()
     board.close()
 
 

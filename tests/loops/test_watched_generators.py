@@ -56,10 +56,14 @@ def test_the_state_is_the_generators_own_after_any_draws_and_settings(kind: str,
     draws["seed"]()
     watched = make()
     kept = [watched.get()]
-    for step in data.draw(st.lists(st.sampled_from([*draws, "set", "get"]), max_size=25)):
+    for step in data.draw(st.lists(st.sampled_from([*draws, "set", "swap", "get"]), max_size=25)):
         if step == "set":
             state = data.draw(st.sampled_from(kept))
             watched.set(state)
+            assert own() == plain(state)
+        elif step == "swap":
+            state, before = data.draw(st.sampled_from(kept)), own()
+            assert plain(watched.swap(state)) == before
             assert own() == plain(state)
         elif step == "get":
             kept.append(watched.get())

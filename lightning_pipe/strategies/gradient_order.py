@@ -1,0 +1,44 @@
+"""Order of the gradients in the buckets in which ``DistributedDataParallel`` sums them over ranks.
+
+The first backward pass of a process uses the order of the parameters; every later pass uses the order in which the
+first pass produced the gradients. With three or more ranks, the position of a gradient in its bucket decides in which
+order its sum is computed, and therefore the last bit of the sum. A run that continues from a checkpoint needs the order
+of the interrupted run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["gradient_order", "settle_gradient_order"]
+
+
+def gradient_order(model: DistributedDataParallel) -> list[str]:
+    """Names of the parameters in the order of their gradients, bucket after bucket."""
+    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    buckets = model.reducer._get_zeros_like_grad_buckets()
+    return [names[id(parameter)] for bucket in buckets for parameter in bucket.parameters()]
+
+
+def settle_gradient_order(model: DistributedDataParallel, order: Sequence[str]) -> None:
+    """Set the order of gradients before the first backward pass, by a backward pass of zeros in that order.
+
+    Collective: every rank calls it. An order that does not name exactly the trained parameters is ignored.
+
+    Args:
+        model: model that has not run a backward pass.
+        order: parameter names from :func:`gradient_order`.
+    """
+    trained = {name: parameter for name, parameter in model.module.named_parameters() if parameter.requires_grad}
+    if sorted(order) != sorted(trained):
+        return
+    before = {name: parameter.grad for name, parameter in trained.items()}
+    model.reducer.prepare_for_backward([])
+    for name in order:
+        torch.autograd.backward(trained[name], torch.zeros_like(trained[name]))
+    model.reducer._rebuild_buckets()
+    for name, gradient in before.items():
+        trained[name].grad = gradient

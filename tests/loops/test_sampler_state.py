@@ -1,0 +1,133 @@
+"""What samplers hold, put into those of another loader."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.loops.sampler_state import SamplerState
+from tests.loops.models import Rows
+
+
+class Drawing(Sampler[int]):
+    def __init__(self, generator: Any, draw: Any) -> None:
+        self.generator, self.draw = generator, draw
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter([(self.epoch + int(self.draw(self.generator))) % 24 for _ in range(24)])
+
+
+KINDS: dict[str, Any] = {
+    "torch": lambda: Drawing(torch.Generator().manual_seed(1), lambda one: torch.randint(24, (), generator=one)),
+    "python": lambda: Drawing(random.Random(1), lambda one: one.randrange(24)),
+    "numpy": lambda: Drawing(numpy.random.default_rng(1), lambda one: one.integers(24)),
+    "numpy, Philox": lambda: Drawing(numpy.random.Generator(numpy.random.Philox(1)), lambda one: one.integers(24)),
+    "numpy, of old": lambda: Drawing(numpy.random.RandomState(1), lambda one: one.randint(24)),
+}
+WAYS: dict[str, Any] = {
+    "sampler": lambda one: DataLoader(Rows(), 4, sampler=one),
+    "batch sampler": lambda one: DataLoader(Rows(), batch_sampler=BatchSampler(one, 4, False)),
+    "no batches": lambda one: DataLoader(Rows(), None, sampler=one),
+    "shared out by Lightning": lambda one: DataLoader(
+        Rows(), 4, sampler=DistributedSamplerWrapper(one, num_replicas=2, rank=1, shuffle=False)
+    ),
+}
+
+
+def order(loader: Any) -> list[Any]:
+    return list(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_sampler_continues_where_one_was(kind: str, way: str) -> None:
+    one, other = WAYS[way](KINDS[kind]()), WAYS[way](KINDS[kind]())
+    of_one, of_other = SamplerState(one), SamplerState(other)
+    order(one)
+    state = of_one.get()
+    assert all(isinstance(part, str) for part in state)
+    expected = order(one), order(one)
+    of_other.put(state)
+    assert (order(other), order(other)) == expected
+    # And the one itself goes back.
+    of_one.put(state)
+    assert (order(one), order(one)) == expected
+
+
+def test_what_a_sampler_was_made_with_is_not_put_into_another() -> None:
+    one = DataLoader(Rows(), sampler=DistributedSampler(Rows(), 2, 0, shuffle=True))
+    other = DataLoader(Rows(), sampler=DistributedSampler(Rows(), 3, 1, shuffle=True))
+    state = SamplerState(one)
+    one.sampler.set_epoch(2)  # type: ignore[attr-defined]
+    SamplerState(other).put(state.get())
+    assert (other.sampler.num_replicas, other.sampler.rank, other.sampler.epoch) == (3, 1, 2)  # type: ignore[attr-defined]
+
+
+def test_a_sampler_that_an_earlier_loader_has_used_keeps_what_that_one_changed() -> None:
+    used, new = KINDS["python"](), KINDS["python"]()
+    SamplerState(DataLoader(Rows(), sampler=used))
+    order(DataLoader(Rows(), sampler=used))
+    of_reloaded = SamplerState(DataLoader(Rows(), sampler=used))
+    SamplerState(DataLoader(Rows(), sampler=new)).put(of_reloaded.get())
+    assert new.epoch == used.epoch == 1
+
+
+def test_a_sampler_goes_back_to_its_beginning() -> None:
+    sampler = KINDS["python"]()
+    held = SamplerState(DataLoader(Rows(), sampler=sampler))
+    at_first = held.get()
+    expected = order(DataLoader(Rows(), sampler=sampler))
+    held.put(at_first)
+    assert order(DataLoader(Rows(), sampler=sampler)) == expected
+
+
+def test_a_sampler_that_is_told_its_epoch_is_not_put_back_to_the_one_that_is_over() -> None:
+    one = DataLoader(Rows(), sampler=DistributedSampler(Rows(), 2, 0, shuffle=True))
+    other = DataLoader(Rows(), sampler=DistributedSampler(Rows(), 2, 0, shuffle=True))
+    state, of_other = SamplerState(one), SamplerState(other)
+    one.sampler.set_epoch(1)  # type: ignore[attr-defined]
+    ended = state.get(at_end=True)
+    other.sampler.set_epoch(2)  # type: ignore[attr-defined]
+    of_other.put(ended)
+    assert other.sampler.epoch == 2  # type: ignore[attr-defined]
+
+
+def test_loaders_share_what_is_in_the_same_objects() -> None:
+    def loader(generator: torch.Generator) -> DataLoader[Any]:
+        return DataLoader(Rows(), sampler=RandomSampler(Rows(), generator=generator))
+
+    mine, sampler = torch.Generator(), KINDS["python"]()
+    assert SamplerState(loader(mine)).shares_with(SamplerState(loader(mine)))
+    assert not SamplerState(loader(mine)).shares_with(SamplerState(loader(torch.Generator())))
+    assert SamplerState(DataLoader(Rows(), sampler=sampler)).shares_with(
+        SamplerState(DataLoader(Rows(), sampler=sampler))
+    )
+    assert not SamplerState(WAYS["sampler"](sampler)).shares_with(SamplerState(WAYS["sampler"](KINDS["python"]())))
+
+
+@pytest.mark.parametrize(
+    ("kind", "found", "damaged"),
+    [
+        ("numpy, of old", '"pos": ', '"pos": 10000'),
+        ("numpy, Philox", '"buffer_pos": ', '"buffer_pos": 10000'),
+    ],
+)
+def test_a_position_beyond_numpys_numbers_is_refused(kind: str, found: str, damaged: str) -> None:
+    state = SamplerState(WAYS["sampler"](KINDS[kind]()))
+    changed = [part.replace(found, damaged) for part in state.get()]
+    assert changed != state.get()
+    with pytest.raises(SetupError, match="is damaged: expected a position"):
+        state.put(changed)
