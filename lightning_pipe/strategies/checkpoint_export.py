@@ -6,7 +6,6 @@ rank wrote: a table, or a shard of one.
 
 from __future__ import annotations
 
-import os
 import tempfile
 import warnings
 from pathlib import Path
@@ -15,8 +14,18 @@ from typing import Any
 import torch
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.strategies.checkpoint_folder import DYNAMIC_ROWS
-from lightning_pipe.strategies.folder_reading import EXPORTED_FROM, differences, read_metadata, read_rest, read_whole
+from lightning_pipe.engine.whole_file import whole_file
+from lightning_pipe.strategies.checkpoint_folder import DYNAMIC_ROWS, META
+from lightning_pipe.strategies.folder_reading import (
+    EXPORTED_FROM,
+    check_stages,
+    differences,
+    read_metadata,
+    read_rest,
+    read_whole,
+)
+from lightning_pipe.strategies.inert_values import _Refused, described
+from lightning_pipe.strategies.safe_reading import file_named
 from lightning_pipe.strategies.stage_layout import (
     KIND,
     MODEL,
@@ -62,15 +71,19 @@ def export_checkpoint(folder: str | Path, file: str | Path, *, weights_only: boo
     saved = read_metadata(source, (MODEL, _SHARDED_MODEL), _ANY_KIND)
     of_stages = any(path[0] == MODEL for path in saved.planner_data.values())
     checkpoint = read_rest(source, weights_only)
+    if of_stages:
+        check_stages(source, checkpoint)
     # Private to the user, as is the file until it is whole.
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as beside:
         whole = read_whole(source, saved, weights_only, None if of_stages else _SHARDED_MODEL, Path(beside))
         if of_stages:
-            _put_stages(checkpoint, whole)
+            with file_named(source / ".metadata"):
+                _put_stages(checkpoint, whole)
         else:
-            if DYNAMIC_ROWS in checkpoint:
+            if isinstance(checkpoint.get(DYNAMIC_ROWS), dict):
+                names = ", ".join(map(str, checkpoint[DYNAMIC_ROWS]))
                 warnings.warn(
-                    f"the rows of the dynamic tables in {', '.join(checkpoint[DYNAMIC_ROWS])} have no place in one file"
+                    f"the rows of the dynamic tables in {names} have no place in one file"
                     f" and are left out: they are in {str(source / 'rows')!r}, for"
                     " lightning_pipe.recsys.read_rows",
                     stacklevel=2,
@@ -78,18 +91,28 @@ def export_checkpoint(folder: str | Path, file: str | Path, *, weights_only: boo
             checkpoint = {key: value for key, value in checkpoint.items() if key not in _ONLY_SHARDED}
             checkpoint["state_dict"] = whole[_SHARDED_MODEL]
         checkpoint[EXPORTED_FROM] = source.absolute().name  # not where: files travel
-        written = Path(beside) / "whole"
-        torch.save(checkpoint, written)
-        os.replace(written, target)
+        with whole_file(target) as written:
+            torch.save(checkpoint, written)
 
 
 def _put_stages(checkpoint: dict[str, Any], whole: dict[str, Any]) -> None:
     """Put in the model's state, and those of the optimisers, by the numbers that one device gives parameters."""
-    checkpoint[MODEL] = with_other_names(whole[MODEL], checkpoint.pop(TIED, {}))
+    tied = checkpoint.pop(TIED, {})
+    absent = sorted(set(tied.values()) - whole[MODEL].keys())
+    if absent:
+        raise _Refused(f"state_dict_metadata has no {described(absent[0])}, which has another name in {META}")
+    checkpoint[MODEL] = with_other_names(whole[MODEL], tied)
     for number, stored in enumerate(checkpoint.get(OPTIMIZERS, ())):
         states = whole.get(optimizer_part(number), {}).get("state", {})
+        if not isinstance(states, dict):
+            raise _Refused(f"{optimizer_part(number)}.state is {described(states)}, expected a dict by parameter")
         names = [name for group in stored["param_groups"] for name in group["params"]]
         index = {name: place for place, name in enumerate(names)}
+        unknown = sorted(map(str, states.keys() - index.keys()))
+        if unknown:
+            raise _Refused(
+                f"{optimizer_part(number)} has a state of {described(unknown[0])}, which no group in {META} has"
+            )
         checkpoint[OPTIMIZERS][number] = {
             "state": {index[name]: state for name, state in states.items()},
             "param_groups": [

@@ -31,7 +31,6 @@ from lightning_pipe.strategies.whole_folder import (
     finish_folder,
     folder_to_write,
     remove_folder,
-    write_file,
 )
 
 __all__ = [
@@ -139,12 +138,14 @@ class FolderCheckpointStrategy(DistributedStrategy):
 
     def _end_saves(self) -> None:
         """Wait for the save under way, and save in the foreground from now on."""
-        saves, self._saves = self._saves, None
+        saves = self._saves
         if saves is not None:
             try:
                 saves.wait()
             finally:
+                # An interrupt here leaves the group to the thread that uses it, and to the next call.
                 saves.close()
+                self._saves = None
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint; while one is being written, not before that is whole."""
@@ -225,7 +226,7 @@ def _write(
     failed, first, beside = _failed(folder), dist.get_rank(group) == 0, folder_to_write(folder)
 
     def finish(permissions: int) -> None:
-        write_file(beside / META, packed)
+        (beside / META).write_bytes(packed)
         finish_folder(folder, permissions)
 
     def on_first_rank(work: Callable[[], T]) -> T | None:

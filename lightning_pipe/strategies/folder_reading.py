@@ -18,11 +18,15 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.strategies.checkpoint_folder import META, gather, reasons
+from lightning_pipe.strategies.inert_values import _Refused, described
 from lightning_pipe.strategies.named_optimizer import listed
-from lightning_pipe.strategies.safe_reading import SafePlanner, SafeReader, load_object
+from lightning_pipe.strategies.safe_reading import SafePlanner, SafeReader, file_named, load_object
+from lightning_pipe.strategies.stage_layout import OPTIMIZERS, TIED
+from lightning_pipe.strategies.whole_folder import put_back
 
 __all__ = [
     "EXPORTED_FROM",
+    "check_stages",
     "differences",
     "fill_from_folder",
     "misfits",
@@ -47,6 +51,7 @@ def read_metadata(folder: Path, parts: Collection[str], kind: str) -> dcp.Metada
     Raises:
         SetupError: there is no such folder, it is of another kind, or it is damaged.
     """
+    put_back(folder)
     found = "a file" if folder.is_file() else f"a folder without {META}" if folder.exists() else "not there"
     if (folder / META).is_file():
         saved = SafeReader(folder).read_metadata()
@@ -67,10 +72,11 @@ def read_metadata(folder: Path, parts: Collection[str], kind: str) -> dcp.Metada
 def _exported_from(file: Path) -> str | None:
     """The folder that a file was exported from; None where that cannot be read, or is not said."""
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)  # values stay on the disk
-        return str(found[EXPORTED_FROM])
-    except Exception:  # of any kind: whatever it is, it is no export
+        found = load_object(file, None, values=False)
+    except SetupError:  # whatever it is, it is no export
         return None
+    source = found.get(EXPORTED_FROM) if isinstance(found, dict) else None
+    return source if isinstance(source, str) else None
 
 
 def read_rest(folder: Path, weights_only: bool | None) -> dict[str, Any]:
@@ -83,8 +89,33 @@ def read_rest(folder: Path, weights_only: bool | None) -> dict[str, Any]:
     Raises:
         SetupError: it is damaged, or holds a class that is not allowed.
     """
-    rest: dict[str, Any] = load_object(folder / META, weights_only)
+    rest = load_object(folder / META, weights_only)
+    with file_named(folder / META):
+        if not isinstance(rest, dict):
+            raise _Refused(f"it holds {described(rest)}, expected a dict")
     return rest
+
+
+def check_stages(folder: Path, rest: Mapping[str, Any]) -> None:
+    """Check what :func:`read_rest` returned of a folder of stages: names of tied parameters and of those in groups.
+
+    Raises:
+        SetupError: they are not as they are written.
+    """
+    with file_named(folder / META):
+        tied = rest.get(TIED, {})
+        if not isinstance(tied, dict) or not all(isinstance(one, str) for pair in tied.items() for one in pair):
+            raise _Refused(f"its field {TIED!r} is no dict of names by names")
+        if not isinstance(rest.get(OPTIMIZERS, []), list):
+            raise _Refused(f"its field {OPTIMIZERS!r} is {described(rest[OPTIMIZERS])}, expected a list")
+        for number, stored in enumerate(rest.get(OPTIMIZERS, ())):
+            groups = stored.get("param_groups") if isinstance(stored, dict) else None
+            for group in groups if isinstance(groups, list) else [None]:
+                names = group.get("params") if isinstance(group, dict) else None
+                if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                    raise _Refused(
+                        f"its field {OPTIMIZERS!r} has no names of parameters for the groups of optimiser {number}"
+                    )
 
 
 def fill_from_folder(

@@ -3,12 +3,15 @@
 A model is first built without memory or initialisers, then a rank gives memory to the tensors of its own stages, and
 only those are read, one at a time. So no rank holds the whole model, neither in memory nor as a file's contents.
 What the files do not hold, such as rotary frequencies, is computed as the model's constructor computes it.
+
+The folder's path is trusted, and so are links in it, of which Hugging Face's own cache is made. Not trusted is what the
+files hold: JSON is bounded in size, depth and numbers before it is used, an index names files of the folder alone, and
+the offsets of safetensors are checked by that package against the file. No code of the folder is run.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.strategies.hf_files import check_header, read_bounded_config, read_index
 from lightning_pipe.strategies.named_optimizer import listed
 
 __all__ = ["PretrainedWeights", "StoredTensor", "empty_causal_lm", "load_into"]
@@ -76,7 +80,12 @@ class PretrainedWeights:
                     )
                 for name in names or present:
                     header = opened.get_slice(name)
-                    self.tensors[name] = StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
+                    shape = tuple(header.get_shape())
+                    if max(shape, default=0) >= 2**48:
+                        raise SetupError(
+                            f"{str(self.folder / file)!r} has the tensor {name[:200]!r} of the size {shape}"
+                        )
+                    self.tensors[name] = StoredTensor(file, shape, header.get_dtype())
 
     def config(self) -> Any:
         """The folder's ``PretrainedConfig``.
@@ -87,12 +96,16 @@ class PretrainedWeights:
         path = self.folder / "config.json"
         if not path.is_file():
             raise SetupError(f"the folder {str(self.folder)!r} has no config.json; needed is all of what was saved")
+        read_bounded_config(path)
         try:
             config: Any = _import("transformers").AutoConfig.from_pretrained(
                 self.folder, local_files_only=True, trust_remote_code=False
             )
-        except (OSError, ValueError, KeyError) as error:
-            raise SetupError(f"{str(path)!r} cannot be used: {error}") from error
+        except Exception as error:  # of any kind: each model's class takes other values
+            reason = (
+                str(error)[:1000] if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+            )
+            raise SetupError(f"{str(path)!r} cannot be used: {reason[:1000]}") from error
         if getattr(config, "quantization_config", None) is not None:
             raise SetupError(
                 f"the weights in {str(self.folder)!r} are quantised (config.json has a quantization_config); needed are"
@@ -249,11 +262,8 @@ def _files(folder: Path) -> dict[str, list[str] | None]:
             " transformers makes them of other weights with from_pretrained(...).save_pretrained(...)"
         )
     files: dict[str, list[str] | None] = {}
-    try:
-        for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
-            cast(list[str], files.setdefault(file, [])).append(name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SetupError(f"{str(index)!r} is no index of weights: {type(error).__name__}: {error}") from error
+    for name, file in read_index(index).items():
+        cast(list[str], files.setdefault(file, [])).append(name)
     absent = listed("are not there", [file for file in files if not (folder / file).is_file()])
     if absent:
         raise SetupError(f"of the files that {str(index)!r} names, some {absent[0]}. Copy or download them too")
@@ -264,10 +274,12 @@ def _files(folder: Path) -> dict[str, list[str] | None]:
 def _open(path: Path) -> Iterator[Any]:
     safetensors = _import("safetensors")
     try:
+        check_header(path)
         with safetensors.safe_open(path, framework="pt", device="cpu") as opened:
             yield opened
-    except (safetensors.SafetensorError, OSError) as error:
-        raise SetupError(f"{str(path)!r} cannot be read: {error}. Copy or download it again") from error
+    except (safetensors.SafetensorError, OSError, TypeError, ValueError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SetupError(f"{str(path)!r} cannot be read: {reason}. Copy or download it again") from error
 
 
 def _import(module: str) -> Any:

@@ -1,43 +1,44 @@
 """Reads the files of a checkpoint so that none of them can run code, and a damaged one is named.
 
-A pickle can call anything when it is loaded, and ``torch.distributed.checkpoint`` unpickles freely: the folder's
-``.metadata``, and whatever is no tensor in the ranks' files. Here ``.metadata`` may hold what its writer puts there and
-nothing else, and all other pickles go through the unpickler of ``torch.load(weights_only=True)``.
+A pickle can call anything when it is loaded, ``torch.distributed.checkpoint`` unpickles freely, and even
+``torch.load(weights_only=True)`` calls functions with arguments of the file's choosing, which makes of ten bytes a
+gigabyte, or memory that nobody has written. So pickles are read here as data: see ``inert_pickle``.
+
+Trusted are this machine's Python and its packages, the user's own ``torch.serialization.add_safe_globals``, which are
+read and never changed, and a whole file where ``weights_only=False`` is given: any code in it runs. The path of the
+folder is trusted, links in it are followed. Not trusted is anything in the folder: neither bytes nor names, sizes or
+kinds of files. What is read is a file of the folder itself, no link, device or pipe. A file that is not as it should be
+ends in one SetupError that names it and its field, in time and memory in proportion to its size.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
+import errno
 import io
-import pickle
-import re
-import zipfile
-from collections.abc import Callable, Iterator
+import os
+import pickletools
+import stat
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.strategies.folder_metadata import load_metadata
+from lightning_pipe.strategies.inert_values import _Damaged, _Refused, described
+from lightning_pipe.strategies.torch_file import known_name, load_torch_file, open_archive, pickle_of
 
-__all__ = ["SafePlanner", "SafeReader", "load_object", "unsafe_names"]
+__all__ = ["SafePlanner", "SafeReader", "file_named", "load_object", "unsafe_names"]
+
+# Packages that register classes of their own with torch.serialization, without the user's leave.
+_REGISTERED = ("numpy.", "tensordict.", "torch._dynamo.", "torch.distributed.", "torch.nested.", "torch.return_types.")
 
 
 class SafeReader(dcp.FileSystemReader):
@@ -60,26 +61,50 @@ class SafeReader(dcp.FileSystemReader):
             SetupError: it is damaged, or holds what no checkpoint needs.
         """
         if self._metadata is None:
-            path = self._folder / ".metadata"
-            with _named(path), path.open("rb") as stream:
-                self._metadata = _checked(_MetadataUnpickler(stream).load())
+            with _opened(self._folder / ".metadata") as stream:
+                self._metadata = load_metadata(stream, self._folder)
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what is planned, file by file.
+
+        Raises:
+            SetupError: a file is damaged, or holds what is not allowed.
+        """
         files: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             files.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         for name, items in files.items():
-            path = self._folder / name
-            with _named(path):
-                with path.open("rb") as stream:
-                    for item in items:
-                        info = self.storage_data[item.storage_index]
-                        _check_sums(_Span(stream, info.offset, info.length))
-                super().read_data(dataclasses.replace(plan, items=items), planner)
+            with _opened(self._folder / name) as stream:
+                for item in items:
+                    info = self.storage_data[item.storage_index]
+                    span = _Span(stream, info.offset, info.length)
+                    if item.type is LoadItemType.BYTE_IO:
+                        planner.load_bytes(item, span)  # type: ignore[arg-type]
+                    else:
+                        _fill(span, item, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+
+def _fill(span: _Span, item: ReadItem, planner: LoadPlanner) -> None:
+    """Read a tensor, or the part of it that is needed."""
+    name = f"the entry {described(item.storage_index.fqn)}"
+    value = load_torch_file(span, span.length, {})
+    if not isinstance(value, Tensor):
+        raise _Refused(f"{name} holds {described(value)}, expected a tensor")
+    ends = [offset + length for offset, length in zip(item.storage_offsets, item.lengths, strict=True)]
+    if value.dim() != len(ends) or any(end > size for end, size in zip(ends, value.size(), strict=True)):
+        raise _Refused(
+            f"{name} holds a tensor of size {list(value.size())}, expected at least {ends} as .metadata says"
+        )
+    part = value.detach()
+    for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        part = part.narrow(dimension, offset, length)
+    target = planner.resolve_tensor(item).detach()
+    target.copy_(part)
+    planner.commit_tensor(item, target)
 
 
 class SafePlanner(dcp.DefaultLoadPlanner):
@@ -99,68 +124,71 @@ class SafePlanner(dcp.DefaultLoadPlanner):
         set_element(self.original_state_dict, path, _load(value, self._weights_only))
 
 
-def load_object(path: Path, weights_only: bool | None) -> Any:
+def load_object(path: Path, weights_only: bool | None, *, values: bool = True) -> Any:
     """What ``torch.save`` wrote, on the CPU.
 
     Args:
         path: of the file.
         weights_only: False to allow any class, whose code runs then; otherwise tensors, arrays of numpy, plain types
             and the classes that were given to ``torch.serialization.add_safe_globals``.
+        values: False to leave out the values: every tensor is then None, and no class is allowed.
 
     Raises:
         SetupError: it is damaged, or holds a class that is not allowed; names the file and the class.
     """
-    with _named(path), path.open("rb") as stream:
-        _check_sums(stream)
-        stream.seek(0)
-        return _load(stream, weights_only)
+    with _opened(path) as stream:
+        return _load(stream, weights_only) if values else load_torch_file(stream, _size(stream), {}, values=False)
 
 
 def unsafe_names(saved: bytes) -> list[str]:
     """The classes and functions in what ``torch.save`` wrote that :func:`load_object` refuses by default."""
-    with torch.serialization.safe_globals(_arrays()):
-        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(saved)))
+    with open_archive(io.BytesIO(saved), len(saved)) as archive:
+        pickled = pickle_of(archive)
+    named = {str(name).replace(" ", ".") for opcode, name, _ in pickletools.genops(pickled) if opcode.name == "GLOBAL"}
+    named = {name.replace("__builtin__.", "builtins.") for name in named}
+    return sorted(name for name in named - _allowed().keys() if not known_name(name))
 
 
-# ---------------------------------------------------------------------- pickles of torch.save
+# ---------------------------------------------------------------------- files
+
+
+def _allowed() -> dict[str, Any]:
+    """What the user allows, by the names that pickles have for it."""
+    allowed = {}
+    for one in torch.serialization.get_safe_globals():
+        value, name = one if isinstance(one, tuple) else (one, f"{one.__module__}.{one.__qualname__}")
+        if not name.startswith(_REGISTERED):
+            allowed[name] = value
+    return allowed
 
 
 def _load(stream: IO[bytes], weights_only: bool | None) -> Any:
-    if weights_only is False:
-        return torch.load(stream, map_location="cpu", weights_only=False)
+    size = _size(stream)
+    if weights_only is not False:
+        return load_torch_file(stream, size, _allowed())
+    with open_archive(stream, size) as archive:
+        damaged = archive.testzip()  # which torch.load does not do
+    if damaged is not None:
+        raise _Damaged(f"the checksum of its entry {damaged!r} differs")
+    stream.seek(0)
     try:
-        with torch.serialization.safe_globals(_arrays()):
-            return torch.load(stream, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        name = re.search(r"GLOBAL (\S+)", str(error))
-        reason = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))
-        found = name[1] if name else f"something else ({reason[1] if reason else error})"
-        raise _Refused(
-            f"it holds {found}, not only tensors, arrays of numbers and plain types, and could run any code when it is"
-            " read. If you trust whoever wrote it, give weights_only=False, as in Trainer.fit(..., weights_only=False);"
-            " or allow the class: torch.serialization.add_safe_globals([...])"
-        ) from None
+        return torch.load(stream, map_location="cpu", weights_only=False)
+    except Exception as error:  # whatever the classes that are trusted make of it
+        raise _Damaged(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
 
 
-def _arrays() -> list[Any]:
-    """What pickles of numpy's arrays and numbers call; their data are bytes."""
-    core = importlib.import_module("numpy._core.multiarray" if hasattr(np, "_core") else "numpy.core.multiarray")
-    # A pickle names the module that numpy had these in when it was written.
-    functions = [
-        (getattr(core, name), f"{module}.{name}")
-        for module in ("numpy._core.multiarray", "numpy.core.multiarray")
-        for name in ("_reconstruct", "scalar")
-    ]
-    kinds = {type(np.dtype(kind)) for kind in "?bhilqBHILQefdFDSU"}
-    return [*functions, np.ndarray, np.dtype, *kinds]
+def _size(stream: IO[bytes]) -> int:
+    size = stream.seek(0, io.SEEK_END)
+    stream.seek(0)
+    return size
 
 
-class _Span(io.RawIOBase):
+class _Span(io.RawIOBase, IO[bytes]):
     """Some bytes of a file, as a file. (PyTorch's own counts from the end in the wrong direction.)"""
 
     def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
         super().__init__()
-        self._file, self._offset, self._length = file, offset, length
+        self._file, self._offset, self.length = file, offset, length
         self._position = 0
 
     def readable(self) -> bool:
@@ -170,105 +198,48 @@ class _Span(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.length}[whence]
         if start + offset < 0:
-            raise OSError(f"there are {self._length} bytes only")
+            raise OSError(f"there are {self.length} bytes only")
         self._position = start + offset
         return self._position
 
     def readinto(self, buffer: Any, /) -> int:
-        view = memoryview(buffer)[: max(0, self._length - self._position)]
+        view = memoryview(buffer)[: max(0, self.length - self._position)]
         self._file.seek(self._offset + self._position)
         count: int = self._file.readinto(view)  # type: ignore[attr-defined]
         self._position += count
         return count
 
 
-def _check_sums(stream: IO[bytes] | _Span) -> None:
-    """Compare the contents with the checksums beside them, which ``torch.load`` does not."""
-    with zipfile.ZipFile(stream) as archive:
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise zipfile.BadZipFile(f"the checksum of {damaged} differs")
-
-
-# ---------------------------------------------------------------------- the pickle .metadata
-
-
-def _stand_in(real: type) -> type:
-    """Makes instances of a class; what a pickle does to a class, such as set attributes, is done to this one."""
-    return type(real.__name__, (), {"__new__": lambda _, *args: real.__new__(real, *args)})
-
-
-_CLASSES: dict[tuple[str, str], type] = {
-    (one.__module__, one.__name__): one
-    for one in (
-        *(dcp.Metadata, MetadataIndex, StorageMeta, _StorageInfo),
-        *(TensorStorageMetadata, BytesStorageMetadata, TensorProperties, ChunkStorageMetadata),
-        torch.Size,
-    )
-}
-_FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    (_MEM_FORMAT_ENCODING.__module__, _MEM_FORMAT_ENCODING.__name__): _MEM_FORMAT_ENCODING,
-    # The path that it was written to; pathlib has had it in two modules.
-    **{
-        (module, name): Path
-        for module in ("pathlib", "pathlib._local")
-        for name in ("Path", "PosixPath", "WindowsPath")
-    },
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Makes what :class:`torch.distributed.checkpoint.Metadata` consists of, and refuses everything else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        key = (module, name)
-        if key in _CLASSES:
-            return _stand_in(_CLASSES[key])
-        if key in _FUNCTIONS:
-            function = _FUNCTIONS[key]
-            return lambda *args: function(*args)
-        dtype = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(dtype, torch.dtype):
-            return dtype
-        raise _Refused(
-            f"it holds {module}.{name}, which torch.distributed.checkpoint does not put there, and which could run any"
-            " code when it is read. Take another checkpoint"
-        )
-
-
-def _checked(metadata: Any) -> dcp.Metadata:
-    """Its types, as far as they say which files are read."""
-    if not isinstance(metadata, dcp.Metadata) or not isinstance(metadata.state_dict_metadata, dict):
-        raise ValueError(f"it holds a {type(metadata).__name__}, needed is a Metadata")
-    entries = metadata.storage_data.items()
-    for index, info in entries:
-        if not isinstance(index, MetadataIndex) or not isinstance(info, _StorageInfo):
-            raise ValueError(f"it says where a {type(index).__name__} is by a {type(info).__name__}")
-        if Path(info.relative_path).name != info.relative_path:
-            raise _Refused(f"it refers to {info.relative_path!r}, which is not in its folder. Take another checkpoint")
-    return metadata
-
-
-# ---------------------------------------------------------------------- errors
-
-
-class _Refused(Exception):
-    """Its text says all that there is to say, but for the file."""
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """A file of a folder; whatever is wrong with it names it."""
+    with file_named(path):
+        # A pipe would wait for somebody to write to it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | os.O_NONBLOCK)
+        with open(descriptor, "rb") as stream:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise _Refused("it is a folder, a pipe or a device, expected a file")
+            yield stream
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
+def file_named(path: Path) -> Iterator[None]:
     """Say which file it is that cannot be read."""
     try:
         yield
-    except _Refused as error:
-        raise SetupError(f"the checkpoint's file {str(path)!r} is refused: {error}") from None
-    except Exception as error:  # whatever an unpickler makes of bytes that are no pickle
-        what = f"{type(error).__name__}: {error}".partition("\n")[0]
-        damaged = "" if isinstance(error, OSError) else ". It is damaged, or was not written whole"
+    except _Damaged as error:
         raise SetupError(
-            f"the checkpoint's file {str(path)!r} cannot be read: {what}{damaged}; take another checkpoint"
+            f"the checkpoint's file {str(path)!r} cannot be read: {error}. It is damaged, or was not written"
+            " whole; take another checkpoint"
+        ) from None
+    except _Refused as error:
+        raise SetupError(f"the checkpoint's file {str(path)!r} is refused: {error}. Take another checkpoint") from None
+    except OSError as error:
+        reason = (
+            "it is a link, expected a file of the folder" if error.errno == errno.ELOOP else error.strerror or error
+        )
+        raise SetupError(
+            f"the checkpoint's file {str(path)!r} cannot be read: {reason}; take another checkpoint"
         ) from error

@@ -21,7 +21,14 @@ from torch.optim import Optimizer
 from lightning_pipe.engine import SetupError
 from lightning_pipe.strategies.checkpoint_export import export_checkpoint, export_pretrained
 from lightning_pipe.strategies.checkpoint_folder import WriteFolder, gather, on_all_ranks, write_folder
-from lightning_pipe.strategies.folder_reading import fill_from_folder, misfits, read_metadata, read_rest, room
+from lightning_pipe.strategies.folder_reading import (
+    check_stages,
+    fill_from_folder,
+    misfits,
+    read_metadata,
+    read_rest,
+    room,
+)
 from lightning_pipe.strategies.named_optimizer import (
     Group,
     by_name,
@@ -109,6 +116,7 @@ def load_stage_checkpoint(
     folder = Path(path)
     failed = f"the checkpoint {str(folder)!r} cannot be read"
     saved, rest = on_all_ranks(lambda: (read_metadata(folder, (MODEL,), KIND), read_rest(folder, weights_only)), failed)
+    on_all_ranks(lambda: check_stages(folder, rest), failed)
     rest.pop(TIED, None)
     stored = rest.pop(OPTIMIZERS, None)
     with_states = stored is not None and optimizers is not None
@@ -137,7 +145,7 @@ def _room_for_states(saved: dcp.Metadata, part: str, parameters: Mapping[str, Te
     """Something to load each of the parameters' states into; what has a parameter's size is sharded as it is."""
     states: dict[str, Any] = {}
     for key, path in (saved.planner_data or {}).items():
-        if path[:2] == (part, "state") and path[2] in parameters:
+        if path[:2] == (part, "state") and len(path) > 3 and path[2] in parameters:
             like = parameters[path[2]]
             set_element(states, path[2:], room(saved.state_dict_metadata[key], partial(_empty, like)))
     return states

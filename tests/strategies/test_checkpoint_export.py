@@ -108,7 +108,7 @@ def test_a_file_in_the_place_of_a_folder_of_stages_is_named_and_what_the_error_a
 def test_a_file_is_written_over_when_all_is_there(saved: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "file"
     target.write_text("before")
-    with pytest.raises(Exception, match="cannot be read"):
+    with pytest.raises(SetupError, match="cannot be read"):
         export_checkpoint(_cut(folder / "saved", tmp_path), target)
     assert target.read_text() == "before"
     export_checkpoint(folder / "saved", target)
