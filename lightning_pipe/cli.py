@@ -1,7 +1,7 @@
 """The ``lightning-pipe`` command: Lightning's CLI with this project's strategies, and others for plans, checkpoints.
 
 Training commands go to :class:`~lightning.pytorch.cli.LightningCLI` as they are; the rest is read here. Either way an
-error of this project ends the process with one message and status 2, and any other exception keeps its traceback.
+error of this project ends the process with one message and status 1, and any other exception keeps its traceback.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch.distributed import is_torchelastic_launched
 import lightning_pipe
 from lightning_pipe.cli_plan import main as plan
 from lightning_pipe.engine import PipelineError, SetupError
+from lightning_pipe.engine.shown import printable
 from lightning_pipe.strategies.registry import STRATEGIES
 
 _TRAINING = {
@@ -137,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what follows the program's name, by default that of this process.
 
     Returns:
-        The exit status: 0, or 2 for a model, data, plan or environment that this project refuses.
+        The exit status: 0, or 1 for a model, data, plan or environment that this project refuses.
 
     Raises:
         SystemExit: after ``--help`` and the like, and with status 2 after arguments that cannot be parsed.
@@ -161,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PipelineError as error:
         sys.stderr.write(_message(error))  # at once: other ranks write too
         _wait_for_the_first_process()
-        return 2
+        return 1
     return 0
 
 
@@ -218,7 +219,7 @@ def count(text: str) -> int:
 def _message(error: PipelineError) -> str:
     # Every rank writes its own, as PyTorch marks it: whether the others have the same to say is not known any more.
     rank = getattr(rank_zero_only, "rank", 0)
-    lines = "\n".join([f"lightning-pipe: {error}", *getattr(error, "__notes__", ())])
+    lines = printable("\n".join([f"lightning-pipe: {error}", *getattr(error, "__notes__", ())]))
     return "".join(f"{f'[rank{rank}]: ' if rank else ''}{line}\n" for line in lines.splitlines())
 
 

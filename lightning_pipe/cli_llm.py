@@ -66,7 +66,7 @@ def main(arguments: list[str], train: Callable[[list[str], Callable[..., Pipelin
 
     train(["fit", *others], cli)
     found = made[0].estimate(options.rows, options.length, options.compare)
-    Console(markup=False, highlight=False).print(estimate_table(found, memory))
+    Console(markup=False, highlight=False, emoji=False).print(estimate_table(found, memory))
 
 
 class _EstimateCLI(PipelineCLI):

@@ -6,11 +6,9 @@ import argparse
 import difflib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
-import yaml
 from rich import box
 from rich.console import Console, Group
 from rich.table import Table
@@ -20,6 +18,8 @@ from lightning_pipe.engine import PipelinePlan, PlanError, ProfileResult, TaskSc
 from lightning_pipe.engine.costs import RESOURCES, Machine, Resource, TaskCost, without
 from lightning_pipe.engine.costs_yaml import CostsFile, load_costs
 from lightning_pipe.engine.network import Message, NetworkModel
+from lightning_pipe.engine.plan_file import named, plan_file, read_text
+from lightning_pipe.engine.plan_yaml import build_plan
 from lightning_pipe.engine.quantities import parse_bandwidth, parse_duration
 from lightning_pipe.engine.simulation import SimulatedRun, simulate
 from lightning_pipe.environment import import_torchrec
@@ -138,37 +138,34 @@ def find_plan(name: str) -> PipelinePlan:
         raise PlanError(
             f"{name!r} finds its plan while it trains; its save_plan writes that down, and 'plan show' takes the file"
         )
-    if os.path.isfile(wanted):
-        for plan in plain.values():
-            if _schedules(wanted) == set(plan.tasks):
-                return PipelinePlan.from_yaml(Path(wanted).read_text(encoding="utf-8"), list(plan.tasks.values()))
     recsys = [plan for plan in dict.fromkeys(of_strategy.values()) if plan not in (*plain, "auto")]
-    if wanted not in recsys and not os.path.isfile(wanted):
+    if wanted in recsys:
+        return _recsys_plan(wanted)
+    if not os.path.exists(wanted):
         plans = [*plain, *recsys]
         close = difflib.get_close_matches(name, [*of_strategy, *plans], n=1)
         raise PlanError(
             f"there is no plan {name!r}: it is neither a strategy ({', '.join(of_strategy)}), nor a plan"
             f" ({', '.join(plans)}), nor a file.{f' Did you mean {close[0]}?' if close else ''}"
         )
+    with plan_file(wanted, [*plain, *recsys], "prefetch") as content:
+        for plan in plain.values():
+            if set(content["tasks"]) == set(plan.tasks):
+                return build_plan(content, list(plan.tasks.values()))
+        named = set(content["tasks"])
+    return _recsys_plan(wanted, named)
+
+
+def _recsys_plan(plan: str, named: Set[object] = frozenset()) -> PipelinePlan:
+    """The plan of that name or in that file, which says by the tasks that it names whether samples are balanced, and
+    tables have replicas."""
     import_torchrec()  # here, since other commands do without it
     from lightning_pipe.recsys.balancing_plan import BALANCING
     from lightning_pipe.recsys.plans import recsys_plan
     from lightning_pipe.recsys.replica_plan import AVERAGING
     from lightning_pipe.recsys.tasks import recsys_tasks
 
-    # A file says by the tasks that it names whether samples are balanced, and tables have replicas.
-    named = _schedules(wanted)
-    return recsys_plan(wanted, recsys_tasks(balanced=not named.isdisjoint(BALANCING), replicated=AVERAGING in named))
-
-
-def _schedules(path: str) -> set[str]:
-    """The tasks that a plan's file names; none where it is no such file, of which its reader says more."""
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, OSError, UnicodeDecodeError):
-        return set()
-    tasks = content.get("tasks") if isinstance(content, dict) else None
-    return set(map(str, tasks)) if isinstance(tasks, dict) else set()
+    return recsys_plan(plan, recsys_tasks(balanced=not named.isdisjoint(BALANCING), replicated=AVERAGING in named))
 
 
 # ---------------------------------------------------------------------- costs
@@ -188,24 +185,14 @@ def _read_costs(path: str | None, tasks: Sequence[str]) -> _Costs:
             "no costs are given. Train with the callback PipelineProfiler and strategy recsys_serial_pipeline, and give"
             " the profile.json that it writes, --costs profile.json; or write a file as docs/simulation.md describes"
         )
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(
-            f"the costs {path!r} cannot be read ({error}); needed is a profile.json of PipelineProfiler, or YAML"
-        ) from error
-    try:
+    text = read_text(path, f"the costs {path!r}", "give a profile.json of PipelineProfiler, or YAML")
+    with named(path):
         return _from_profile(text, tasks) if text.lstrip().startswith("{") else _Costs(load_costs(text))
-    except PlanError as error:
-        raise PlanError(f"{path}: {error}") from error
 
 
 def _from_profile(text: str, tasks: Sequence[str]) -> _Costs:
     profile = ProfileResult.from_json(text)
     own = profile.own
-    bad = [name for name, seconds in own.items() if not isinstance(seconds, int | float) or not seconds >= 0]
-    if bad:
-        raise PlanError(f"the profile says that {bad[0]} takes {own[bad[0]]!r} seconds; needed is a number from 0")
     costs = {name: TaskCost(seconds) for name, seconds in own.items()}
     if "EmbInputDistWait" in tasks:
         import torch
@@ -358,11 +345,12 @@ def _simulate(options: argparse.Namespace) -> None:
     costs = read.costs
     cores = options.cores if options.cores is not None else costs.cores if costs.cores is not None else 1.0
     networks = _networks(options, costs)
-    machines = [
-        Machine(cores, network=network, device_streams=costs.device_streams, between_periods=costs.between_periods)
-        for network in networks
-    ]
-    predictions = [predict(plan, costs.tasks, machine) for plan in plans for machine in machines]
+    with named(options.costs):  # which may not fit the tasks
+        machines = [
+            Machine(cores, network=network, device_streams=costs.device_streams, between_periods=costs.between_periods)
+            for network in networks
+        ]
+        predictions = [predict(plan, costs.tasks, machine) for plan in plans for machine in machines]
     ranks = [network.ranks for network in networks if network is not None]
     breaks = [first_break(plan, costs.tasks, machines[0], ranks[0], ranks[-1]) for plan in plans if len(ranks) > 1]
     most = {} if ranks else {plan.name: simulate(plan, costs.tasks, machines[0]).exposed for plan in plans}
@@ -375,7 +363,8 @@ def _simulate(options: argparse.Namespace) -> None:
         print(json.dumps(found, indent=1))
         return
     # No markup: names may hold square brackets.
-    Console(markup=False, highlight=False).print(simulation_report(predictions, breaks, most, costs, read.note))
+    report = simulation_report(predictions, breaks, most, costs, read.note)
+    Console(markup=False, highlight=False, emoji=False).print(report)
 
 
 # ---------------------------------------------------------------------- what is printed

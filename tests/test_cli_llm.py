@@ -68,7 +68,7 @@ def estimate(*options: str) -> int:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    assert estimate(*options) == 2
+    assert estimate(*options) == 1
     return capsys.readouterr().err
 
 

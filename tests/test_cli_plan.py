@@ -56,7 +56,7 @@ def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["plan", "simulate", *arguments]) == 2
+    assert main(["plan", "simulate", *arguments]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     return captured.err.removeprefix("lightning-pipe: ")

@@ -123,7 +123,7 @@ class BubbleMonitor(pl.Callback):
         self._report = summarise(strategy.schedule_spec, strategy.num_microbatches, self._steps)
         if trainer.is_global_zero:
             # No markup: a schedule's name may be a path with square brackets.
-            Console(markup=False, highlight=False).print(bubble_table(self._report))
+            Console(markup=False, highlight=False, emoji=False).print(bubble_table(self._report))
 
 
 def _strategy(trainer: pl.Trainer) -> LLMPipelineStrategy:

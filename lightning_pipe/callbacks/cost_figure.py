@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import Logger
 
+from lightning_pipe.callbacks.timeline import without_mathtext
 from lightning_pipe.engine import ProfileResult
 
 if TYPE_CHECKING:
@@ -27,10 +28,11 @@ def cost_figure(profile: ProfileResult) -> Figure:
             around = [[1e3 * max(0.0, one.exposed - one.low)], [1e3 * max(0.0, one.high - one.exposed)]]
             axes.barh(row + 0.2, 1e3 * one.exposed, 0.38, color="#0072B2", xerr=around, capsize=2.5)
     axes.barh(0, 0, color="#0072B2", label="exposed, with 95 % interval")
-    axes.set_yticks(range(len(tasks)), list(tasks))
+    axes.set_yticks(range(len(tasks)), [without_mathtext(name) for name in tasks])
     axes.invert_yaxis()
     axes.set_xlabel("ms an iteration")
-    axes.set_title(f"plan {profile.plan}: {1e3 * profile.seconds:.2f} ms an iteration", loc="left")
+    title = f"plan {profile.plan}: {1e3 * profile.seconds:.2f} ms an iteration"
+    axes.set_title(without_mathtext(title), loc="left")
     axes.grid(axis="x", alpha=0.25)
     axes.set_axisbelow(True)
     axes.axvline(0, color="#888888", linewidth=0.8)

@@ -231,7 +231,7 @@ class PipelineMonitor(pl.Callback):
         assert self._verdict is not None
         if trainer.is_global_zero:
             # One line, however narrow the terminal; no markup, since names may hold square brackets.
-            Console(markup=False, highlight=False, soft_wrap=True).print(self._verdict.text)
+            Console(markup=False, highlight=False, emoji=False, soft_wrap=True).print(self._verdict.text)
 
     def _leave_group(self) -> None:
         group, self._group = self._group, None

@@ -101,6 +101,11 @@ def draw_timeline(timeline: Timeline, path: Path, title: str, ends: Sequence[flo
         figure.savefig(unfinished)
 
 
+def without_mathtext(text: str) -> str:
+    """*text* as Matplotlib shows it unchanged: what stands between two dollar signs would be read as a formula."""
+    return text.replace("$", r"\$")
+
+
 class _Drawing:
     def __init__(self, timeline: Timeline, title: str, ends: Sequence[float]) -> None:
         self._timeline = timeline
@@ -176,7 +181,7 @@ class _Drawing:
             axes.text(
                 (start + end) / 2,
                 middle,
-                text,
+                without_mathtext(text),
                 ha="center",
                 va="center",
                 rotation=90 if upwards else 0,
@@ -244,12 +249,12 @@ class _Drawing:
 
     def _draw_frame(self, axes: Axes) -> None:
         middles = [self._middle(row) for row in range(len(self._rows))]
-        axes.set_yticks(middles, [f"rank {rank} · {lane}" for rank, lane in self._rows])
+        axes.set_yticks(middles, [without_mathtext(f"rank {rank} · {lane}") for rank, lane in self._rows])
         axes.tick_params(axis="y", length=0)
         axes.set_ylim(max(self._tops[-1], 1.0), 0)
         axes.set_xlim(0, max(self._at(self._end), 1e-6))
         axes.set_xlabel("time, ms" + (f" (and {self._left_out} rows more)" if self._left_out else ""))
-        axes.set_title(self._title, loc="left", fontsize=11, fontweight="bold")
+        axes.set_title(without_mathtext(self._title), loc="left", fontsize=11, fontweight="bold")
         axes.grid(axis="x", alpha=0.25)
         axes.set_axisbelow(True)
         for side in ("top", "right", "left"):
@@ -298,7 +303,7 @@ class _Drawing:
                 )
             patches.append(Patch(facecolor=_OTHER, label="other tasks"))
             for name in sorted({self._timeline.bars[p].name for p in self._timeline.outer.intersection(self._seen)}):
-                patches.append(Patch(facecolor=_GROUND, label=f"in {name}"))
+                patches.append(Patch(facecolor=_GROUND, label=without_mathtext(f"in {name}")))
             patches.extend(_colour_key("micro-batch", {b.microbatch for b in shown if b.microbatch is not None}))
         else:
             patches.extend(_colour_key("batch", {bar.iteration for bar in shown if bar.iteration is not None}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, get_args
@@ -10,6 +9,7 @@ from typing import Literal, NamedTuple, get_args
 from lightning_pipe.engine.dependencies import required_dependencies
 from lightning_pipe.engine.errors import PlanError
 from lightning_pipe.engine.network import Message, NetworkModel
+from lightning_pipe.engine.shown import shown
 from lightning_pipe.engine.task import PipelineTask
 
 Resource = Literal["compute", "copy", "network", "disk", "host"]
@@ -17,6 +17,11 @@ RESOURCES: tuple[Resource, ...] = get_args(Resource)
 
 # On a device with streams, the thread does these itself; the rest it submits, and the device does it.
 DONE_BY_THREAD: frozenset[Resource] = frozenset({"host", "disk"})
+
+
+# Seconds, of one task: eleven days. Of much more, sums would lose the rest, and then be infinite.
+LONGEST = 1e6
+_FEWEST_LANES, _MOST_LANES = 1e-3, 1e6
 
 
 @dataclass(frozen=True)
@@ -51,8 +56,8 @@ class TaskCost:
                 raise PlanError(f"a task's cost has {what} {resource!r}; the resources are {', '.join(RESOURCES)}")
         background = 0.0 if isinstance(self.background, Message) else self.background
         for what, seconds in (("seconds", self.seconds), ("background", background), ("launch", self.launch)):
-            if not (math.isfinite(seconds) and seconds >= 0):
-                raise PlanError(f"a task's cost has {what} {seconds!r}; give a finite number of seconds from 0")
+            if not 0 <= seconds <= LONGEST:
+                raise PlanError(f"a task's cost has {what} {shown(seconds)}; give seconds, from 0 to {LONGEST:g}")
 
 
 # What is left of a task that is replayed.
@@ -88,10 +93,15 @@ class Machine:
         for resource, lanes in (("compute", self.cores), *self.lanes.items()):
             if resource not in RESOURCES:
                 raise PlanError(f"the machine has the resource {resource!r}; the resources are {', '.join(RESOURCES)}")
-            if not lanes > 0:
-                raise PlanError(f"the machine has {lanes!r} lanes of {resource}; give a number above 0")
-        if not (math.isfinite(self.between_periods) and self.between_periods >= 0):
-            raise PlanError(f"the machine has between_periods {self.between_periods!r}; give seconds, from 0")
+            if not _FEWEST_LANES <= lanes <= _MOST_LANES:
+                raise PlanError(
+                    f"the machine has {shown(lanes)} lanes of {resource}; give a number above 0, from"
+                    f" {_FEWEST_LANES:g} to {_MOST_LANES:g}"
+                )
+        if not 0 <= self.between_periods <= LONGEST:
+            raise PlanError(
+                f"the machine has between_periods {shown(self.between_periods)}; give seconds, from 0 to {LONGEST:g}"
+            )
 
     def lanes_of(self, resource: Resource) -> float:
         """How many users *resource* serves at full speed."""
@@ -159,6 +169,11 @@ def checked_costs(
                     " has no network; give it a NetworkModel"
                 )
             seconds = machine.network.seconds(cost.background)
+            if seconds > LONGEST:
+                raise PlanError(
+                    f"the background work of {name!r}, a message of {cost.background.bytes:g} bytes, takes"
+                    f" {seconds:g} seconds on this network; expected at most {LONGEST:g}"
+                )
             cost = replace(cost, background=seconds)
         checked[name] = cost
     return checked

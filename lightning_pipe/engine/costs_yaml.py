@@ -24,6 +24,7 @@ Only *tasks* is needed. Of a task everything has a default:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -31,10 +32,11 @@ from typing import Any, get_args
 import yaml
 
 from lightning_pipe.engine.checked_yaml import check_keys, load_mapping
-from lightning_pipe.engine.costs import TaskCost
+from lightning_pipe.engine.costs import LONGEST, TaskCost
 from lightning_pipe.engine.errors import PlanError, SetupError
 from lightning_pipe.engine.network import CollectiveKind, Message
 from lightning_pipe.engine.quantities import parse_bandwidth, parse_duration, parse_size
+from lightning_pipe.engine.shown import shown
 
 __all__ = ["CostsFile", "dump_costs", "load_costs"]
 
@@ -42,6 +44,7 @@ _KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 _KEYS = ("between_ms", "cores", "device_streams", "network", "tasks")
 _TASK_KEYS = ("ms", "resource", "launch_ms", *_KINDS, "background_ms", "background_resource", "waited_by")
 _NETWORK_KEYS = ("latency", "bandwidth")
+_MOST = 1e3 * LONGEST  # milliseconds
 _EXAMPLE = "the example in docs/simulation.md"
 
 
@@ -80,26 +83,29 @@ def load_costs(text: str) -> CostsFile:
     content = load_mapping(text, "file of costs", _KEYS, compare=_EXAMPLE)
     tasks = content.get("tasks")
     if not isinstance(tasks, dict) or not tasks:
-        raise PlanError(f"the costs' 'tasks' map each task to its cost; found {tasks!r}. See {_EXAMPLE}")
+        raise PlanError(f"the costs' 'tasks' map each task to its cost; found {shown(tasks)}. See {_EXAMPLE}")
     names = [str(name) for name in tasks]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise PlanError(f"the costs name the task {twice!r} twice, as text and as a number; say it once")
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise PlanError(f"the costs name the task {twice[0]!r} twice, as text and as a number; say it once")
     network = content.get("network") or {}
     if not isinstance(network, dict):
-        raise PlanError(f"the costs have network {network!r}; write a mapping of {' and '.join(_NETWORK_KEYS)}")
+        raise PlanError(f"the costs have network {shown(network)}; write a mapping of {' and '.join(_NETWORK_KEYS)}")
     check_keys("the network of the costs", network, _NETWORK_KEYS)
     latency, bandwidth = network.get("latency"), network.get("bandwidth")
     streams = content.get("device_streams", False)
     if not isinstance(streams, bool):
-        raise PlanError(f"the costs have device_streams {streams!r}; write true or false")
+        raise PlanError(f"the costs have device_streams {shown(streams)}; write true or false")
     cores = content.get("cores")
+    seconds = None if latency is None else _parsed("the network of the costs", parse_duration, latency)
+    if seconds is not None and seconds > LONGEST:
+        raise PlanError(f"the network of the costs has latency {shown(latency)}; write at most {LONGEST:g}s")
     return CostsFile(
         {str(name): _cost(str(name), cost) for name, cost in tasks.items()},
         _number("the costs have between_ms", content.get("between_ms", 0.0)) / 1e3,
         None if cores is None else _number("the costs have cores", cores),
         streams,
-        None if latency is None else _parsed("the network of the costs", parse_duration, latency),
+        seconds,
         None if bandwidth is None else _parsed("the network of the costs", parse_bandwidth, bandwidth),
     )
 
@@ -129,14 +135,14 @@ def _cost(name: str, given: Any) -> TaskCost:
     if isinstance(given, int | float) and not isinstance(given, bool):
         given = {"ms": given}
     if not isinstance(given, dict):
-        raise PlanError(f"{where} has {given!r}; write its milliseconds, or a mapping of {', '.join(_TASK_KEYS)}")
+        raise PlanError(f"{where} has {shown(given)}; write its milliseconds, or a mapping of {', '.join(_TASK_KEYS)}")
     check_keys(where, given, _TASK_KEYS)
     kinds = [key for key in (*_KINDS, "background_ms") if key in given]
     if len(kinds) > 1:
         raise PlanError(f"{where} has {' and '.join(kinds)}; a task submits one thing that is waited for: give one")
     waited_by = given.get("waited_by")
     if waited_by is not None and not kinds:
-        raise PlanError(f"{where} is waited_by {waited_by!r}, but submits nothing; say what, as all_to_all: 2MB")
+        raise PlanError(f"{where} is waited_by {shown(waited_by)}, but submits nothing; say what, as all_to_all: 2MB")
     background: float | Message = 0.0
     if kinds == ["background_ms"]:
         background = _number(f"{where} has background_ms", given["background_ms"]) / 1e3
@@ -144,7 +150,7 @@ def _cost(name: str, given: Any) -> TaskCost:
         kind = next(one for one in _KINDS if one == kinds[0])
         background = Message(kind, _parsed(where, parse_size, given[kind]))
     if waited_by is not None and not isinstance(waited_by, str):
-        raise PlanError(f"{where} is waited_by {waited_by!r}; write the name of one task")
+        raise PlanError(f"{where} is waited_by {shown(waited_by)}; write the name of one task")
     resource, other = given.get("resource", "compute"), given.get("background_resource", "network")
     seconds = _number(f"{where} has ms", given.get("ms", 0.0)) / 1e3
     launch = _number(f"{where} has launch_ms", given.get("launch_ms", 0.0)) / 1e3
@@ -172,8 +178,8 @@ def _entry(cost: TaskCost) -> dict[str, Any]:
 
 
 def _number(what: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise PlanError(f"{what} {value!r}; write a number from 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST:
+        raise PlanError(f"{what} {shown(value)}; write a number from 0 to {_MOST:g}")
     return float(value)
 
 

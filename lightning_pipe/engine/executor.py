@@ -160,9 +160,10 @@ class Executor:
                 self._workers[op.group].submit(partial(self._work, op, slot, capture(), self.streams.current(), ticket))
                 ticket = None  # the worker passes it on
         except BaseException as error:
-            if op.group != MAIN:
-                slot.done[op.index].set()
             failure = self.failed(error, op.name, slot.iteration, op.stage)
+            if op.group != MAIN:
+                # Only now: what waits for the signal must see that the task has failed.
+                slot.done[op.index].set()
             raise failure from failure.__cause__
         finally:
             if ticket is not None:
@@ -223,8 +224,16 @@ class Executor:
         if self.failure is not None:
             raise self.failure
 
+    def settle(self) -> None:
+        """Wait until the workers have done what they were given.
+
+        Signals of slots do not say that after an interrupt, which can come between a hand-off and the note of it.
+        """
+        for worker in self._workers.values():
+            worker.settle()
+
     def close(self) -> None:
-        """End the workers, once they have done what they were given."""
+        """End the workers, once they have done what they were given. May be called again after an interrupt."""
         for group, worker in self._workers.items():
             if not worker.close():
                 _log.warning("thread group %r is stuck in a call and could not be joined", group)
@@ -274,6 +283,7 @@ class Executor:
     def _call(self, op: Operation, slot: Slot, group: str, stream: str | None, ticket: int | None) -> None:
         if ticket is not None:
             self._sequencer.begin(ticket)
+            self.raise_failure()
         trace = self.trace
         with task_range(op.name, trace is not None), self.streams.named(stream):
             begun = trace.begin() if trace else None

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 from lightning_pipe.engine.errors import PlanError
 
+_LONGEST = 1e6  # seconds of latency: eleven days
 CollectiveKind = Literal["all_to_all", "all_reduce", "broadcast"]
 
 
@@ -61,8 +62,8 @@ class NetworkModel:
     ranks: int
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.latency) and self.latency >= 0):
-            raise PlanError(f"the network has latency {self.latency!r}; give seconds, from 0")
+        if not 0 <= self.latency <= _LONGEST:
+            raise PlanError(f"the network has latency {self.latency!r}; give seconds, from 0 to {_LONGEST:g}")
         if not self.bandwidth > 0:
             raise PlanError(f"the network has bandwidth {self.bandwidth!r}; give bytes per second, more than 0")
         if isinstance(self.ranks, bool) or not isinstance(self.ranks, int) or self.ranks < 1:

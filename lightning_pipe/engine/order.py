@@ -7,6 +7,7 @@ thread group is a part of it, and a task only ever waits for tasks submitted bef
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 
@@ -21,8 +22,9 @@ def check_order(plan: str, order: Sequence[str], tasks: Sequence[str], same_peri
         PlanError: a task is missing or repeated, or comes before one it depends on.
     """
     if sorted(order) != sorted(tasks):
-        missing = [task for task in tasks if task not in order]
-        repeated = sorted({task for task in order if order.count(task) > 1})
+        counts = Counter(order)
+        missing = [task for task in tasks if task not in counts]
+        repeated = sorted(task for task, count in counts.items() if count > 1)
         raise PlanError(
             f"plan {plan!r}: order must name each task once; missing: {', '.join(missing) or 'none'}, repeated:"
             f" {', '.join(repeated) or 'none'}"

@@ -13,10 +13,11 @@ How one task runs is :mod:`.executor`'s business.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,26 @@ from lightning_pipe.engine.trace import TaskSpan, Trace
 
 K = TypeVar("K")
 V = TypeVar("V")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _ends_on_interrupt(
+    method: Callable[Concatenate[SWPipeline, P], T],
+) -> Callable[Concatenate[SWPipeline, P], T]:
+    """A method during which an interrupt ends the pipeline: it can come between any two lines, in a hand-off, say."""
+
+    @functools.wraps(method)
+    def guarded(self: SWPipeline, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception:
+            raise
+        except BaseException as error:
+            self._executor.failed(error, "between tasks", self._trained, 0)
+            raise
+
+    return guarded
 
 
 class SWPipeline:
@@ -100,6 +121,7 @@ class SWPipeline:
         """Whether a task has raised, which ends the pipeline."""
         return self._executor.failure is not None
 
+    @_ends_on_interrupt
     def fill_pipeline(self, data_iter: Iterator[Any]) -> None:
         """Start the iterations that run ahead, so that the next period can train the oldest; nothing if that is done.
 
@@ -118,6 +140,7 @@ class SWPipeline:
                 if slot := self._in_flight.get(period + op.stage):
                     self._executor.run(op, slot)
 
+    @_ends_on_interrupt
     def progress(self, data_iter: Iterator[Any]) -> IterContext:
         """Train one batch: a whole period, filling the pipeline before if it is empty.
 
@@ -144,14 +167,15 @@ class SWPipeline:
             retired.append(self.progress(nothing))
         return retired
 
+    @_ends_on_interrupt
     def abandon(self) -> int:
         """Give up what is in flight without training it, once the workers have done what was submitted to them.
 
         Returns:
             The number of batches given up, the one of an open period included.
         """
+        self.settle()
         for slot in self._in_flight.values():
-            slot.join()
             slot.ctx = None
         given_up = len(self._in_flight)
         self._in_flight.clear()
@@ -161,9 +185,10 @@ class SWPipeline:
 
     def settle(self) -> None:
         """Wait until the workers have done what they were given."""
-        for slot in self._in_flight.values():
-            slot.join()
+        if self._in_flight:
+            self._executor.settle()
 
+    @_ends_on_interrupt
     def run_one_serial_iter(self, batch: Any, idx: int | None = None) -> IterContext:
         """Run all tasks for *batch* one after the other, in serial order, in the calling thread.
 
@@ -187,6 +212,7 @@ class SWPipeline:
 
     # ------------------------------------------------------------------ periods in steps
 
+    @_ends_on_interrupt
     def begin(self, data_iter: Iterator[Any]) -> IterContext:
         """Open the next period: fill the pipeline if it is empty, and start one new iteration.
 
@@ -208,6 +234,7 @@ class SWPipeline:
             raise StopIteration
         return self._begin_period(self._plan_ops, serial=False)
 
+    @_ends_on_interrupt
     def begin_serial(self, data_iter: Iterator[Any]) -> IterContext:
         """Open a period that runs one new iteration alone: all tasks in serial order in the calling thread.
 
@@ -223,6 +250,7 @@ class SWPipeline:
             raise StopIteration
         return self._begin_period(self._serial_ops, serial=True)
 
+    @_ends_on_interrupt
     def run_until(self, task: str) -> None:
         """Run the open period's tasks, in its order, up to and including *task*; nothing if that has run already.
 
@@ -235,6 +263,7 @@ class SWPipeline:
         while self._cursor <= target:
             self._advance()
 
+    @_ends_on_interrupt
     def begin_task(self, task: str) -> IterContext:
         """Run what comes before *task* and wait for what it depends on; the caller then does its work itself.
 
@@ -265,6 +294,7 @@ class SWPipeline:
         assert slot.ctx is not None
         return slot.ctx
 
+    @_ends_on_interrupt
     def end_task(self, task: str) -> None:
         """Close what :meth:`begin_task` opened.
 
@@ -278,6 +308,7 @@ class SWPipeline:
         self._cursor += 1
         self._executor.leave(op, self._in_flight[self._trained], entered)
 
+    @_ends_on_interrupt
     def finish(self) -> IterContext:
         """Run what is left of the open period and retire the iteration it trained.
 
@@ -389,8 +420,6 @@ class SWPipeline:
 
     def close(self) -> None:
         """Give up what is in flight and end the worker threads. May be called again, and after a failure."""
-        if self._closed:
-            return
         self._closed = True
         self._executor.close()
         self._in_flight.clear()

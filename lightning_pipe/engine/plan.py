@@ -9,12 +9,16 @@ from typing import Any
 from lightning_pipe.engine.dependencies import Dependency, required_dependencies
 from lightning_pipe.engine.errors import PlanError
 from lightning_pipe.engine.order import check_order, derive_order, find_cycle
+from lightning_pipe.engine.shown import shown
 from lightning_pipe.engine.task import PipelineTask
 
 MAIN = "main"
 
 # Far above what any memory holds; a slip such as 200000 would take half a minute to check.
 _HIGHEST_STAGE = 1000
+_DEEPEST = _HIGHEST_STAGE + 1
+# Each is followed through everything that the tasks declare. The plans of this project give up three at most.
+_MOST_STALE = 32
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class PipelinePlan:
         name: str = "plan",
         order: Iterable[str | PipelineTask] = (),
     ) -> None:
+        _check_name("", "name", name)
         self.name = name
         pairs = schedule.items() if isinstance(schedule, Mapping) else schedule
         self.tasks: dict[str, PipelineTask] = {}
@@ -89,7 +94,10 @@ class PipelinePlan:
         )
         self.required = required_dependencies(list(self.tasks.values()))
         self.stale: tuple[Dependency, ...] = ()
-        for entry in _entries(name, "stale", stale):
+        given_up = _entries(name, "stale", stale)
+        if len(given_up) > _MOST_STALE:
+            raise PlanError(f"plan {name!r} has {len(given_up)} entries in stale; expected at most {_MOST_STALE}")
+        for entry in given_up:
             self._give_up(entry)
         if self.stale and not any(word in name for word in ("stale", "semi_sync")):
             raise PlanError(
@@ -103,8 +111,11 @@ class PipelinePlan:
         self._check_stages()
         self.max_stage = max(where.stage for where in self.schedule.values())
         self.pipeline_depth = self.max_stage + 1 if pipeline_depth is None else pipeline_depth
-        if not _is_count(self.pipeline_depth):
-            raise PlanError(f"plan {name!r} has pipeline_depth {pipeline_depth!r}; it counts batches, a whole number")
+        if not _is_count(self.pipeline_depth) or self.pipeline_depth > _DEEPEST:
+            raise PlanError(
+                f"plan {name!r} has pipeline_depth {shown(pipeline_depth)}; it counts batches in memory, a whole number"
+                f" up to {_DEEPEST}"
+            )
         if self.pipeline_depth < self.max_stage + 1:
             raise PlanError(
                 f"plan {name!r} has pipeline_depth {self.pipeline_depth}, but its stages 0 to {self.max_stage} need"
@@ -176,7 +187,8 @@ class PipelinePlan:
         task = entry.name if isinstance(entry, PipelineTask) else entry
         if not isinstance(task, str) or task not in self.tasks:
             raise PlanError(
-                f"plan {self.name!r}: {where} names the unknown task {task!r}; its tasks are {', '.join(self.tasks)}"
+                f"plan {self.name!r}: {where} names the unknown task {shown(task)}; its tasks are"
+                f" {', '.join(self.tasks)}"
             )
         return task
 
@@ -187,13 +199,14 @@ class PipelinePlan:
     def _pair(self, entry: Any, where: str, with_distance: bool) -> tuple[Any, ...]:
         if not isinstance(entry, (tuple, list)) or len(entry) not in ((2, 3) if with_distance else (2,)):
             raise PlanError(
-                f"plan {self.name!r}: {where} has the entry {entry!r}; write (upstream, downstream)"
+                f"plan {self.name!r}: {where} has the entry {shown(entry)}; write (upstream, downstream)"
                 + (" or (upstream, downstream, distance)" if with_distance else "")
             )
         for distance in entry[2:]:
-            if not _is_count(distance) or distance < 1:
+            if not _is_count(distance) or not 1 <= distance <= _HIGHEST_STAGE:
                 raise PlanError(
-                    f"plan {self.name!r}: {where} has distance {distance!r} in {entry!r}; it counts iterations, from 1"
+                    f"plan {self.name!r}: {where} has distance {shown(distance)} in {shown(entry)}; it counts"
+                    f" iterations, from 1 to {_HIGHEST_STAGE}"
                 )
         return (self._name(entry[0], where), self._name(entry[1], where), *entry[2:])
 
@@ -250,7 +263,7 @@ class PipelinePlan:
 
 def _entries(plan: str, what: str, entries: Any) -> list[Any]:
     if isinstance(entries, (str, Mapping)) or not isinstance(entries, Iterable):
-        raise PlanError(f"plan {plan!r}: {what} is {entries!r}; write a list")
+        raise PlanError(f"plan {plan!r}: {what} is {shown(entries)}; write a list")
     return list(entries)
 
 
@@ -258,15 +271,28 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
+def _check_name(plan: str, what: str, name: object) -> None:
+    """Names are printed: in tables, errors, traces and reports."""
+    if not isinstance(name, str) or not name.isprintable():
+        raise PlanError(
+            f"{plan and f'plan {plan!r}: '}{what} {shown(name)} of a plan; expected text without control characters,"
+            " line ends and marks of direction"
+        )
+
+
 def _check_schedule(plan: str, task: str, where: TaskSchedule) -> None:
+    _check_name(plan, "task", task)
     if not _is_count(where.stage) or where.stage > _HIGHEST_STAGE:
         raise PlanError(
-            f"plan {plan!r}: task {task!r} has stage {where.stage!r}; stages are whole numbers from 0 to"
+            f"plan {plan!r}: task {task!r} has stage {shown(where.stage)}; stages are whole numbers from 0 to"
             f" {_HIGHEST_STAGE}, each of which keeps one more batch in memory"
         )
-    if not isinstance(where.thread_group, str) or not where.thread_group:
-        raise PlanError(f"plan {plan!r}: task {task!r} has thread_group {where.thread_group!r}; give it a name")
-    if where.stream is not None and (not isinstance(where.stream, str) or not where.stream):
-        raise PlanError(f"plan {plan!r}: task {task!r} has stream {where.stream!r}; give a name or none")
+    names = {"thread_group": where.thread_group} | ({} if where.stream is None else {"stream": where.stream})
+    for what, name in names.items():
+        if not isinstance(name, str) or not name:
+            raise PlanError(f"plan {plan!r}: task {task!r} has {what} {shown(name)}; give it a name")
+        _check_name(plan, f"{what} of task {task!r}", name)
     if not isinstance(where.globally_ordered, bool):
-        raise PlanError(f"plan {plan!r}: task {task!r} has globally_ordered {where.globally_ordered!r}; true or false")
+        raise PlanError(
+            f"plan {plan!r}: task {task!r} has globally_ordered {shown(where.globally_ordered)}; true or false"
+        )

@@ -12,7 +12,9 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from lightning_pipe.engine.costs import LONGEST
 from lightning_pipe.engine.errors import PlanError
+from lightning_pipe.engine.shown import printable, shown
 
 __all__ = ["ProfileResult", "TaskProfile"]
 
@@ -84,11 +86,12 @@ class ProfileResult:
                 name: TaskProfile(**{**one, "with_it": tuple(one.get("with_it", ()))})
                 for name, one in found.pop("tasks").items()
             }
-            return cls(tasks=tasks, **found)
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
-            raise PlanError(
-                f"this is no profile ({type(error).__name__}: {error}); needed is what ProfileResult.to_json() wrote"
-            ) from error
+            profile = cls(tasks=tasks, **found)
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+            said = printable(f"{type(error).__name__}: {error}"[:500])
+            raise PlanError(f"this is no profile ({said}); needed is what ProfileResult.to_json() wrote") from error
+        _check(profile)
+        return profile
 
     def report(self) -> Group:
         """The table of the tasks, for a Rich console."""
@@ -114,7 +117,7 @@ class ProfileResult:
     def print_report(self) -> None:
         """Print the table."""
         # No markup: names may hold square brackets.
-        Console(markup=False, highlight=False).print(self.report())
+        Console(markup=False, highlight=False, emoji=False).print(self.report())
 
     def _exposed_cells(self, one: TaskProfile) -> tuple[str, ...]:
         if one.exposed is None:
@@ -126,6 +129,33 @@ class ProfileResult:
         known = one.own > (one.high - one.low) / 2
         hidden = f"{100 * max(0.0, 1 - shown / one.own):.0f} %" if known else "-"
         return _ms(one.exposed), f"{_ms(one.low)} .. {_ms(one.high)}", share, hidden
+
+
+def _check(profile: ProfileResult) -> None:
+    """Refuse values that no profile has: the text may be anybody's."""
+    texts: list[tuple[str, object]] = [("plan", profile.plan)]
+    numbers: list[tuple[str, object]] = [("seconds", profile.seconds)]
+    numbers += [("rounds", profile.rounds), ("iterations", profile.iterations)]
+    for name, one in profile.tasks.items():
+        if not _is_number(one.own, 0):
+            raise PlanError(
+                f"the profile says that {shown(name)[1:-1]} takes {shown(one.own)} seconds; needed is a number from 0"
+                f" to {LONGEST:g}"
+            )
+        texts += [(f"tasks: {name}", name), (f"tasks: {name}: not_measured", one.not_measured)]
+        texts += [(f"tasks: {name}: with_it", other) for other in one.with_it]
+        of_task = {"exposed": one.exposed, "low": one.low, "high": one.high}
+        numbers += [(f"tasks: {name}: {what}", value) for what, value in of_task.items() if value is not None]
+    for where, text in texts:
+        if not isinstance(text, str) or not text.isprintable():
+            raise PlanError(f"the profile has {printable(where)} {shown(text)}; needed is text that can be printed")
+    for where, value in numbers:
+        if not _is_number(value, -LONGEST):
+            raise PlanError(f"the profile has {where} {shown(value)}; needed is a number up to {LONGEST:g}")
+
+
+def _is_number(value: object, least: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= LONGEST
 
 
 def _ms(seconds: float) -> str:

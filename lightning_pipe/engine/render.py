@@ -76,7 +76,7 @@ def _table() -> Table:
 
 def _text(width: int, *parts: str | Table) -> str:
     # No markup: a name may hold square brackets.
-    console = Console(file=io.StringIO(), width=width, color_system=None, markup=False, highlight=False)
+    console = Console(file=io.StringIO(), width=width, color_system=None, markup=False, highlight=False, emoji=False)
     for part in parts:
         console.print(part)
     output = console.file

@@ -66,9 +66,9 @@ class StandIns:
         wanted = set(names)
         watched = [op for op in self._operations if op.name in wanted]
         functions = [op.fn for op in watched]
-        for op in watched:
-            op.fn = _Watched(op.name, op.fn, read, found)
         try:
+            for op in watched:
+                op.fn = _Watched(op.name, op.fn, read, found)
             yield found
         finally:
             for op, fn in zip(watched, functions, strict=True):

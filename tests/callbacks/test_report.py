@@ -133,6 +133,14 @@ def test_a_report_says_what_was_profiled_and_leaves_no_other_file(tmp_path: Path
     assert [one.name for one in path.parent.iterdir()] == ["report.html"]
 
 
+def test_names_are_text_in_a_report_and_never_markup(tmp_path: Path) -> None:
+    plain = written(tmp_path / "plain").read_text(encoding="utf-8")
+    nasty = written(tmp_path / "nasty", copy=NASTY, name=NASTY, facts={NASTY: NASTY}).read_text(encoding="utf-8")
+    assert NASTY not in nasty
+    assert "<b>a</b>" not in nasty
+    assert nasty.count("</script") == plain.count("</script")
+
+
 def test_what_is_not_known_is_left_out(tmp_path: Path) -> None:
     profile = ProfileResult("ahead", 0.01, {"Train": TaskProfile(0.008, not_measured="not replayed")}, 1, 1)
     text = written(tmp_path, timeline=None, what_if=None, profile=profile, facts=None).read_text(encoding="utf-8")

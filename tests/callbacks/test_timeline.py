@@ -10,9 +10,11 @@ from unittest import mock
 import pytest
 from matplotlib.figure import Figure
 
+from lightning_pipe.callbacks.cost_figure import cost_figure
 from lightning_pipe.callbacks.timeline import draw_timeline, require_matplotlib
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.dependencies import Dependency
+from lightning_pipe.engine.profile import ProfileResult, TaskProfile
 from lightning_pipe.engine.timeline import TASK, Bar, Timeline
 
 
@@ -51,7 +53,7 @@ def drawn(timeline: Timeline, folder: Path, ends: Any = ()) -> Figure:
 
     def keep(figure: Figure, path: Path) -> None:
         figures.append(figure)
-        path.touch()
+        path.write_bytes(b"a picture")
 
     with mock.patch.object(Figure, "savefig", keep):
         draw_timeline(timeline, folder / "timeline.png", "a title", ends)
@@ -151,6 +153,16 @@ def test_the_files_name_says_what_it_is(tmp_path: Path, name: str, begins: bytes
 def test_a_timeline_without_bars_can_be_drawn(tmp_path: Path) -> None:
     draw_timeline(Timeline([]), tmp_path / "a.png", "nothing")
     assert (tmp_path / "a.png").exists()
+
+
+@pytest.mark.parametrize("name", ["$x^$", r"$\frac$", r"\$x^\$", "$$", "100 $", "_{"])
+def test_a_name_is_drawn_as_it_is_and_not_as_a_formula(name: str, tmp_path: Path) -> None:
+    ahead = task(name, 0, 0.0, 1.0, lane=name)
+    figure = drawn(Timeline([task(name, 0, 0.0, 1.0), ahead]), tmp_path)
+    assert name.replace("$", r"\$") in " ".join((*labels(figure), *rows(figure)))
+    draw_timeline(Timeline([ahead]), tmp_path / "titled.png", name)
+    profile = ProfileResult(name, 1.0, {name: TaskProfile(0.5, 0.1, 0.0, 0.2)})
+    cost_figure(profile).savefig(tmp_path / "costs.png")
 
 
 def test_another_kind_of_file_is_refused_with_those_there_are() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -99,6 +100,39 @@ def given_up(rank: int, world_size: int) -> None:
 
 def test_those_that_nobody_waits_for_leave_nothing() -> None:
     run_ranks(given_up, 2)
+
+
+class Waited:
+    """One message of an exchange."""
+
+    def __init__(self, work: Any, tensors: tuple[Tensor, ...], waits: list[bool]) -> None:
+        self._work, self._tensors, self._waits = work, [weakref.ref(one) for one in tensors], waits
+
+    def wait(self) -> None:
+        self._waits.append(all(one() is not None for one in self._tensors))
+        self._work.wait()
+
+
+def waits_of_given_up(rank: int, world_size: int) -> tuple[int, list[bool]]:
+    """Messages of exchanges that nobody waits for, and for each wait whether their memory was there."""
+    _apart(rank)
+    group = exchanging(new_group())
+    sent = torch.zeros(2 * world_size)
+    for _ in range(3):
+        dist.all_to_all_single(torch.empty_like(sent), sent.clone(), group=group, async_op=True)
+    waits: list[bool] = []
+    messages = 0
+    for number, (works, tensors) in _given_up(group).items():
+        messages += len(works)
+        _given_up(group)[number] = [Waited(work, tensors, waits) for work in works], tensors
+    del works, tensors
+    dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
+    return messages, waits
+
+
+def test_those_that_nobody_waits_for_have_ended_before_their_memory_is_freed() -> None:
+    # To two others, and from two.
+    assert run_ranks(waits_of_given_up, 3) == [(3 * 4, [True] * 12)] * 3
 
 
 def with_gradients(rank: int, world_size: int) -> None:
@@ -207,6 +241,7 @@ def left(rank: int, world_size: int) -> str:
 
 def late(rank: int, world_size: int) -> str:
     _apart(rank)
+    dist.barrier()  # the group has to be made within the same time
     group = exchanging(new_group(timeout=timedelta(seconds=5)))
     if rank == 1:
         dist.barrier()

@@ -23,10 +23,11 @@ from lightning_pipe.engine import (
     TaskSchedule,
     submitted,
 )
+from lightning_pipe.engine.sequencer import SubmissionSequencer
 from tests.engine.fake_device import FakeEvent, fake_device
 from tests.engine.within import within
+from tests.patience import HANG
 
-HANG = 30.0
 Function = Callable[[IterContext], None]
 
 
@@ -349,6 +350,41 @@ def test_a_task_that_waits_for_one_that_fails_does_not_run(group: str) -> None:
     assert ran == []
 
 
+@pytest.mark.parametrize("group", ["main", "w2"])
+def test_a_task_whose_turn_comes_after_a_failure_does_not_submit(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    second_waits = threading.Event()
+    ran: list[str] = []
+
+    def bad(ctx: IterContext) -> None:
+        second_waits.wait(HANG)
+        raise ValueError("broken row")
+
+    plan = PipelinePlan(
+        [
+            (PipelineTask("bad", bad), TaskSchedule(thread_group="w1", globally_ordered=True)),
+            (
+                PipelineTask("second", lambda ctx: ran.append("second")),
+                TaskSchedule(thread_group=group, globally_ordered=True),
+            ),
+        ]
+    )
+    begin = SubmissionSequencer.begin
+
+    def begin_and_tell(self: SubmissionSequencer, ticket: int) -> None:
+        if ticket:
+            second_waits.set()
+        begin(self, ticket)
+
+    monkeypatch.setattr(SubmissionSequencer, "begin", begin_and_tell)
+
+    def run() -> None:
+        with SWPipeline(plan) as pipeline, pytest.raises(TaskError, match="broken row"):
+            pipeline.progress(iter([0]))
+
+    within(HANG, run)
+    assert ran == []
+
+
 def test_a_task_that_raises_stop_iteration_does_not_end_the_data() -> None:
     def stop(ctx: IterContext) -> None:
         raise StopIteration
@@ -409,6 +445,48 @@ def test_an_interrupt_while_the_main_thread_waits_for_a_worker_leaves_nothing_be
 
 
 # ---------------------------------------------------------------------- memory
+
+
+def test_a_task_comes_after_the_one_of_an_earlier_iteration_and_not_after_one_that_took_its_place() -> None:
+    """Iteration i + 1 begins before i is trained, whose task comes after one of i - 1: three have to be told apart."""
+    with fake_device() as device:
+
+        def launch(name: str) -> Function:
+            return lambda ctx: device.launch((name, ctx.iter_idx))
+
+        plan = PipelinePlan(
+            [
+                (PipelineTask("up", launch("up")), TaskSchedule(1, "a")),
+                (PipelineTask("down", launch("down")), TaskSchedule(0, "b")),
+            ],
+            cross_iter_deps=[("up", "down", 1)],
+        )
+        with SWPipeline(plan, device="cuda") as pipeline:
+            train(pipeline, iter(range(6)))
+        for index in range(6):
+            upstream = {work for work in device.ran_after["down", index] if work[0] == "up"}
+            assert upstream == {("up", earlier) for earlier in range(index)}
+
+
+def test_a_task_waits_for_a_worker_at_an_earlier_iteration() -> None:
+    ran = [threading.Event() for _ in range(5)]
+    too_early: list[bool] = []
+    plan = PipelinePlan(
+        [
+            # Time for the other to run, if it did not wait: more of it makes no difference otherwise.
+            (
+                PipelineTask("up", lambda ctx: too_early.append(ran[ctx.iter_idx + 1].wait(0.1))),
+                TaskSchedule(0, None, "w"),
+            ),
+            (PipelineTask("down", lambda ctx: ran[ctx.iter_idx].set()), TaskSchedule(1)),
+        ],
+        cross_iter_deps=[("up", "down", 1)],
+        order=["up", "down"],
+    )
+    with SWPipeline(plan) as pipeline:
+        train(pipeline, iter(range(4)))
+    assert too_early == [False] * 4
+    assert [one.is_set() for one in ran] == [True] * 4 + [False]
 
 
 def test_outliving_state_written_on_a_worker_is_there_for_the_next_iteration() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from lightning_pipe.engine.meter import Meter
+from tests.patience import HANG
 
 
 class Clock:
@@ -49,7 +50,7 @@ def test_it_tells_fetching_tasks_and_waits_for_workers_apart(clock: Clock) -> No
         clock.reads = 2  # behind this task, and before the wait
 
     def work(ctx: IterContext) -> None:
-        assert clock.waits.wait(10)
+        assert clock.waits.wait(HANG)
         clock.now += 3
         ctx.worked = True
 

@@ -20,8 +20,8 @@ from lightning_pipe.engine import (
     TaskSchedule,
 )
 from tests.engine.within import within
+from tests.patience import HANG
 
-HANG = 30.0
 Log = list[tuple[str, int]]
 
 

@@ -145,10 +145,33 @@ def test_a_stage_that_no_memory_holds_or_is_no_number_is_refused(stage: Any) -> 
         plan((stage, 0, 0))
 
 
-@pytest.mark.parametrize("depth", ["three", 2.0, True, -1])
+@pytest.mark.parametrize("depth", ["three", 2.0, True, -1, 1002, 10**400])
 def test_a_depth_that_is_no_number_of_batches_is_refused(depth: Any) -> None:
     with pytest.raises(PlanError, match="counts batches"):
         plan(pipeline_depth=depth)
+
+
+@pytest.mark.parametrize("name", ["\x1b[31m", "a\nb", "\u202egnorw", "a\x85", "\x00"])
+def test_names_that_a_terminal_would_obey_are_refused_and_printed_with_escapes(name: str) -> None:
+    for make in (
+        lambda: plan(name=name),
+        lambda: PipelinePlan([(task(name), TaskSchedule())]),
+        lambda: PipelinePlan([(COPY, TaskSchedule(stream=name))]),
+        lambda: PipelinePlan([(COPY, TaskSchedule(thread_group=name))]),
+    ):
+        with pytest.raises(PlanError, match="expected text without control characters") as refused:
+            make()
+        assert str(refused.value).isprintable()
+
+
+def test_a_distance_beyond_all_stages_is_refused() -> None:
+    with pytest.raises(PlanError, match="counts iterations, from 1 to 1000"):
+        plan(cross_iter_deps=[("Copy", "Backward", 1001)])
+
+
+def test_more_stale_entries_than_any_plan_needs_are_refused() -> None:
+    with pytest.raises(PlanError, match="has 33 entries in stale; expected at most 32"):
+        plan(stale=[("Backward", "Forward", 1)] * 33, name="stale")
 
 
 @pytest.mark.parametrize("order", [["Copy", "Forward"], ["Copy", "Forward", "Backward", "Copy"]])

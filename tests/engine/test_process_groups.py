@@ -14,6 +14,7 @@ from torch.distributed._shard.sharded_tensor import Shard
 
 from lightning_pipe.engine.process_groups import new_group
 from tests.distributed import run_ranks
+from tests.patience import HANG
 
 
 def _threads() -> list[str]:
@@ -23,7 +24,7 @@ def _threads() -> list[str]:
 def tried(rank: int, world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     before = _threads()
-    every, pair = new_group(), new_group([0, 2], timeout=timedelta(seconds=7))
+    every, pair = new_group(), new_group([0, 2], timeout=timedelta(seconds=HANG))
     after = _threads()
     found["threads"] = len(after) - len(before), after.count("gloo_tcp_loop") - before.count("gloo_tcp_loop")
     # Several at once, and finished in another order on different ranks: nobody takes one's messages for another's.
@@ -54,7 +55,8 @@ def tried(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def late(rank: int, world_size: int) -> str:
-    group = new_group(timeout=timedelta(seconds=6))  # in which it has to be made, too
+    dist.barrier()  # the group has to be made within the same time
+    group = new_group(timeout=timedelta(seconds=6))
     if rank == 0:
         with pytest.raises(RuntimeError) as raised:
             dist.all_reduce(torch.ones(1), group=group)
@@ -101,7 +103,7 @@ def asked(rank: int, world_size: int) -> None:
     for device in ("cpu", "cuda"):
         assert type(group._get_backend(torch.device(device))) is dist.ProcessGroupGloo
     assert dist.distributed_c10d._get_pg_default_device(group) == torch.device("cpu")
-    dist.monitored_barrier(group, timeout=timedelta(seconds=60))  # of Gloo's groups alone
+    dist.monitored_barrier(group, timeout=timedelta(seconds=HANG))  # of Gloo's groups alone
     tensor = sharded_tensor.init_from_local_shards(_shards_of_first(rank), 4, process_group=group)
     gathered = torch.empty(4) if rank == 0 else None
     tensor.gather(out=gathered)

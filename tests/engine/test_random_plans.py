@@ -14,8 +14,8 @@ from lightning_pipe.engine import PipelinePlan, SWPipeline, TaskSpan
 from tests.engine.fake_device import fake_device
 from tests.engine.random_plans import Declared, World, build, conflicts, random_schedules, random_tasks, run_serially
 from tests.engine.within import within
+from tests.patience import HANG
 
-HANG = 30.0
 random_runs = settings(
     max_examples=120, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )

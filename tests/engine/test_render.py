@@ -22,6 +22,13 @@ def plan() -> PipelinePlan:
     return PipelinePlan(tasks, name="[bold]")
 
 
+@pytest.mark.parametrize("name", ["$x^$", "[red]x[/red]", ":x:", "<b>&amp;", "中文 é"])
+def test_a_name_is_printed_as_it_is(name: str) -> None:
+    named = PipelinePlan([(PipelineTask(name, lambda ctx: None), TaskSchedule(0, name, name))], name=name)
+    assert named.table().count(name) == 4
+    assert named.timeline().count(name) == 4
+
+
 @pytest.mark.parametrize("columns", [80, 160])
 def test_the_table_fits_the_terminal_and_says_everything(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))

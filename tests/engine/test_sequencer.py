@@ -4,6 +4,7 @@ import threading
 
 from lightning_pipe.engine.sequencer import SubmissionSequencer, submitted
 from tests.engine.within import within
+from tests.patience import HANG
 
 
 def test_turns_come_in_the_order_of_issue_whatever_thread_asks_first() -> None:
@@ -22,7 +23,7 @@ def test_turns_come_in_the_order_of_issue_whatever_thread_asks_first() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        within(30, thread.join)
+        within(HANG, thread.join)
     assert log == tickets
 
 
@@ -46,7 +47,7 @@ def test_a_turn_passed_on_by_submitted_lets_the_next_submit_while_the_first_goes
         sequencer.end(first)  # once more does no harm
         thread.join()
 
-    within(30, run)
+    within(HANG, run)
 
 
 def test_a_ticket_that_is_never_taken_is_skipped_once_it_is_ended() -> None:
@@ -54,7 +55,7 @@ def test_a_ticket_that_is_never_taken_is_skipped_once_it_is_ended() -> None:
     first, second, third = (sequencer.issue() for _ in range(3))
     sequencer.end(second)
     sequencer.end(first)
-    within(30, lambda: sequencer.begin(third))
+    within(HANG, lambda: sequencer.begin(third))
 
 
 def test_submitted_outside_an_ordered_task_does_nothing() -> None:

@@ -21,6 +21,7 @@ from lightning_pipe.engine.simulation import SimulatedRun, simulate
 from tests.engine.random_plans import World, build, random_schedules, random_tasks
 from tests.engine.synthetic import Graph, random_graph
 from tests.engine.within import within
+from tests.patience import HANG
 
 ROOMY = Machine(cores=100, lanes={"copy": 100, "network": 100, "disk": 100, "host": 100})
 
@@ -52,7 +53,9 @@ def drafts(graph: Graph, machine: Machine | None = None, most: int = 12) -> list
     space = PlanSpace(graph.tasks, graph.costs, graph.limits, machine or graph.machine)
     scheduled = list(islice(scheduled_drafts(space, 0.0), 4))
     around = [other for draft in scheduled for other in islice(neighbours(space, draft), 0, 60, 7)]
-    return [space.plan(draft) for draft in [*scheduled, *around][:most]]
+    found = [space.plan(draft) for draft in [*scheduled, *around][:most]]
+    assert found
+    return found
 
 
 # ---------------------------------------------------------------------- worked out by hand
@@ -376,7 +379,7 @@ def test_threads_do_in_the_simulation_what_they_do_in_the_pipeline(data: st.Data
             for group in plan.thread_groups
         }
 
-    found = within(30.0, real, plan)
+    found = within(HANG, real, plan)
     simulated = simulate(plan, costs, at_least=iterations, at_most=iterations).spans
     for group, expected in found.items():
         order = [(span.task, span.iteration) for span in simulated if span.thread == group]

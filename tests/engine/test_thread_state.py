@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipe.engine.thread_state import capture, entered
 from tests.engine.within import within
+from tests.patience import HANG
 
 
 class CountFunctions(TorchFunctionMode):
@@ -80,7 +81,7 @@ def in_a_worker(body: Callable[[], object], state: Any) -> tuple[object, bool]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    within(30, thread.join)
+    within(HANG, thread.join)
     return results[0], results[1]
 
 

@@ -6,6 +6,7 @@ import weakref
 
 from lightning_pipe.engine.worker import Worker
 from tests.engine.within import within
+from tests.patience import HANG
 
 
 class Held:
@@ -18,14 +19,14 @@ def test_calls_run_in_order_in_a_thread_named_after_the_group() -> None:
     log: list[tuple[int, str]] = []
     for index in range(5):
         worker.submit(lambda index=index: log.append((index, threading.current_thread().name)))  # type: ignore[misc]
-    assert within(30, worker.close)
+    assert within(HANG, worker.close)
     assert log == [(index, "lightning_pipe-w") for index in range(5)]
 
 
 def test_closing_ends_the_thread_and_may_be_repeated() -> None:
     worker = Worker("w")
-    assert within(30, worker.close)
-    assert within(30, worker.close)
+    assert within(HANG, worker.close)
+    assert within(HANG, worker.close)
     assert "lightning_pipe-w" not in [thread.name for thread in threading.enumerate()]
 
 
@@ -36,7 +37,7 @@ def test_a_call_that_has_run_is_not_kept_until_the_next_comes() -> None:
     weakref.finalize(held, freed.set)
     worker.submit(held)
     del held
-    assert freed.wait(30)
+    assert freed.wait(HANG)
     worker.close()
 
 
@@ -45,4 +46,4 @@ def test_a_worker_that_is_forgotten_ends_its_thread() -> None:
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "lightning_pipe-forgotten"]
     del worker
     gc.collect()
-    within(30, thread.join)
+    within(HANG, thread.join)
