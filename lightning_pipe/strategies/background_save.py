@@ -6,8 +6,8 @@ threads over a process group that nothing else uses, so its messages are never m
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import Any
 
@@ -56,9 +56,9 @@ class BackgroundSave:
 
     def __init__(self, timeout: timedelta | None) -> None:
         self.group = dist.new_group(backend="gloo", timeout=timeout)
-        self._thread: threading.Thread | None = None
+        self._writer = ThreadPoolExecutor(1, "lightning_pipe checkpoint")
+        self._saving: Future[None] | None = None
         self._after: list[Callable[[], None]] = []
-        self._error: BaseException | None = None
 
     def start(self, write: Callable[[], None]) -> None:
         """Write in the background, once the save before this is done.
@@ -67,8 +67,7 @@ class BackgroundSave:
             SetupError: on every rank, if that save failed on any.
         """
         self.wait()
-        self._thread = threading.Thread(target=self._run, args=(write,), name="lightning_pipe checkpoint", daemon=True)
-        self._thread.start()
+        self._saving = self._writer.submit(write)
 
     def then(self, work: Callable[[], None]) -> None:
         """Do something when the save under way is done, in :meth:`wait`; if it fails, never."""
@@ -77,30 +76,25 @@ class BackgroundSave:
     @property
     def under_way(self) -> bool:
         """Whether a save was started that nobody has waited for."""
-        return self._thread is not None
+        return self._saving is not None
 
     def wait(self) -> None:
-        """Wait for the save under way.
+        """Wait for the save under way; after an interrupt it still is.
 
         Raises:
             SetupError: on every rank, if it failed on any.
         """
-        if self._thread is not None:
-            self._thread.join()
-        after, error = self._after, self._error
-        self._thread, self._after, self._error = None, [], None
-        if error is not None:
-            raise error
+        if self._saving is None:
+            return
+        wait([self._saving])
+        saved, after = self._saving, self._after
+        self._saving, self._after = None, []
+        saved.result()
         for work in after:
             work()
 
     def close(self) -> None:
-        """Leave the group, once nothing is under way."""
+        """Wait for the thread, which uses the group, and leave that."""
+        self._writer.shutdown()
         if dist.is_initialized():
             dist.destroy_process_group(self.group)
-
-    def _run(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except BaseException as error:
-            self._error = error

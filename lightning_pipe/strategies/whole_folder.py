@@ -10,9 +10,12 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["begin_folder", "discard_folder", "finish_folder", "folder_to_write", "remove_folder", "write_file"]
+from lightning_pipe.engine.syncing import sync, sync_all, sync_name
+
+__all__ = ["begin_folder", "discard_folder", "finish_folder", "folder_to_write", "put_back", "remove_folder"]
 
 
 def folder_to_write(folder: Path) -> Path:
@@ -26,9 +29,8 @@ def begin_folder(folder: Path) -> int:
     Returns:
         The permissions that it is to have when it is in its place.
     """
-    beside, replaced = folder_to_write(folder), _beside(folder, "replaced")
-    if os.path.lexists(replaced) and not os.path.lexists(folder):
-        replaced.rename(folder)  # the process ended between the two steps of a file system that cannot do it in one
+    beside = folder_to_write(folder)
+    put_back(folder)
     _remove(beside)
     beside.mkdir(parents=True)
     permissions = beside.stat().st_mode
@@ -36,21 +38,31 @@ def begin_folder(folder: Path) -> int:
     return permissions
 
 
+def put_back(folder: Path) -> None:
+    """Put the old folder back where the process ended between the two steps of a file system without an exchange."""
+    with suppress(FileNotFoundError):  # another process has just done it
+        if not os.path.lexists(folder):
+            _beside(folder, "replaced").rename(folder)
+
+
 def finish_folder(folder: Path, permissions: int) -> None:
-    """Put what was written in its place, where it stays when the power fails. What was there is removed."""
+    """Put what was written in its place, where it stays when the power fails. What was there is removed after that."""
     beside, replaced = folder_to_write(folder), _beside(folder, "replaced")
     beside.chmod(permissions)
-    _sync(beside)
-    left = beside
+    sync_all(beside)
+    in_two_steps = False
     if not os.path.lexists(folder):
         beside.rename(folder)
     elif not _exchange(beside, folder):
+        in_two_steps = True
         _remove(replaced)
         folder.rename(replaced)
         beside.rename(folder)
-        left = replaced
-    _sync(folder.parent)
-    _remove(left)
+    sync_name(folder)
+    if in_two_steps:
+        remove_folder(replaced)  # at once: what is left of one that was removed in part must not be put back
+    else:
+        _remove(beside)
 
 
 def discard_folder(folder: Path) -> None:
@@ -64,16 +76,9 @@ def remove_folder(folder: Path) -> None:
         beside = _beside(folder, "removing")
         _remove(beside)
         folder.rename(beside)
+        sync(folder.parent)  # or its files could go before it
         folder = beside
     _remove(folder)
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file that stays when the power fails."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _beside(folder: Path, kind: str) -> Path:
@@ -85,15 +90,6 @@ def _exchange(one: Path, other: Path) -> bool:
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     current, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return renameat2 is not None and renameat2(current, os.fsencode(one), current, os.fsencode(other), exchange) == 0
-
-
-def _sync(folder: Path) -> None:
-    """Have the names in a folder written to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(path: Path) -> None:

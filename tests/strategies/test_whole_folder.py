@@ -16,13 +16,12 @@ from lightning_pipe.strategies.whole_folder import (
     finish_folder,
     folder_to_write,
     remove_folder,
-    write_file,
 )
 
 
 def write(folder: Path, text: str) -> None:
     permissions = begin_folder(folder)
-    write_file(folder_to_write(folder) / "text", text.encode())
+    (folder_to_write(folder) / "text").write_text(text)
     finish_folder(folder, permissions)
 
 

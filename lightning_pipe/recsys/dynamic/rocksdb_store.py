@@ -48,6 +48,8 @@ _KEYS_PER_READER = 256
 # 3 to 5 µs alone; there several are no faster, since they wait for the interpreter, and take cores from the training.
 _WAITS_ALONE, _WAITS_AS_ONE_OF_SEVERAL = 10e-6, 40e-6
 _MB = 1 << 20
+# Of a scan at a time, however wide its records are.
+_SCAN_BYTES = 4 * _MB
 
 
 class RocksDbStore(RowStore):
@@ -154,10 +156,14 @@ class RocksDbStore(RowStore):
         options = self._range(table)
         last = _first(self._numbers[table])
         items = self._database.items(from_key=last, read_opt=options)
+        chunk = min(chunk, max(1, _SCAN_BYTES // width))
         while part := list(islice(items, chunk)):
             keys, values = zip(*part, strict=True)
             last = keys[-1]
-            yield join_keys(keys), self._joined(values, width)
+            joined = join_keys(keys), self._joined(values, width)
+            del part, keys, values  # before the next are read
+            yield joined
+            del joined
         self._expect_end(options, last)
 
     def count(self, table: str) -> int:

@@ -121,6 +121,11 @@ class RowCache:
         self._lock = self._open.lock
 
     @property
+    def columns(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape of a row in each column, and the column's type."""
+        return self._columns.kinds
+
+    @property
     def stats(self) -> CacheStats:
         """What happened so far."""
         return replace(self._slots.stats)

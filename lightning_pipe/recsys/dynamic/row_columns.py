@@ -32,6 +32,7 @@ class RowColumns:
 
     Attributes:
         capacity: slots.
+        kinds: shape of a row in each column, and the column's type.
         width: bytes of a row.
 
     Raises:
@@ -61,6 +62,7 @@ class RowColumns:
                     f"{'' if column.is_contiguous() else ' and is not contiguous'}, needed are {self.capacity},"
                     f" contiguous, on {self.device}: pass columns of one table"
                 )
+        self.kinds = [(tuple(column.shape[1:]), column.dtype) for column in self._columns]
         self._fill = list(state_fill)
         self._widths = [column[:1].numel() * column.element_size() for column in self._columns]
         self.width = sum(self._widths)

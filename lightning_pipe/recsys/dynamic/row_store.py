@@ -132,7 +132,10 @@ class RowStore(ABC):
 
     @abstractmethod
     def scan(self, table: str, chunk: int = 65536) -> Iterator[tuple[Keys, Records]]:
-        """All records of a table, in the order of keys or any other fixed one, at most *chunk* at a time."""
+        """All records of a table, in the order of keys or any other fixed one, at most *chunk* at a time.
+
+        They are those at its beginning, whatever is written or erased meanwhile.
+        """
 
     @abstractmethod
     def count(self, table: str) -> int:

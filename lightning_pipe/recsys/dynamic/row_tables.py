@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -20,7 +21,7 @@ from lightning_pipe.recsys.dynamic.mixing import mix, unmix, with_values
 from lightning_pipe.recsys.dynamic.modules import Existing
 from lightning_pipe.recsys.dynamic.row_adam import RowAdam
 from lightning_pipe.recsys.dynamic.row_cache import RowCache
-from lightning_pipe.recsys.dynamic.row_files import Rows, check_rows, read_rows, write_rows
+from lightning_pipe.recsys.dynamic.row_files import Columns, Rows, check_rows, read_rows, write_rows
 from lightning_pipe.recsys.dynamic.row_store import RowStore
 from lightning_pipe.recsys.dynamic.ticket import Ticket
 
@@ -214,12 +215,15 @@ class RowTables:
         same = with_states and bool(version) and version == self.version and not self._changed
         if not all(self.agreement.gather(same)):
             # Looked through before anything is forgotten.
-            self._together(lambda: check_rows(folder, list(self.caches)))
+            self._together(lambda: check_rows(folder, self._columns()))
             self._together(lambda: self._read(folder, with_states))
         self._existing = "keep"
         self._set_progress(progress if with_states else {"step": progress["step"], "seed": progress.get("seed", "")})
         if self._changed:
             self.commit()
+
+    def _columns(self) -> dict[str, Columns]:
+        return {table: cache.columns for table, cache in self.caches.items()}
 
     def _read(self, folder: Path, with_states: bool) -> None:
         self._changed = True
@@ -262,7 +266,7 @@ class RowTables:
             store.close()
 
     def _erase(self, table: str) -> None:
-        for keys, _ in list(self._store.scan(table)):
+        for keys, _ in self._store.scan(table):
             self._store.erase(table, keys)
 
     def _keep(self, cache: RowCache, rows: Rows, with_states: bool) -> None:
@@ -278,15 +282,31 @@ class RowTables:
         self._store.write(cache.table, mixed[own].numpy(), torch.cat(records, dim=1).numpy())
 
     def _set_progress(self, progress: Mapping[str, str]) -> None:
-        self._step = self._trained_step = int(progress.get("step", "0"))
+        step, seed, steps = self._read_progress(progress)
+        self._step = self._trained_step = step
         if self._reseed is not None:
             # Rows that come later are those that the run would have had.
-            self._seed = int(progress.get("seed") or self._own_seed)
-            self._reseed(self._seed)
+            self._seed = seed
+            self._reseed(seed)
         self._uncommitted = 0
-        steps = [int(number) for number in progress.get("optimizer_steps", "").split(",") if number]
-        for optimizer, number in zip(self._row_optimizers, steps or [0] * len(self._row_optimizers), strict=True):
+        for optimizer, number in zip(self._row_optimizers, steps, strict=True):
             optimizer.steps = number
+
+    def _read_progress(self, progress: Mapping[str, str]) -> tuple[int, int, list[int]]:
+        """Step, seed, and the steps of each row optimiser, of what :meth:`progress` has returned."""
+        try:
+            step, seed = int(progress.get("step", "0")), int(progress.get("seed") or self._own_seed)
+            steps = [int(number) for number in progress.get("optimizer_steps", "").split(",") if number]
+        except (AttributeError, TypeError, ValueError):
+            step, seed, steps = -1, 0, []
+        numbers = [step, *steps]
+        if not all(0 <= number < 1 << 63 for number in numbers) or len(steps) not in (0, len(self._row_optimizers)):
+            raise SetupError(
+                f"the rows of {', '.join(self.caches)} were written with the progress {reprlib.repr(progress)}; needed"
+                f" are step, seed and optimizer_steps ({len(self._row_optimizers)}), texts of numbers: bring back the"
+                " file as it was written, or go on from another checkpoint"
+            )
+        return step, seed, steps or [0] * len(self._row_optimizers)
 
 
 def _owned(mixed: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:

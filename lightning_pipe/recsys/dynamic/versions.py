@@ -14,28 +14,38 @@ version costs what has changed since the last.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import re
-import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lightning_pipe.engine.errors import SetupError
-from lightning_pipe.recsys.dynamic.durable import discard, link_files, move, read_json, sync, write_json
+from lightning_pipe.engine.syncing import sync, sync_name
+from lightning_pipe.recsys.dynamic.durable import (
+    discard,
+    link_files,
+    move,
+    write_json,
+)
+from lightning_pipe.recsys.dynamic.folder_lock import FolderLock
 from lightning_pipe.recsys.dynamic.row_store import RunPart, StoreState
+from lightning_pipe.recsys.dynamic.version_files import (
+    fingerprint,
+    part_of,
+    read_committed,
+    read_contents,
+    read_header,
+    short,
+)
 
 __all__ = ["VersionedFolder"]
 
 _FORMAT = 1
 # What is there of a store that is being made.
 _FIRST = {"lock", "committed.json", "committed.json.new", "store.json.new"}
-# Locks of this kind do not keep a process from itself.
-_open_here: set[Path] = set()
 
 
 class VersionedFolder:
@@ -60,10 +70,9 @@ class VersionedFolder:
         self._shared = shared
         self.working = path / "working"
         self._notes: dict[str, str] = {}
-        self._lock: int | None = None
         with self._system_errors():
             path.mkdir(parents=True, exist_ok=True)
-            self._take_lock()
+            self._lock = self._take_lock()
         try:
             with self._system_errors():
                 self._header = self._read_header({"format": _FORMAT, "engine": engine, "description": description})
@@ -93,8 +102,9 @@ class VersionedFolder:
                 if ours and left != self._version(version):
                     discard(left)
             if version > 0:
-                self._notes = self._check(version)
-                link_files(self._version(version), self.working, self._shared)
+                contents = self._check(version)
+                self._notes = contents["notes"]
+                link_files(self._version(version), self.working, contents["files"], self._shared)
 
     def prepare(self, version: int, notes: Mapping[str, str], fill: Callable[[Path], None]) -> None:
         """A durable version, which can become the present one.
@@ -102,7 +112,8 @@ class VersionedFolder:
         Args:
             version: the committed one's successor; one that is prepared already is replaced.
             notes: kept with it.
-            fill: makes the folder that it is given, with the version's files, which are on disk when it returns.
+            fill: makes the folder that it is given, with the version's files; of those that are shared the bytes are on
+                disk when it returns.
         """
         self.require(
             version == self.state.committed + 1,
@@ -117,7 +128,10 @@ class VersionedFolder:
             new = self._path / f"version.{version}.new"
             discard(new)
             fill(new)
-            files = {file.name: _fingerprint(file, self._shared) for file in new.iterdir()}
+            for file in new.iterdir():
+                if not file.name.endswith(self._shared):
+                    sync(file)
+            files = {file.name: fingerprint(file, self._shared) for file in new.iterdir()}
             write_json(new / "contents.json", {"version": version, "notes": dict(notes), "files": files})
             move(new, self._version(version))
             self.state = StoreState(self.state.committed, version, self.state.part)
@@ -151,10 +165,7 @@ class VersionedFolder:
 
     def close(self) -> None:
         """Let go of the folder. The working copy stays, for the next to remove."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-            _open_here.discard(self._path.resolve())
+        self._lock.close()
 
     # ------------------------------------------------------------------ errors
 
@@ -189,32 +200,20 @@ class VersionedFolder:
     def _version(self, version: int) -> Path:
         return self._path / f"version.{version}"
 
-    def _take_lock(self) -> None:
-        resolved = self._path.resolve()
-        busy = SetupError(
-            f"the store of rows in {self._path} is in use by {'this' if resolved in _open_here else 'another'} process;"
-            " needed is one process for a rank's folder: wait for the other to end, or use another folder"
-        )
-        if resolved in _open_here:
-            raise busy
-        descriptor = os.open(self._path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    def _take_lock(self) -> FolderLock:
         try:
-            # Of the kind that children do not inherit: those of a process that was killed may live a little longer.
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
-            os.close(descriptor)
-            raise busy from error
-        except BaseException:
-            os.close(descriptor)
-            raise
-        self._lock = descriptor
-        _open_here.add(resolved)
+            return FolderLock(self._path)
+        except BlockingIOError as error:
+            raise SetupError(
+                f"the store of rows in {self._path} is in use by {error} process; needed is one process for a rank's"
+                " folder: wait for the other to end, or use another folder"
+            ) from error
 
     def _read_header(self, wanted: dict[str, Any]) -> dict[str, Any]:
         wanted = json.loads(json.dumps(wanted))
         path = self._path / "store.json"
         try:
-            found = read_json(path)
+            found = read_header(self._path)
         except FileNotFoundError:
             others = sorted(file.name for file in self._path.iterdir() if file.name not in _FIRST)
             if others:
@@ -222,6 +221,7 @@ class VersionedFolder:
             # With the last of them it is a store.
             write_json(self._path / "committed.json", {"version": 0})
             write_json(path, wanted)
+            sync_name(self._path)
             return wanted
         except ValueError as error:
             raise self.damaged(str(error)) from error
@@ -231,11 +231,11 @@ class VersionedFolder:
                 f"the store of rows in {self._path} was made for something else: {'; '.join(differences)}; needed is"
                 " the same: change it back, or use another folder"
             )
-        return dict(found)
+        return found
 
     def _find(self) -> StoreState:
         try:
-            committed = int(read_json(self._path / "committed.json")["version"])
+            committed = read_committed(self._path)
         except (FileNotFoundError, ValueError) as error:
             raise self.damaged(str(error)) from error
         versions = {
@@ -247,41 +247,29 @@ class VersionedFolder:
             raise self.damaged(f"the committed version is {committed}, those in it are {sorted(versions)}")
         if committed > 0:
             self._notes = self._contents(committed)["notes"]
-        part = self._header.get("part")
-        return StoreState(
-            committed,
-            committed + 1 if committed + 1 in versions else None,
-            None if part is None else RunPart(**part),
-        )
+        prepared = committed + 1 if committed + 1 in versions else None
+        return StoreState(committed, prepared, part_of(self._header))
 
     def _contents(self, version: int) -> dict[str, Any]:
         try:
-            contents: dict[str, Any] = read_json(self._version(version) / "contents.json")
+            return read_contents(self._version(version), version)
         except (FileNotFoundError, ValueError) as error:
             raise self.damaged(f"version {version}: {error}") from error
-        if contents["version"] != version:
-            raise self.damaged(f"the folder of version {version} holds version {contents['version']}")
-        return contents
 
-    def _check(self, version: int) -> dict[str, str]:
-        """The version's notes, if its files are as they were."""
+    def _check(self, version: int) -> dict[str, Any]:
+        """The version's contents, if its files are as they were."""
         contents = self._contents(version)
-        for name, fingerprint in contents["files"].items():
+        for name, expected in contents["files"].items():
             found: list[int] | None = None
-            with suppress(FileNotFoundError):
-                found = _fingerprint(self._version(version) / name, self._shared)
-            if found != fingerprint:
-                raise self.damaged(f"{name} of version {version} has size and checksum {found}, not {fingerprint}")
-        return dict(contents["notes"])
-
-
-def _fingerprint(file: Path, shared: str) -> list[int]:
-    """Size and checksum; of the large files only the size, since the engine has checksums of their blocks."""
-    size = file.stat().st_size
-    if file.name.endswith(shared):
-        return [size]
-    sync(file)
-    return [size, zlib.crc32(file.read_bytes())]
+            try:
+                found = fingerprint(self._version(version) / name, self._shared, expected)
+            except FileNotFoundError:
+                pass
+            except ValueError as error:
+                raise self.damaged(f"version {version}: {error}") from error
+            if found != expected:
+                raise self.damaged(f"{name} of version {version} has size and checksum {found}, not {expected}")
+        return contents
 
 
 def _differences(found: Any, wanted: Any, where: str = "") -> Iterator[str]:
@@ -291,4 +279,4 @@ def _differences(found: Any, wanted: Any, where: str = "") -> Iterator[str]:
             inner = f"{where}.{key}" if where else key
             yield from _differences(found.get(key), wanted.get(key), inner)
     elif found != wanted:
-        yield f"{where} is {found!r} in the store and {wanted!r} here"
+        yield f"{where} is {short(found)} in the store and {short(wanted)} here"

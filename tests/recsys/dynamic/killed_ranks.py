@@ -24,6 +24,7 @@ from lightning_pipe.recsys.dynamic.commit import commit_together, open_together
 from lightning_pipe.recsys.dynamic.rocksdb_store import RocksDbStore
 from lightning_pipe.recsys.dynamic.row_store import Keys, Records, RowStore
 from tests.faults.forked_ranks import Ended, Here
+from tests.patience import HANG
 
 WIDTHS = {"items": 24, "users": 136}
 _CODE = str(Path(lightning_pipe.recsys.dynamic.__file__).parent)
@@ -115,6 +116,8 @@ def train_alone(here: Here, folder: str, versions: int, kill: Kill | None) -> in
         store = make(Path(folder), 0)
         committed, prepared = store.state.committed, store.state.prepared
         store.settle(committed if prepared is None else prepared)
+        if prepared is not None:
+            _note(Path(folder), 0, f"committed {prepared}")
         for version in range(store.state.committed + 1, versions + 1):
             apply(store, version, 0)
             store.prepare(version, {"step": str(version)})
@@ -156,7 +159,7 @@ def join(here: Here) -> Agreement:
         init_method=f"file://{here.folder}/group",
         rank=here.rank,
         world_size=here.world_size,
-        timeout=timedelta(seconds=20),
+        timeout=timedelta(seconds=HANG),
     )
     return Agreement(dist.group.WORLD, torch.device("cpu"))
 

@@ -67,9 +67,10 @@ class MemoryStore(RowStore):
 
     def scan(self, table: str, chunk: int = 65536) -> Iterator[tuple[Keys, Records]]:
         order = sorted(self.tables[table])
+        keys = np.array(order, np.int64)
+        records = self.read(table, keys)[0]
         for first in range(0, len(order), chunk):
-            keys = np.array(order[first : first + chunk], np.int64)
-            yield keys, self.read(table, keys)[0]
+            yield keys[first : first + chunk], records[first : first + chunk]
 
     def count(self, table: str) -> int:
         return len(self.tables[table])

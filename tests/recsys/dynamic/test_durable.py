@@ -69,7 +69,7 @@ def test_shared_files_are_linked_and_others_copied(
             raise OSError(errno.EPERM, "no links here")
 
         monkeypatch.setattr(os, "link", fail)
-    durable.link_files(source, tmp_path / "target", ".sst")
+    durable.link_files(source, tmp_path / "target", ["rows.sst", "names"], ".sst")
     assert {file.name: file.read_text() for file in (tmp_path / "target").iterdir()} == {
         "rows.sst": "rows",
         "names": "names",

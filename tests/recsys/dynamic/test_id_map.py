@@ -91,6 +91,12 @@ def test_ticks_start_over(way: str) -> None:
     assert table.touch(_keys([6, 6]), 1)[1].tolist() == [1]
 
 
+def test_a_map_may_have_one_slot() -> None:
+    table = IdMap(1)
+    table.insert(np.array([2**40]), np.array([0]))
+    assert table.find(np.array([2**40, 7])).tolist() == [0, -1]
+
+
 @pytest.mark.parametrize("capacity", [0, -1, 2**31])
 def test_a_capacity_that_cannot_be_is_refused(capacity: int) -> None:
     with pytest.raises(SetupError, match="change the capacity"):

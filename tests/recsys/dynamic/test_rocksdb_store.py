@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from lightning_pipe.engine.errors import SetupError
 from lightning_pipe.recsys.dynamic import rocksdb_store
 from lightning_pipe.recsys.dynamic.rocksdb_store import RocksDbStore
 from lightning_pipe.recsys.dynamic.row_store import Keys, RunPart, StoreState
-from tests.faults.forked_ranks import Here, Nursery
+from tests.faults.forked_ranks import Here, Nursery, told
 from tests.recsys.dynamic.small_stores import EDGES, WIDTH, commit, open_store, some_records
 
 
@@ -250,3 +252,61 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"has thesis.txt, but no store\.json"):
         open_store(tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "my only copy"
+
+
+def test_a_scan_gives_what_was_there_at_its_beginning(store: RocksDbStore) -> None:
+    store.write("a", EDGES, some_records(len(EDGES)))
+    scan = store.scan("a", 3)
+    first, _ = next(scan)
+    store.erase("a", EDGES)
+    store.write("a", np.array([77]), some_records(1))
+    assert sorted([*first, *(key for keys, _ in scan for key in keys)]) == sorted(EDGES)
+    assert store.count("a") == 1
+
+
+def test_a_scan_of_wide_records_is_of_few_at_a_time(folder: Path) -> None:
+    width = 3 * 2**19
+    store = RocksDbStore(folder, {"a": width})
+    store.settle(0)
+    store.write("a", np.arange(5), np.arange(5, dtype=np.uint8)[:, None].repeat(width, 1))
+    parts = [(keys.tolist(), records[:, -1].tolist()) for keys, records in store.scan("a")]
+    assert parts == [([0, 1], [0, 1]), ([2, 3], [2, 3]), ([4], [4])]
+    store.close()
+
+
+def test_a_folder_stays_in_use_whoever_reads_its_lock(store: RocksDbStore, folder: Path, ranks: Nursery) -> None:
+    (folder / "lock").read_bytes()
+    (ended,) = ranks.run(_open_here, 1, str(folder))
+    assert ended.value is not None
+    assert "in use by another process" in ended.value.text
+
+
+def test_a_folder_is_free_when_its_process_was_killed_and_a_child_of_that_lives_on(
+    ranks: Nursery, tmp_path: Path
+) -> None:
+    (ended,) = ranks.run(_outlived_by_a_child, 1, str(tmp_path / "store"))
+    assert ended.code == 0, told([ended])
+    assert ended.value == "opened"
+
+
+def _outlived_by_a_child(here: Here, folder: str) -> str:
+    """A process opens the store, forks a child and is killed; then the store is opened."""
+    (wait, go_on), (ready, tell) = os.pipe(), os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        os.close(go_on)
+        open_store(Path(folder))
+        child = os.fork()
+        os.write(tell, b"!")
+        if child == 0:
+            os.read(wait, 1)  # until the other end is closed
+            os._exit(0)
+        signal.pause()
+    assert os.read(ready, 1) + os.read(ready, 1) == b"!!"
+    os.kill(holder, signal.SIGKILL)
+    os.waitpid(holder, 0)
+    try:
+        open_store(Path(folder)).close()
+    finally:
+        os.close(go_on)
+    return "opened"

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_pipe.engine.errors import InputError, PlanError, SetupError
 from lightning_pipe.recsys.dynamic.id_map import LAST_TICK
 from lightning_pipe.recsys.dynamic.row_cache import Ticket
+from tests.patience import HANG
 from tests.recsys.dynamic.small_table import Table, first_values
 
 
@@ -314,6 +315,21 @@ def test_calls_in_another_order_are_refused() -> None:
     table.cache.trained(second)
     with pytest.raises(PlanError, match="has ended"):
         table.cache.trained(second)
+    with pytest.raises(PlanError, match="step 4 begins after step 5, needed are rising steps"):
+        table.cache.begin(first, 4)
+    table.cache.begin(first, 5)  # a module that is called twice in a step
+    table.cache.trained(first)
+
+
+def test_a_time_to_live_may_be_longer_than_batches_that_have_begun_are_apart() -> None:
+    table = Table(ttl=3)
+    tickets = [table.prefetch(step) for step in (1, 2, 3, 4)]
+    for step, ticket in enumerate(tickets, 1):
+        table.cache.begin(ticket, step)
+    for ticket in tickets:
+        table.backward(ticket)
+        table.cache.trained(ticket)
+    assert table.look(1, 2, 3, 4) == [(key + 1.0, 1.5) for key in (1, 2, 3, 4)]
 
 
 def test_a_time_to_live_that_ends_before_a_batch_that_has_begun_is_trained_is_refused() -> None:
@@ -361,7 +377,7 @@ def test_training_goes_on_while_a_prefetch_waits_for_the_disk() -> None:
 
     def slow(name: str, keys: Any) -> Any:
         reading.set()
-        assert go_on.wait(60)
+        assert go_on.wait(HANG)
         return read(name, keys)
 
     ticket = table.prefetch(1)
@@ -369,12 +385,12 @@ def test_training_goes_on_while_a_prefetch_waits_for_the_disk() -> None:
     found: list[Ticket] = []
     worker = threading.Thread(target=lambda: found.append(table.prefetch(1, 3)))
     worker.start()
-    assert reading.wait(60)
+    assert reading.wait(HANG)
     # The worker is at the disk. A batch is trained meanwhile.
     table.cache.begin(ticket, 2)
     table.backward(ticket)
     table.cache.trained(ticket)
     go_on.set()
-    worker.join(60)
+    worker.join(HANG)
     table.cache.begin(found[0], 3)
     assert table.weights[found[0].slots, 0].tolist() == [3.0, 3.0]

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_pipe.recsys.dynamic.eviction import Policy
 from lightning_pipe.recsys.dynamic.initial_values import InitialValues, Normal
 from lightning_pipe.recsys.dynamic.row_cache import RowCache, Ticket
+from tests.patience import HANG
 from tests.recsys.dynamic.memory_store import MemoryStore
 from tests.recsys.dynamic.reference import OPTIMIZERS, Begun, Reference, columns_of
 
@@ -223,7 +224,7 @@ class _Worker:
     def __exit__(self, *error: object) -> None:
         self._closed = True
         self._room.release()
-        self._thread.join(60)
+        self._thread.join(HANG)
 
     def _run(self) -> None:
         for at, ids in enumerate(self._batches):
@@ -237,7 +238,7 @@ class _Worker:
             self._ready[at].set()
 
     def ticket(self, at: int) -> Ticket:
-        assert self._ready[at].wait(60)
+        assert self._ready[at].wait(HANG)
         found, self._tickets[at] = self._tickets[at], None
         assert isinstance(found, Ticket), found
         return found

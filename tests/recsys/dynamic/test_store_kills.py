@@ -60,19 +60,24 @@ def test_killed_at_any_time_again_and_again(ranks: Nursery, tmp_path: Path, seed
 def _check(ranks: Nursery, folder: Path, before: int = 0) -> int:
     """Both the version that is committed and the one that is prepared are exactly what was written.
 
+    Who looks settles at a version, and so discards another that is prepared: each looks at a copy. The run's next part
+    finds the folder as it was left.
+
     Args:
         ranks: to look with.
         folder: of the run that was killed.
         before: the version that it began with.
     """
-    copy = folder / "copy"
-    shutil.rmtree(copy, ignore_errors=True)
+    copies = [folder / "one", folder / "other"]
+    for copy in copies:
+        shutil.rmtree(copy, ignore_errors=True)
     if not (folder / "rank_0").exists():
         assert before == 0
         return 0
-    shutil.copytree(folder / "rank_0", copy / "rank_0")
+    for copy in copies:
+        shutil.copytree(folder / "rank_0", copy / "rank_0")
     said = {kind: max((int(one.split()[1]) for one in noted(folder, 0) if kind in one), default=0) for kind in _KINDS}
-    (ended,) = ranks.run(_look_alone, 1, str(folder), None)
+    (ended,) = ranks.run(_look_alone, 1, str(copies[0]), None)
     assert ended.code == 0, told([ended])
     state, seen = ended.value
     done = max(said["committed"], before)
@@ -80,7 +85,7 @@ def _check(ranks: Nursery, folder: Path, before: int = 0) -> int:
     assert state.committed + (state.prepared is not None) >= said["prepared"]
     assert seen.rows == expected(state.committed, 0)
     if state.prepared is not None:
-        (ended,) = ranks.run(_look_alone, 1, str(copy), state.prepared)
+        (ended,) = ranks.run(_look_alone, 1, str(copies[1]), state.prepared)
         assert ended.code == 0, told([ended])
         assert ended.value[1].rows == expected(state.prepared, 0)
         assert ended.value[1].notes == {"step": str(state.prepared)}
