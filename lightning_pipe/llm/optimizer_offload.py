@@ -90,14 +90,16 @@ class OffloadedState:
                 loss = closure()
         step = type(optimizer).step
         step = getattr(step, "__wrapped__", step)  # without hooks, which run around the step that was called
-        for bucket in list(self._buckets()):
-            with self._only(bucket):
-                self._move(bucket, self._to_device)
-                try:
-                    step(optimizer)
-                finally:
-                    self._move(bucket, self._to_host)
-        self._finish_copies()
+        try:
+            for bucket in list(self._buckets()):
+                with self._only(bucket):
+                    self._move(bucket, self._to_device)
+                    try:
+                        step(optimizer)
+                    finally:
+                        self._move(bucket, self._to_host)
+        finally:
+            self._finish_copies()
         self._show([])
         return (optimizer, None if closure is None else lambda: loss), {}
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import inspect
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plan_file import read_text
+from lightning_pipe.engine.shown import printable, shown
 
 __all__ = [
     "SCHEDULES",
@@ -46,6 +49,11 @@ __all__ = [
     "read_actions",
     "stages_of_rank",
 ]
+
+# Far above any pipeline. All of a file's actions are made before they are compared: some 40 MB of them.
+_MOST_FIELDS = 2**18
+_MOST = 2**16  # stages, micro-batches
+_LONGEST = 200  # characters of an action
 
 Placement = Literal["single", "loop", "v"]
 
@@ -150,13 +158,16 @@ def read_actions(path: Path) -> dict[int, list[_Action]]:
         SetupError: the file cannot be read, or has what is not an action.
     """
     try:
-        with path.open(newline="") as file:
-            rows = list(csv.reader(file))
-        actions = {rank: [a for text in row if (a := _Action.from_str(text))] for rank, row in enumerate(rows)}
-    except (OSError, RuntimeError, ValueError) as error:
+        text = read_text(path, str(path), "name a file of actions")
+        rows = list(csv.reader(io.StringIO(text, newline="")))
+        fields = sum(map(len, rows))
+        if max(len(rows), fields) > _MOST_FIELDS:
+            raise ValueError(f"it has {len(rows)} rows and {fields} fields, expected at most {_MOST_FIELDS}")
+        actions = {rank: [a for text in row if (a := _action(text))] for rank, row in enumerate(rows)}
+    except (RuntimeError, ValueError, csv.Error) as error:
         raise SetupError(
-            f"the schedule in {path} cannot be read: {error}. Needed is a row for each rank, of actions like 0F0, 1B2"
-            " or 3SEND_F1: stage, what it does, micro-batch"
+            f"the schedule in {path} cannot be read: {printable(str(error)[:500])}. Needed is a row for each rank, of"
+            " actions like 0F0, 1B2 or 3SEND_F1: stage, what it does, micro-batch"
         ) from error
     idle = [rank for rank, row in actions.items() if not row]
     if idle or not actions:
@@ -164,6 +175,16 @@ def read_actions(path: Path) -> dict[int, list[_Action]]:
             f"the schedule in {path} has no actions for rank(s) {idle or 0}; needed is a row for each rank"
         )
     return actions
+
+
+def _action(text: str) -> _Action | None:
+    if len(text) > _LONGEST:
+        raise ValueError(f"an action of {len(text)} characters: {shown(text)}")
+    action = _Action.from_str(text)
+    for one in () if action is None else (action.sub_actions or (action,)):
+        if not (0 <= one.stage_index < _MOST and (one.microbatch_index or 0) < _MOST):
+            raise ValueError(f"{shown(text)}: stages and micro-batches are numbered from 0 to {_MOST - 1}")
+    return action
 
 
 def _ranks_in(path: Path) -> dict[int, int]:

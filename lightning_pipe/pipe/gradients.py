@@ -24,7 +24,9 @@ class GradientSums:
             known.add_(gradient)
         else:
             # The first may be a tensor that others hold too: autograd hands on what it was given where it can.
-            self._sums[key] = known + gradient
+            # PyTorch adds a sparse tensor to a dense one, and not the other way round.
+            dense_last = known.is_sparse and not gradient.is_sparse
+            self._sums[key] = gradient + known if dense_last else known + gradient
             self._own.add(key)
 
     def of(self, parameter: Tensor) -> Tensor | None:

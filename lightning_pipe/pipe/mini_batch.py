@@ -131,8 +131,9 @@ class Run:
             for index in reversed(range(self.count))
         ]
         with self.parameters_alone():
-            done = list(self._schedule.run("gpipe_backward", micro_batches))
-        found = [getattr(ctx, gradient_field(0)).value for ctx in done]
+            found = self._schedule.run(
+                "gpipe_backward", micro_batches, lambda ctx: getattr(ctx, gradient_field(0)).value
+            )
         self.check_generators()
         return self.collect(found[::-1])
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_pipe.engine import InputError, PipelinePlan, SetupError, TaskSpan
+from lightning_pipe.engine import InputError, IterContext, PipelinePlan, SetupError, TaskSpan
 from lightning_pipe.environment import require_torch
 from lightning_pipe.pipe.autograd import attach, attach_loss
 from lightning_pipe.pipe.batch_norm import defer_batch_norm, undefer_batch_norm
@@ -168,12 +168,14 @@ class Pipe(nn.Module):
 
         Raises:
             InputError: inputs that cannot be cut, or outputs that cannot be put together.
+            SetupError: a layer, hook or loss function of this pipe calls it.
             Exception: what a layer raises, with a note of the partition and the micro-batch.
         """
         run = self._run(inputs, 6)  # through nn.Module's two calls
-        outputs = [None] * run.count
-        for index, ctx in enumerate(self._schedule.run("gpipe_forward", run.micro_batches())):
-            outputs[index] = getattr(ctx, value_field(len(self._partitions))).value
+        last = len(self._partitions)
+        outputs = self._schedule.run(
+            "gpipe_forward", run.micro_batches(), lambda ctx: getattr(ctx, value_field(last)).value
+        )
         run.check_generators()
         with torch.no_grad():
             gathered, spec = pytree.tree_flatten(gather(outputs, run.rows_of_micro_batches))
@@ -242,11 +244,13 @@ class Pipe(nn.Module):
         losses = of_all.of_micro_batches(targets, run.count, scale)
         micro_batches = run.micro_batches(losses)
         plan = "1f1b" if run.grad else "gpipe_forward"
-        first_gradients = []
+
+        def first_gradients_of(ctx: IterContext) -> list[Tensor | None]:
+            gradients: list[Tensor | None] = getattr(ctx, gradient_field(0)).value if run.grad else []
+            return gradients
+
         with run.parameters_alone():
-            for ctx in self._schedule.run(plan, micro_batches):
-                if run.grad:
-                    first_gradients.append(getattr(ctx, gradient_field(0)).value)
+            first_gradients = self._schedule.run(plan, micro_batches, first_gradients_of)
         run.check_generators()
         of_all.check(losses[0])
         total = total_of(losses)

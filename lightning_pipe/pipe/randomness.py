@@ -88,12 +88,9 @@ class LayerGenerators(TorchDispatchMode):
         self.drew = True
         _refuse_inner_checkpoint()
         device = _device_of(args, kwargs)
-        if device.type == "cpu":
+        if device.type == "cpu" and any(argument.name == "generator" for argument in func._schema.arguments):
             # With a generator told, nobody else's is touched, and no thread waits for another.
-            if func is torch.ops.aten.native_dropout.default:
-                return _dropout(self._own(device), *args, **kwargs)
-            if any(argument.name == "generator" for argument in func._schema.arguments):
-                return func(*args, **{**kwargs, "generator": self._own(device)})
+            return func(*args, **{**kwargs, "generator": self._own(device)})
         with _lock:
             own, shared = self._own(device), _generator(device)
             theirs = shared.get_state()
@@ -122,14 +119,6 @@ def _refuse_inner_checkpoint() -> None:
             "a layer draws random numbers inside torch.utils.checkpoint, whose second run would draw others; take that"
             " out, and let the pipe do it: checkpoint='always' or 'except_last'"
         )
-
-
-def _dropout(generator: torch.Generator, input: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    """``native_dropout``, which takes no generator, as PyTorch has it on the CPU."""
-    if not train:
-        return torch.ops.aten.native_dropout.default(input, p, train)
-    mask = torch.empty(input.shape, dtype=torch.bool, device=input.device).bernoulli_(1 - p, generator=generator)
-    return input.mul(mask).mul_(0.0 if p == 1 else 1 / (1 - p)), mask
 
 
 def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_pipe.engine import IterContext, PipelinePlan, SWPipeline, TaskError, TaskSpan
+from lightning_pipe.engine import IterContext, PipelinePlan, SetupError, SWPipeline, TaskError, TaskSpan
 from lightning_pipe.pipe.cell import Cell, Gradients, Passed
 from lightning_pipe.pipe.copies import Copier, Sent
 from lightning_pipe.pipe.gradients import GradientSums
@@ -31,6 +31,8 @@ from lightning_pipe.pipe.skip_layout import SkipRoute
 
 __all__ = ["MicroBatch", "Scheduler"]
 
+Result = TypeVar("Result")
+
 
 @dataclass
 class MicroBatch:
@@ -45,6 +47,7 @@ class MicroBatch:
         given: gradients of the last layer's outputs; None where the last cell makes the loss.
         streams: the caller's, on each GPU.
         rows: of the micro-batch.
+        schedulers: that run it: its own, and those of pipes whose layers call this one.
     """
 
     index: int
@@ -55,6 +58,16 @@ class MicroBatch:
     given: list[Tensor | None] | None = None
     streams: Sequence[Any] = field(default=())
     rows: int = 1
+    schedulers: tuple[Scheduler, ...] = ()
+
+
+class _Current(threading.local):
+    """Schedulers that run the calling thread, the outermost first."""
+
+    schedulers: tuple[Scheduler, ...] = ()
+
+
+_current = _Current()
 
 
 class Scheduler:
@@ -85,16 +98,40 @@ class Scheduler:
         # Of each plan, while it is traced: with which iteration mini-batches began, and their micro-batches' indices.
         self._traced: dict[str, deque[tuple[int, Sequence[int]]]] = {}
 
-    def run(self, plan: str, micro_batches: Sequence[MicroBatch]) -> Iterator[IterContext]:
-        """Run micro-batches under a plan; yields their contexts, in the order given, as they are done.
+    def run(
+        self, plan: str, micro_batches: Sequence[MicroBatch], result_of: Callable[[IterContext], Result]
+    ) -> list[Result]:
+        """Run micro-batches under a plan.
+
+        Args:
+            plan: name of the plan.
+            micro_batches: in the plan's order.
+            result_of: called with each one's context as soon as it is done, in order; the context is then released.
+
+        Returns:
+            The results, in the order of *micro_batches*.
 
         Raises:
+            SetupError: the calling thread is running a layer, hook or loss function of this pipe.
             Exception: what a layer raised, with a note that says where; the pipe can be used again.
         """
+        self._check_outside("called")
+        for micro in micro_batches:
+            micro.schedulers = (*_current.schedulers, self)
         with self._running:
-            yield from self._run(plan, micro_batches)
+            return self._run(plan, micro_batches, result_of)
 
-    def _run(self, plan: str, micro_batches: Sequence[MicroBatch]) -> Iterator[IterContext]:
+    def _check_outside(self, what: str) -> None:
+        """Refuse to wait for a mini-batch that waits for the calling thread."""
+        if self in _current.schedulers:
+            raise SetupError(
+                f"a pipe is {what} by a layer, hook or loss function that it runs itself, which would wait for ever;"
+                " do that once its forward, loss or backward has returned, or call another Pipe there"
+            )
+
+    def _run(
+        self, plan: str, micro_batches: Sequence[MicroBatch], result_of: Callable[[IterContext], Result]
+    ) -> list[Result]:
         if self._process != os.getpid():
             self._lost.append(self._pipelines)
             self._pipelines, self._process = {}, os.getpid()
@@ -108,12 +145,7 @@ class Scheduler:
             of_plan.append((pipeline.started, [micro.index for micro in micro_batches]))
         source = iter(micro_batches)
         try:
-            while True:
-                try:
-                    ctx = pipeline.progress(source)
-                except StopIteration:
-                    return
-                yield ctx
+            return [result_of(pipeline.progress(source)) for _ in micro_batches]
         except BaseException as error:
             # What is in flight must not meet the next mini-batch.
             self._pipelines.pop(plan).close()
@@ -149,7 +181,12 @@ class Scheduler:
         return sorted(spans, key=lambda span: span.end)
 
     def close(self) -> None:
-        """End the worker threads; the next mini-batch starts others."""
+        """End the worker threads; the next mini-batch starts others.
+
+        Raises:
+            SetupError: as :meth:`run`.
+        """
+        self._check_outside("closed")
         while self._pipelines and self._process == os.getpid():
             self._pipelines.popitem()[1].close()
 
@@ -216,6 +253,8 @@ class _Place(ExitStack):
 
     def __enter__(self) -> _Place:
         super().__enter__()
+        self.callback(setattr, _current, "schedulers", _current.schedulers)
+        _current.schedulers = self._micro.schedulers
         for stream in self._micro.streams:
             self.enter_context(torch.cuda.stream(stream))
         if self._partition.device.type == "cuda":

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import yaml
-from yaml.constructor import SafeConstructor
+from typing import Any, TypeGuard
 
 from lightning_pipe.engine import TaskSchedule
 
 __all__ = [
     "BALANCING",
     "balancing_schedule",
-    "plain_node",
-    "plain_value",
+    "content_with_balancing",
+    "names_once",
     "with_balancing",
     "without_tasks",
-    "yaml_with_balancing",
 ]
 
 BALANCING = ("BalanceStart", "BalanceFinish")
@@ -51,69 +47,52 @@ def with_balancing(order: Sequence[str], ahead: bool) -> list[str]:
     return [*order[:start], BALANCING[0], *order[start:finish], BALANCING[1], *order[finish:]]
 
 
-def yaml_with_balancing(plan: yaml.MappingNode, balanced: bool) -> None:
+def content_with_balancing(content: dict[str, Any], balanced: bool) -> None:
     """Add to a plan the tasks of a balancer, or take them out. Anything wrong with the plan stays for its reader.
 
     Args:
-        plan: as it was read, changed in place.
+        content: what a file says of the plan, changed in place.
         balanced: whether there is a balancer. If so, what the plan says of its tasks is left as it is.
     """
-    parts = {key.value: value for key, value in plan.value}
-    tasks, order = parts.get("tasks"), parts.get("order")
-    if not isinstance(tasks, yaml.MappingNode):
-        return
+    tasks, order = content["tasks"], content.get("order")
     if not balanced:
-        without_tasks(parts, tasks, BALANCING)
+        without_tasks(content, BALANCING)
         return
-    said = {key.value: plain_value(value) for key, value in tasks.value}
-    copy, input_dist = (_options(said.get(name)) for name in ("H2DAndShuffle", "EmbInputDistStart"))
-    if any(name in said for name in BALANCING) or copy is None or input_dist is None:
+    copy, input_dist = (_options(tasks, name) for name in ("H2DAndShuffle", "EmbInputDistStart"))
+    if any(name in tasks for name in BALANCING) or copy is None or input_dist is None:
         return
     for name in BALANCING:
-        options = {"stage": copy.get("stage", 0), "stream": input_dist.get("stream")}
-        tasks.value.append((yaml.ScalarNode("tag:yaml.org,2002:str", name), plain_node(options)))
-    if isinstance(order, yaml.SequenceNode) and order.value:
-        nodes = {node.value: node for node in order.value if isinstance(node, yaml.ScalarNode)}
-        if {"H2DAndShuffle", "EmbInputDistStart", "LossPostprocess"} <= set(nodes) and len(nodes) == len(order.value):
-            ahead = copy.get("stage", 0) != input_dist.get("stage", 0)
-            order.value = [
-                nodes.get(name, yaml.ScalarNode("tag:yaml.org,2002:str", name))
-                for name in with_balancing(list(nodes), ahead)
-            ]
+        tasks[name] = {"stage": copy.get("stage", 0), "stream": input_dist.get("stream")}
+    if names_once(order, "H2DAndShuffle", "EmbInputDistStart", "LossPostprocess"):
+        ahead = copy.get("stage", 0) != input_dist.get("stage", 0)
+        content["order"] = with_balancing(order, ahead)
 
 
-def without_tasks(parts: Mapping[str, yaml.Node], tasks: yaml.MappingNode, names: Sequence[str]) -> None:
-    """Take tasks out of a plan in YAML, and all that names them.
+def without_tasks(content: dict[str, Any], names: Sequence[str]) -> None:
+    """Take tasks out of a plan, and all that names them.
 
     Args:
-        parts: of the plan, by key, changed in place.
-        tasks: the one that lists tasks.
+        content: what a file says of the plan, changed in place.
         names: of the tasks.
     """
-    tasks.value = [entry for entry in tasks.value if entry[0].value not in names]
+    content["tasks"] = {name: options for name, options in content["tasks"].items() if name not in names}
     for part in ("order", "deps", "cross_iter_deps", "stale"):
-        found = parts.get(part)
-        if isinstance(found, yaml.SequenceNode):
-            found.value = [one for one in found.value if not _names_any(one, names)]
+        found = content.get(part)
+        if isinstance(found, list):
+            content[part] = [one for one in found if not _names_any(one, names)]
 
 
-def _names_any(node: yaml.Node, names: Sequence[str]) -> bool:
-    named = node.value if isinstance(node, yaml.SequenceNode) else [node]
-    return any(one.value in names for one in named)
+def names_once(order: Any, *names: str) -> TypeGuard[list[str]]:
+    """Whether *order* is a list of names, none of them twice, with *names* among them."""
+    if not (isinstance(order, list) and all(isinstance(one, str) for one in order)):
+        return False
+    return len(set(order)) == len(order) and set(order).issuperset(names)
 
 
-def _options(found: Any) -> Mapping[str, Any] | None:
-    found = {} if found is None else found
+def _names_any(entry: Any, names: Sequence[str]) -> bool:
+    return any(one in names for one in (entry if isinstance(entry, list) else [entry]))
+
+
+def _options(tasks: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    found = {} if tasks.get(name) is None else tasks[name]
     return found if isinstance(found, Mapping) else None
-
-
-def plain_value(node: yaml.Node) -> Any:
-    """A part of a plan that was read as a value of plain types."""
-    return SafeConstructor().construct_document(node)
-
-
-def plain_node(value: Any) -> yaml.Node:
-    """A value of plain types as a part of a plan that was read."""
-    node = yaml.compose(yaml.safe_dump(value), yaml.SafeLoader)
-    assert node is not None
-    return node

@@ -13,17 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
-import yaml
 
 from lightning_pipe.engine import PipelinePlan, PipelineTask, PlanError, State, TaskSchedule
 from lightning_pipe.engine.exchanges import gains_from_messages
 from lightning_pipe.engine.plan import MAIN
-from lightning_pipe.engine.plan_file import read_plan_file
-from lightning_pipe.recsys.balancing_plan import BALANCING, balancing_schedule, with_balancing, yaml_with_balancing
-from lightning_pipe.recsys.replica_plan import AVERAGING, stale_with_replicas, with_replicas, yaml_with_replicas
+from lightning_pipe.engine.plan_file import plan_file
+from lightning_pipe.engine.plan_yaml import build_plan, plan_content
+from lightning_pipe.recsys.balancing_plan import (
+    BALANCING,
+    balancing_schedule,
+    content_with_balancing,
+    names_once,
+    with_balancing,
+)
+from lightning_pipe.recsys.replica_plan import AVERAGING, content_with_replicas, stale_with_replicas, with_replicas
 
 _STEP = ("DenseForward", "LossPostprocess", "DenseBackward", "EmbBackward", "FinalizeGrads", "OptimStep")
 
@@ -247,7 +253,7 @@ def evaluation_plan(training: PipelinePlan, tasks: Sequence[PipelineTask]) -> Pi
 
 def _find(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) -> PipelinePlan:
     if isinstance(plan, PipelinePlan):
-        return _from_yaml(plan.to_yaml(), tasks)
+        return _built(plan_content(plan), tasks)
     if isinstance(plan, str) and plan in PLANS:
         named = PLANS[plan]
         # Where EmbBackward is the last task (recsys_tasks(scaled_late=True)), it follows OptimStep in the period too.
@@ -263,7 +269,8 @@ def _find(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) -> Pip
             order = (*with_balancing(order, copy.stage != input_dist.stage),)
         places = [(task, schedule.get(task.name, TaskSchedule())) for task in tasks]
         return PipelinePlan(places, stale=stale, name=plan, order=order)
-    return _from_yaml(read_plan_file(plan, PLANS, "prefetch"), tasks)
+    with plan_file(plan, PLANS, "prefetch") as content:
+        return _built(content, tasks)
 
 
 def _balanced(tasks: Sequence[PipelineTask]) -> bool:
@@ -280,49 +287,15 @@ def _scaled_late(tasks: Sequence[PipelineTask]) -> bool:
     return names == ["OptimStep", "EmbBackward"]
 
 
-def _from_yaml(text: str, tasks: Sequence[PipelineTask]) -> PipelinePlan:
-    return PipelinePlan.from_yaml(_for_tasks(text, tasks), tasks)
-
-
-def _for_tasks(text: str, tasks: Sequence[PipelineTask]) -> str:
-    """The plan for just these tasks. Anything wrong with it stays for its reader."""
-    try:
-        plan = yaml.compose(text, yaml.SafeLoader)
-    except yaml.YAMLError:
-        return text
-    if not isinstance(plan, yaml.MappingNode):
-        return text
-    _merge_tasks(plan)
-    yaml_with_balancing(plan, _balanced(tasks))
-    yaml_with_replicas(plan, _replicated(tasks))
-    if _scaled_late(tasks):
-        _move_backward(plan)
-    return str(yaml.serialize(plan))
-
-
-def _merge_tasks(plan: yaml.MappingNode) -> None:
-    """Tasks that come by a merge key (``<<``) as if they were written out, for others to be put among them."""
-    for key, tasks in plan.value:
-        if key.value == "tasks" and isinstance(tasks, yaml.MappingNode):
-            own = [entry for entry in tasks.value if entry[0].tag != "tag:yaml.org,2002:merge"]
-            try:
-                yaml.SafeLoader("").flatten_mapping(tasks)
-            except yaml.YAMLError:
-                return
-            names = {name.value for name, _ in own}
-            merged = {name.value: (name, value) for name, value in tasks.value if name.value not in names}
-            tasks.value = [*own, *merged.values()]
-
-
-def _move_backward(plan: yaml.MappingNode) -> None:
-    """``EmbBackward`` after ``OptimStep`` in the order."""
-    for key, value in plan.value:
-        if key.value == "order" and isinstance(value, yaml.SequenceNode):
-            names = [task.value for task in value.value]
-            if names.count("EmbBackward") == names.count("OptimStep") == 1:
-                nodes = dict(zip(names, value.value, strict=True))
-                if len(nodes) == len(names):
-                    value.value = [nodes[name] for name in _late_backward(names)]
+def _built(content: dict[str, Any], tasks: Sequence[PipelineTask]) -> PipelinePlan:
+    """The plan that *content* describes, for just these tasks. Anything wrong with it is for the engine to refuse."""
+    content["tasks"] = dict(content["tasks"])
+    content_with_balancing(content, _balanced(tasks))
+    content_with_replicas(content, _replicated(tasks))
+    order = content.get("order")
+    if _scaled_late(tasks) and names_once(order, "EmbBackward", "OptimStep"):
+        content["order"] = _late_backward(order)
+    return build_plan(content, tasks)
 
 
 def _late_backward(order: Sequence[str]) -> tuple[str, ...]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import yaml
+from lightning_pipe.recsys.balancing_plan import names_once, without_tasks
 
-from lightning_pipe.recsys.balancing_plan import plain_node, plain_value, without_tasks
-
-__all__ = ["AVERAGING", "stale_with_replicas", "with_replicas", "yaml_with_replicas"]
+__all__ = ["AVERAGING", "content_with_replicas", "stale_with_replicas", "with_replicas"]
 
 AVERAGING = "SyncReplicas"
 _STALE = ("EmbBackward", "EmbForward")
@@ -30,28 +28,22 @@ def stale_with_replicas(stale: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]
     return [(AVERAGING, *entry[1:]) for entry in stale if tuple(entry[:2]) == _STALE]
 
 
-def yaml_with_replicas(plan: yaml.MappingNode, replicated: bool) -> None:
+def content_with_replicas(content: dict[str, Any], replicated: bool) -> None:
     """Add the average to a plan, or take it out. Anything wrong with the plan stays for its reader.
 
     Args:
-        plan: as it was read, changed in place.
+        content: what a file says of the plan, changed in place.
         replicated: whether there are replicas. If so, a plan that names the average is left as it is.
     """
-    parts = {key.value: value for key, value in plan.value}
-    tasks, order, stale = (parts.get(name) for name in ("tasks", "order", "stale"))
-    if not isinstance(tasks, yaml.MappingNode):
-        return
+    tasks, order, stale = (content.get(name) for name in ("tasks", "order", "stale"))
+    assert isinstance(tasks, dict)
     if not replicated:
-        without_tasks(parts, tasks, (AVERAGING,))
+        without_tasks(content, (AVERAGING,))
         return
-    names = [key.value for key, _ in tasks.value]
-    if AVERAGING in names or "EmbBackward" not in names:
+    if AVERAGING in tasks or "EmbBackward" not in tasks:
         return
-    tasks.value.append((plain_node(AVERAGING), plain_node({})))
-    if isinstance(order, yaml.SequenceNode):
-        nodes = {node.value: node for node in order.value if isinstance(node, yaml.ScalarNode)}
-        if "EmbBackward" in nodes and len(nodes) == len(order.value):
-            order.value = [nodes.get(name) or plain_node(name) for name in with_replicas(list(nodes))]
-    if isinstance(stale, yaml.SequenceNode):
-        entries = [entry for entry in plain_value(stale) if isinstance(entry, list)]
-        stale.value = [*(plain_node(list(entry)) for entry in stale_with_replicas(entries)), *stale.value]
+    tasks[AVERAGING] = {}
+    if names_once(order, "EmbBackward"):
+        content["order"] = with_replicas(order)
+    if isinstance(stale, list):
+        content["stale"] = [*stale_with_replicas([entry for entry in stale if isinstance(entry, list)]), *stale]

@@ -124,7 +124,7 @@ def _where(stage: int, group: str) -> str:
 def print_choice(choice: PlanChoice) -> None:
     """Print the report."""
     # No markup: names may hold square brackets.
-    Console(markup=False, highlight=False).print(choice_report(choice))
+    Console(markup=False, highlight=False, emoji=False).print(choice_report(choice))
 
 
 def tell_choice(choice: PlanChoice, save_plan: str | Path | None) -> None:

@@ -98,4 +98,4 @@ def unit_of(counts: Sequence[int]) -> tuple[str, int]:
 
 def print_choice(choice: StageChoice) -> None:
     """Print the report."""
-    Console(markup=False, highlight=False).print(choice_report(choice))
+    Console(markup=False, highlight=False, emoji=False).print(choice_report(choice))

@@ -94,7 +94,7 @@ def optimizer_problems(
 
 
 def listed(what: str, names: Collection[str]) -> list[str]:
-    shown = sorted(names)[:10]
+    shown = [name if len(name) <= 200 else f"{name[:200]}..." for name in sorted(names)[:10]]
     more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
     return [f"{what}: {', '.join(shown)}{more}"] if names else []
 

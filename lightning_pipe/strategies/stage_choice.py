@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
 
-from lightning_pipe.engine import SetupError
+from lightning_pipe.engine import PipelineError, SetupError
 from lightning_pipe.llm.choice import (
     Calibration,
     Candidate,
@@ -39,6 +40,7 @@ from lightning_pipe.llm.padding import SequenceKeys, pad_microbatch
 from lightning_pipe.llm.rank_memory import Sharing
 from lightning_pipe.llm.schedule_checks import splits_backward
 from lightning_pipe.llm.schedules import ScheduleSpec
+from lightning_pipe.loops.user_errors import note_lost_rank
 from lightning_pipe.strategies.checkpoint_folder import gather, on_all_ranks
 from lightning_pipe.strategies.optimizer_bytes import by_piece, optimizer_bytes
 from lightning_pipe.strategies.pipeline_module import PipelineModule
@@ -213,8 +215,28 @@ class _Bench:
         return None if trial is None else (candidate, trial.events, trial.recorded)
 
     def run_finalists(self, predictions: Sequence[Prediction], most: int) -> list[Prediction]:
-        """Run the most promising in turns, for as long as they may be the fastest; all, with what those took."""
-        seconds = {one.candidate: list[float]() for one in finalists(predictions, most)}
+        """Run the most promising, and the next ones where none of those can be run; all, with what they took.
+
+        Raises:
+            SetupError: on every rank: none can be run.
+        """
+        seconds: dict[Candidate, list[float]] = {}
+        left = list(predictions)
+        while not seconds and (left := [one for one in left if one.candidate not in self._out]):
+            seconds = self._times(finalists(left, most))
+        if not seconds:
+            raise SetupError(
+                f"none of {len(predictions)} ways to train in stages could be run: {'; '.join(self.failed)}"
+            )
+        return [
+            replace(one, measured=statistics.median(seconds[one.candidate])) if seconds.get(one.candidate) else one
+            for one in predictions
+            if one.candidate not in self._out
+        ]
+
+    def _times(self, candidates: Sequence[Prediction]) -> dict[Candidate, list[float]]:
+        """Run candidates in turns, for as long as they may be the fastest; seconds of those that could be run."""
+        seconds = {one.candidate: list[float]() for one in candidates}
         still = set(seconds)
         for _ in range(_ROUNDS):
             for candidate in seconds:
@@ -223,23 +245,25 @@ class _Bench:
             still -= self._out
             best = min((min(seconds[one]) for one in still), default=0.0)
             still = {one for one in still if min(seconds[one]) <= _HOPELESS * best}
-        if not still:
-            raise SetupError(f"none of {len(seconds)} ways to train in stages could be run: {'; '.join(self.failed)}")
-        return [
-            replace(one, measured=statistics.median(seconds[one.candidate])) if seconds.get(one.candidate) else one
-            for one in predictions
-            if one.candidate not in self._out
-        ]
+        return {one: times for one, times in seconds.items() if one not in self._out}
 
     def _try(self, candidate: Candidate, *, record: bool = False) -> Trial | None:
         if candidate in self._out:
             return None
         try:
             return self._trials.run(self._plan_of(candidate), record=record)
-        except Exception as error:  # on every rank, of whatever kind: out of memory, say
+        except PipelineError as error:  # on every rank
             self._out.add(candidate)
             self.failed.append(f"{candidate.spec.name} could not be run: {type(error).__name__}: {error}")
             return None
+        except Exception as error:
+            # The other ranks are in the middle of the step, and would take the next candidate's messages for its own.
+            error.add_note(
+                f"schedule {candidate.spec.name} was tried out on all ranks, of which one has failed in the middle of a"
+                " step; set memory_limit to less than is free, or trials=0 to choose without trying"
+            )
+            note_lost_rank(error, dist.get_world_size())
+            raise
 
 
 def layers_of(module: PipelineModule) -> ModuleConfig:

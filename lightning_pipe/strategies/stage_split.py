@@ -158,10 +158,18 @@ def split_model(
     if not stand_ins:
         _fill(model, record, cut.holds(mine), device, pretrained)
     stages = {index: cut.stage(model, index) for index in sorted(mine)}
-    if stand_ins:
-        stand_in(nn.ModuleList(stages.values()), device)
-    for stage in stages.values():
-        stage.to(device)
+
+    def place() -> None:
+        if stand_ins:
+            stand_in(nn.ModuleList(stages.values()), device)
+        for stage in stages.values():
+            stage.to(device)
+
+    # One rank's memory may be full, while others go on to collectives.
+    if dist.is_initialized():
+        on_all_ranks(place, f"the stages cannot be put on device {str(device)!r}")
+    else:
+        place()
     for stage in stages.values():
         cut.parallelise(stage)
     return SplitModel(cut.join(model, stages), stages, names, shapes, cut.tied, routers)

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 
+from lightning_pipe.engine import InputError
 from lightning_pipe.llm.timed_stage import StageEvent
-from lightning_pipe.strategies.checkpoint_folder import gather
+from lightning_pipe.strategies.checkpoint_folder import gather, on_all_ranks
 from lightning_pipe.strategies.pipeline_module import PipelineModule
 from lightning_pipe.strategies.stage_parts import PartsMaker, StageParts, StagePlan
 
@@ -59,17 +60,25 @@ class StageTrials:
         """Build the plan's stages, run some steps of them, and let go of them again.
 
         Raises:
-            Exception: on every rank: the model cannot be cut so, or a forward fails.
+            PipelineError: on every rank: the model cannot be cut so, a rank's memory is full, or a forward fails.
+            Exception: on this rank alone, whatever else fails; the others wait for it in the middle of a step.
         """
-        module, whole = self._module, self._module.model
+        module, whole, maker = self._module, self._module.model, self._maker
+        parts: Any = None
         try:
-            parts = self._maker.make(module, plan, None, stand_ins=True)
-            self._maker.precision.convert_module(parts.split.kept)
-            with self._maker.precision.train_step_context(), torch.enable_grad():
+            parts = maker.make(module, plan, None, stand_ins=True)
+            kept = parts.split.kept
+            failed = "the stages cannot be converted to the trainer's precision"
+            on_all_ranks(lambda: maker.precision.convert_module(kept), failed, maker.numbers_group)
+            with maker.precision.train_step_context(), torch.enable_grad():
                 return self._measure(parts, record)
+        except Exception as error:
+            if parts is not None and error is parts.runner.failure:  # of which all ranks have been told
+                raise InputError(f"{type(error).__name__}: {error}") from error
+            raise
         finally:
             module.model = whole
-            parts = None  # type: ignore[assignment]  # what is let go of now is not there beside the next one
+            parts = kept = None  # what is let go of now is not there beside the next one
             gc.collect()
 
     def _measure(self, parts: StageParts, record: bool) -> Trial:

@@ -23,8 +23,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.patience import HANG
+
 # How long (seconds) a process may take to end once it was told to.
-END = 5.0
+END = 60.0
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Nursery:
         self._connection = connection
 
     def run(
-        self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, absent: int = 0
+        self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = HANG, absent: int = 0
     ) -> list[Ended]:
         """Calls ``fn(here, *args)`` in each of *world_size* processes, whose environment is as torchrun would set it.
 

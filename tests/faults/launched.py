@@ -60,6 +60,6 @@ class Launched:
         """Ends what is still there of it; ranks, which torchrun puts into sessions of their own, end with it."""
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(10)
+            self._process.wait(60)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)

@@ -16,6 +16,7 @@ from tests.faults.elastic_program import EVERY, KILLED_AT, train
 from tests.faults.forked_ranks import Here, Nursery, told
 from tests.faults.launched import Launched
 from tests.faults.training import KINDS
+from tests.patience import HANG
 from tests.strategies.cases import difference
 
 # A start of all ranks for each, and one more.
@@ -31,7 +32,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a job that was killed and started again once for each strategy."""
     folder = tmp_path_factory.mktemp("elastic")
     options = ["--standalone", "--nproc-per-node=2", f"--max-restarts={len(TRAINED)}"]
-    code, output = Launched(options, "tests.faults.elastic_program", str(folder), *TRAINED).wait(240)
+    code, output = Launched(options, "tests.faults.elastic_program", str(folder), *TRAINED).wait(HANG)
     (folder / "output").write_text(output)
     assert code == 0, output
     return folder

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
+from lightning_pipe.llm.timed_stage import TimedStage
+from lightning_pipe.strategies.llm_auto import AutoLLMPipelineStrategy
 from tests.faults.forked_ranks import Ended, Here, Nursery, Raised, told
 from tests.faults.injected import PLACES, broken
 from tests.faults.left_behind import left_behind
-from tests.faults.training import BOUND, KINDS, WHERE, fit, module
+from tests.faults.training import BOUND, KINDS, TIMEOUT, WHERE, fit, module
+from tests.strategies import llm_cases
 
 CASES = [(kind, place) for kind, places in PLACES.items() for place in places]
 # What Gloo says where the rank at the other end is gone, and what this project says.
@@ -93,10 +99,34 @@ def saving_on_the_way_out(here: Here, kind: str, callback: str) -> None:
 def test_a_checkpoint_on_the_way_out_keeps_no_rank_waiting(kind: str, callback: str, ranks: Nursery) -> None:
     ended = ranks.run(saving_on_the_way_out, 2, kind, callback)
     assert [one.code for one in ended] == [1, 1], told(ended)
-    # Five seconds for the other rank to come to the checkpoint.
-    assert max(one.seconds for one in ended) < BOUND + 5, told(ended)
+    assert max(one.seconds for one in ended) < BOUND, told(ended)
     assert ended[1].value.kind == "UserError", told(ended)
     assert "no checkpoint was written on the way out" in str(ended[1].value), told(ended)
+
+
+def out_of_memory_in_a_trial(here: Here) -> None:
+    perform, calls = TimedStage.backward_one_chunk, itertools.count()
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        # The first trial's, in the middle of its step.
+        if here.rank == 1 and next(calls) == 1:
+            here.note_fault()
+            raise torch.OutOfMemoryError("no 2 GiB")
+        return perform(*args, **kwargs)
+
+    with mock.patch.object(TimedStage, "backward_one_chunk", backward):
+        strategy = AutoLLMPipelineStrategy(trials=2, num_microbatches=4, timeout=TIMEOUT)
+        llm_cases.fit(llm_cases.Tiny(), strategy, llm_cases.row_batches(2), devices=2)
+
+
+def test_a_rank_without_memory_in_a_trial_keeps_no_rank_waiting(ranks: Nursery) -> None:
+    ended = ranks.run(out_of_memory_in_a_trial, 2)
+    assert [one.code for one in ended] == [1, 1], told(ended)
+    assert max(one.seconds for one in ended) < BOUND, told(ended)
+    assert ended[1].value.kind == "OutOfMemoryError", told(ended)
+    assert re.search(LOST, str(ended[0].value)), told(ended)
+    for one in ended:
+        assert "was tried out on all ranks, of which one has failed" in str(one.value), told(ended)
 
 
 @pytest.mark.parametrize(("kind", "place"), CASES)
@@ -145,7 +175,7 @@ def alone(ranks: Nursery) -> Callable[[str], Ended]:
 
     @functools.cache
     def run(kind: str) -> Ended:
-        (ended,) = ranks.run(one_after_another, 1, kind, timeout=90)
+        (ended,) = ranks.run(one_after_another, 1, kind)
         return ended
 
     return run

@@ -10,8 +10,8 @@ import pytest
 from tests.faults.forked_ranks import Ended, Here, Nursery, told
 from tests.faults.training import BOUND, fit, module
 
-# How long (seconds) ranks wait for each other.
-WAIT = 3
+# How long (seconds) ranks wait for each other: those that are there must arrive within it on a busy machine as well.
+WAIT = 20
 
 
 def waiting(here: Here) -> None:
@@ -31,4 +31,4 @@ def test_the_others_end_in_time(ended: list[Ended]) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_says_who_is_missing(rank: int, ended: list[Ended]) -> None:
-    assert re.search(r"SetupError: of 3 ranks 2 did not arrive in 3 s", str(ended[rank].value)), told(ended)
+    assert re.search(r"SetupError: of 3 ranks 2 did not arrive in 20 s", str(ended[rank].value)), told(ended)

@@ -6,20 +6,21 @@ import os
 import signal
 import threading
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
+import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_pipe.strategies.background_save import BackgroundSave
 from tests.faults.forked_ranks import Ended, Here, Nursery, told
 from tests.faults.left_behind import left_behind
 from tests.faults.training import BOUND, KINDS, final_state, fit, loader, module
 from tests.strategies.cases import difference
-
-# How long (seconds) ranks wait for each other that would for ever.
-WAIT = 5.0
 
 
 class Signal(Callback):
@@ -57,7 +58,6 @@ def terminated(here: Here, kind: str, received: dict[int, int]) -> tuple[int, li
         train(
             stopped,
             callbacks=callbacks,
-            strategy={"timeout": timedelta(seconds=WAIT)},
             enable_checkpointing=True,
             default_root_dir=here.folder,
         )
@@ -120,6 +120,56 @@ def test_a_process_trains_again_after_ctrl_c(kind: str, ranks: Nursery) -> None:
     (ended,) = ranks.run(interrupted_alone, 1, kind)
     assert ended.code == 0, told([ended])
     assert ended.value == (1, [], True)
+
+
+class SaveAtEnd(Callback):
+    """Begins a checkpoint behind the last batch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            trainer.save_checkpoint(self.path)
+
+
+def interrupted_while_it_writes(here: Here, kind: str) -> tuple[Any, list[str], list[str], bool]:
+    stopped, threads, path = module(kind), threading.enumerate(), here.folder / "a.ckpt"
+    waits, original_wait, original_write = threading.Event(), BackgroundSave.wait, dcp.FileSystemWriter.write_data
+
+    def wait(saves: BackgroundSave) -> None:
+        if saves.under_way:
+            waits.set()
+        original_wait(saves)
+
+    def write(*args: Any, **kwargs: Any) -> Any:
+        assert waits.wait(BOUND)
+        here.note_fault()
+        os.kill(os.getpid(), signal.SIGINT)
+        return original_write(*args, **kwargs)
+
+    code: Any = "none"
+    asynchronous = {"timeout": timedelta(seconds=BOUND), "async_checkpoints": True}
+    with (
+        mock.patch.object(BackgroundSave, "wait", wait),
+        mock.patch.object(dcp.FileSystemWriter, "write_data", write),
+    ):
+        try:
+            fit(kind, here.world_size, stopped, callbacks=[SaveAtEnd(path)], strategy=asynchronous)
+        except SystemExit as error:
+            code = error.code
+    left = left_behind(stopped, threads)
+    resumed, whole = module(kind), module(kind)
+    fit(kind, here.world_size, resumed, ckpt_path=path, max_epochs=2)
+    fit(kind, here.world_size, whole, max_epochs=2)
+    return code, left, sorted(one.name for one in here.folder.glob("*.ckpt*")), resumed.losses == whole.losses[6:]
+
+
+@pytest.mark.parametrize("kind", ["recsys", "llm"])
+def test_ctrl_c_while_a_checkpoint_is_written_leaves_it_whole(kind: str, ranks: Nursery) -> None:
+    ended = ranks.run(interrupted_while_it_writes, 2, kind)
+    assert [one.code for one in ended] == [0, 0], told(ended)
+    assert [one.value for one in ended] == [(1, [], ["a.ckpt"], True)] * 2, told(ended)
 
 
 def interrupted(here: Here, kind: str, receivers: tuple[int, ...]) -> None:

@@ -17,10 +17,10 @@ import pytest
 from tests.faults.forked_ranks import Here, Nursery, told
 from tests.faults.launched import Launched
 from tests.faults.training import BOUND, WHERE, fit, module
+from tests.patience import HANG
 
 # How long (seconds) ranks wait for each other: where the link is cut, nothing else says so.
-WAIT = 5.0
-START = 90.0
+WAIT = 20.0
 
 
 def ip(*arguments: str) -> None:
@@ -115,13 +115,13 @@ def result(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Result:
         for number in range(2):
             jobs.append(hosts.launch(number, found.folder))
             ends.callback(jobs[-1].end)
-        if all_there([found.folder / f"begun_{rank}" for rank in range(2)], START):
+        if all_there([found.folder / f"begun_{rank}" for rank in range(2)], HANG):
             hosts.cut()
             cut = time.monotonic()
             if all_there([found.folder / f"said_{rank}" for rank in range(2)], WAIT + BOUND):
                 found.seconds = time.monotonic() - cut
     for job in jobs:
-        found.outputs.append(job.wait(30)[1])
+        found.outputs.append(job.wait(HANG)[1])
     return found
 
 

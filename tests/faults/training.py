@@ -16,12 +16,14 @@ from lightning_pipe.loops.default_program import default_plan
 from lightning_pipe.recsys.tasks import recsys_tasks
 from lightning_pipe.strategies.pipeline import PipelineStrategy
 from tests.loops.models import Net, Rows
+from tests.patience import HANG
 from tests.strategies import cases, llm_cases
 
-# Of a strategy's process groups: far more than ranks may take to end, so that it is not this that ends them.
-TIMEOUT = timedelta(seconds=60)
-# How long (seconds) a rank may take to end once another has failed. Gloo sees at once that a connection is closed.
-BOUND = 10.0
+# Of a strategy's process groups: more than a test waits, so that it is never this that ends a rank.
+TIMEOUT = timedelta(seconds=2 * HANG)
+# How long (seconds) a rank may take to end once another has failed. Gloo sees at once that a connection is closed, but
+# a busy machine may take a minute to raise, clean up and end the process.
+BOUND = HANG / 2
 # What errors say about the place.
 WHERE = r"(task '\w+( iterator)?' of iteration \d+ \(stage \d\)|batch \d+ of epoch \d+) failed on rank {rank}"
 

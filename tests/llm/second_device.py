@@ -38,10 +38,18 @@ class TensorThere(Tensor):
 
 
 class SecondDevice(TorchDispatchMode):
-    """Entered, it is there; ``.to("lazy:0")`` and ``.to("cpu")`` copy."""
+    """Entered, it is there; ``.to("lazy:0")`` and ``.to("cpu")`` copy.
 
-    def __init__(self) -> None:
+    Args:
+        delays_copies: what is copied to the host with ``non_blocking=True`` is NaN there until :meth:`synchronize`. The
+            device itself, which does one thing after the other, reads what it has been asked to copy.
+    """
+
+    def __init__(self, delays_copies: bool = False) -> None:
         super().__init__()
+        self._delays_copies = delays_copies
+        # By the storage that they go to: the host's memory, and what it will hold.
+        self._under_way: dict[int, tuple[Tensor, Tensor]] = {}
         self._alive: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self.peak = 0
 
@@ -50,8 +58,16 @@ class SecondDevice(TorchDispatchMode):
         """Of the memory that is in use there."""
         return sum(size for storage, size in self._alive.values() if storage() is not None)
 
+    def synchronize(self) -> None:
+        """Wait until everything that was asked of the device is done."""
+        under_way, self._under_way = self._under_way, {}
+        for target, value in under_way.values():
+            target.copy_(value)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if "pin_memory" in kwargs:
+            kwargs["pin_memory"] = False  # of which there is none without an accelerator
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         if any(isinstance(value, DTensor) for value in given):
             return NotImplemented  # it comes again, with what each rank has of them
@@ -64,6 +80,11 @@ class SecondDevice(TorchDispatchMode):
         if target is not None:
             kwargs["device"] = torch.device("cpu")
         inner_args, inner_kwargs = tree_map(_inner, (args, kwargs))
+        if self._delays_copies:
+            if not there and goes_there:
+                inner_args = tree_map_only(Tensor, self._on_device, inner_args)
+            elif func is torch.ops.aten.copy_.default and len(there) == 1 and (args[2:] or kwargs.get("non_blocking")):
+                return self._copy_later(args[0], inner_args[1])
         result = func(*inner_args, **inner_kwargs)
         if func is torch.ops.aten.copy_.default:
             return args[0]
@@ -71,6 +92,14 @@ class SecondDevice(TorchDispatchMode):
         if not goes_there:
             return result
         return tree_map_only(Tensor, lambda value: known[id(value)] if id(value) in known else self._put(value), result)
+
+    def _copy_later(self, target: Tensor, value: Tensor) -> Tensor:
+        assert not isinstance(target, TensorThere)
+        self._under_way[target.data_ptr()] = target, value.clone()
+        return target.fill_(float("nan"))
+
+    def _on_device(self, value: Tensor) -> Tensor:
+        return self._under_way[value.data_ptr()][1] if value.data_ptr() in self._under_way else value
 
     def _put(self, inner: Tensor) -> TensorThere:
         storage = inner.untyped_storage()

@@ -154,6 +154,56 @@ def test_the_hosts_memory_is_used_again_in_the_next_step(device: SecondDevice) -
     assert [value.data_ptr() for value in tree_leaves(list(optimizer.state.values()))] == before
 
 
+# ---------------------------------------------------------------------- copies that take time
+
+
+@pytest.fixture
+def slow_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SecondDevice]:
+    with SecondDevice(delays_copies=True) as device:
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch.accelerator, "synchronize", device.synchronize)
+        yield device
+
+
+def test_a_copy_that_is_not_waited_for_is_not_there_yet(slow_device: SecondDevice) -> None:
+    given, host = torch.ones(2).to(DEVICE), torch.zeros(2)
+    host.copy_(given, non_blocking=True)
+    assert host.isnan().all()
+    assert inner(host.to(DEVICE)).tolist() == [1.0, 1.0]
+    assert host.isnan().all()
+    slow_device.synchronize()
+    assert host.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 200, 2**20])
+def test_the_state_is_on_the_host_whole_when_a_step_returns(bucket_bytes: int, slow_device: SecondDevice) -> None:
+    for steps in range(1, STEPS + 1):
+        _, plain, _ = train(OPTIMIZERS["AdamW"], DEVICE, steps=range(1, steps + 1))
+        _, optimizer, _ = train(OPTIMIZERS["AdamW"], DEVICE, bucket_bytes=bucket_bytes, steps=range(1, steps + 1))
+        assert same(optimizer.state_dict(), plain.state_dict())
+
+
+def test_state_that_is_moved_off_the_device_is_on_the_host_whole(slow_device: SecondDevice) -> None:
+    _, optimizer, _ = train(OPTIMIZERS["AdamW"], DEVICE)
+    expected = copy.deepcopy(inner(optimizer.state_dict()))
+    offloaded = OffloadedState(optimizer)
+    assert same(optimizer.state_dict(), expected)
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].to(DEVICE)
+    offloaded.rest()
+    assert same(optimizer.state_dict(), expected)
+
+
+def test_after_a_step_that_fails_the_state_is_on_the_host_whole(slow_device: SecondDevice) -> None:
+    _, plain, _ = train(OPTIMIZERS["AdamW"], DEVICE)
+    parameters, optimizer, _ = train(OPTIMIZERS["AdamW"], DEVICE, bucket_bytes=1)
+    parameters[0].grad = torch.ones(parameters[0].shape).to(DEVICE)
+    optimizer.param_groups[0]["betas"] = None
+    with pytest.raises(TypeError):
+        optimizer.step()
+    assert same(optimizer.state_dict()["state"], plain.state_dict()["state"])
+
+
 # ---------------------------------------------------------------------- checkpoints and neighbours
 
 

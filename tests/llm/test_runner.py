@@ -106,6 +106,10 @@ def two_ranks(rank: int, world: int) -> dict[str, Any]:
         found["shapes"] = str(error)
     found["kept"] = kept(rank, MEBIBYTE)
     found["let go"] = kept(rank, 0)
+    # Training keeps what goes in and out of a stage, the last one's being the most: in 32 bits, of each token.
+    row = 4 * (WIDTH + VOCABULARY)
+    most = sum(2 * len(inputs(2)) * row * length for length in (5, 6, 7))
+    found["just kept"], found["just too much"] = kept(rank, most), kept(rank, most - 1)
     runner.record_events = True
     runner.evaluate(inputs(2), loss_of)
     found["events"] = [(one.kind, one.microbatch) for one in runner.events if one.kind == "forward"]
@@ -181,6 +185,8 @@ def test_schedules_are_kept_for_each_length_within_the_bytes_allowed(found: list
     for one in found:
         assert one["kept"] == [(2, 6), (2, 5), (2, 7)]  # the least recently used first
         assert one["let go"] == [(2, 7)]
+        assert one["just kept"] == one["kept"]
+        assert one["just too much"] == [(2, 5), (2, 7)]
 
 
 def test_events_are_recorded_only_while_that_is_asked_for(found: list[dict[str, Any]]) -> None:

@@ -185,7 +185,7 @@ ALL_EVALUATED = [("evaluate", name, m) for name in SCHEDULES for m in EVALUATED]
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Case]]:
-    return run_ranks(run_all, 2, str(tmp_path_factory.mktemp("files")), timeout=240.0)
+    return run_ranks(run_all, 2, str(tmp_path_factory.mktemp("files")))
 
 
 @pytest.mark.parametrize("key", TRAINED, ids=str)

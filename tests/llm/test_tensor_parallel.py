@@ -300,7 +300,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
-    return run_ranks(four_ranks, 4, str(folder), timeout=240)
+    return run_ranks(four_ranks, 4, str(folder))
 
 
 @pytest.mark.parametrize("name", CASES)

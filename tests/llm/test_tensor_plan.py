@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor.parallel import RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_pipe.engine import SetupError
@@ -36,6 +36,10 @@ def known(kind: str, **changes: Any) -> tuple[Any, ModuleConfig]:
     return model, derive_config(model)
 
 
+def of_every_layer(pattern: str, config: ModuleConfig) -> list[str]:
+    return [pattern.replace("*", str(index)) for index in range(config.num_layers)]
+
+
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
@@ -56,7 +60,8 @@ def test_hugging_faces_plan_is_taken_with_the_norms_between_its_matrices(kind: s
     model, config = known(kind)
     plan = derive_tensor_plan(model, config)
     assert plan == expected
-    resolve_tensor_plan(model, config, plan, 2)
+    resolved = resolve_tensor_plan(model, config, plan, 2)
+    assert resolved.keys() == {name for pattern in plan for name in of_every_layer(pattern, config)}
 
 
 def test_entries_of_hugging_faces_plan_for_other_kinds_of_layers_are_left_out() -> None:
@@ -125,10 +130,18 @@ def test_widths_and_heads_that_ranks_cannot_share_are_refused(changes: Any, size
 def test_heads_may_be_any_number_where_the_parts_are_gathered() -> None:
     model, config = known("llama", num_key_value_heads=1)
     gathered = {"colwise": "colwise_rep", "rowwise": "rowwise_rep"}
-    resolve_tensor_plan(model, config, {name: gathered[str(word)] for name, word in LLAMA.items()}, 2)
+    plan = {name: gathered[str(word)] for name, word in LLAMA.items()}
+    resolved = resolve_tensor_plan(model, config, plan, 2)
+    kinds = {"colwise_rep": ColwiseParallel, "rowwise_rep": RowwiseParallel}
+    assert {name: type(style) for name, style in resolved.items()} == {
+        name: kinds[word] for pattern, word in plan.items() for name in of_every_layer(pattern, config)
+    }
 
 
 def test_a_stage_may_lack_the_layers_that_an_entry_is_for() -> None:
     model, config = known("llama")
     prune(model, config, ["model.layers.0"])
-    resolve_tensor_plan(model, config, {"model.layers.3.mlp.up_proj": "colwise"}, 2)
+    other = {"model.layers.3.mlp.up_proj": "colwise"}
+    assert resolve_tensor_plan(model, config, other, 2) == {}
+    both = {**other, "model.layers.0.mlp.up_proj": "colwise"}
+    assert resolve_tensor_plan(model, config, both, 2).keys() == {"model.layers.0.mlp.up_proj"}

@@ -45,6 +45,13 @@ def test_a_negative_cost_is_refused() -> None:
         even_shares([1, -1], 1)
 
 
+def test_of_equally_good_cuts_the_latest_are_taken() -> None:
+    # Earlier partitions hold more micro-batches, and the last one a loss.
+    assert even_shares([1, 1, 1], 2) == [2, 1]
+    assert even_shares([1, 1, 1, 1, 1], 3) == [2, 2, 1]
+    assert even_shares([0, 0, 2, 0], 2) == [3, 1]
+
+
 def test_parameters_are_counted() -> None:
     layers = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(10, 10))
     assert balance_by_parameters(layers, 2) == [2, 1]
@@ -116,4 +123,6 @@ def test_measuring_leaves_the_layers_and_random_numbers_as_they_were() -> None:
 
 def test_layers_with_skips_can_be_measured() -> None:
     shares = balance_by_time(with_skips(), 3, torch.ones(4, 6), repeats=2)
-    Pipe(with_skips(), 2, devices=["cpu"] * 3, balance=shares).close()
+    pipe = Pipe(with_skips(), 2, devices=["cpu"] * 3, balance=shares)
+    assert pipe.balance == shares
+    pipe.close()

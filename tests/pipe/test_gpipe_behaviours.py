@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine import PlanError, SetupError
 from lightning_pipe.pipe import Pipe, is_recomputing
+from tests.patience import HANG
 
 CHECKPOINT: tuple[Any, ...] = ("always", "except_last", "never")
 Make = Callable[..., Pipe]
@@ -308,7 +309,7 @@ def test_partitions_before_one_that_fails_are_few_micro_batches_ahead(make: Make
         return Calls(call)
 
     def fails(input: Tensor) -> Tensor:
-        assert far.wait(30)  # until the first one is as far as it may be
+        assert far.wait(HANG)  # until the first one is as far as it may be
         raise KeyError("on purpose")
 
     pipe = make([counts(0), counts(1), Calls(fails)], 64, "never", ["cpu"] * partitions)

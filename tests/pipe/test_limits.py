@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_pipe.engine import InputError, PlanError, SetupError
 from lightning_pipe.pipe import Pipe, balance_by_memory, balance_by_time, pop, skippable, stash
+from tests.patience import HANG
 from tests.pipe.models import COMPILES, whole_forward
 
 CPUS = ["cpu", "cpu"]
@@ -402,7 +403,7 @@ def test_several_threads_take_turns(make: Make) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG)
     assert right == [True] * 60
 
 

@@ -51,3 +51,5 @@ def test_outputs_that_differ_in_more_than_tensors_are_refused() -> None:
         gather([(torch.zeros(1),), [torch.zeros(1)]])
     with pytest.raises(InputError, match="returns 1 for the first micro-batch"):
         gather([(torch.zeros(1), 1), (torch.zeros(1), 2)])
+    with pytest.raises(InputError, match="returns 2 for the first micro-batch"):
+        gather([(torch.zeros(1), 2), (torch.zeros(1), 1)])

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_pipe.engine import InputError, PlanError, SetupError
 from lightning_pipe.pipe import Pipe, is_recomputing
+from tests.patience import HANG
 from tests.pipe.models import COMPILES, MODELS, batch, different, same, whole_forward
 
 
@@ -446,7 +447,7 @@ def test_no_thread_is_left_by_a_pipe_that_is_closed_or_forgotten() -> None:
     del pipe
     gc.collect()
     for thread in threads:
-        thread.join(10)
+        thread.join(HANG)
         assert not thread.is_alive()
 
 
@@ -486,7 +487,7 @@ def test_pytorchs_profiler_shows_the_tasks_in_the_threads_of_their_partitions() 
 
 def test_partitions_work_on_different_micro_batches_at_the_same_time() -> None:
     # Each waits for the other to be at work too: one after the other they would wait for ever.
-    meet = threading.Barrier(2, timeout=30)
+    meet = threading.Barrier(2, timeout=HANG)
 
     class Meets(nn.Module):
         def __init__(self, first: bool) -> None:

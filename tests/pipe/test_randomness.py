@@ -68,6 +68,30 @@ def test_a_seed_gives_the_same_numbers_in_every_mode_and_however_layers_are_shar
             assert different(one, other) == [], (checkpoint, partitions)
 
 
+def test_a_loss_draws_the_same_however_layers_are_shared_out_and_not_what_a_layer_draws() -> None:
+    drawn: list[Tensor] = []
+
+    class Draws(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            drawn.append(torch.rand(1))
+            return input
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        drawn.append(torch.rand(1))
+        return output.square().mean()
+
+    found = []
+    for partitions in (1, 2, 3, 4):
+        torch.manual_seed(7)
+        pipe = Pipe(nn.Sequential(*(Draws() for _ in range(4))), 1, "never", ["cpu"] * partitions)
+        drawn.clear()
+        pipe.loss(torch.ones(2, 1, requires_grad=True), torch.ones(2, 1), loss_fn, reduction="mean").backward()
+        pipe.close()
+        found.append([one.item() for one in drawn])
+    assert found == [found[0]] * 4
+    assert len(set(found[0])) == len(found[0]) == 5
+
+
 @pytest.mark.parametrize("through", ["forward", "loss"])
 @pytest.mark.parametrize("checkpoint", CHECKPOINT)
 def test_gradients_are_those_of_the_masks_of_forward(checkpoint: Any, through: str) -> None:
@@ -125,6 +149,7 @@ def test_dropout_on_own_generators_is_pytorchs() -> None:
         pipe = Pipe(nn.Sequential(nn.Dropout(p)), 1, devices=["cpu"])
         found = pipe(inputs)
         assert torch.equal(found, torch.where(found != 0, inputs * (1 / (1 - p) if p < 1 else 0.0), 0.0))
+        # Of 1000 draws the share has a standard deviation of 0.0145 at most: 0.1 is 6.9 of them, exceeded once in 1e11.
         assert (found == 0).double().mean().item() == pytest.approx(p, abs=0.1)
         pipe.close()
 

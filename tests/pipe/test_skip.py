@@ -124,6 +124,12 @@ def test_a_namespace_for_some_names_leaves_the_others() -> None:
         (["stash a", "stash a", "pop a"], r"'a' is stashed by layers 0 and 1"),
         (["stash a", "pop a", "pop a"], r"'a' is popped by layers 1 and 2"),
         (["pop a", "stash a"], r"'a' is popped by layer 0, before layer 1 stashes it"),
+        # Layers and partitions are not counted alike.
+        (["plain", "stash a", "plain", "plain"], r"stashed and never popped: 'a' \(by layer 1\)"),
+        (["plain", "plain", "plain", "pop a"], r"popped and never stashed: 'a' \(by layer 3\)"),
+        (["plain", "stash a", "plain", "stash a"], r"'a' is stashed by layers 1 and 3"),
+        (["stash a", "plain", "pop a", "pop a"], r"'a' is popped by layers 2 and 3"),
+        (["plain", "pop a", "plain", "stash a"], r"'a' is popped by layer 1, before layer 3 stashes it"),
     ],
 )
 def test_skips_that_lead_nowhere_are_refused_when_the_pipe_is_made(layers: list[str], message: str) -> None:
@@ -164,10 +170,10 @@ def test_a_layer_does_what_it_declares() -> None:
     with pytest.raises(SetupError, match=r"Forgets.forward ended and did not stash 'a'"):
         Forgets()(one)
     with pytest.raises(
-        SetupError, match=r"Twice.forward yields stash\('a'\) which it does not declare, or for a second"
+        SetupError, match=r"Twice.forward yields stash\('a'\) which it does not declare, or for a second .*are: 'a'"
     ):
         Twice()(one)
-    with pytest.raises(SetupError, match=r"Other.forward yields pop\('b'\) which it does not declare"):
+    with pytest.raises(SetupError, match=r"Other.forward yields pop\('b'\) which .*; declared are: 'a'"):
         Other()(one)
     with pytest.raises(SetupError, match=r"Value.forward yields a Tensor"):
         Value()(one)

@@ -116,7 +116,7 @@ def all_plans(rank: int, world_size: int) -> dict[str, dict[str, bool]]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_plans_train_the_same_to_the_bit_and_in_the_mean_as_without_a_balancer(ranks: int) -> None:
-    for found in run_ranks(all_plans, ranks, timeout=300.0):
+    for found in run_ranks(all_plans, ranks):
         wrong = {name: [what for what, is_true in holds.items() if not is_true] for name, holds in found.items()}
         assert wrong == {name: [] for name in found}
 
@@ -157,7 +157,7 @@ def test_a_bad_batch_on_one_rank_is_an_error_on_all_under_every_plan() -> None:
         "moved": "rank 1: batch.label is of type object",
         "workload": "sample 0 of rank 1 has the workload -1",
     }
-    one, other = run_ranks(faults, 2, timeout=200.0)
+    one, other = run_ranks(faults, 2)
     assert len(one) == 9
     assert one.keys() == other.keys()
     for name, (message, trained_before) in one.items():

@@ -232,6 +232,45 @@ def failed_backward(rank: int, group: dist.ProcessGroup) -> Any:
     return results
 
 
+class Watched:
+    """A reduction that is under way."""
+
+    def __init__(self, work: Any, waited: list[Any]) -> None:
+        self._work, self._waited = work, waited
+
+    def wait(self) -> None:
+        self._waited.append(self)
+        self._work.wait()
+
+
+def left_over(rank: int, group: dist.ProcessGroup) -> Any:
+    """How many reductions there were, and were waited for, after a step that nobody finished and in the next one."""
+    module = Chain()
+    waited: list[Any] = []
+    all_reduce = dist.all_reduce
+    with (
+        mock.patch.object(dist, "all_reduce", lambda *args, **kwargs: Watched(all_reduce(*args, **kwargs), waited)),
+        reducing(module, group) as reducer,
+        recorded_launches() as launches,
+    ):
+        counts = []
+        for _ in range(2):
+            reducer.prepare()
+            counts.append((len(launches), len(set(waited))))
+            module(batch(rank, 0), EVERYTHING).backward()
+            kept = gradients(module)
+            reducer.leave()
+            counts.append((len(launches), len(set(waited))))
+            assert_same(gradients(module), kept)
+        reducer.prepare()
+        counts.append((len(launches), len(set(waited))))
+        module.zero_grad()
+        module(batch(rank, 1), EVERYTHING).backward()
+        reducer.finalize()
+    local = local_gradients(Chain(), lambda copied: copied(batch(rank, 1), EVERYTHING))
+    return counts, local, gradients(module)
+
+
 def _raise(gradient: torch.Tensor) -> None:
     raise ZeroDivisionError("in the middle")
 
@@ -356,6 +395,7 @@ CASES: list[Case] = [
     launch_order,
     mixed_dtypes,
     failed_backward,
+    left_over,
     second_backward,
     second_backward_after_one_without_sync,
     used_twice,
@@ -500,6 +540,14 @@ def test_a_backward_that_raises_leaves_no_rank_waiting_and_the_next_step_is_righ
     assert other_message == "no error"
     assert kept["layers.4.weight"] is not None
     assert kept["layers.0.weight"] is None
+    expected = mean([local_0, local_1])
+    assert_same(found_0, expected)
+    assert_same(found_1, expected)
+
+
+def test_reductions_left_over_are_waited_for_before_the_next_step_uses_their_memory(results: Results) -> None:
+    (counts_0, local_0, found_0), (counts_1, local_1, found_1) = results(left_over)
+    assert counts_0 == counts_1 == [(0, 0), (5, 0), (5, 5), (10, 5), (10, 10)]
     expected = mean([local_0, local_1])
     assert_same(found_0, expected)
     assert_same(found_1, expected)

@@ -185,7 +185,7 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return run_ranks(everything, 2, timeout=300.0)
+    return run_ranks(everything, 2)
 
 
 @pytest.mark.parametrize("name", MODELS)

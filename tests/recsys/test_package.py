@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import lightning_pipe.recsys
+from tests.patience import HANG
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,7 +39,7 @@ except SetupError as error:
 
 def test_without_torchrec_there_are_plans_and_the_rest_says_what_mends_the_environment() -> None:
     result = subprocess.run(
-        [sys.executable, "-c", BROKEN], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", BROKEN], cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=False
     )
     assert result.returncode == 0, result.stderr
     assert (

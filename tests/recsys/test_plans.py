@@ -68,12 +68,12 @@ def on_two_nodes(rank: int, world_size: int) -> dict[str, dict[str, bool]]:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> Results:
-    return run_ranks(on_one_node, 2, timeout=200.0)
+    return run_ranks(on_one_node, 2)
 
 
 @pytest.fixture(scope="module")
 def four_ranks() -> Results:
-    return run_ranks(on_two_nodes, 4, timeout=200.0)
+    return run_ranks(on_two_nodes, 4)
 
 
 def holds(results: Results, case: str) -> None:

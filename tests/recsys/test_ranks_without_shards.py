@@ -58,7 +58,7 @@ def plans(rank: int, world_size: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world_size", [3])
 def test_all_agree_on_unused_outputs_where_one_rank_s_optimiser_minds_them(world_size: int) -> None:
-    results = run_ranks(plans, world_size, timeout=120.0)
+    results = run_ranks(plans, world_size)
     assert sorted(found.pop("kernels") for found in results) == [0] * (world_size - 1) + [1]
     for found in results:
         assert {plan: found[plan] for plan in DEPTHS} == {plan: [] for plan in DEPTHS}
@@ -89,6 +89,6 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
 
 
 def test_kernels_that_one_rank_alone_has_are_refused_on_all() -> None:
-    for found in run_ranks(refused, 2, timeout=60.0):
+    for found in run_ranks(refused, 2):
         assert "plan 'fused_sparse_dist' looks up batches ahead" in found["ahead"]
         assert "a kernel of another kind" in found["clipped"]

@@ -281,7 +281,7 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
 @pytest.fixture(scope="module", params=[2, 4], ids="world_{}".format)
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What each rank found, of two replicas over one or two ranks each."""
-    return run_ranks(everything, request.param, timeout=400.0)
+    return run_ranks(everything, request.param)
 
 
 def test_sgd_with_an_average_in_every_step_is_training_over_all_ranks(ranks: list[dict[str, Any]]) -> None:

@@ -40,7 +40,7 @@ def compare(rank: int, world_size: int) -> dict[str, dict[str, bool]]:
 
 @pytest.fixture(scope="module", params=[1, 2], ids="world_{}".format)
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, dict[str, bool]]]:
-    return run_ranks(compare, request.param, timeout=240.0)
+    return run_ranks(compare, request.param)
 
 
 @pytest.mark.parametrize("rates", RATES)

@@ -41,10 +41,10 @@ def same(batch: Any) -> Any:
 
 
 @contextmanager
-def actions_of(model: ShardedModel, **arguments: Any) -> Iterator[RecsysActions]:
+def actions_of(model: ShardedModel, *, look_ahead: bool = False, **arguments: Any) -> Iterator[RecsysActions]:
     world = dist.group.WORLD
     assert world is not None
-    rewrite = ModelRewrite(model.module, method="direct")
+    rewrite = ModelRewrite(model.module, method="direct", look_ahead=look_ahead)
     reducer = DenseGradientReducer(model.dense_parameters(), world)
     try:
         yield RecsysActions(
@@ -211,6 +211,30 @@ def test_hooks_are_called_around_the_lookups_and_their_backward() -> None:
     ):
         assert called.count(what) == 1
         assert called[called.index(what) - 1] == task_name
+
+
+def test_after_a_batch_is_given_up_in_mid_training_the_next_lookup_brings_learning_rates_again() -> None:
+    model = sharded(Case(pooled, optimizer=ROW_WISE_ADAGRAD))
+    brought: list[str] = []
+    with actions_of(model, look_ahead=True, before_lookup=lambda: brought.append("rates")) as actions:
+        tasks = {task.name: task.fn for task in recsys_tasks(actions)}
+        first, ahead, following = (IterContext(batch) for batch in batches(3))
+
+        def run_until(ctx: IterContext, last: str) -> int:
+            """How often rates were brought in the last of the tasks."""
+            for name in NAMES[: NAMES.index(last)]:
+                tasks[name](ctx)
+            brought.clear()
+            tasks[last](ctx)
+            return len(brought)
+
+        assert run_until(first, "EmbForward") == 1
+        tasks["DenseForward"](first)
+        # The tables' rates are those of the batch in training until its backward.
+        assert run_until(ahead, "EmbForward") == 0
+        actions.give_up([first, ahead])
+        assert run_until(following, "EmbForward") == 1
+    assert steps_of(model) == [1, 1]  # of the one that may still be trained
 
 
 @pytest.mark.parametrize("why", ["no step", "no grad mode", "no loss", "no output"])

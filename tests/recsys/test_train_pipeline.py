@@ -45,7 +45,7 @@ from tests.recsys.train_pipeline_cases import (
 @pytest.fixture(scope="module", params=["one machine", "two machines"])
 def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What holds on each rank, wherever they are: ids travel in another way between machines."""
-    return run_ranks(everything if request.param == "one machine" else everything_apart, 2, timeout=240.0)
+    return run_ranks(everything if request.param == "one machine" else everything_apart, 2)
 
 
 def holds(two_ranks: list[dict[str, Any]], name: str, part: str) -> None:

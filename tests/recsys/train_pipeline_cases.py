@@ -24,6 +24,7 @@ from torchrec.streamable import Pipelineable
 from lightning_pipe.engine import PipelineTask, exchanges
 from lightning_pipe.recsys import ShardedModel, TrainPipeline, recsys_tasks
 from lightning_pipe.recsys.kernels import fused_kernels
+from tests.patience import HANG
 from tests.recsys.pipeline_cases import (
     CASES,
     DEPTHS,
@@ -591,7 +592,7 @@ def waits() -> dict[str, Any]:
 
     def run(task: PipelineTask, ctx: Any) -> None:
         if task.name == "EmbPrefetch" and threading.current_thread() is not threading.main_thread():
-            assert about_to_look_up[ctx.iter_idx].wait(60)
+            assert about_to_look_up[ctx.iter_idx].wait(HANG)
         current.task, current.depth = task.name, 0
         task.fn(ctx)
 

@@ -1,0 +1,219 @@
+"""Faults made by hand, of a line each, that the tests nearest to them have to notice.
+
+    python scripts/faults.py                   # all of them, some minutes
+    python scripts/faults.py ledger exchanges  # those of files with one of these words in their names
+
+The tree is copied to a temporary folder, where the tests have to pass; then each fault is put in, its test is run, and
+the file is put back. Ends with status 1 if a fault survives, or if a test fails without one. Code that is not in its
+file exactly once is an error: change the entry along with the code.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+# Seconds for a test: for a fault that makes one hang.
+TIMEOUT = 600
+
+
+class Fault(NamedTuple):
+    """Code that is replaced.
+
+    Attributes:
+        file: below ``lightning_pipe/``.
+        old: code that is there once.
+        new: what comes in its place.
+        test: below ``tests/``, a file or a test in it, which has to fail.
+    """
+
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+FAULTS = [
+    Fault(
+        "pipe/gradients.py",
+        "elif key in self._own and known.layout",
+        "elif known.layout",
+        "pipe/test_gradients.py::test_parameters_that_are_added_have_their_own_gradients_over_micro_batches",
+    ),
+    Fault(
+        "pipe/gradients.py",
+        "elif key in self._own and known.layout",
+        "elif known.layout",
+        "pipe/test_gradients.py::test_a_first_gradient_that_another_parameter_shares_stays_as_it_is",
+    ),
+    Fault("pipe/gradients.py", "gradient + known if dense_last else ", "", "pipe/test_gradients.py"),
+    Fault("pipe/balance.py", "if largest <= following[end]:", "if largest < following[end]:", "pipe/test_balance.py"),
+    Fault(
+        "loops/resumable_loader.py",
+        'self._left, self.given = resume, int(resume["given"])',
+        'self._left, self.given = resume, int(resume["given"]) + (resume["given"] > 0)',
+        "loops/test_shared_order.py::test_a_rank_continues_again_and_again_where_its_share_was_left",
+    ),
+    Fault(
+        "loops/resumable_loader.py",
+        'self._left, self.given = resume, int(resume["given"])',
+        'self._left, self.given = resume, int(resume["given"]) + (resume["given"] > 0)',
+        "loops/test_shared_order.py::test_trainers_on_2_3_and_1_ranks_train_an_epoch_together",
+    ),
+    Fault(
+        "loops/resumable_loader.py",
+        'left = self._left | {"given": self.given, "order": order}',
+        'left = self._left | {"given": 0, "order": order}',
+        "loops/test_shared_order.py::test_a_rank_continues_again_and_again_where_its_share_was_left",
+    ),
+    Fault(
+        "loops/shared_order.py",
+        'trained = state["order"].get("trained", 0) + ',
+        "trained = ",
+        "loops/test_shared_order.py::test_trainers_on_2_3_and_1_ranks_train_an_epoch_together",
+    ),
+    Fault("loops/ledger.py", "self._to_transfer.clear()", "pass", "loops/test_ledger.py"),
+    Fault(
+        "loops/statuses.py",
+        "ended.\n            word = self._words",
+        "ended.\n            word = 0 if ended else self._words",
+        "loops/test_statuses.py::test_a_rank_that_tells_and_ends_while_it_is_looked_at_was_heard",
+    ),
+    Fault(
+        "recsys/dense_reduction.py",
+        "left, self._left = self._left, []",
+        "left, self._left = [], []",
+        "recsys/test_dense_reduction.py::test_reductions_left_over_are_waited_for_before_the_next_step_uses_their_memory",
+    ),
+    Fault(
+        "recsys/tasks.py",
+        "discard(embeddings)\n        self._tables_in_training = False",
+        "discard(embeddings)",
+        "recsys/test_tasks.py::test_after_a_batch_is_given_up_in_mid_training_the_next_lookup_brings_learning_rates_again",
+    ),
+    Fault(
+        "engine/exchanges.py",
+        "_wait(works, timeout)\n        return",
+        "pass\n        return",
+        "engine/test_exchanges.py::test_those_that_nobody_waits_for_have_ended_before_their_memory_is_freed",
+    ),
+    Fault("engine/executor.py", "plan.pipeline_depth + longest", "plan.pipeline_depth", "engine/test_executor.py"),
+    Fault(
+        "engine/executor.py",
+        "self._slot(slot.iteration - distance).done",
+        "self._slot(slot.iteration).done",
+        "engine/test_executor.py::test_a_task_waits_for_a_worker_at_an_earlier_iteration",
+    ),
+    Fault(
+        "engine/plan_choice.py",
+        "_CHANCE / max(1, found)",
+        "_CHANCE",
+        "engine/test_planner.py::test_few_rounds_prove_nothing_and_the_more_plans_the_less",
+    ),
+    Fault(
+        "engine/plan_choice.py",
+        "for name in measured))",
+        "for name in running))",
+        "engine/test_planner.py::test_plans_that_have_dropped_out_share_in_the_level_too",
+    ),
+    Fault(
+        "llm/runner.py",
+        "count * largest * len(stages)",
+        "largest * len(stages)",
+        "llm/test_runner.py",
+    ),
+    Fault(
+        "llm/optimizer_offload.py",
+        "self._finish_copies()\n        self._show",
+        "pass\n        self._show",
+        "llm/test_optimizer_offload.py::test_the_state_is_on_the_host_whole_when_a_step_returns",
+    ),
+    Fault(
+        "llm/optimizer_offload.py",
+        "self._to_host)\n        self._finish_copies()",
+        "self._to_host)",
+        "llm/test_optimizer_offload.py::test_state_that_is_moved_off_the_device_is_on_the_host_whole",
+    ),
+    # Those that a mutation tester found.
+    Fault(
+        "loops/random_streams.py",
+        "torch.randint(2**63 - 1, ()",
+        "torch.randint(1, ()",
+        "loops/test_random_streams.py::test_no_two_streams_draw_the_same_and_each_draws_what_the_seed_says",
+    ),
+    Fault(
+        "loops/random_streams.py",
+        "if len(self._own) == 1:",
+        "if len(self._own) >= 1:",
+        "loops/test_random_streams.py::test_no_two_streams_draw_the_same_and_each_draws_what_the_seed_says",
+    ),
+    Fault(
+        "pipe/partition.py",
+        "enter_layer(self.first + len(self.layers))",
+        "enter_layer(self.first * len(self.layers))",
+        "pipe/test_randomness.py::test_a_loss_draws_the_same_however_layers_are_shared_out_and_not_what_a_layer_draws",
+    ),
+    Fault(
+        "recsys/dynamic/row_files.py",
+        'zlib.crc32(packed)) != (file["bytes"]',
+        'zlib.crc32(packed)) > (file["bytes"]',
+        "recsys/dynamic/test_row_files.py",
+    ),
+    Fault(
+        "recsys/dynamic/row_cache.py",
+        "step - others[0][1].step > ttl:",
+        "step - others[0][1].step != ttl:",
+        "recsys/dynamic/test_row_cache.py",
+    ),
+]
+
+
+def main(words: Sequence[str]) -> int:
+    """Try the faults of files whose names have one of the words, all if there are none; returns the exit status."""
+    faults = [fault for fault in FAULTS if not words or any(word in fault.file for word in words)]
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder, "tree")
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "__pycache__", "_build"))
+        for test in dict.fromkeys(fault.test for fault in faults):
+            if not _passes(tree, test):
+                failed += 1
+                print(f"FAILS     {test}: without any fault", flush=True)
+        for fault in faults:
+            path = tree / "lightning_pipe" / fault.file
+            code = path.read_text()
+            if code.count(fault.old) != 1:
+                raise SystemExit(f"{fault.file} has {fault.old!r} {code.count(fault.old)} times; expected it once")
+            path.write_text(code.replace(fault.old, fault.new))
+            survived = _passes(tree, fault.test)
+            path.write_text(code)
+            failed += survived
+            print(
+                f"{'SURVIVED' if survived else 'killed':9} {fault.file}: {fault.new.strip()!r}, by {fault.test}",
+                flush=True,
+            )
+    print(f"{len(faults)} faults, {failed} failures")
+    return int(failed > 0)
+
+
+def _passes(tree: Path, test: str) -> bool:
+    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/{test}"]
+    try:
+        ended = subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=TIMEOUT, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    if ended.returncode > 1:  # no such test, or none that could be collected
+        raise SystemExit(f"pytest ended with status {ended.returncode} for {test}:\n{ended.stdout.decode()}")
+    return ended.returncode == 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

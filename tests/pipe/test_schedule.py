@@ -1,0 +1,132 @@
+"""Who may call a pipe while it runs, and what an interrupt leaves of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.pipe import Pipe, pipe
+
+_HANGS = 30.0  # seconds
+
+
+def _made() -> Pipe:
+    return Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), 2, "never", devices=["cpu"] * 2)
+
+
+def _ended(call: Callable[[], Any]) -> Any:
+    """What a call returns or raises; fails where it hangs."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(_HANGS)
+    assert found, "the call does not end"
+    return found[0]
+
+
+def _in_forward(made: Pipe, other: Pipe) -> Any:
+    def call(*_: Any) -> None:
+        other(torch.ones(2, 2))
+
+    hook = made[1].register_forward_pre_hook(call)
+    try:
+        return made(torch.ones(4, 2))
+    finally:
+        hook.remove()
+
+
+def _in_backward(made: Pipe, other: Pipe) -> Any:
+    total = other(torch.ones(4, 2)).sum()
+
+    def hook(layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        output.register_hook(lambda _: total.backward())
+
+    handle = made[0].register_forward_hook(hook)
+    try:
+        return made(torch.ones(4, 2)).sum().backward()
+    finally:
+        handle.remove()
+
+
+def _in_loss(made: Pipe, other: Pipe) -> Any:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return other.loss(torch.ones(2, 2), torch.ones(2, 1), nn.functional.mse_loss).detach() + output.mean()
+
+    return made.loss(torch.ones(4, 2), torch.ones(4, 1), loss_fn, reduction="mean")
+
+
+def _closed(made: Pipe, other: Pipe) -> Any:
+    hook = made[1].register_forward_pre_hook(lambda *_: other.close())
+    try:
+        return made(torch.ones(4, 2))
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("call", [_in_forward, _in_backward, _in_loss, _closed])
+def test_a_pipe_called_from_within_itself_says_what_to_do_and_works_afterwards(call: Callable[..., Any]) -> None:
+    made = _made()
+    error = _ended(lambda: call(made, made))
+    assert isinstance(error, SetupError)
+    assert "call another Pipe there" in str(error)
+    assert "micro-batch" in error.__notes__[0]
+    assert _ended(lambda: made(torch.ones(4, 2))).shape == (4, 1)
+    made.close()
+
+
+@pytest.mark.parametrize("call", [_in_forward, _in_loss])
+def test_a_pipe_may_be_called_from_within_another(call: Callable[..., Any]) -> None:
+    made, other = _made(), _made()
+    assert isinstance(_ended(lambda: call(made, other)), Tensor)
+    made.close()
+    other.close()
+
+
+def test_a_pipe_called_from_within_itself_through_another_is_refused() -> None:
+    made, other = _made(), _made()
+
+    def call(*_: Any) -> None:
+        made(torch.ones(2, 2))
+
+    other[0].register_forward_pre_hook(call)
+    assert isinstance(_ended(lambda: _in_forward(made, other)), SetupError)
+    made.close()
+    other.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "train"),
+    [
+        ("value_field", lambda made: made(torch.ones(4, 2))),
+        ("gradient_field", lambda made: made.loss(torch.ones(4, 2), torch.ones(4, 1), nn.functional.mse_loss)),
+    ],
+)
+def test_an_interrupt_between_micro_batches_leaves_a_pipe_that_works(name: str, train: Callable[[Pipe], Any]) -> None:
+    made, field = _made(), getattr(pipe, name)
+    calls = iter([field, mock.Mock(side_effect=KeyboardInterrupt)])
+    before = threading.enumerate()
+    # Called where the outcome of a micro-batch has come.
+    with (
+        mock.patch.object(pipe, name, lambda *args: next(calls)(*args)),
+        pytest.raises(KeyboardInterrupt) as interrupt,
+    ):
+        train(made)
+    # While the interrupt, and with it its frames, are alive.
+    assert _ended(lambda: made(torch.ones(4, 2))).shape == (4, 1)
+    assert interrupt.value.__traceback__ is not None
+    made.close()
+    assert [one for one in threading.enumerate() if one not in before] == []
