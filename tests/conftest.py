@@ -1,23 +1,50 @@
-"""What holds for every test: one thread a process, no thread left behind, and the process left as it was found."""
+"""What holds for every test: the threads of a process, no thread left behind, and the process left as it was found."""
 
 from __future__ import annotations
 
 import os
+import random
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import hypothesis
 import pytest
 
-from tests.distributed import threads_left
+from tests.distributed import THREADS, threads_left
 
-# Read when the libraries are loaded, which the tests do after this. Results must not depend on the number of cores.
-os.environ["OMP_NUM_THREADS"] = "1"
+# Read when the libraries are loaded, which the tests do after this.
+os.environ["OMP_NUM_THREADS"] = str(THREADS)
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # How long an example takes depends on who else uses the machine.
 hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run the tests marked 'long' too: minutes each")
+    parser.addoption(
+        "--shuffle", type=int, metavar="SEED", help="run test files, and the tests of each, in random order"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    long = [item for item in items if item.get_closest_marker("long")]
+    if long and not config.getoption("--long"):
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+    if (seed := config.getoption("--shuffle")) is not None:
+        _shuffle(items, random.Random(seed))
+
+
+def _shuffle(items: list[pytest.Item], order: random.Random) -> None:
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    # A fixture of a module is made once, since its tests stay together; pytest then groups those of one parameter.
+    shuffled = order.sample(list(files.values()), len(files))
+    items[:] = [item for tests in shuffled for item in order.sample(tests, len(tests))]
 
 
 @pytest.fixture(autouse=True)

@@ -7,14 +7,15 @@ import os
 import re
 import signal
 import threading
-import time
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import run_ranks, threads_left
+from tests.distributed import THREADS, run_ranks, threads_left
 
 
 def report(rank: int, world_size: int, tensor: torch.Tensor) -> dict[str, object]:
@@ -37,8 +38,9 @@ def test_values_come_in_rank_order_and_each_rank_has_arguments_of_its_own() -> N
     assert [value["rank"] for value in values] == [0, 1]
     assert [value["sum"] for value in values] == [torch.tensor(1.0)] * 2
     assert [value["tensor"].tolist() for value in values] == [[0.0] * 3, [1.0] * 3]  # type: ignore[attr-defined]
-    assert [value["threads"] for value in values] == [1, 1]
-    assert [value["environment"] for value in values] == [("0", "2", "1"), ("1", "2", "1")]
+    assert [value["threads"] for value in values] == [THREADS, THREADS]
+    environments = [(str(rank), "2", str(THREADS)) for rank in range(2)]
+    assert [value["environment"] for value in values] == environments
     assert tensor.tolist() == [0.0] * 3
 
 
@@ -81,9 +83,12 @@ def raise_on_one(rank: int, world_size: int) -> None:
     wait_for_ever()
 
 
-def test_a_rank_that_waits_for_one_that_failed_is_killed_and_shows_where_it_stood() -> None:
+def test_a_rank_that_waits_for_one_that_failed_is_killed_and_shows_where_it_stood(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tests.distributed.GRACE", 5.0)
     with pytest.raises(AssertionError) as failure:
-        run_ranks(raise_on_one, 2, timeout=600.0)
+        run_ranks(raise_on_one, 2)
     first, second = per_rank(failure)
     assert first.startswith("rank 0 of 2 had not finished 5 s after another had failed and was killed:")
     assert "wait_for_ever" in first
@@ -98,7 +103,7 @@ def die(rank: int, world_size: int) -> None:
 
 def test_a_rank_that_dies_is_named_with_the_signal() -> None:
     with pytest.raises(AssertionError) as failure:
-        run_ranks(die, 2, timeout=600.0)
+        run_ranks(die, 2)
     first, second = per_rank(failure)
     assert first.startswith("rank 0 of 2 was ended by SIGKILL before it returned")
     # Gloo sees the connection end; where it does not, the rank is killed.
@@ -119,12 +124,24 @@ def is_running(process: int) -> bool:
     return True
 
 
-def test_a_rank_that_hangs_is_named_and_no_process_outlives_the_timeout(tmp_path: Path) -> None:
-    timeout = 15.0
-    started = time.monotonic()
+def test_a_rank_that_hangs_is_named_and_no_process_outlives_the_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+
+    def time_is_up(connections: list[Connection], limit: float) -> list[Any]:
+        """Nothing is ready in time once one rank has returned and the other hangs."""
+        limits.append(limit)
+        if len(connections) == 2:
+            return wait(connections)
+        while not (tmp_path / "0").exists():
+            assert not wait(connections, 0.1)
+        return wait(connections, 5.0)
+
+    monkeypatch.setattr("tests.distributed.wait", time_is_up)
     with pytest.raises(AssertionError) as failure:
-        run_ranks(hang_on_one, 2, str(tmp_path), timeout=timeout)
-    assert timeout < time.monotonic() - started < 3 * timeout
+        run_ranks(hang_on_one, 2, str(tmp_path), timeout=1000.0)
+    assert 0 < limits[-1] < limits[0] < 1000.0
     assert str(failure.value).startswith("rank 0 of 2 had not finished in time and was killed:")
     assert "wait_for_ever" in str(failure.value)
     assert "rank 1" not in str(failure.value)
@@ -138,9 +155,10 @@ def end_badly(rank: int, world_size: int) -> None:
         atexit.register(os._exit, 3)
 
 
-def test_a_rank_that_returns_but_does_not_end_well_fails() -> None:
+def test_a_rank_that_returns_but_does_not_end_well_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.distributed.END", 10.0)
     with pytest.raises(AssertionError) as failure:
-        run_ranks(end_badly, 2, timeout=12.0)
+        run_ranks(end_badly, 2)
     first, second = per_rank(failure)
     assert first.startswith("rank 0 of 2 had returned, but its process did not end and was killed:")
     assert "wait_for_ever" in first

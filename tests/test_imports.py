@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import HANG
+
 ROOT = Path(__file__).resolve().parent.parent
 
 ROOMS = ("engine", "loops", "recsys", "llm", "pipe", "strategies", "callbacks", "cli")
@@ -55,7 +57,7 @@ def lint(folder: Path, imports: dict[str, tuple[str, ...]]) -> subprocess.Comple
     (folder / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     lint_imports = Path(sys.executable).with_name("lint-imports")
     return subprocess.run(
-        [lint_imports, "--no-logo", "--no-cache"], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+        [lint_imports, "--no-logo", "--no-cache"], cwd=folder, capture_output=True, text=True, timeout=HANG, check=False
     )
 
 
@@ -98,7 +100,7 @@ print(json.dumps(sorted(sys.modules)))
 )
 def test_importing_a_room_loads_nothing_that_the_table_forbids(room: str) -> None:
     result = subprocess.run(
-        [sys.executable, "-c", IMPORT_ROOM, str(ROOT), room], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", IMPORT_ROOM, str(ROOT), room], capture_output=True, text=True, timeout=HANG, check=False
     )
     assert result.returncode == 0, result.stderr
     loaded = set(json.loads(result.stdout.splitlines()[-1]))
@@ -114,6 +116,6 @@ sys.modules.update(dict.fromkeys(("lightning", "pytorch_lightning", "torchrec", 
 import lightning_pipe.engine
 """
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=False
     )
     assert result.returncode == 0, result.stderr

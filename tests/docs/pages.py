@@ -29,6 +29,7 @@ from unittest import mock
 import yaml
 
 from lightning_pipe.cli import main
+from tests.patience import HANG
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOCS = ROOT / "docs"
@@ -38,7 +39,6 @@ _BLOCK = re.compile(
     rf"^```(?P<language>{'|'.join(LANGUAGES)})\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
-_SECONDS = 240.0
 _OF_A_RANK = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"}
 WIDTH = "120"  # of what commands print
 
@@ -188,7 +188,7 @@ def run_command(command: list[str], where: str, given: str | None = None) -> str
     inherited = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
     environment = {**inherited, "PATH": path, "PYTHONPATH": python_path.rstrip(os.pathsep), "COLUMNS": WIDTH}
     done = subprocess.run(
-        command, input=given, capture_output=True, text=True, timeout=_SECONDS, check=False, env=environment
+        command, input=given, capture_output=True, text=True, timeout=HANG, check=False, env=environment
     )
     assert done.returncode == 0, f"{where} ended with status {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr

@@ -19,7 +19,6 @@ def said(cell: dict[str, Any]) -> str:
     return "".join(line for output in cell["outputs"] for line in output.get("text", ()))
 
 
-@pytest.mark.timeout(240)
 def test_it_runs_and_draws_and_says_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import matplotlib.pyplot as plt
 

@@ -299,7 +299,7 @@ def test_histories_longer_than_the_models_are_refused(cycles: Path, tmp_path: Pa
 def test_from_its_yaml_it_trains_to_the_same_bits_under_the_serial_and_the_prefetch_plan(
     cycles: Path, processes: int
 ) -> None:
-    for found in run_ranks(every_plan, processes, str(cycles), timeout=200):
+    for found in run_ranks(every_plan, processes, str(cycles)):
         assert len(found["serial"]["losses"]) == 2 * math.ceil(math.ceil(USERS / processes) / 8)
         assert found["prefetch"] == found["serial"]
         assert found["serial"]["unchanged"] == []
@@ -308,7 +308,7 @@ def test_from_its_yaml_it_trains_to_the_same_bits_under_the_serial_and_the_prefe
 
 
 def test_two_processes_score_every_user_once_as_one_process_does(cycles: Path) -> None:
-    (alone,), (first, second) = (run_ranks(validates, count, str(cycles), timeout=200) for count in (1, 2))
+    (alone,), (first, second) = (run_ranks(validates, count, str(cycles)) for count in (1, 2))
     assert USERS % 2 == 1, "no row would fill up"
     assert first == second
     assert set(alone) == {f"{part}/{name}" for part in PARTS for name in ("hit_rate", "ndcg")}

@@ -371,6 +371,11 @@ def state_of(used: pl.Trainer) -> dict[str, Tensor]:
     return found
 
 
+def outcome(module: Clicks, used: pl.Trainer) -> dict[str, Any]:
+    """Losses of this rank, parameters, buffers and states of the optimisers."""
+    return {"losses": module.losses, **state_of(used)}
+
+
 def difference(one: dict[str, Tensor], other: dict[str, Tensor], within: float = 0.0) -> list[str]:
     """Names of what is not in both, or differs: in any bit, or by more than ``within``."""
 

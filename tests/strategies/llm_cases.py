@@ -27,6 +27,7 @@ from lightning_pipe.llm.split import split_evenly
 from lightning_pipe.strategies.hf_causal_lm import HFCausalLM
 from lightning_pipe.strategies.llm import LLMPipelineStrategy
 from lightning_pipe.strategies.pipeline_module import PipelineModule
+from tests.rounding import Reference
 
 VOCABULARY, WIDTH, MAX_LENGTH = 19, 8, 12
 SEED = 7
@@ -368,6 +369,12 @@ def train_alone(
     return trained
 
 
+def train_with_lightning(module: Any, batches: Sequence[Any], **options: Any) -> Trained:
+    """Lightning by itself on one device; ``options`` are the trainer's."""
+    fit(module, "auto", batches, **options)
+    return Trained(module.losses, module.gradients, values_of(module.model))
+
+
 def as_one(batch: Any) -> dict[str, Any]:
     """A batch as one micro-batch: rows as they are, packed rows one behind the other."""
     if isinstance(batch, Mapping):
@@ -402,6 +409,33 @@ def unequal(one: Trained, other: Trained) -> list[str]:
             if name not in a or name not in b or not torch.equal(a[name], b[name])
         ]
     return found
+
+
+def results_of(trained: Trained, steps: int | None = None) -> dict[str, Any]:
+    """Losses, gradients and parameters by name.
+
+    Args:
+        trained: on one device or on one rank.
+        steps: whose gradients are of interest; all where None.
+    """
+    gradients = {
+        f"gradient {step} of {name}": value
+        for step, of_step in enumerate(trained.gradients[:steps])
+        for name, value in of_step.items()
+    }
+    return {"losses": trained.losses, **gradients, **trained.parameters}
+
+
+def beyond_rounding(found: Mapping[str, Any], reference: Reference) -> list[str]:
+    """Results of one rank that differ by more than rounding, or that the reference does not have.
+
+    Args:
+        found: what the rank has of the reference's results.
+        reference: of one device, whose sums have other orders.
+    """
+    held = {name: value for name, value in reference.values.items() if name in found}
+    unknown = [f"{name}: not in the reference" for name in sorted({*found} - {*held})]
+    return Reference(held, reference.within).differences(found) + unknown
 
 
 def far(one: Mapping[str, Tensor], other: Mapping[str, Tensor], within: float = 1e-5) -> list[str]:

@@ -25,6 +25,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from lightning_pipe.engine import SetupError
 from lightning_pipe.strategies.folder_reading import read_metadata, read_rest, read_whole
 from tests.distributed import run_ranks
+from tests.patience import HANG
 from tests.strategies import llm_cases
 from tests.strategies.cases import Clicks, fit, recsys
 
@@ -46,7 +47,7 @@ class Gate:
         self._open.set()
 
     def pass_through(self) -> None:
-        assert self._open.wait(60), "training waited for the save that waits for training"
+        assert self._open.wait(HANG), "training waited for the save that waits for training"
         self._open.clear()
 
 

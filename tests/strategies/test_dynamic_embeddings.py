@@ -25,6 +25,7 @@ from lightning_pipe.recsys.dynamic.modules import (
 )
 from lightning_pipe.strategies.checkpoint_export import export_checkpoint
 from tests.distributed import run_ranks
+from tests.patience import HANG
 from tests.recsys.dynamic.dynamic_cases import ADAM, rows_of, same
 from tests.strategies.cases import PLANS, ROW_WISE_ADAGRAD, WIDTH, Batch, Clicks, fit, loader, recsys, trainer
 
@@ -244,7 +245,7 @@ def test_a_checkpoint_whose_rows_are_damaged_is_refused_and_the_store_stays_as_i
     checkpoint = tmp_path / "kept" / "step=6.ckpt"
     file = next((checkpoint / "rows" / "network.bags").glob("people.*.pt"))
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(SetupError, match="checksum"):
+    with pytest.raises(SetupError, match=r"people\..*\.pt has \d+ bytes, expected \d+"):
         run(tmp_path / "other", "prefetch", ckpt_path=checkpoint)
     kept = run(tmp_path / "store", "prefetch", max_epochs=0, module={"existing": "keep"})
     assert len(kept[1]["people"]) > 10
@@ -337,7 +338,7 @@ def killed_run(path: str, step: int, resume: str) -> None:
 def start(path: Path, step: int, resume: Path | None) -> int:
     call = f"killed_run({str(path)!r}, {step}, {str(resume or '')!r})"
     code = f"from tests.strategies.test_dynamic_embeddings import killed_run; {call}"
-    done = subprocess.run([sys.executable, "-c", code], timeout=200, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], timeout=HANG, capture_output=True, text=True)
     if done.returncode not in (0, -signal.SIGKILL):
         raise AssertionError(done.stderr[-4000:])
     return done.returncode

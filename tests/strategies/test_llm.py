@@ -409,7 +409,7 @@ def on_two_ranks(rank: int, world: int, folder: Path) -> dict[Any, Any]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     """What each of two ranks has come to."""
-    return run_ranks(on_two_ranks, 2, tmp_path_factory.mktemp("csv"), timeout=240.0)
+    return run_ranks(on_two_ranks, 2, tmp_path_factory.mktemp("csv"))
 
 
 def joined(ranks: list[dict[Any, Any]], key: Any, *within: Any) -> dict[str, Tensor]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.llm import layer_profile
 from lightning_pipe.llm.layer_bench import Pieces
 from lightning_pipe.llm.layer_profile import Work
-from lightning_pipe.strategies import stage_choice, stage_trials
+from lightning_pipe.strategies import stage_choice, stage_split, stage_trials
 from lightning_pipe.strategies.llm import LLMPipelineStrategy
 from lightning_pipe.strategies.llm_auto import AutoLLMPipelineStrategy
 from tests.distributed import run_ranks
@@ -153,6 +155,18 @@ def uneven_clock(rank: int) -> Callable[..., Any]:
     return slower
 
 
+def out_of_memory_once(rank: int) -> Callable[..., None]:
+    """The second rank has no memory for the first stages it is to hold."""
+    stand_in, calls = vars(stage_split)["stand_in"], itertools.count()
+
+    def called(*args: Any) -> None:
+        if rank == 1 and next(calls) == 0:
+            raise torch.OutOfMemoryError("no 2 GiB")
+        stand_in(*args)
+
+    return called
+
+
 def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     rows, path = row_batches(3), Path(folder) / "made" / "choice.yaml"
@@ -251,6 +265,23 @@ def test_what_does_not_fit_the_memory_is_left_out(found: Any) -> None:
     choice = found[0]["limited"]
     assert choice.too_large > 0
     assert max(one.peak for one in choice.predictions) <= choice.memory_limit
+
+
+def with_full_memory(rank: int, world: int) -> tuple[tuple[str, ...], dict[str, Any]]:
+    strategy = AutoLLMPipelineStrategy(trials=1, num_microbatches=4)
+    stage_trials._SECONDS, stage_choice._ROUNDS = 0.0, 1
+    with mock.patch.object(stage_split, "stand_in", out_of_memory_once(rank)):
+        trained(Tiny(), strategy, row_batches(1))
+    assert strategy.choice is not None
+    return strategy.choice.notes, arguments_of(strategy)
+
+
+def test_a_way_that_one_rank_has_no_memory_for_is_left_out_on_all() -> None:
+    (notes, arguments), other = run_ranks(with_full_memory, 2)
+    assert (notes, arguments) == other
+    (note,) = notes
+    assert "could not be run" in note
+    assert "rank 1: the stages cannot be put on device 'cpu': OutOfMemoryError: no 2 GiB" in note
 
 
 def test_random_numbers_and_initial_values_are_those_of_training_without_a_choice(found: Any) -> None:

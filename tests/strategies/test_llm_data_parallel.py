@@ -13,17 +13,21 @@ from torch.distributed.tensor import DTensor
 
 from lightning_pipe.engine import SetupError
 from tests.distributed import run_ranks
+from tests.rounding import Reference
 from tests.strategies.llm_cases import (
     Tiny,
     Trained,
     as_one,
-    far,
+    beyond_rounding,
     fit,
     llm,
     loader,
     microbatches_of,
+    results_of,
     row_batches,
     train_alone,
+    train_with_lightning,
+    trainer,
     unequal,
 )
 
@@ -91,42 +95,47 @@ def four_ranks(rank: int, world_size: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trained() -> list[dict[str, Any]]:
-    return run_ranks(four_ranks, 4, timeout=240)
+    return run_ranks(four_ranks, 4)
 
 
 @pytest.fixture(scope="module")
-def expected() -> tuple[Tiny, float]:
-    module = Tiny(optimizer="adamw")
-    batches = [as_one(batch) for batch in row_batches(STEPS)]
-    used = fit(module, "auto", batches, None, gradient_clip_val=0.5)
-    metrics = used.validate(module, loader(batches), verbose=False)
-    return module, metrics[0]["val_loss"]
+def expected() -> Reference:
+    """Gradients are noted before they are clipped by the norm of all of them, which the parameters show."""
+
+    def alone() -> dict[str, Any]:
+        module = Tiny(optimizer="adamw")
+        batches = [as_one(batch) for batch in row_batches(STEPS)]
+        results = results_of(train_with_lightning(module, batches, gradient_clip_val=0.5))
+        # Means of four batches, each of its own number of tokens, are weighted by them.
+        (metrics,) = trainer("auto").validate(module, loader(batches), verbose=False)
+        return results | {"val_loss": metrics["val_loss"]}
+
+    return Reference.of(alone)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_losses_gradients_and_parameters_are_those_of_one_device(case: str, trained: Any, expected: Any) -> None:
-    reference, _ = expected
+    held: set[str] = set()
     for results in trained:
-        found = results[case]["trained"]
-        assert found.losses == pytest.approx(reference.losses, abs=1e-5)
-        # Before they are clipped by the norm of all stages and shards together, which the parameters show.
-        for step, gradients in enumerate(reference.gradients):
-            assert not far(found.gradients[step], {k: gradients[k] for k in found.gradients[step]}), step
-        values = {name: value.detach() for name, value in reference.model.named_parameters()}
-        assert not far(found.parameters, {k: values[k] for k in found.parameters})
-    held = {name for results in trained for name in results[case]["trained"].parameters}
-    assert held == {name for name, _ in reference.model.named_parameters()}
+        found = results_of(results[case]["trained"]) | {"val_loss": results[case]["val_loss"]}
+        assert not beyond_rounding(found, expected)
+        held |= found.keys()
+    assert held == expected.values.keys()
 
 
 @pytest.mark.parametrize("schedule", ACCUMULATED)
 def test_gradients_of_other_lengths_add_up_in_the_shards(schedule: str, trained: Any) -> None:
     batches = row_batches(STEPS)
     pairs = [[*microbatches_of(batches[step], 4), *microbatches_of(batches[step + 1], 4)] for step in (0, 2)]
-    expected = train_alone(Tiny(optimizer="adamw"), "adamw", pairs, 8).gradients
+    expected = Reference.of(
+        lambda: results_of(Trained([], train_alone(Tiny(optimizer="adamw"), "adamw", pairs, 8).gradients))
+    )
+    held: set[str] = set()
     for rank in trained:
-        assert len(rank[schedule]) == 2
-        for found, whole_gradients in zip(rank[schedule], expected, strict=True):
-            assert not far(found, {name: whole_gradients[name] for name in found})
+        found = results_of(Trained([], rank[schedule]))
+        assert not beyond_rounding(found, expected)
+        held |= found.keys()
+    assert held == expected.values.keys()
 
 
 def test_gradients_of_half_precision_are_summed_in_float32(trained: Any) -> None:
@@ -135,11 +144,8 @@ def test_gradients_of_half_precision_are_summed_in_float32(trained: Any) -> None
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_rank_says_one_loss_of_validation(case: str, trained: Any, expected: Any) -> None:
-    losses = {results[case]["val_loss"] for results in trained}
-    assert len(losses) == 1
-    # Means of four batches, each of its own number of tokens, weighted by them on one device and here.
-    assert losses.pop() == pytest.approx(expected[1], abs=1e-4)
+def test_every_rank_says_one_loss_of_validation(case: str, trained: Any) -> None:
+    assert len({results[case]["val_loss"] for results in trained}) == 1
 
 
 def test_parameters_are_sharded_where_that_is_asked_for(trained: Any) -> None:

@@ -173,7 +173,7 @@ def on_four_ranks(rank: int, world: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return run_ranks(on_four_ranks, 4, timeout=280)
+    return run_ranks(on_four_ranks, 4)
 
 
 def alone(case: str) -> tuple[Any, float]:

@@ -189,7 +189,7 @@ def found() -> dict[Any, list[Any]]:
     """What each rank has come to, for every case."""
     results: dict[Any, list[Any]] = {}
     for world in (2, 4):
-        by_rank = run_ranks(run_all, world, timeout=280.0)
+        by_rank = run_ranks(run_all, world)
         results |= {case: [one[case] for one in by_rank] for case in by_rank[0]}
     return results
 

@@ -10,19 +10,24 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
 from lightning_pipe.engine import InputError, SetupError
+from lightning_pipe.llm.module_config import derive_config
 from lightning_pipe.strategies.llm import LLMPipelineStrategy
 from tests.distributed import run_ranks
 from tests.strategies.llm_cases import (
     VOCABULARY,
     Tiny,
     TinyHF,
+    Trained,
+    backward_orders,
     far,
     fit,
     hf_config,
     llm,
     loader,
     row_batches,
+    train_alone,
     trainer,
+    unequal,
     values_of,
 )
 
@@ -185,13 +190,19 @@ def test_what_would_have_no_effect_is_refused(kind: type[Tiny], words: str) -> N
         fit(kind(), llm("gpipe"), row_batches(1))
 
 
-def test_a_module_may_be_in_a_sequence_twice() -> None:
+def test_a_module_may_be_in_a_sequence_twice_and_trains_as_on_one_device() -> None:
     class Twice(Tiny):
         def build_model(self) -> nn.Module:
             act = nn.Tanh()
             return nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Linear(8, 8), act, nn.Linear(8, VOCABULARY), act)
 
-    fit(Twice(), llm("gpipe"), row_batches(1))
+    module, batches = Twice(), row_batches(2)
+    fit(module, llm("gpipe", 4), batches)
+    assert module.model is not None
+    orders = backward_orders("gpipe", 1, 4, derive_config(module.model))
+    alone = train_alone(Twice(), "sgd", batches, 4, orders)
+    assert len(alone.gradients) == 2
+    assert unequal(Trained(module.losses, module.gradients, values_of(module.model)), alone) == []
 
 
 @pytest.mark.parametrize(

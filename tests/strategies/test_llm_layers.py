@@ -182,7 +182,7 @@ def on_two_ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("layers")
     (folder / "schedule.csv").write_text(CSV)
-    return run_ranks(on_two_ranks, 2, folder, timeout=240)
+    return run_ranks(on_two_ranks, 2, folder)
 
 
 @pytest.mark.parametrize("case", CASES)

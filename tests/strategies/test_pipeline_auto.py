@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipe.engine import PipelinePlan, PlanError, SetupError
+from lightning_pipe.engine import PipelinePlan, PlanError, SetupError, plan_file
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.loops.default_program import default_plan
 from lightning_pipe.strategies import PipelineStrategy
@@ -119,7 +119,7 @@ def both(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 
 
 def test_two_processes_choose_one_plan_and_train_to_the_same_bits_as_lightnings_ddp(tmp_path: Path) -> None:
-    first, second = run_ranks(both, 2, tmp_path, timeout=240)
+    first, second = run_ranks(both, 2, tmp_path)
     for feature in OPTIONS:
         for results in (first, second):
             assert_same(*results[feature])
@@ -298,9 +298,9 @@ def test_a_plan_that_is_no_text_or_cannot_be_read_is_refused(tmp_path: Path, mon
     with pytest.raises(PlanError, match=r"is not text in UTF-8 .*plan show pipeline --format yaml"):
         PipelineStrategy(path)
 
-    def denied(self: Path, **_: Any) -> str:
+    def denied(*_: Any) -> int:
         raise PermissionError("not yours")
 
-    monkeypatch.setattr(Path, "read_text", denied)
+    monkeypatch.setattr(plan_file, "_open_at_once", denied)
     with pytest.raises(PlanError, match=r"cannot be read .not yours"):
         PipelineStrategy(path)

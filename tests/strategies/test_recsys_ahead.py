@@ -101,7 +101,7 @@ def exact(rank: int, world: int) -> dict[str, bool]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_lookups_ahead_train_the_same_under_schedules_clipping_accumulation_and_validation(world: int) -> None:
-    for found in run_ranks(exact, world, timeout=200.0):
+    for found in run_ranks(exact, world):
         assert [what for what, is_true in found.items() if not is_true] == []
 
 
@@ -189,7 +189,7 @@ def stale(rank: int, world: int) -> dict[str, bool]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_stale_lookups_train_under_a_trainer_as_in_the_train_pipeline(world: int) -> None:
-    for found in run_ranks(stale, world, timeout=200.0):
+    for found in run_ranks(stale, world):
         assert [what for what, is_true in found.items() if not is_true] == []
 
 

@@ -44,7 +44,7 @@ def run_case(rank: int, world_size: int) -> Any:
 
 
 def test_two_ranks_choose_the_same_plan() -> None:
-    first, second = run_ranks(run_case, 2, timeout=180)
+    first, second = run_ranks(run_case, 2)
     assert first == second
     assert first[0]
 

@@ -108,7 +108,7 @@ def plans(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_every_plan_with_a_balancer_trains_as_the_serial_one_to_the_bit() -> None:
-    for found in run_ranks(plans, 2, timeout=280.0):
+    for found in run_ranks(plans, 2):
         assert found.pop("evener")
         for plan, same in found.items():
             assert same == {"state": [], "losses": True, "lines": True, "seen": True, "report": True}, plan
@@ -130,7 +130,7 @@ def in_the_mean(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_training_is_that_of_the_unbalanced_batches() -> None:
-    assert run_ranks(in_the_mean, 2, timeout=200.0) == [{"difference": [], "moved": True}] * 2
+    assert run_ranks(in_the_mean, 2) == [{"difference": [], "moved": True}] * 2
 
 
 def beside(rank: int, world_size: int) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def beside(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_profiles_and_evaluation_beside_it() -> None:
-    for found in run_ranks(beside, 2, timeout=200.0):
+    for found in run_ranks(beside, 2):
         assert found == {
             "profiled": ["BalanceFinish", "BalanceStart"],
             "trained as without a profile": [],
@@ -168,7 +168,7 @@ def bad_batch(rank: int, world_size: int) -> str:
 
 
 def test_a_bad_workload_on_one_rank_ends_training_on_all() -> None:
-    for text in run_ranks(bad_batch, 2, timeout=120.0):
+    for text in run_ranks(bad_batch, 2):
         assert "sample 0 of rank 1 has the workload -1.0" in text
 
 

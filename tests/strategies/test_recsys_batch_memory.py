@@ -105,7 +105,7 @@ def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return run_ranks(on_two_ranks, 2, timeout=300)
+    return run_ranks(on_two_ranks, 2)
 
 
 @pytest.mark.parametrize(("name", "plan"), [(name, plan) for name, (_, plans) in CASES.items() for plan in plans])

@@ -69,7 +69,7 @@ def together(rank: int, world_size: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world_size", [4])
 def test_replicas_train_to_the_same_bits_beside_all_else(world_size: int) -> None:
-    for found in run_ranks(together, world_size, timeout=300.0):
+    for found in run_ranks(together, world_size):
         for name in TOGETHER:
             assert found[name] == [([], True)] * 2, name
             assert found[f"{name}, finite"], name
@@ -110,5 +110,5 @@ def apart(rank: int, world_size: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_stale_lookups_change_nothing_where_batches_have_no_rows_in_common(world_size: int) -> None:
-    for found in run_ranks(apart, world_size, timeout=200.0):
+    for found in run_ranks(apart, world_size):
         assert found == dict.fromkeys(found, ([], True))

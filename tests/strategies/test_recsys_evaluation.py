@@ -302,7 +302,7 @@ def run_cases(rank: int, world_size: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return run_ranks(run_cases, 2, timeout=200)
+    return run_ranks(run_cases, 2)
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -47,7 +47,7 @@ def both_ways(rank: int, world_size: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_every_plan_trains_to_the_same_bits(ranks: int) -> None:
-    for found in run_ranks(both_ways, ranks, timeout=300):
+    for found in run_ranks(both_ways, ranks):
         for case, outcome in found.items():
             assert outcome == ([], True, ["several"]), case
 
@@ -64,4 +64,4 @@ def replicas(rank: int, world_size: int) -> list[str]:
 
 
 def test_replicas_of_tables_do_wherever_they_lie() -> None:
-    assert run_ranks(replicas, 4, timeout=200) == [[]] * 4
+    assert run_ranks(replicas, 4) == [[]] * 4

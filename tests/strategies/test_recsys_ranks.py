@@ -295,7 +295,7 @@ def evaluations() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return run_ranks(run_cases, 2, timeout=200)
+    return run_ranks(run_cases, 2)
 
 
 def named(results: list[dict[str, Any]], name: str) -> list[Any]:

@@ -107,7 +107,7 @@ def plans(rank: int, world_size: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=[2, 4], ids="world_{}".format)
 def trained(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(plans, request.param, timeout=300.0)
+    return run_ranks(plans, request.param)
 
 
 def test_plans_train_replicas_to_the_same_bits(trained: list[dict[str, Any]]) -> None:
@@ -201,7 +201,7 @@ def checkpoints(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_checkpoint_is_of_the_average_and_of_any_number_of_replicas(world_size: int, tmp_path: Path) -> None:
-    results = run_ranks(checkpoints, world_size, tmp_path, timeout=300.0)
+    results = run_ranks(checkpoints, world_size, tmp_path)
     for found in results:
         assert found["resumed, prefetch"] == ([], True)
         assert found["resumed, serial"] == ([], True)
@@ -239,7 +239,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
 
 
 def test_what_replicas_cannot_have_is_refused_on_every_rank() -> None:
-    for found in run_ranks(refused, 2, timeout=200.0):
+    for found in run_ranks(refused, 2):
         assert "gradients are to be clipped, and there are 2 replicas of tables" in found["clipped"]
         assert "replicas is 3, and there are 2 ranks" in found["three"]
         assert "this model's lookups read replica_steps too" in found["ahead"]
@@ -263,6 +263,6 @@ def auto(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_a_plan_that_is_looked_for_has_the_average_and_trains_the_same() -> None:
-    for found in run_ranks(auto, 2, timeout=200.0):
+    for found in run_ranks(auto, 2):
         assert "SyncReplicas" in found["tasks"]
         assert found["differs"] == []

@@ -110,7 +110,7 @@ def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return run_ranks(on_two_ranks, 2, timeout=200)
+    return run_ranks(on_two_ranks, 2)
 
 
 @pytest.mark.parametrize("plan", PLANS[1:])

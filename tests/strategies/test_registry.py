@@ -15,6 +15,7 @@ from lightning_pipe.recsys.plans import PLANS
 from lightning_pipe.strategies import PipelineStrategy, RecsysPipelineStrategy
 from lightning_pipe.strategies.registry import STRATEGIES, register
 from tests.loops.models import Net
+from tests.patience import HANG
 from tests.strategies.cases import ADAGRAD, Clicks, difference, fit, loader, recsys, state_of, trainer
 
 RECSYS = [entry for entry in STRATEGIES if entry.strategy == "RecsysPipelineStrategy"]
@@ -105,7 +106,7 @@ def test_names_without_tables_need_no_torchrec() -> None:
         "except SetupError as error:\n"
         "    print('refused:', error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG, check=False)
     assert done.returncode == 0, done.stderr
     assert "refused: torchrec cannot be imported" in done.stdout
 

@@ -239,7 +239,7 @@ def ranks(folder: Path, alone: dict[str, Any]) -> list[dict[str, Any]]:
         torch.save({}, folder / name / "meta.pt")
     dcp.save({"module": {"weight": torch.ones(2)}}, checkpoint_id=folder / "other")
     (folder / "broken" / ".metadata").write_bytes(b"not a pickle")
-    return run_ranks(on_two_ranks, 2, folder, timeout=240)
+    return run_ranks(on_two_ranks, 2, folder)
 
 
 def check_resumed(parts: list[dict[str, Any]], expected: dict[str, Any], name: str = "") -> None:
@@ -272,7 +272,7 @@ def test_each_group_goes_on_with_its_own_hyperparameters(ranks: list[dict[str, A
 
 
 def test_two_stages_go_on_as_four(ranks: list[dict[str, Any]], alone: dict[str, Any], folder: Path) -> None:
-    four = run_ranks(on_four_ranks, 4, folder, timeout=180)
+    four = run_ranks(on_four_ranks, 4, folder)
     check_resumed([result["resumed"] for result in four], alone)
     for result in four:
         assert result["replicated"] == pytest.approx(alone["losses"][BEFORE:], rel=1e-5)

@@ -126,7 +126,7 @@ def run_cases(rank: int, world_size: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=[1, 2], ids="{}_ranks".format)
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(run_cases, request.param, timeout=240)
+    return run_ranks(run_cases, request.param)
 
 
 @pytest.mark.parametrize("plan", PLANS)

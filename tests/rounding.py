@@ -1,0 +1,155 @@
+"""Bounds for comparisons with another implementation, from how rounding grows in the computation itself.
+
+Two plans of this package run the same kernels and agree to the bit on any CPU. An unsharded module, another library or
+one process in place of two runs other kernels, or the same kernels in another order; kernels are also chosen by CPU.
+Both results are correct, and they differ by rounding, which the computation may amplify: batch normalisation and
+Adagrad divide by what may be tiny. A constant that one machine meets says nothing about the next, so the bound is
+measured, by Monte Carlo arithmetic (Parker, 1997):
+
+- To first order, rounding moves a result by the sum of J_k d_k over all operations k: d_k is the relative rounding
+  error of operation k and J_k the derivative of the result by it.
+- `Perturbed` runs the computation with each result of an operation moved to one of its two neighbours at random, so
+  that |d_k| is between eps / 2 and eps (eps: distance from 1 to the next number, twice the error of one correct
+  rounding). The final result moves by a random number with a standard deviation of at least eps |J| / 2, where |J| is
+  the Euclidean norm of all J_k. The *spread* estimates it: the largest move over the elements of a tensor and over
+  `SEEDS` runs.
+- In a correct implementation |d_k| <= c eps, where c = 1/2 for one operation and about sqrt(n) / 2 for a sum of n
+  terms, since roundings in a sum hardly correlate (Higham and Mary, 2019) and each term was perturbed as well. c = 1
+  covers four terms in each lane of a vector register, which is more than the tests' sums have. Both implementations
+  round, which gives a factor of sqrt(2). By Hoeffding's inequality, a sum of such errors exceeds six standard
+  deviations with a probability below 2 exp(-18) = 3e-8. Together 2 * sqrt(2) * 6 = 17 spreads, of which the maximum
+  over elements and runs makes fewer: `SPREADS` is 16.
+
+First order holds while rounding stays small, which `Reference` checks: a bound above `AT_MOST` of the values would
+decide nothing, and is an error of the test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SEEDS = 4
+SPREADS = 16.0
+AT_MOST = 0.01
+
+# Operations that move, select, fill or draw values round nothing.
+_EXACT = frozenset(
+    f"aten::{name}"
+    for group in (
+        "_to_copy cat clone constant_pad_nd copy copy_ gather index index_select lift_fresh masked_select stack",
+        "max maximum min minimum relu threshold_backward neg masked_fill masked_fill_ where tril triu sort topk",
+        "arange empty empty_like empty_strided fill fill_ full full_like new_empty new_full new_ones new_zeros ones",
+        "ones_like scalar_tensor zero_ zeros zeros_like bernoulli_ normal_ rand randn uniform_",
+    )
+    for name in group.split()
+)
+
+
+class Perturbed(TorchDispatchMode):
+    """Mode in which each floating-point result of PyTorch's operations is off by one in its last place, up or down.
+
+    It holds for the forward pass, the backward pass and optimizers on the thread that enters it. Integers in floating
+    point (steps, counts, masks) stay exact.
+
+    Args:
+        seed: of the directions.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        schema = func._schema
+        if schema.name.startswith("aten::") and schema.name not in _EXACT:
+            results = result if isinstance(result, (tuple, list)) else (result,)
+            # One declared result may be a list of tensors.
+            declared = schema.returns if len(schema.returns) == len(results) else len(results) * list(schema.returns)
+            for value, returned in zip(results, declared, strict=False):
+                # A view shows values that were perturbed when they were computed.
+                is_view = returned.alias_info is not None and not returned.alias_info.is_write
+                if isinstance(value, Tensor) and value.is_floating_point() and not is_view:
+                    self._perturb(value)
+        return result
+
+    def _perturb(self, value: Tensor) -> None:
+        up = torch.randint(0, 2, value.shape, generator=self._generator) == 1
+        neighbour = torch.nextafter(value, torch.where(up, torch.inf, -torch.inf).to(value.dtype))
+        value.copy_(torch.where(value == value.round(), value, neighbour))
+
+
+def _tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: torch.as_tensor(value).detach().to(torch.float64, copy=True) for name, value in values.items()}
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    if one.shape != other.shape:
+        return float("inf")
+    return float((one - other).abs().max()) if one.numel() else 0.0
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Results of one implementation, and the largest difference allowed to another one.
+
+    Attributes:
+        values: tensors by name, in double precision.
+        within: largest absolute difference of each.
+    """
+
+    values: dict[str, Tensor]
+    within: dict[str, float]
+
+    @classmethod
+    def exactly(cls, values: Mapping[str, Any]) -> Reference:
+        """Results of the same kernels in the same order, which another run must have to the bit."""
+        return cls(_tensors(values), dict.fromkeys(values, 0.0))
+
+    @classmethod
+    def of(cls, run: Callable[[], Mapping[str, Any]]) -> Reference:
+        """Run an implementation as it is and `SEEDS` times perturbed.
+
+        Args:
+            run: computes all of it from the same seeds; returns tensors, numbers or lists of numbers by name.
+        """
+        plain = _tensors(run())
+        spread = dict.fromkeys(plain, 0.0)
+        for seed in range(SEEDS):
+            with Perturbed(seed):
+                perturbed = run()
+            for name, value in _tensors(perturbed).items():
+                spread[name] = max(spread[name], _distance(value, plain[name]))
+        within = {}
+        for name, value in plain.items():
+            size = float(value.abs().max()) if value.numel() else 0.0
+            # At least one last place: a result may have been rounded to the same number in each run.
+            within[name] = SPREADS * spread[name] + torch.finfo(torch.float32).eps * size
+            assert within[name] <= AT_MOST * size, (
+                f"expected rounding to move {name} by at most {AT_MOST:g} of its size {size:.1e}, got a bound of "
+                f"{within[name]:.1e}: compare fewer steps, or a model that amplifies less"
+            )
+        return cls(plain, within)
+
+    def differences(self, found: Mapping[str, Any]) -> list[str]:
+        """Names of results that are missing or too far from the reference, each with distance and bound.
+
+        Args:
+            found: results of the other implementation; those that the reference does not have are ignored.
+        """
+        problems = []
+        for name, expected in self.values.items():
+            if name not in found:
+                problems.append(f"{name}: missing")
+                continue
+            distance = _distance(_tensors({name: found[name]})[name], expected)
+            # A distance that is no number is a difference as well.
+            if not distance <= self.within[name]:
+                problems.append(f"{name}: expected at most {self.within[name]:.1e} of difference, got {distance:.1e}")
+        return problems

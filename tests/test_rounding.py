@@ -1,0 +1,142 @@
+"""The bound for another implementation covers every correct rounding, grows with the condition, and finds faults."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests import rounding
+from tests.rounding import Perturbed, Reference
+
+EPS = torch.finfo(torch.float32).eps
+
+
+def draw(*shape: int, seed: int = 3) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.5
+
+
+def trained(steps: int = 5, lr: float = 0.1, skipped: int | None = None, backwards: bool = False) -> dict[str, Tensor]:
+    """A small network after a few steps of Adagrad; ``backwards`` adds the terms of all products in another order."""
+    torch.manual_seed(1)
+    network = nn.Sequential(nn.Linear(24, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+    optimizer = torch.optim.Adagrad(network.parameters(), lr=lr)
+    if backwards:
+        # The same function: features and hidden units in reverse.
+        first, _, last = network
+        assert isinstance(first, nn.Linear)
+        assert isinstance(last, nn.Linear)
+        with torch.no_grad():
+            first.weight.copy_(first.weight.flip(0).flip(1))
+            first.bias.copy_(first.bias.flip(0))
+            last.weight.copy_(last.weight.flip(1))
+    for step in range(steps):
+        x = draw(8, 24, seed=step)
+        if step == skipped:
+            x[0] = 0.0
+        optimizer.zero_grad()
+        network(x.flip(0).flip(1) if backwards else x).square().mean().backward()
+        optimizer.step()
+    values = {name: value.detach().clone() for name, value in network.named_parameters()}
+    if backwards:
+        values["0.weight"] = values["0.weight"].flip(0).flip(1)
+        values["2.weight"] = values["2.weight"].flip(1)
+        for name in ("0.bias", "1.weight", "1.bias"):
+            values[name] = values[name].flip(0)
+    # Batch normalisation takes away what the bias adds: its gradient is rounding and nothing else.
+    del values["0.bias"]
+    return values
+
+
+def test_every_operation_is_off_by_its_last_place_in_forward_backward_and_optimizer() -> None:
+    x = draw(50).requires_grad_()
+    optimizer = torch.optim.SGD([x], lr=0.1)
+    plain = x.detach().clone()
+    with Perturbed(0):
+        y = x.detach() * 3.7
+        y_in_place = x.detach().clone().mul_(3.7)
+        x.sin().sum().backward()
+        gradient = x.grad.clone() if x.grad is not None else torch.empty(0)
+        optimizer.step()
+    for found, expected in [(y, plain * 3.7), (y_in_place, plain * 3.7), (gradient, plain.cos())]:
+        off = ((found - expected) / expected).abs()
+        assert (off > 0).double().mean() > 0.3  # two operations in a row may cancel
+        assert off.max() < 4 * EPS  # the gradient has two operations
+    assert not torch.equal(x, plain - 0.1 * gradient)
+
+
+def test_views_integers_and_copies_stay_exact() -> None:
+    x = draw(6, 4)
+    with Perturbed(0):
+        assert torch.equal(x.t(), x.detach().T)
+        assert torch.equal(x.clone(), x)
+        assert torch.equal(torch.ones(5) + 2, torch.full((5,), 3.0))
+        assert torch.equal(x[1:3].reshape(8), x.flatten()[4:12])
+
+
+def test_one_seed_gives_one_perturbation_and_another_another() -> None:
+    def run(seed: int) -> Tensor:
+        with Perturbed(seed):
+            return draw(50) * 3.7
+
+    assert torch.equal(run(0), run(0))
+    assert not torch.equal(run(0), run(1))
+
+
+@pytest.mark.parametrize("condition", [1.0, 30.0, 1000.0])
+def test_the_bound_grows_with_the_condition(condition: float) -> None:
+    x = draw(100)
+
+    def grown() -> dict[str, Tensor]:
+        # In double precision, so that only the product rounds: its relative error is multiplied by the factor.
+        return {"logarithm": condition * (x * 1.1).double().log()}
+
+    (bound,) = Reference.of(grown).within.values()
+    assert bound / rounding.SPREADS == pytest.approx(condition * EPS, rel=0.1)
+
+
+@pytest.mark.parametrize("terms", [10, 1000, 100_000])
+def test_a_sum_in_any_order_is_within_the_bound(terms: int) -> None:
+    x, y = draw(terms, seed=terms), draw(terms, seed=terms + 1)
+    reference = Reference.of(lambda: {"sum": (x * y).sum()})
+    orders: list[Callable[[], Tensor]] = [
+        lambda: torch.dot(x, y),
+        lambda: (x.double() * y.double()).sum(),
+        lambda: (x * y).flip(0).cumsum(0)[-1],
+        lambda: (x * y).sort().values.sum(),
+    ]
+    assert [reference.differences({"sum": order()}) for order in orders] == [[]] * 4
+    # A term that is missing is found as long as it is more than rounding.
+    assert reference.differences({"sum": (x * y)[1:].sum()}) != []
+
+
+def test_training_in_another_order_of_additions_is_within_the_bound() -> None:
+    found, plain = trained(backwards=True), trained()
+    assert any(not torch.equal(value, plain[name]) for name, value in found.items())
+    assert Reference.of(trained).differences(found) == []
+
+
+@pytest.mark.parametrize("fault", [{"lr": 0.1003}, {"steps": 6}, {"skipped": 4}, {"skipped": 0}], ids=str)
+def test_a_small_fault_is_outside_the_bound(fault: dict[str, float]) -> None:
+    reference = Reference.of(trained)
+    assert reference.differences(trained(**fault)) != []  # type: ignore[arg-type]
+
+
+def test_what_is_missing_of_another_shape_or_no_number_differs() -> None:
+    reference = Reference.of(lambda: {"one": [1.0, 2.0], "other": torch.ones(3)})
+    assert reference.differences({"one": [1.0, 2.0], "other": torch.ones(3), "more": 1.0}) == []
+    assert reference.differences({"one": [1.0, 2.0]}) == ["other: missing"]
+    (problem,) = reference.differences({"one": [1.0], "other": torch.ones(3)})
+    assert problem.startswith("one: expected at most")
+    assert problem.endswith("got inf")
+    (problem,) = reference.differences({"one": [1.0, 2.0], "other": torch.full((3,), math.nan)})
+    assert problem.endswith("got nan")
+
+
+def test_a_result_that_is_mostly_rounding_is_refused() -> None:
+    x = draw(10)
+    with pytest.raises(AssertionError, match="expected rounding to move difference by at most"):
+        Reference.of(lambda: {"difference": (x * 1e4 + 0.3) - x * 1e4})
