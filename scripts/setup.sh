@@ -17,28 +17,30 @@ python=${PYTHON:-$(command -v python3.11 || command -v python3)}
     echo "setup: $python is $("$python" --version 2>&1); the pinned versions are tested with Python 3.11 only." >&2
 
 # The pip that comes with the interpreter fills .venv with the pinned pip, so Debian's python3-venv is not needed.
-pinned_pip=$(grep '^pip==' requirements/pinned.txt)
 if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     "$python" -m venv --clear --without-pip .venv
-    "$python" -m pip --python .venv/bin/python install "$pinned_pip"
+    sed -n '/^pip==/,/[^\\]$/p' requirements/pinned.txt |
+        "$python" -m pip --python .venv/bin/python install --require-hashes --no-deps -r /dev/stdin
 fi
+# The lists are complete, so that no dependency is looked for, and nothing is built, for which tools would be fetched: what
+# has no hash here is not installed.
+hashed() { .venv/bin/python -m pip install --require-hashes --no-deps --only-binary=:all: "$@"; }
 pip() { .venv/bin/python -m pip "$@"; }
 
 has_nvidia_driver() { [ -e /proc/driver/nvidia/version ] || nvidia-smi -L >/dev/null 2>&1; }
 
+hashed -r requirements/pinned.txt
 if has_nvidia_driver; then
-    pip install -r requirements/torch.txt -r requirements/torchrec-gpu.txt -r requirements/pinned.txt
+    hashed -r requirements/torch.txt -r requirements/torchrec-gpu.txt
 else
-    torch=$(grep '^torch==' requirements/torch.txt)
-    if ! pip install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -c requirements/pinned.txt "$torch+cpu"; then
-        echo "setup: no CPU build of $torch on this package index; taking the default build instead. It works, and is" \
+    if ! pip install --no-deps ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -r requirements/torch-cpu.txt; then
+        echo "setup: no CPU build of torch on this package index; taking the default build instead. It works, and is" \
             "several GB larger: TORCH_INDEX=... names an index that has the CPU build, such as PyTorch's own." >&2
-        pip install -c requirements/pinned.txt "$torch"
+        hashed -r requirements/torch.txt
     fi
-    pip install --no-deps -r requirements/torchrec-cpu.txt
-    echo "setup: pip will say that torchrec requires fbgemm-gpu, which is not installed: fbgemm-gpu-cpu takes its place."
-    pip install -r requirements/pinned.txt
+    hashed -r requirements/torchrec-cpu.txt
 fi
+# With the pinned setuptools, and nothing that is fetched for the build.
 pip install --no-deps --no-build-isolation --editable .
 
 .venv/bin/python -c 'from lightning_pipe.environment import import_torchrec; import_torchrec()'

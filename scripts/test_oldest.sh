@@ -18,8 +18,9 @@ if ! [ -e "$there/.complete" ]; then
     # --no-deps: torchrec asks for fbgemm-gpu, whose files would take the place of fbgemm-gpu-cpu's.
     pip install -q --no-deps "torchrec==1.6.1" "fbgemm-gpu-cpu==1.6.0" "iopath" "portalocker"
     # Of the pinned packages those that do not come with torch.
-    grep -v -i -E "^(#|torch|pip|transformers|tokenizers|huggingface|hf-xet|safetensors|sympy|mpmath|networkx|filelock|fsspec|typing|setuptools|triton)" \
-        requirements/pinned.txt > "$there/pinned.txt"
+    sed -n 's/ \\$//p' requirements/pinned.txt | grep "==" |
+        grep -v -i -E "^(#|torch|pip|transformers|tokenizers|huggingface|hf-xet|safetensors|sympy|mpmath|networkx|filelock|fsspec|typing|setuptools|triton)" \
+            > "$there/pinned.txt"
     pip install -q "torch==2.11.0" -r "$there/pinned.txt"
     pip install -q --no-deps --editable .
     touch "$there/.complete"
