@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.loops.batch_source import Uneven
+from lightning_pipe.loops.orphaned_workers import ending_with_rank
 
 
 @contextmanager
@@ -79,6 +80,8 @@ class DistributedStrategy(DDPStrategy):
         Lightning starts the random streams anew from the seed here, for ranks to agree. One process goes on with its
         own, as it does without a strategy.
         """
+        global _ended_well
+        _ended_well = False
         if self.num_nodes * self.num_processes > 1:
             self._warn_of_stale_addresses()
             users = dist.is_initialized()
@@ -93,6 +96,10 @@ class DistributedStrategy(DDPStrategy):
         else:
             with isolate_rng():
                 super().setup_distributed()
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let the workers of a loader end after this process, however it ends."""
+        return ending_with_rank(super().process_dataloader(dataloader))
 
     def teardown(self) -> None:
         super().teardown()

@@ -22,6 +22,7 @@ from lightning_pipe.engine.flags import check_flags
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.interrupted_save import install_interrupted_saves
+from lightning_pipe.loops.orphaned_workers import ending_with_rank
 from lightning_pipe.pipe import Pipe
 from lightning_pipe.pipe.batch_norm import undefer_batch_norm
 from lightning_pipe.pipe.partitioning import Checkpoint, check_checkpoint
@@ -237,6 +238,10 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
         super().teardown()
 
     # ------------------------------------------------------------------ batches
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let the workers of a loader end after this process, however it ends."""
+        return ending_with_rank(super().process_dataloader(dataloader))
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         module = self.lightning_module

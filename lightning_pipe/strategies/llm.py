@@ -350,7 +350,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             # Random and weighted samplers, and users' own that are made like them.
             if getattr(sampler, "generator", self) is None:
                 sampler.generator = torch.Generator().manual_seed(int(os.environ.get("PL_GLOBAL_SEED", 0)))
-        return dataloader
+        return super().process_dataloader(dataloader)
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
