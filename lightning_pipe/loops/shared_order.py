@@ -8,6 +8,7 @@ can share out the rest. Other samplers have an order for each rank, which anothe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle, islice
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
@@ -60,7 +61,10 @@ def of_other_ranks(states: Sequence[State | None], rank: int, world: int) -> lis
 def batches_left(
     state: State, dataset: Any, batch_size: int | None, drop_last: bool = False
 ) -> list[list[int]] | list[int]:
-    """A rank's batches of what is left.
+    """A rank's batches of what is left, as many as each other rank has.
+
+    Where some ranks would have one batch more, and would end without it, the others repeat a sample each of those at
+    the beginning of the epoch, as ``DistributedSampler`` does.
 
     Args:
         state: of :func:`of_other_ranks`.
@@ -71,5 +75,14 @@ def batches_left(
     left = state["left"]
     order: DistributedSampler[Any] = DistributedSampler(dataset, 1, 0, shuffle=left["shuffle"], seed=left["seed"])
     order.set_epoch(left["epoch"])
-    rest = list(order)[left["trained"] :][state["rank"] :: state["world"]]
-    return rest if batch_size is None else list(BatchSampler(rest, batch_size, drop_last))
+    whole, world = list(order), state["world"]
+    rest = whole[left["trained"] :]
+
+    def of_rank(rank: int) -> list[list[int]] | list[int]:
+        own = rest[rank::world]
+        return own if batch_size is None else list(BatchSampler(own, batch_size, drop_last))
+
+    # The first rank has the most of it, and the last the fewest.
+    if len(of_rank(0)) > len(of_rank(world - 1)):
+        rest += islice(cycle(whole), -len(rest) % world)
+    return of_rank(state["rank"])

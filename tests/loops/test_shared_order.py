@@ -50,6 +50,29 @@ def test_what_is_left_is_shared_out_whole_twice_over(worlds: tuple[int, int, int
     assert sorted(seen) == list(range(ROWS))
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("batch_size", [None, 1, 2, 3])
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_no_rank_has_a_batch_more_than_another_and_loses_it(
+    world: int, batch_size: int | None, drop_last: bool
+) -> None:
+    for trained in range(ROWS + 1):
+        state: Any = {"order": order_of(loader(0, 1)) | {"trained": trained}, "given": 0}  # type: ignore[operator]
+        (moved,) = of_other_ranks([state], 0, world) or [None]
+        assert moved is not None
+        ranks = [batches_left(moved | {"rank": rank}, Rows(ROWS), batch_size, drop_last) for rank in range(world)]
+        assert len({len(batches) for batches in ranks}) == 1
+        seen = [index for batches in ranks for batch in batches for index in ([batch] if batch_size is None else batch)]  # type: ignore[union-attr]
+        left = ROWS - trained
+        if drop_last and batch_size is not None:
+            # Fewer are left out than the ranks' last batches would hold.
+            assert left - batch_size * world < len(set(seen)) <= left + world
+        else:
+            order = [index for batch in loader(0, 1).batch_sampler for index in batch]  # type: ignore[union-attr]
+            assert set(order[trained:]) <= set(seen)
+            assert len(seen) < left + world
+
+
 def test_samplers_with_an_order_for_each_rank_cannot_be_gone_on_with_by_others() -> None:
     assert order_of(DataLoader(Rows(ROWS), BATCH, shuffle=True)) is None
     assert of_other_ranks([{"created": {}, "begun": None, "given": 3, "order": None}], 0, 2) is None
