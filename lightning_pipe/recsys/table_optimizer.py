@@ -2,8 +2,10 @@
 
 FBGEMM steps a table inside the backward of its lookup. Its defaults are not those of ``torch.optim`` (Adagrad's
 ``eps`` is 1e-8 in FBGEMM and 1e-10 in torch), and it ignores, or dies on, hyper-parameters it has no kernel for. So
-every hyper-parameter is resolved here, from the optimiser class's own defaults, before a table is sharded: the fused
-kernel then does what the class does, or the user gets an error that names the hyper-parameter and the table.
+every hyper-parameter is resolved here before a table is sharded, or the user gets an error that names the
+hyper-parameter and the table. An argument that the user left out has the kernel's default where the optimiser was given
+by ``apply_optimizer_in_backward``, as under TorchRec's ``DistributedModelParallel``, so that a script moved from there
+keeps its numbers; and the class's default where it is the strategy's ``sparse_optimizer``.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ import inspect
 import math
 import numbers
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 from torchrec import optim as torchrec_optim
 
@@ -35,8 +39,8 @@ class _Support:
         reference: the class whose signature says which hyper-parameters exist and their defaults, and which steps
             replicated tables. TorchRec's own SGD, Adagrad and Adam are placeholders without either.
         passed: hyper-parameters that the kernel takes; every other one must be at its default.
-        explicit: hyper-parameters that must be given, since kernel and class differ in their defaults, or the class
-            has none.
+        explicit: hyper-parameters that ``sparse_optimizer`` must give, since kernel and class differ in their defaults,
+            or the class has none.
         cpu: whether FBGEMM has a CPU kernel.
         row_local: whether a step leaves rows without a gradient as they are. Where it does not, stepping a whole
             replicated table is another optimiser than stepping the rows that were looked up.
@@ -54,6 +58,8 @@ class _Support:
     row_adam: bool = False
 
 
+# The kernel's names of what the classes name otherwise; TorchRec's users may give either.
+_KERNEL_NAMES = {"lr": ("learning_rate",), "betas": ("beta1", "beta2")}
 _ADAM = ("lr", "betas", "eps")
 _SUPPORTED: dict[type[torch.optim.Optimizer], _Support] = {
     torch.optim.SGD: _Support(torch.optim.SGD, ("lr",), cpu=True, row_local=True),
@@ -150,12 +156,15 @@ class TableOptimizer:
         hyper_parameters: all that the fused kernel takes, in the class's own names.
         step_class: the class that steps a replicated table, None where only a fused kernel can.
         row_wise_state: whether its state is one number per row.
+        left_out: hyper-parameters that the user left out, and of which kernel and class have other defaults: the
+            kernel's, which is used, and the class's.
     """
 
     optimizer_class: type[torch.optim.Optimizer]
     hyper_parameters: Mapping[str, Any]
     step_class: type[torch.optim.Optimizer] | None
     row_wise_state: bool
+    left_out: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
 
     @property
     def learning_rate(self) -> float:
@@ -169,10 +178,10 @@ class TableOptimizer:
 
     def fused_arguments(self) -> dict[str, Any]:
         """The hyper-parameters in FBGEMM's names, as TorchRec reads them from a parameter's ``_optimizer_kwargs``."""
-        arguments = dict(self.hyper_parameters)
-        arguments["learning_rate"] = arguments.pop("lr")
-        if "betas" in arguments:
-            arguments["beta1"], arguments["beta2"] = arguments.pop("betas")
+        arguments: dict[str, Any] = {}
+        for key, value in self.hyper_parameters.items():
+            names = _KERNEL_NAMES.get(key, (key,))
+            arguments |= zip(names, value if len(names) > 1 else (value,), strict=True)
         return arguments
 
     def describe(self) -> str:
@@ -183,8 +192,8 @@ class TableOptimizer:
 
 def _chosen(
     table: str, parameter: nn.Parameter, default: SparseOptimizer | None
-) -> tuple[type[torch.optim.Optimizer], Mapping[str, Any]] | None:
-    """The class and arguments that the user gave this table, None where there are none."""
+) -> tuple[type[torch.optim.Optimizer], Mapping[str, Any], bool] | None:
+    """The class and arguments that the user gave this table, and whether in TorchRec's way; None without any."""
     classes: Sequence[type[torch.optim.Optimizer]] = getattr(parameter, "_optimizer_classes", ())
     if len(classes) > 1:
         raise SetupError(
@@ -192,9 +201,9 @@ def _chosen(
             f" ({', '.join(map(class_name, classes))}); one table takes one: call apply_optimizer_in_backward once"
         )
     if classes:
-        return classes[0], parameter._optimizer_kwargs[0]  # type: ignore[attr-defined]
+        return classes[0], parameter._optimizer_kwargs[0], True  # type: ignore[attr-defined]
     if default is not None:
-        return default.optimizer_class, default.arguments
+        return default.optimizer_class, default.arguments, False
     return None
 
 
@@ -220,7 +229,7 @@ def resolve_table_optimizer(
     chosen = _chosen(table, parameter, default)
     if chosen is None:
         return None
-    optimizer_class, arguments = chosen
+    optimizer_class, arguments, in_backward = chosen
     name = class_name(optimizer_class)
     support = _SUPPORTED.get(optimizer_class)
     if support is None:
@@ -233,28 +242,70 @@ def resolve_table_optimizer(
             f"table {table} asks for the optimiser {name}, which FBGEMM has no CPU kernel for; on CPU use one of"
             f" {_usable(device, is_dynamic)}"
         )
-    values = _with_defaults(support, {key: value for key, value in arguments.items() if key != "optimizer"})
-    unknown = sorted(set(arguments) - set(values) - {"optimizer"})
+    arguments = {key: value for key, value in arguments.items() if key != "optimizer"}
+    defaults = _defaults(support.reference) or dict.fromkeys(support.passed, 0.0)
+    left_out: dict[str, tuple[Any, Any]] = {}
+    if in_backward:
+        arguments = _in_names_of_class(table, name, support, arguments)
+        of_kernel = {key: value for key, value in _kernel_defaults().items() if key in support.passed}
+        left_out = {
+            key: (value, defaults[key])
+            for key, value in of_kernel.items()
+            if key not in arguments and support.reference is not None and value != defaults[key]
+        }
+        defaults |= of_kernel
+    unknown = sorted(set(arguments) - set(defaults))
     if unknown:
         raise SetupError(
             f"table {table}: the optimiser {name} has no argument {', '.join(unknown)}; it takes"
-            f" {', '.join(sorted(values))}"
+            f" {', '.join(sorted(defaults))}"
         )
-    missing = [key for key in support.explicit if key not in arguments]
+    missing = [] if in_backward else [key for key in support.explicit if key not in arguments]
     if missing:
         raise SetupError(
             f"table {table}: give the optimiser {name} its {', '.join(missing)}; the fused kernel's defaults are not"
             " the class's, so none is assumed"
         )
     _refuse_what_no_kernel_does(table, name, support, arguments)
-    hyper_parameters = {key: values[key] for key in support.passed if key in values}
+    hyper_parameters = {key: arguments.get(key, defaults[key]) for key in support.passed if key in defaults}
     _check_values(table, name, support, hyper_parameters)
     return TableOptimizer(
         optimizer_class,
         hyper_parameters,
         support.reference if support.row_local else None,
         support.row_wise_state,
+        left_out,
     )
+
+
+@cache
+def _kernel_defaults() -> Mapping[str, Any]:
+    """What FBGEMM's kernels take for hyper-parameters that TorchRec does not pass, in the classes' names."""
+    arguments = inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters
+    found = {key: arguments[key].default for key in ("eps", "momentum", "weight_decay", "eta")}
+    for key, names in _KERNEL_NAMES.items():
+        values = tuple(arguments[name].default for name in names)
+        found[key] = values if len(values) > 1 else values[0]
+    return found
+
+
+def _in_names_of_class(table: str, name: str, support: _Support, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments as the class names them; TorchRec hands on what the kernel names otherwise."""
+    found = dict(arguments)
+    for key, names in _KERNEL_NAMES.items():
+        given = {one: found.pop(one) for one in names if key in support.passed and one in found}
+        if not given:
+            continue
+        if key in found:
+            raise SetupError(
+                f"table {table}: the optimiser {name} is given {key} and {', '.join(given)}, which say the same; leave"
+                f" {key} out"
+            )
+        default = _kernel_defaults()[key]
+        defaults = default if len(names) > 1 else (default,)
+        values = tuple(given.get(one, value) for one, value in zip(names, defaults, strict=True))
+        found[key] = values if len(names) > 1 else values[0]
+    return found
 
 
 def _defaults(reference: type[torch.optim.Optimizer] | None) -> dict[str, Any]:
@@ -265,11 +316,6 @@ def _defaults(reference: type[torch.optim.Optimizer] | None) -> dict[str, Any]:
         for key, argument in inspect.signature(reference).parameters.items()
         if key != "params" and argument.kind is not inspect.Parameter.VAR_KEYWORD
     }
-
-
-def _with_defaults(support: _Support, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    known = _defaults(support.reference) or dict.fromkeys(support.passed, 0.0)
-    return {key: arguments.get(key, default) for key, default in known.items()}
 
 
 def _refuse_what_no_kernel_does(table: str, name: str, support: _Support, arguments: Mapping[str, Any]) -> None:

@@ -69,6 +69,7 @@ from lightning_pipe.strategies.table_gradients import TableGradients
 from lightning_pipe.strategies.table_profile import Profiled, profile_tables
 
 _log = pl.utilities.rank_zero.rank_zero_info
+_log_names = pl.utilities.rank_zero.rank_zero_debug
 
 
 class RecsysPipelineStrategy(FolderCheckpointStrategy):
@@ -292,6 +293,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         install_evaluation_loops(trainer)
         install_interrupted_saves(trainer)
         if fitting:
+            _tell_left_out(self._sharded)
             if clips_gradients(trainer):
                 refuse_norm(self._sharded.replicas)
             PipelineTrainingEpochLoop.install(trainer)
@@ -308,8 +310,9 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             if names:
                 _log(
                     f"Took {len(names)} table parameter(s) out of {type(optimizer).__name__}'s groups, since the"
-                    f" tables' own optimiser trains them: {', '.join(names)}"
+                    " tables' own optimiser trains them"
                 )
+                _log_names(f"Taken out of {type(optimizer).__name__}'s groups: {', '.join(names)}")
             for group in optimizer.param_groups:
                 # Where PyTorch's schedulers count from, but for those that step on a metric: the tables follow all.
                 group.setdefault("initial_lr", group["lr"])
@@ -763,3 +766,19 @@ def _lightning_loss(output: Any) -> torch.Tensor | None:
     if isinstance(output, Mapping):
         output = output.get("loss")
     return output if isinstance(output, torch.Tensor) else None
+
+
+def _tell_left_out(model: ShardedModel) -> None:
+    """Say which arguments of tables' optimisers have the kernel's default and not the class's."""
+    tables: dict[tuple[str, str], int] = {}
+    for table in model.tables.values():
+        optimizer = table.known_optimizer
+        for key, (kernels, classes) in optimizer.left_out.items():
+            said = optimizer.name, f"{key}={kernels} (the class's default is {classes})"
+            tables[said] = tables.get(said, 0) + 1
+    if tables:
+        values = "; ".join(f"{name} of {count} table(s) with {value}" for (name, value), count in tables.items())
+        _log(
+            "Arguments left out of apply_optimizer_in_backward have the fused kernel's defaults, as under TorchRec's"
+            f" DistributedModelParallel: {values}. Give them to choose"
+        )

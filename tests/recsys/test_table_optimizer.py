@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec import optim as torchrec_optim
@@ -39,6 +41,52 @@ def test_hyper_parameters_not_given_are_the_class_s_own_and_are_passed_to_the_ke
     assert resolve("torch.optim.SGD").fused_arguments() == {"learning_rate": 0.001}
     assert resolve("torch.optim.Adagrad").fused_arguments() == {"learning_rate": 0.01, "eps": 1e-10}
     assert resolve(torchrec_optim.RowWiseAdagrad, lr=1).fused_arguments() == {"learning_rate": 1, "eps": 1e-10}
+
+
+def in_backward(optimizer_class: Any, device: torch.device = CPU, **arguments: Any) -> TableOptimizer:
+    """As given by ``apply_optimizer_in_backward``."""
+    parameter = table()
+    parameter._optimizer_classes, parameter._optimizer_kwargs = [optimizer_class], [arguments]  # type: ignore[attr-defined]
+    found = resolve_table_optimizer("ebc.users", parameter, None, device)
+    assert found is not None
+    return found
+
+
+KERNELS = {
+    name: argument.default
+    for name, argument in inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters.items()
+}
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "names", "left_out"),
+    [
+        (torch.optim.SGD, {"learning_rate"}, {"lr": (0.01, 0.001)}),
+        (torch.optim.Adagrad, {"learning_rate", "eps"}, {"eps": (1e-8, 1e-10)}),
+        (torchrec_optim.RowWiseAdagrad, {"learning_rate", "eps"}, {"eps": (1e-8, 1e-10)}),
+        (torch.optim.Adam, {"learning_rate", "beta1", "beta2", "eps"}, {"lr": (0.01, 0.001)}),
+        (torchrec_optim.LAMB, {"learning_rate", "beta1", "beta2", "eps", "weight_decay"}, {}),
+        (torchrec_optim.LarsSGD, {"learning_rate", "eta", "momentum", "weight_decay"}, {}),
+    ],
+)
+def test_in_torchrec_s_way_those_not_given_are_the_kernel_s_and_named_where_the_class_has_others(
+    optimizer_class: Any, names: set[str], left_out: dict[str, Any]
+) -> None:
+    found = in_backward(optimizer_class, CUDA)
+    assert found.fused_arguments() == {name: KERNELS[name] for name in names}
+    assert found.left_out == left_out
+    assert in_backward(optimizer_class, CUDA, lr=0.3).learning_rate == 0.3
+    assert "lr" not in in_backward(optimizer_class, CUDA, lr=0.3).left_out
+
+
+def test_in_torchrec_s_way_arguments_may_have_the_kernel_s_names() -> None:
+    found = in_backward(torch.optim.Adam, CUDA, learning_rate=0.2, beta1=0.7, eps=1e-6)
+    assert found.fused_arguments() == {"learning_rate": 0.2, "beta1": 0.7, "beta2": KERNELS["beta2"], "eps": 1e-6}
+    assert found.left_out == {}
+    with pytest.raises(SetupError, match=r"given lr and learning_rate, which say the same"):
+        in_backward(torch.optim.SGD, lr=0.1, learning_rate=0.2)
+    with pytest.raises(SetupError, match="no argument beta1"):
+        in_backward(torch.optim.SGD, lr=0.1, beta1=0.2)
 
 
 def test_arguments_at_their_defaults_and_choices_of_implementation_are_accepted() -> None:

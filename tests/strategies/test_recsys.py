@@ -129,10 +129,7 @@ def test_tables_that_the_dense_optimiser_lists_are_taken_out_with_one_line(
         module = Clicks(optimizers=everything)
         used = fit(module, recsys())
     lines = [record.getMessage() for record in caplog.records if "table parameter" in record.getMessage()]
-    assert lines == [
-        "Took 2 table parameter(s) out of Adam's groups, since the tables' own optimiser trains them:"
-        f" {PEOPLE}, {THINGS}"
-    ]
+    assert lines == ["Took 2 table parameter(s) out of Adam's groups, since the tables' own optimiser trains them"]
     separate = Clicks()
     assert difference(state_of(used), state_of(fit(separate, recsys()))) == []
     assert module.losses == separate.losses
