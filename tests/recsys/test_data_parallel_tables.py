@@ -64,7 +64,7 @@ def test_tables_of_one_kernel_are_stepped_by_their_own_optimisers() -> None:
     model, reference = make_model(), make_model()
     for trained in (model, reference):
         tables = tables_of(trained)
-        _apply_optimizer_in_backward(torch.optim.Adagrad, [tables[USERS]], {"lr": 0.1})
+        _apply_optimizer_in_backward(torch.optim.Adagrad, [tables[USERS]], {"lr": 0.1, "eps": 1e-10})
         _apply_optimizer_in_backward(torch.optim.SGD, [tables[MOVIES], tables[HISTORY]], {"lr": 0.2})
     sharded = shard(model, sparse_optimizer=None, constraints=REPLICATED)
     for step in range(3):
