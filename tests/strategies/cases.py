@@ -30,8 +30,9 @@ from lightning_pipe.strategies.recsys import RecsysPipelineStrategy
 
 PLANS = ("serial", "base", "prefetch", "fused_sparse_dist")  # those that train the same
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}
-ADAGRAD = {"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.1}}
-ROW_WISE_ADAGRAD = {"class_path": "torchrec.optim.RowWiseAdagrad", "init_args": {"lr": 0.1}}
+# As the classes have it: an eps that is left out is the kernel's where the optimiser is given in TorchRec's way.
+ADAGRAD = {"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.1, "eps": 1e-10}}
+ROW_WISE_ADAGRAD = {"class_path": "torchrec.optim.RowWiseAdagrad", "init_args": {"lr": 0.1, "eps": 1e-10}}
 
 IDS = 24  # rows of each table
 WIDTH = 8
