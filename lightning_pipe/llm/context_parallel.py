@@ -25,7 +25,15 @@ from torch import Tensor
 from lightning_pipe.engine.errors import InputError
 from lightning_pipe.llm.padding import SequenceKeys
 
-__all__ = ["FullAttention", "check_sequence", "chunk_positions", "cut_sequence", "join_sequence"]
+__all__ = [
+    "FullAttention",
+    "attention_of",
+    "check_sequence",
+    "chunk_positions",
+    "cut_sequence",
+    "join_sequence",
+    "positions_of",
+]
 
 _MASK, _POSITIONS = "attention_mask", "position_ids"
 _DOCUMENTS = {"cu_seq_lens_q": "max_length_q", "cu_seq_lens_k": "max_length_k"}
@@ -91,10 +99,9 @@ def cut_sequence(
     Of the micro-batch's description of attention, the first of these counts:
 
     - an ``attention_mask`` of (rows or 1, heads or 1, length, length), as it is;
-    - a (rows, length) one, whose zeros none attends to. Positions are then not looked at, as Hugging Face has it;
     - ``cu_seq_lens_q/k``, the documents of a packed row;
-    - ``position_ids`` that do not go on by one: where they jump, a document begins (as Hugging Face's models see it,
-      whose ``sdpa`` attention does not look at ``cu_seq_lens``).
+    - ``position_ids`` that do not go on by one: where they jump, a document begins, and a (rows, length) mask, whose
+      zeros none attends to, and between which and other tokens positions may jump.
 
     Args:
         micro_batch: padded, on any device.
@@ -105,7 +112,7 @@ def cut_sequence(
 
     Returns:
         The micro-batch with chunks of (rows, length / size, ...), and with the chunk's own ``position_ids`` (rows,
-        length / size), counted from the beginning of the whole sequence, where it had none. A model's own masks are
+        length / size), counted from the beginning of the whole document, where it had none. A model's own masks are
         to have the chunk's shape, so a square mask is cut on both dimensions, and ``cu_seq_lens`` are those of the
         documents' parts in the chunk.
 
@@ -122,7 +129,7 @@ def cut_sequence(
             f"the micro-batch has {length} tokens a row, which context_parallel_size={size} does not divide{twice};"
             f" needed is a multiple of {multiple}: pad to one (pad_to_multiple_of)"
         )
-    attention = _full_attention(micro_batch, length)
+    attention = attention_of(micro_batch, length)
     own = chunk_positions(rank, size, length, balanced=balanced)
     own = own.to(next(iter(sequences.values())).device)
     local = dict(micro_batch)
@@ -131,7 +138,9 @@ def cut_sequence(
             value = value.index_select(-2, own)
         local[key] = value.index_select(-1 if key == _MASK else 1, own)
     if not isinstance(micro_batch.get(_POSITIONS), Tensor):
-        local[_POSITIONS] = own.expand(rows, len(own))
+        documents = attention.documents
+        counted = own[None] if documents is None else positions_of(documents)[:, own]
+        local[_POSITIONS] = counted.expand(rows, len(own))
     for key, longest in _DOCUMENTS.items():
         ends = micro_batch.get(key)
         if isinstance(ends, Tensor):
@@ -150,7 +159,7 @@ def check_sequence(micro_batch: Mapping[str, Any], keys: SequenceKeys | None = N
         InputError: as :func:`cut_sequence`, but for the length.
     """
     _, length = _rows_and_length(_sequences(micro_batch, keys))
-    _full_attention(micro_batch, length)
+    attention_of(micro_batch, length)
 
 
 def join_sequence(part: Tensor, group: dist.ProcessGroup, *, balanced: bool = False) -> Tensor:
@@ -197,19 +206,27 @@ def _rows_and_length(sequences: Mapping[str, Tensor]) -> tuple[int, int]:
     return max(shape[0] for shape in shapes.values()), next(iter(lengths.values()))
 
 
-def _full_attention(micro_batch: Mapping[str, Any], length: int) -> FullAttention:
+def attention_of(micro_batch: Mapping[str, Any], length: int) -> FullAttention:
+    """What a micro-batch says about attention; see :func:`cut_sequence`.
+
+    Args:
+        micro_batch: of which sequences have this length.
+        length: tokens of a row.
+
+    Raises:
+        InputError: masks and documents that may contradict each other.
+    """
     mask, positions = micro_batch.get(_MASK), micro_batch.get(_POSITIONS)
     ends = [micro_batch[key] for key in _DOCUMENTS if isinstance(micro_batch.get(key), Tensor)]
     if isinstance(mask, Tensor) and mask.ndim == 4:
         return FullAttention(mask=mask)
-    if isinstance(mask, Tensor):
-        if ends:
-            raise InputError(
-                f"the micro-batch has both a {_MASK!r} of (rows, length) and the documents of a packed row"
-                " (cu_seq_lens), and models differ in which of them they heed; needed is one: leave the mask out"
-            )
-        real = mask != 0
-        return FullAttention(real=None if real.all() else real)
+    real = mask != 0 if isinstance(mask, Tensor) else None
+    if real is not None and ends:
+        raise InputError(
+            f"the micro-batch has both a {_MASK!r} of (rows, length) and the documents of a packed row"
+            " (cu_seq_lens), and models differ in which of them they heed; needed is one: leave the mask out"
+        )
+    documents = None
     if ends:
         if not torch.equal(ends[0], ends[-1]):
             raise InputError(
@@ -217,13 +234,24 @@ def _full_attention(micro_batch: Mapping[str, Any], length: int) -> FullAttentio
                 " needed are the same: tokens of one sequence attend to each other"
             )
         tokens = torch.arange(length, device=ends[0].device)
-        return _apart(torch.bucketize(tokens, ends[0][1:].to(tokens.dtype), right=True)[None])
-    if isinstance(positions, Tensor):
+        documents = torch.bucketize(tokens, ends[0][1:].to(tokens.dtype), right=True)[None]
+    elif isinstance(positions, Tensor):
         jumps = positions.diff(dim=1) != 1
-        return _apart(torch.nn.functional.pad(jumps.cumsum(1), (1, 0)))
-    return FullAttention()
+        if real is not None:
+            # Positions of padding may be anything.
+            jumps = jumps & real[:, 1:] & real[:, :-1]
+        documents = torch.nn.functional.pad(jumps.cumsum(1), (1, 0))
+    if documents is not None and not (documents != documents[:, :1]).any():
+        documents = None  # what is merely causal needs no mask
+    return FullAttention(real=None if real is None or real.all() else real, documents=documents)
 
 
-def _apart(documents: Tensor) -> FullAttention:
-    """Documents, unless each row is one: what is merely causal needs no mask."""
-    return FullAttention(documents=documents if (documents != documents[:, :1]).any() else None)
+def positions_of(documents: Tensor) -> Tensor:
+    """Each token's position in its document, from 0: (rows or 1, length), int64.
+
+    Args:
+        documents: as :class:`FullAttention` has them.
+    """
+    places = torch.arange(documents.shape[1], device=documents.device)
+    begins = torch.nn.functional.pad(documents.diff(dim=1) != 0, (1, 0), value=True)
+    return places - torch.where(begins, places, 0).cummax(1).values

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_pipe.engine.errors import InputError
 from lightning_pipe.llm.context_ranks import ContextRanks
+from lightning_pipe.llm.hf_documents import HFDocuments
 from lightning_pipe.llm.microbatches import MicroBatches, split_batch
 from lightning_pipe.llm.padding import SequenceKeys, pad_microbatch, target_length
 from lightning_pipe.llm.runner import StageInputs
@@ -110,6 +111,8 @@ class BatchPreparation:
         ignore_index: of labels that do not count.
         context: the ranks that share this one's sequences; None for this one alone.
         compare: whether ranks of one pipeline compare their batches, tensor by tensor.
+        documents: keeps the documents of packed rows apart, where no other ranks share the sequences; None where that
+            is the model's own.
     """
 
     def __init__(
@@ -126,6 +129,7 @@ class BatchPreparation:
         ignore_index: int = -100,
         context: ContextRanks | None = None,
         compare: bool = False,
+        documents: HFDocuments | None = None,
     ) -> None:
         self._model_inputs = model_inputs
         self._loss_tokens = loss_tokens
@@ -139,6 +143,7 @@ class BatchPreparation:
         self._ignore_index = ignore_index
         self._context = context
         self._compare = compare
+        self._documents = documents
 
     def begin(self, batch: Any) -> PreparedBatch:
         """Cut a batch and send its numbers on their way."""
@@ -154,6 +159,8 @@ class BatchPreparation:
                 padded = pad_microbatch(item, length, self._keys)
                 if self._context is not None:
                     self._context.check(padded, self._keys)
+                elif self._documents is not None:
+                    self._documents.check(padded)
             digest = _digest(cut.items) if self._compare else 0
             numbers = [1, max(rows for rows, _ in sizes), max(length for _, length in sizes), tokens, digest]
         except Exception as caught:  # of whatever kind: the other ranks wait for this one's numbers
@@ -230,7 +237,10 @@ class BatchPreparation:
 
     def _inputs(self, micro_batch: MicroBatch) -> StageInputs:
         if self._context is None:
-            return StageInputs(*self._model_inputs(micro_batch), target=micro_batch)
+            arguments, keywords = self._model_inputs(micro_batch)
+            if self._documents is not None:
+                keywords = self._documents.keywords(micro_batch, keywords)
+            return StageInputs(arguments, keywords, target=micro_batch)
         part, within = self._context.cut(micro_batch, self._keys)
         return StageInputs(*self._context.inputs(part, self._model_inputs), target=part, contexts=(within,))
 

@@ -82,7 +82,15 @@ class DistributedStrategy(DDPStrategy):
         """
         global _ended_well
         _ended_well = False
-        if self.num_nodes * self.num_processes > 1:
+        ranks = self.num_nodes * self.num_processes
+        if dist.is_initialized() and dist.get_world_size() != ranks:
+            raise SetupError(
+                f"this process is in a process group of {dist.get_world_size()} rank(s), made by an earlier Trainer or by"
+                f" the script, and this Trainer has {ranks} (devices times num_nodes): each rank would be given a part"
+                f" of the data of {ranks}. Give the Trainer as many devices, or call torch.distributed."
+                "destroy_process_group() before, or run it in a process of its own"
+            )
+        if ranks > 1:
             self._warn_of_stale_addresses()
             users = dist.is_initialized()
             # Kept meanwhile: rank 0's is the server of the one that PyTorch makes.

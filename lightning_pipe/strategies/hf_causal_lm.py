@@ -106,7 +106,7 @@ class HFCausalLM(PipelineModule):
 
     def _output(self, micro_batch: Mapping[str, Any]) -> Tensor:
         assert self.model is not None
-        (tokens,), keywords = self.model_inputs(micro_batch)
+        (tokens,), keywords = self._inputs_of_whole(micro_batch)
         output: Tensor = self.model(input_ids=tokens, use_cache=False, **keywords).logits
         return output
 

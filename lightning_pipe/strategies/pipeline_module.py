@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.engine import InputError
+from lightning_pipe.llm.hf_documents import HFDocuments
 from lightning_pipe.llm.losses import summed_cross_entropy
 from lightning_pipe.llm.microbatches import MicroBatches, count_tokens, split_batch
 from lightning_pipe.llm.module_config import ModuleConfig
@@ -194,9 +195,19 @@ class PipelineModule(pl.LightningModule):
 
     def _output(self, micro_batch: Mapping[str, Any]) -> Tensor:
         assert self.model is not None
-        arguments, keywords = self.model_inputs(micro_batch)
+        arguments, keywords = self._inputs_of_whole(micro_batch)
         output: Tensor = self.model(*arguments, **keywords)
         return output
+
+    def _inputs_of_whole(self, micro_batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The model's inputs where it is not cut."""
+        assert self.model is not None
+        arguments, keywords = self.model_inputs(micro_batch)
+        documents = HFDocuments.of(self.model)
+        if documents is not None:
+            documents.check(micro_batch)
+            keywords = documents.keywords(micro_batch, keywords)
+        return arguments, keywords
 
 
 def labels_of(micro_batch: Mapping[str, Any]) -> Tensor:

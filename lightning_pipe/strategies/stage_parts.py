@@ -19,6 +19,7 @@ from lightning_pipe.engine.agreement import check_agreement
 from lightning_pipe.llm.context_ranks import ContextRanks
 from lightning_pipe.llm.deferred import DeferredInit, is_deferred
 from lightning_pipe.llm.dimensions import Dimensions, StageMeshes
+from lightning_pipe.llm.hf_documents import HFDocuments
 from lightning_pipe.llm.padding import SequenceKeys
 from lightning_pipe.llm.preparation import BatchPreparation, Lengths
 from lightning_pipe.llm.runner import PipelineRunner
@@ -182,6 +183,7 @@ class PartsMaker:
             ignore_index=module.ignore_index,
             context=context,
             compare=settings.compare,
+            documents=HFDocuments.of(split.kept),
         )
         runs = BatchRuns(
             module,
