@@ -85,10 +85,10 @@ class DistributedStrategy(DDPStrategy):
         ranks = self.num_nodes * self.num_processes
         if dist.is_initialized() and dist.get_world_size() != ranks:
             raise SetupError(
-                f"this process is in a process group of {dist.get_world_size()} rank(s), made by an earlier Trainer or by"
-                f" the script, and this Trainer has {ranks} (devices times num_nodes): each rank would be given a part"
-                f" of the data of {ranks}. Give the Trainer as many devices, or call torch.distributed."
-                "destroy_process_group() before, or run it in a process of its own"
+                f"this process is in a process group of {dist.get_world_size()} rank(s), made by an earlier Trainer or"
+                f" by the script, and this Trainer has {ranks} (devices times num_nodes): data would be shared out to"
+                f" {ranks} and results collected from {dist.get_world_size()}. Give it as many devices, or call"
+                " torch.distributed.destroy_process_group() before, or run it in a process of its own"
             )
         if ranks > 1:
             self._warn_of_stale_addresses()
