@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_pipe.engine.errors import InputError
 
@@ -36,16 +37,21 @@ class MicroBatches:
     rows: int
     padded_rows: int
 
-    def trim(self, outputs: Sequence[Tensor]) -> Tensor:
-        """The micro-batches' outputs as one tensor with a row for each row of the loader's batch.
+    def trim(self, outputs: Sequence[Any]) -> Any:
+        """The micro-batches' outputs as one, with a row for each row of the loader's batch.
 
         Args:
-            outputs: one tensor a micro-batch, (rows of the micro-batch, ...), alike in all other dimensions.
+            outputs: one a micro-batch: a tensor (rows of the micro-batch, ...), alike in all other dimensions, or
+                tuples, lists and dicts of such tensors.
 
         Raises:
             InputError: another number of outputs than micro-batches, or of rows than they have.
         """
-        found = [tuple(output.shape) for output in outputs]
+        if any(isinstance(output, (tuple, list, dict)) for output in outputs):
+            flat, structures = zip(*map(tree_flatten, outputs), strict=True)
+            if len(set(map(len, flat))) == 1:
+                return tree_unflatten([self.trim(leaves) for leaves in zip(*flat, strict=True)], structures[0])
+        found = [tuple(output.shape) if isinstance(output, Tensor) else () for output in outputs]
         if len(outputs) != len(self.items) or sum(shape[0] for shape in found if shape) != self.rows + self.padded_rows:
             raise InputError(
                 f"the micro-batches' outputs have the shapes {found}; needed are {len(self.items)} tensors of together"

@@ -230,9 +230,14 @@ def _zero_of(output: Any) -> Tensor:
     return torch.stack([one.sum() * 0 for one in tree_leaves(output) if isinstance(one, Tensor)]).sum()
 
 
-def _check_result(result: Any) -> Tensor:
-    if not isinstance(result, Tensor):
-        raise InputError(f"a micro-batch came to a {type(result).__name__}; needed is a tensor")
+def _check_result(result: Any) -> Any:
+    leaves = tree_leaves(result)
+    if not leaves or not all(isinstance(one, Tensor) for one in leaves):
+        kinds = sorted({type(one).__name__ for one in leaves if not isinstance(one, Tensor)})
+        raise InputError(
+            f"a micro-batch came to a {type(result).__name__}{f' of {kinds}' if kinds else ''}; expected a tensor, or"
+            " tuples, lists and dicts of tensors: return one from prediction()"
+        )
     return result
 
 

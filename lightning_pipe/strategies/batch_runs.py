@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_pipe.engine import InputError
 from lightning_pipe.llm.context_ranks import ContextRanks
@@ -122,11 +123,14 @@ class BatchRuns:
         step = self._prepare(batch, prepared)
         own = zip(step.cut.items, step.lengths, strict=True)  # results come in the order of micro-batches
 
-        def prediction(output: Tensor, padded: Any) -> Tensor:
+        def prediction(output: Any, padded: Any) -> Any:
             micro_batch, length = next(own)
-            if output.ndim < 3 or output.shape[1] != step.length or self._context is not None:
+            leaves, structure = tree_flatten(output)
+            of_tokens = [isinstance(one, Tensor) and one.ndim > 2 and one.shape[1] == step.length for one in leaves]
+            if not any(of_tokens) or self._context is not None:
                 return self._module.prediction(output, padded)
-            return self._module.prediction(output[:, :length], micro_batch)
+            cut = [one[:, :length] if is_cut else one for one, is_cut in zip(leaves, of_tokens, strict=True)]
+            return self._module.prediction(tree_unflatten(cut, structure), micro_batch)
 
         results = self._runner.evaluate(step.micro_batches, prediction)
         self._agree_on_failure(torch.zeros(0, dtype=torch.float64))
@@ -136,8 +140,10 @@ class BatchRuns:
             try:
                 if self._context is not None:
                     # All ranks that share the sequences come here, or none, and find the same shapes.
-                    joined = [self._join(result, step.length) for result in results]
-                    results = [whole[:, :length] for whole, length in zip(joined, step.lengths, strict=True)]
+                    results = [
+                        tree_map(lambda part, length=length: self._join(part, step.length)[:, :length], result)
+                        for result, length in zip(results, step.lengths, strict=True)
+                    ]
                 # Of a list of micro-batches, which need not be as long, a list; without those that filled it up.
                 given = isinstance(batch, (list, tuple))
                 found[0] = list(results)[: len(batch)] if given else step.cut.trim(results)
@@ -150,12 +156,13 @@ class BatchRuns:
             raise InputError(f"a micro-batch's prediction failed: {found[1]}") from failure
         return found[0]
 
-    def _join(self, result: Tensor, length: int) -> Tensor:
+    def _join(self, result: Any, length: int) -> Tensor:
         """Of all context ranks' chunks, which must have tokens in dimension 1."""
         assert self._context is not None
-        if result.ndim < 2 or result.shape[1] * self._context.size != length:
+        shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        if not isinstance(result, Tensor) or result.ndim < 2 or result.shape[1] * self._context.size != length:
             raise InputError(
-                f"a micro-batch's prediction has the shape {tuple(result.shape)}, but with context_parallel_size ="
+                f"a micro-batch's prediction has the shape {shape}, but with context_parallel_size ="
                 f" {self._context.size} each rank has it for a part of the tokens; needed is (rows, tokens,"
                 " ...), which is put together"
             )
