@@ -17,7 +17,15 @@ from lightning_pipe.strategies.pipeline_module import PipelineModule, labels_of
 __all__ = ["HFCausalLM", "read_config"]
 
 # Of configs whose models do something to logits before the loss, which a head in chunks would leave out.
-_CHANGE_LOGITS = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+_CHANGE_LOGITS = (
+    "final_logit_softcapping",  # Gemma 2 and 3
+    "lm_head_multiplier",  # Falcon-H1
+    "logit_scale",  # Cohere
+    "logits_scaling",  # Granite
+    "logits_soft_cap",  # RecurrentGemma
+    "output_logit_soft_cap",  # xLSTM
+)
+_ROUTER_LOSSES = ("router_aux_loss_coef", "aux_loss_alpha", "router_z_loss_coef")
 
 
 class HFCausalLM(PipelineModule):
@@ -50,6 +58,7 @@ class HFCausalLM(PipelineModule):
         super().__init__()
         self._weights = PretrainedWeights(config) if isinstance(config, (str, Path)) else None
         self.config = read_config(config if self._weights is None else self._weights.config())
+        _refuse_router_loss(self.config)
         self.max_sequence_length = getattr(self.config, "max_position_embeddings", None)
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
@@ -129,6 +138,17 @@ class _ChunkedHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden
+
+
+def _refuse_router_loss(config: Any) -> None:
+    coefficient = next((getattr(config, name, None) for name in _ROUTER_LOSSES if getattr(config, name, None)), None)
+    if getattr(config, "output_router_logits", False) and coefficient:
+        raise SetupError(
+            f"the config has output_router_logits=True and a coefficient of {coefficient}, for a loss that Hugging"
+            f" Face's {config.model_type} model computes over all of its layers; here the loss is that of the tokens"
+            " alone, and routers would not be balanced. Set output_router_logits=False, and override build_model to call"
+            " lightning_pipe.llm.hf_experts.tap_routers, which gives each layer's router its losses"
+        )
 
 
 def read_config(given: Any) -> Any:

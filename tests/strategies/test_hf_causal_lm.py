@@ -105,6 +105,50 @@ def test_a_model_that_changes_its_logits_keeps_its_head() -> None:
     torch.testing.assert_close(module.run_batch(batch).loss, loss)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("recurrent_gemma", {"logits_soft_cap": 0.05, "num_hidden_layers": 3, "lru_width": 16}),
+        ("gemma2", {"final_logit_softcapping": 0.05}),
+        ("cohere", {"logit_scale": 3.0}),
+    ],
+)
+def test_logits_that_are_capped_or_scaled_are_in_the_loss(model_type: str, changes: dict[str, Any]) -> None:
+    torch.manual_seed(SEED)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+    }
+    sizes |= {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    module = HFCausalLM({"model_type": model_type} | sizes | changes, attention="eager")
+    module.configure_model()
+    assert module.model is not None
+    torch.manual_seed(SEED)
+    theirs = AutoModelForCausalLM.from_config(module.config, attn_implementation="eager")
+    theirs.load_state_dict(module.model.state_dict())
+    batch = row_batches(1)[0]
+    logits = theirs(input_ids=batch["input_ids"], use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    torch.testing.assert_close(module.run_batch(batch).loss, loss)
+
+
+def test_a_loss_of_routers_over_all_layers_is_refused_and_not_dropped() -> None:
+    config = hf_config("llama") | {"model_type": "mixtral", "num_local_experts": 2, "output_router_logits": True}
+    with pytest.raises(SetupError, match=r"output_router_logits=True and a coefficient of 0\.02.*tap_routers"):
+        HFCausalLM(config | {"router_aux_loss_coef": 0.02})
+    for without in ({"router_aux_loss_coef": 0.0}, {"output_router_logits": False}):
+        HFCausalLM(config | without)
+
+
 def test_it_trains_with_adamw_of_its_settings() -> None:
     module = HFCausalLM(hf_config("llama"), learning_rate=0.02, weight_decay=0.3)
     used = fit(module, "auto", row_batches(2))
