@@ -146,7 +146,7 @@ def _refuse_router_loss(config: Any) -> None:
         raise SetupError(
             f"the config has output_router_logits=True and a coefficient of {coefficient}, for a loss that Hugging"
             f" Face's {config.model_type} model computes over all of its layers; here the loss is that of the tokens"
-            " alone, and routers would not be balanced. Set output_router_logits=False, and override build_model to call"
+            " alone, and routers would not be balanced. Set output_router_logits=False, and let build_model call"
             " lightning_pipe.llm.hf_experts.tap_routers, which gives each layer's router its losses"
         )
 
