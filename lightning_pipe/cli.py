@@ -260,7 +260,8 @@ def _look(arguments: list[str]) -> None:
         " states of optimisers are left out.",
     )
     export.add_argument("folder", metavar="FOLDER", help="that ModelCheckpoint or Trainer.save_checkpoint wrote")
-    export.add_argument("file", metavar="FILE", help="what is there is replaced")
+    export.add_argument("file", metavar="FILE", help="a new file, unless --force is given")
+    export.add_argument("--force", action="store_true", help="replace FILE where it exists")
     export.add_argument(
         "--any-class",
         action="store_true",
@@ -270,6 +271,8 @@ def _look(arguments: list[str]) -> None:
     if options.command == "checkpoint":
         from lightning_pipe.strategies.checkpoint_export import export_checkpoint  # here, since few need it
 
+        if os.path.lexists(options.file) and not options.force:
+            raise SetupError(f"{options.file!r} exists; expected the name of a new file: give another, or --force")
         export_checkpoint(options.folder, options.file, weights_only=not options.any_class)
     else:
         width = max(len(entry.name) for entry in STRATEGIES)

@@ -384,6 +384,13 @@ def test_checkpoint_export_makes_a_file_that_an_unsharded_module_is_made_of(
     for name, table in tables.items():
         (value,) = [one for key, one in values.items() if f".{name}." in key]
         assert torch.equal(value, table)
+    before = (folder / "one.ckpt").read_bytes()
+    assert "'one.ckpt' exists; expected the name of a new file" in refusal(
+        ["checkpoint", "export", "saved", "one.ckpt"], capsys
+    )
+    assert (folder / "one.ckpt").read_bytes() == before
+    assert main(["checkpoint", "export", "saved", "one.ckpt", "--force"]) == 0
+    assert Clicks.load_from_checkpoint(folder / "one.ckpt").state_dict().keys() == values.keys()
 
 
 def test_checkpoint_export_to_a_folder_that_is_not_there_is_refused(

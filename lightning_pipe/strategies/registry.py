@@ -53,7 +53,7 @@ STRATEGIES = (
     _llm("looped_bfs", "several stages a rank in loop order, all micro-batches through one before the next"),
     _llm("interleaved_zero_bubble", "several stages a rank, weights' backward put into the bubble"),
     _llm("zbv_zero_bubble", "two stages a rank in V order, weights' backward put into the bubble"),
-    _llm("dualpipev", "two stages a rank in V order, forward and backward overlapped"),
+    _llm("dualpipev", "two stages a rank in V order, DualPipeV's order of forwards and backwards, one at a time"),
     RegisteredStrategy(
         "llm_auto_pipeline",
         "language model in stages: schedule, stages, micro-batches and split chosen when training is set up",
