@@ -84,9 +84,9 @@ class Resolution:
                     f"ranks got batches whose features do not go together: rank 0 {all_jagged[0] or 'none'}; rank"
                     f" {rank} {other or 'none'}. Give every rank batches with KeyedJaggedTensors of one form."
                 )
-        if jagged and self.records:
-            return
-        if not jagged and self._method in ("direct", "record"):
+        if self.records:
+            return  # a step may make its features of other tensors
+        if not jagged and self._method == "direct":
             raise self._no_features(batch)
         try:
             self.without_step(batch)  # a batch without jagged tensors may have post-processing that makes them
@@ -103,7 +103,7 @@ class Resolution:
         return InputError(
             f"a batch of type {type(batch).__name__} holds no KeyedJaggedTensor, which the sharded modules"
             f" {', '.join(self._sharded)} need; it holds: {pieces or 'no tensor at all'}. Put the sparse features of"
-            " each batch into a torchrec KeyedJaggedTensor (in the collate function)."
+            " each batch into a torchrec KeyedJaggedTensor (in the collate function, or in on_after_batch_transfer)."
         )
 
     def without_step(self, batch: Any) -> None:
@@ -188,7 +188,10 @@ class Resolution:
         left_out = [f"{name!r} {entry.reason}" for name, entry in self._sharded.items() if entry.arguments is None]
         if left_out and self._agreement.rank == 0:
             warnings.warn(
-                "These sharded modules are not pipelined and do all their work inside the step: " + "; ".join(left_out),
+                "These sharded modules are not pipelined and do all their work inside the step: "
+                + "; ".join(left_out)
+                + ". To have them pipelined, make the KeyedJaggedTensor that a module takes in the collate function,"
+                " or in on_after_batch_transfer",
                 stacklevel=2,
             )
 
