@@ -70,8 +70,10 @@ class _Current(threading.local):
 _current = _Current()
 
 
-class Scheduler:
-    """The plans of a pipe, and the pipelines that run them.
+class _Tasks:
+    """What the tasks of a pipe's plans do.
+
+    They hold nothing that runs them: a pipe that nobody has any more ends without waiting for the garbage collector.
 
     Args:
         partitions: in order.
@@ -82,11 +84,73 @@ class Scheduler:
         self._partitions = list(partitions)
         self._routes = list(routes)
         self._copier = Copier([partition.device for partition in partitions])
-        n = len(partitions)
+
+    def forward(self, index: int, ctx: IterContext) -> None:
+        micro: MicroBatch = ctx.batch
+        with self._at(micro, index, "forward"):
+            if index == 0:
+                value, micro.inputs = micro.inputs, None
+            else:
+                value = (self._copier.receive(_take(ctx, value_field(index)), index),)
+            skips = {
+                route.key: self._copier.receive(_take(ctx, skip_field(number)), index)
+                for number, route in enumerate(self._routes)
+                if route.target == index
+            }
+            out = micro.cells[index].forward(Passed(value, skips))
+            last = index == len(self._partitions) - 1
+            sent = Sent(out.value) if last else self._copier.send(out.value, index, index + 1)
+            setattr(ctx, value_field(index + 1), sent)
+            for number, route in enumerate(self._routes):
+                if route.source == index:
+                    setattr(ctx, skip_field(number), self._copier.send(out.skips[route.key], index, route.target))
+
+    def recompute(self, index: int, ctx: IterContext) -> None:
+        micro: MicroBatch = ctx.batch
+        cell = micro.cells[index]
+        if cell.checkpointed:
+            with self._at(micro, index, "recomputation"):
+                cell.recompute()
+
+    def backward(self, index: int, ctx: IterContext) -> None:
+        micro: MicroBatch = ctx.batch
+        # With the loss inside, nobody has left the autocast of forward, as a caller of backward() does.
+        inside = micro.given is None
+        with self._at(micro, index, "backward"), _without_autocast() if inside else nullcontext():
+            gradients: Gradients = {}
+            if index < len(self._partitions) - 1:
+                gradients[None] = self._copier.receive(_take(ctx, gradient_field(index + 1)), index)
+            elif micro.given is not None:
+                gradients[None] = micro.given
+            for number, route in enumerate(self._routes):
+                if route.source == index:
+                    gradients[route.key] = self._copier.receive(_take(ctx, skip_gradient_field(number)), index)
+            found = micro.cells[index].backward(gradients, micro.sums[index].add)
+            sent = self._copier.send(found[None], index, index - 1) if index else Sent(found[None])
+            setattr(ctx, gradient_field(index), sent)
+            for number, route in enumerate(self._routes):
+                if route.target == index:
+                    back = self._copier.send(found[route.key], index, route.source)
+                    setattr(ctx, skip_gradient_field(number), back)
+
+    def _at(self, micro: MicroBatch, index: int, what: str) -> _Place:
+        return _Place(self._partitions[index], micro, what)
+
+
+class Scheduler:
+    """The plans of a pipe, and the pipelines that run them.
+
+    Args:
+        partitions: in order.
+        routes: of the skips between them.
+    """
+
+    def __init__(self, partitions: Sequence[Partition], routes: Sequence[SkipRoute]) -> None:
+        n, tasks = len(partitions), _Tasks(partitions, routes)
         plans = [
-            forward_plan(n, routes, self._forward),
-            backward_plan(n, routes, self._recompute, self._backward),
-            one_forward_one_backward_plan(n, routes, self._forward, self._recompute, self._backward),
+            forward_plan(n, routes, tasks.forward),
+            backward_plan(n, routes, tasks.recompute, tasks.backward),
+            one_forward_one_backward_plan(n, routes, tasks.forward, tasks.recompute, tasks.backward),
         ]
         self.plans: dict[str, PipelinePlan] = {plan.name: plan for plan in plans}
         self._pipelines: dict[str, SWPipeline] = {}
@@ -189,59 +253,6 @@ class Scheduler:
         self._check_outside("closed")
         while self._pipelines and self._process == os.getpid():
             self._pipelines.popitem()[1].close()
-
-    # ------------------------------------------------------------------ tasks
-
-    def _forward(self, index: int, ctx: IterContext) -> None:
-        micro: MicroBatch = ctx.batch
-        with self._at(micro, index, "forward"):
-            if index == 0:
-                value, micro.inputs = micro.inputs, None
-            else:
-                value = (self._copier.receive(_take(ctx, value_field(index)), index),)
-            skips = {
-                route.key: self._copier.receive(_take(ctx, skip_field(number)), index)
-                for number, route in enumerate(self._routes)
-                if route.target == index
-            }
-            out = micro.cells[index].forward(Passed(value, skips))
-            last = index == len(self._partitions) - 1
-            sent = Sent(out.value) if last else self._copier.send(out.value, index, index + 1)
-            setattr(ctx, value_field(index + 1), sent)
-            for number, route in enumerate(self._routes):
-                if route.source == index:
-                    setattr(ctx, skip_field(number), self._copier.send(out.skips[route.key], index, route.target))
-
-    def _recompute(self, index: int, ctx: IterContext) -> None:
-        micro: MicroBatch = ctx.batch
-        cell = micro.cells[index]
-        if cell.checkpointed:
-            with self._at(micro, index, "recomputation"):
-                cell.recompute()
-
-    def _backward(self, index: int, ctx: IterContext) -> None:
-        micro: MicroBatch = ctx.batch
-        # With the loss inside, nobody has left the autocast of forward, as a caller of backward() does.
-        inside = micro.given is None
-        with self._at(micro, index, "backward"), _without_autocast() if inside else nullcontext():
-            gradients: Gradients = {}
-            if index < len(self._partitions) - 1:
-                gradients[None] = self._copier.receive(_take(ctx, gradient_field(index + 1)), index)
-            elif micro.given is not None:
-                gradients[None] = micro.given
-            for number, route in enumerate(self._routes):
-                if route.source == index:
-                    gradients[route.key] = self._copier.receive(_take(ctx, skip_gradient_field(number)), index)
-            found = micro.cells[index].backward(gradients, micro.sums[index].add)
-            sent = self._copier.send(found[None], index, index - 1) if index else Sent(found[None])
-            setattr(ctx, gradient_field(index), sent)
-            for number, route in enumerate(self._routes):
-                if route.target == index:
-                    back = self._copier.send(found[route.key], index, route.source)
-                    setattr(ctx, skip_gradient_field(number), back)
-
-    def _at(self, micro: MicroBatch, index: int, what: str) -> _Place:
-        return _Place(self._partitions[index], micro, what)
 
 
 class _Place(ExitStack):

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -520,3 +521,29 @@ def test_partitions_work_on_different_micro_batches_at_the_same_time() -> None:
     pipe(batch(8)[0]).sum().backward()
     assert same([p.grad is not None for p in pipe.parameters()], [True] * 4)
     pipe.close()
+
+
+@pytest.mark.parametrize("use", ["called", "with its loss", "closed"])
+def test_threads_and_weights_end_with_the_pipe_and_wait_for_no_garbage_collection(use: str) -> None:
+    before = set(threading.enumerate())
+    layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    pipe = Pipe(layers, balance=[2, 1], devices=["cpu", "cpu"], chunks=2)
+    held: list[Any] = [weakref.ref(pipe), weakref.ref(layers[0].weight)]
+    gc.collect()
+    gc.disable()
+    try:
+        x = torch.randn(4, 4)
+        if use == "with its loss":
+            pipe.loss(x, torch.randn(4, 4), nn.functional.mse_loss)
+        else:
+            pipe(x).sum().backward()
+        if use == "closed":
+            pipe.close()
+        threads = set(threading.enumerate()) - before
+        del pipe, layers
+        assert [one() for one in held] == [None, None]
+    finally:
+        gc.enable()
+    for thread in threads:
+        thread.join(HANG)
+        assert not thread.is_alive()
