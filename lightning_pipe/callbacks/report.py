@@ -17,6 +17,7 @@ from lightning_pipe.engine.whole_file import whole_file
 __all__ = ["require_plotly", "write_report"]
 
 _HIDDEN = 0.5  # of a task's own time, at least, where it is called hidden
+_MISS = 0.1  # of the measured time: by more the simulation is not to be relied on
 
 
 def require_plotly() -> None:
@@ -100,8 +101,9 @@ def _page(
                 "what-if",
                 "What if",
                 f"Predicted by simulation, from the tasks' own times: {_ms(what_if.seconds)} as it is, where"
-                f" {_ms(profile.seconds)} were measured. Compare predictions with each other. In a plan that runs ahead"
-                " a wait is as short as the plan has made it, so what depends on it is underrated.",
+                f" {_ms(profile.seconds)} were measured.{_miss(what_if.seconds, profile.seconds)} Compare predictions"
+                " with each other. In a plan that runs ahead a wait is as short as the plan has made it, so what"
+                " depends on it is underrated.",
                 what_if_chart(what_if),
             )
         )
@@ -125,14 +127,16 @@ def _section(name: str, title: str, explained: str, body: str) -> str:
 
 
 def _figures(profile: ProfileResult, plan: PipelinePlan) -> list[str]:
-    exposed = profile.exposed
-    own = sum(profile.own[name] for name in exposed)
-    hidden = sum(max(0.0, profile.own[name] - seconds) for name, seconds in exposed.items())
+    known = [one for one in profile.tasks.values() if one.hidden is not None]
+    own = sum(one.own for one in known)
+    hidden = sum(one.own * (one.hidden or 0.0) for one in known)
     others = len(plan.thread_groups) - 1
     shown = {
         "an iteration": _ms(profile.seconds),
         "iterations a second": f"{1 / profile.seconds:.1f}" if profile.seconds else "-",
-        "of the tasks' own time is hidden": f"{100 * hidden / own:.0f} %" if own else "-",
+        f"of own time is hidden, over the {len(known)} task(s) where that is known": (
+            f"{100 * hidden / own:.0f} %" if own else "-"
+        ),
         "batches in flight at most": str(plan.pipeline_depth),
         f"{'thread' if others == 1 else 'threads'} beside the main one": str(others),
     }
@@ -141,26 +145,29 @@ def _figures(profile: ProfileResult, plan: PipelinePlan) -> list[str]:
 
 def _summary(profile: ProfileResult) -> str:
     """What is sure: what the intervals leave no doubt of."""
-    exposed = profile.exposed
-    if not exposed:
+    if not profile.exposed:
         return "No task was replayed, so only own times are known."
-    sure = [name for name in exposed if (profile.tasks[name].low or 0.0) > 0]
-    names = [
-        f"{' with '.join((name, *profile.tasks[name].with_it))} ({100 * exposed[name] / profile.seconds:.0f} %)"
-        for name in sorted(sure, key=lambda name: -exposed[name])[:3]
-    ]
+    said: list[str] = []
+    names: list[str] = []
+    for name in profile.ranked[:3]:
+        one = profile.tasks[name]
+        least, most = (100 * (seconds or 0.0) / profile.seconds for seconds in (one.low, one.high))
+        beside = [other for other in one.with_it if other not in said]
+        said += [name, *beside]
+        names.append(f"{' with '.join((name, *beside))} ({least:.0f} to {most:.0f} %)")
     hidden = [
         name
-        for name in exposed
-        if profile.own[name] > 0.01 * profile.seconds
-        and (profile.tasks[name].high or 0.0) < (1 - _HIDDEN) * profile.own[name]
+        for name, one in profile.tasks.items()
+        if one.own > 0.01 * profile.seconds and one.hidden is not None and (one.high or 0.0) < (1 - _HIDDEN) * one.own
     ]
-    if not (names or hidden):
-        return "All intervals are too wide to say what costs most; profile in more rounds, or on a quieter machine."
-    return " ".join(
-        ([f"Most of an iteration goes to {_listed(names)}."] if names else [])
-        + ([f"The plan hides {_listed(hidden)}."] if hidden else [])
-    )
+    sentences = [f"Of an iteration, these make the most: {_listed(names)}."] if names else []
+    if hidden:
+        sentences.append(f"The plan hides {_listed(hidden)}.")
+    if profile.in_noise:
+        sentences.append(profile.in_noise[:1].upper() + profile.in_noise[1:] + ".")
+    elif not names:
+        sentences.append("No interval lies above 0: nothing that was measured makes an iteration longer.")
+    return " ".join(sentences)
 
 
 def _plan_in_words(plan: PipelinePlan) -> str:
@@ -195,15 +202,18 @@ def _measured(profile: ProfileResult, name: str) -> list[str]:
     own = f"{1e3 * one.own:.3f}"
     if one.exposed is None or one.low is None or one.high is None:
         return [own, "", "", "", "", one.not_measured]
-    shown = max(0.0, one.exposed)
     return [
         own,
         f"{1e3 * one.exposed:.3f}",
         f"{1e3 * one.low:.3f} to {1e3 * one.high:.3f}",
-        f"{100 * shown / profile.seconds:.1f} %" if profile.seconds else "",
-        f"{100 * max(0.0, 1 - shown / one.own):.0f} %" if one.own else "",
+        *profile.cells(one),
         f"with {', '.join(one.with_it)}" if one.with_it else "",
     ]
+
+
+def _miss(simulated: float, measured: float) -> str:
+    off = abs(simulated / measured - 1) if measured else 0.0
+    return f" ⚠ That is {100 * off:.0f} % off: do not rely on these predictions." if off > _MISS else ""
 
 
 def _listed(names: list[str]) -> str:

@@ -19,6 +19,12 @@ from lightning_pipe.engine.shown import printable, shown
 __all__ = ["ProfileResult", "TaskProfile"]
 
 
+# Of a task's own time: what is hidden of it is said where it is known this closely.
+_KNOWN = 0.25
+# Of an iteration: an interval around 0 that is as narrow says that a task costs next to nothing.
+_SMALL = 0.02
+
+
 @dataclass(frozen=True)
 class TaskProfile:
     """One task's times, in seconds an iteration.
@@ -39,6 +45,24 @@ class TaskProfile:
     high: float | None = None
     with_it: tuple[str, ...] = ()
     not_measured: str = ""
+
+    @property
+    def is_told_from_zero(self) -> bool:
+        """Whether the interval leaves no doubt that the task makes an iteration longer."""
+        return self.low is not None and self.low > 0
+
+    @property
+    def hidden(self) -> float | None:
+        """The share of its own time that other work hides, from 0 to 1; None where that is not known.
+
+        It is known to a quarter of the own time, where the interval is as narrow as that and has a part between
+        nothing and all of it.
+        """
+        if self.exposed is None or self.low is None or self.high is None or not self.own:
+            return None
+        if self.high - self.low > 2 * _KNOWN * self.own or self.high < 0 or self.low > self.own:
+            return None
+        return min(1.0, max(0.0, 1 - self.exposed / self.own))
 
 
 @dataclass(frozen=True)
@@ -68,6 +92,24 @@ class ProfileResult:
     def own(self) -> dict[str, float]:
         """Seconds that each task takes in its thread."""
         return {name: one.own for name, one in self.tasks.items()}
+
+    @property
+    def ranked(self) -> list[str]:
+        """Tasks that make an iteration longer beyond doubt, by the least that they do: the interval's lower end."""
+        sure = [name for name, one in self.tasks.items() if one.is_told_from_zero]
+        return sorted(sure, key=lambda name: -(self.tasks[name].low or 0.0))
+
+    @property
+    def in_noise(self) -> str:
+        """A line that says of how many tasks nothing can be said, where it is most of them; else empty."""
+        measured = [one for one in self.tasks.values() if one.exposed is not None]
+        doubtful = sum(not one.is_told_from_zero and one.hidden is None for one in measured)
+        if doubtful <= len(measured) / 2:
+            return ""
+        return (
+            f"{doubtful} of {len(measured)} intervals contain 0 and are wide: too noisy to rank these tasks; profile in"
+            " more rounds, or on a quieter machine"
+        )
 
     def to_json(self) -> str:
         """Text that :meth:`from_json` reads back."""
@@ -111,6 +153,8 @@ class ProfileResult:
             f"plan {self.plan}: {_ms(self.seconds)} ms an iteration"
             f" ({self.rounds} rounds of {self.iterations} iterations); times in ms"
         )
+        if self.in_noise:
+            notes.append(self.in_noise)
         notes.append("own: in its thread, waits included. exposed: what an iteration is shorter by without the task.")
         return Group(Text(title, style="bold"), table, *(Text(note, style="dim") for note in notes))
 
@@ -123,12 +167,18 @@ class ProfileResult:
         if one.exposed is None:
             return "-", "", "", ""
         assert one.low is not None and one.high is not None
-        shown = max(0.0, one.exposed)
-        share = f"{100 * shown / self.seconds:.1f} %" if self.seconds else "-"
-        # Of a task that takes less than what is not known of it, nothing can be said.
-        known = one.own > (one.high - one.low) / 2
-        hidden = f"{100 * max(0.0, 1 - shown / one.own):.0f} %" if known else "-"
-        return _ms(one.exposed), f"{_ms(one.low)} .. {_ms(one.high)}", share, hidden
+        return _ms(one.exposed), f"{_ms(one.low)} .. {_ms(one.high)}", *self.cells(one)
+
+    def cells(self, one: TaskProfile) -> tuple[str, str]:
+        """Its share of an iteration, and how much of it is hidden; "-" for what is not known."""
+        share, hidden = "-", "-"
+        if one.exposed is not None and one.low is not None and one.high is not None and self.seconds:
+            is_small = max(-one.low, one.high) <= _SMALL * self.seconds
+            if one.is_told_from_zero or is_small:
+                share = f"{100 * max(0.0, one.exposed) / self.seconds:.1f} %"
+        if one.hidden is not None:
+            hidden = f"{100 * one.hidden:.0f} %"
+        return share, hidden
 
 
 def _check(profile: ProfileResult) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ def test_a_report_says_what_was_profiled_and_leaves_no_other_file(tmp_path: Path
     path = written(tmp_path)
     text = path.read_text(encoding="utf-8")
     assert "<title>Pipeline report: plan ahead</title>" in text
-    assert "Most of an iteration goes to Send with Train (10 %). The plan hides Copy." in text
+    assert "Of an iteration, these make the most: Send with Train (8 to 12 %). The plan hides Copy." in text
     assert "2 ranks on cpu" in text
     assert "not replayed: it cannot be" in text
     assert [one.name for one in path.parent.iterdir()] == ["report.html"]
@@ -153,7 +154,23 @@ def test_what_is_not_known_is_left_out(tmp_path: Path) -> None:
 def test_a_report_says_nothing_of_what_noise_hides(tmp_path: Path) -> None:
     profile = ProfileResult("ahead", 0.01, {"Train": TaskProfile(0.008, 0.005, -0.001, 0.009)}, 1, 1)
     text = written(tmp_path, timeline=None, what_if=None, profile=profile).read_text(encoding="utf-8")
-    assert "All intervals are too wide to say what costs most" in text
+    assert "1 of 1 intervals contain 0 and are wide: too noisy to rank these tasks" in text
+
+
+def test_a_report_names_what_is_sure_and_each_task_once(tmp_path: Path) -> None:
+    tasks = {
+        "Copy": TaskProfile(0.002, 0.004, -0.001, 0.009),  # the largest, and in the noise
+        "Send": TaskProfile(0.003, 0.003, 0.002, 0.004, with_it=("Train",)),
+        "Train": TaskProfile(0.003, 0.0035, 0.0025, 0.0045, with_it=("Send",)),
+    }
+    text = written(tmp_path, profile=ProfileResult("ahead", 0.01, tasks, 7, 10)).read_text(encoding="utf-8")
+    assert "these make the most: Train with Send (25 to 45 %) and Send (20 to 40 %)." in text
+
+
+def test_a_simulation_that_misses_what_was_measured_is_marked(tmp_path: Path) -> None:
+    assert "do not rely on these predictions" not in written(tmp_path).read_text(encoding="utf-8")
+    off = replace(a_profile(), seconds=0.0125)
+    assert "That is 20 % off: do not rely on these predictions." in written(tmp_path, profile=off).read_text("utf-8")
 
 
 def test_a_report_that_cannot_be_written_raises_and_leaves_nothing(tmp_path: Path) -> None:

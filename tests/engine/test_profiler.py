@@ -6,6 +6,7 @@ Time is a clock that tasks move on, so that figures are exact.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -250,7 +251,7 @@ def test_the_report_has_a_line_for_each_task_and_cuts_no_figure_off(width: int) 
     assert "…" not in text
     assert "plan serial: 2.000 ms an iteration (7 rounds of 10" in text
     lines = [line.split() for line in text.splitlines()]
-    figures = ["100.000", "0.500", "-0.400", "..", "0.600", "25.0", "%", "100", "%"]
+    figures = ["100.000", "0.500", "-0.400", "..", "0.600", "-", "100", "%"]
     assert any(line[1:] == figures and "start_sparse_dist".startswith(line[0]) for line in lines if line)
     assert ["b", "2.000", "-"] in lines
     assert "start_sparse_dist: what it exposes includes b" in text
@@ -264,4 +265,33 @@ def test_how_much_is_hidden_is_said_where_the_task_takes_more_than_what_is_not_k
     console = Console(record=True, width=80, markup=False)
     console.print(ProfileResult("serial", 2e-3, {"a": TaskProfile(own, 5e-4, 0.0, 1e-3)}, 7, 10).report())
     (line,) = (line.split() for line in console.export_text().splitlines() if line.split()[:1] == ["a"])
-    assert line[1:] == [f"{1e3 * own:.3f}", "0.500", "0.000", "..", "1.000", "25.0", "%", *hidden]
+    assert line[1:] == [f"{1e3 * own:.3f}", "0.500", "0.000", "..", "1.000", "-", *hidden]
+
+
+@pytest.mark.parametrize(
+    ("one", "share", "hidden"),
+    [
+        (TaskProfile(2e-3, 1e-3, 9e-4, 1.1e-3), "10.0 %", "50 %"),
+        (TaskProfile(2e-3, 2.5e-3, 2.2e-3, 2.9e-3), "25.0 %", "-"),  # more than its own time
+        (TaskProfile(1.4e-3, -4.9e-3, -5e-3, -4.8e-3), "-", "-"),  # less than nothing
+        (TaskProfile(1.4e-3, 3e-3, 0.4e-3, 8e-3), "30.0 %", "-"),
+        (TaskProfile(1.4e-3, 3e-3, -0.4e-3, 8e-3), "-", "-"),
+        (TaskProfile(2e-3, -1e-5, -5e-5, 5e-5), "0.0 %", "100 %"),
+    ],
+)
+def test_shares_are_said_where_they_are_known(one: TaskProfile, share: str, hidden: str) -> None:
+    assert ProfileResult("plan", 1e-2, {"a": one}, 7, 10).cells(one) == (share, hidden)
+
+
+def test_tasks_are_ranked_by_the_least_that_they_cost() -> None:
+    tasks = {
+        "wide": TaskProfile(1.4e-3, 4e-3, 0.4e-3, 8e-3),
+        "sure": TaskProfile(3e-3, 2.5e-3, 2.2e-3, 2.9e-3),
+        "doubtful": TaskProfile(1e-3, 5e-3, -1e-3, 9e-3),
+        "not measured": TaskProfile(1e-3),
+    }
+    profile = ProfileResult("plan", 1e-2, tasks, 7, 10)
+    assert profile.ranked == ["sure", "wide"]
+    assert profile.in_noise == ""
+    noisy = replace(profile, tasks={**tasks, "b": tasks["doubtful"], "c": tasks["doubtful"]})
+    assert noisy.in_noise.startswith("3 of 5 intervals contain 0 and are wide: too noisy to rank")
