@@ -7,7 +7,7 @@ in which the stage that holds a parameter adds them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -436,6 +436,14 @@ def beyond_rounding(found: Mapping[str, Any], reference: Reference) -> list[str]
     held = {name: value for name, value in reference.values.items() if name in found}
     unknown = [f"{name}: not in the reference" for name in sorted({*found} - {*held})]
     return Reference(held, reference.within).differences(found) + unknown
+
+
+def ranks_beyond_rounding(ranks: Iterable[Mapping[str, Any]], reference: Reference) -> list[str]:
+    """The same for all ranks, and results of the reference that no rank has."""
+    ranks = list(ranks)
+    held = {name for found in ranks for name in found}
+    missing = [f"{name}: on no rank" for name in sorted({*reference.values} - held)]
+    return [problem for found in ranks for problem in beyond_rounding(found, reference)] + missing
 
 
 def far(one: Mapping[str, Tensor], other: Mapping[str, Tensor], within: float = 1e-5) -> list[str]:

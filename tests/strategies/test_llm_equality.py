@@ -24,6 +24,7 @@ from lightning_pipe.llm.schedules import SCHEDULES, count_stages, stages_of_rank
 from lightning_pipe.strategies.stage_parallel import StageParallelism
 from lightning_pipe.strategies.stage_split import SplitOptions, split_model
 from tests.distributed import run_ranks
+from tests.rounding import Reference
 from tests.strategies.llm_cases import (
     MAX_LENGTH,
     OPTIMIZERS,
@@ -41,6 +42,8 @@ from tests.strategies.llm_cases import (
     join,
     llm,
     packed_batches,
+    ranks_beyond_rounding,
+    results_of,
     row_batches,
     train_alone,
     unequal,
@@ -210,9 +213,10 @@ def expected(case: Case) -> Trained:
 
 
 @cache
-def whole(layers: int, packed: bool, optimizer: str, count: int) -> Trained:
-    """Each batch at once, without padding and micro-batches."""
-    return train_alone(Tiny(layers), optimizer, [as_one(batch) for batch in batches(packed, count)], 1)
+def whole(layers: int, packed: bool, optimizer: str, count: int) -> Reference:
+    """Each batch at once, without padding and micro-batches: losses, the first gradients and the last parameters."""
+    data = [as_one(batch) for batch in batches(packed, count)]
+    return Reference.of(lambda: results_of(train_alone(Tiny(layers), optimizer, data, 1), steps=1))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -242,11 +246,13 @@ def test_each_way_to_train_occurs_under_a_trainer() -> None:
 def test_a_pipeline_trains_as_one_device_with_the_whole_batch_within_rounding(
     case: Case, found: dict[Any, list[Any]]
 ) -> None:
-    ranks, reference = found[case], whole(layers_of(case.ranks), case.packed, case.optimizer, case.microbatches)
-    losses = next(one.losses for one in ranks if one.losses)
-    assert losses == pytest.approx(reference.losses, rel=1e-5)
-    assert not far({k: v for one in ranks for k, v in one.gradients[0].items()}, reference.gradients[0])
-    assert not far({k: v for one in ranks for k, v in one.parameters.items()}, reference.parameters)
+    # Batches of rows do not depend on the number of micro-batches.
+    count = case.microbatches if case.packed else 0
+    reference = whole(layers_of(case.ranks), case.packed, case.optimizer, count)
+    # Only the rank of the last stage has losses.
+    results = [results_of(one, steps=1) for one in found[case]]
+    results = [{name: value for name, value in one.items() if name != "losses" or value} for one in results]
+    assert not ranks_beyond_rounding(results, reference)
 
 
 @pytest.mark.parametrize("case", HF_CASES, ids=str)

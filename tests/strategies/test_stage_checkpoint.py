@@ -18,6 +18,7 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.strategies.checkpoint_export import export_checkpoint, export_pretrained
 from lightning_pipe.strategies.named_optimizer import listed, merge_groups
 from tests.distributed import run_ranks
+from tests.rounding import Reference
 from tests.strategies.llm_cases import (
     Tiny,
     TinyHF,
@@ -27,6 +28,7 @@ from tests.strategies.llm_cases import (
     llm,
     loader,
     row_batches,
+    train_with_lightning,
     trainer,
     values_of,
 )
@@ -251,7 +253,15 @@ def check_resumed(parts: list[dict[str, Any]], expected: dict[str, Any], name: s
         assert part["losses"] == expected["losses"][BEFORE:], name
 
 
-def test_training_goes_on_as_if_it_had_not_stopped(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def second_epoch() -> Reference:
+    """Losses under Lightning's own strategy, for gradients that are added up in another order."""
+    return Reference.of(lambda: {"losses": train_with_lightning(Grouped(), BATCHES, max_epochs=2).losses[BEFORE:]})
+
+
+def test_training_goes_on_as_if_it_had_not_stopped(
+    ranks: list[dict[str, Any]], alone: dict[str, Any], second_epoch: Reference
+) -> None:
     assert len(alone["losses"]) == 2 * BEFORE
     for result in ranks:
         assert result["undisturbed"]["losses"] == alone["losses"]
@@ -261,7 +271,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(ranks: list[dict[str, Any]], 
         check_resumed([result["resumed"][name] for result in ranks], alone, name)
     # A V schedule may add up gradients of micro-batches in another order.
     for result in ranks:
-        assert result["resumed"]["saved on V stages"]["losses"] == pytest.approx(alone["losses"][BEFORE:], rel=1e-5)
+        assert not second_epoch.differences({"losses": result["resumed"]["saved on V stages"]["losses"]})
 
 
 def test_each_group_goes_on_with_its_own_hyperparameters(ranks: list[dict[str, Any]]) -> None:
@@ -271,11 +281,13 @@ def test_each_group_goes_on_with_its_own_hyperparameters(ranks: list[dict[str, A
             assert found["rates"] == pytest.approx([0.02 / 8, 0.01 / 8, 0.005 / 8]), name
 
 
-def test_two_stages_go_on_as_four(ranks: list[dict[str, Any]], alone: dict[str, Any], folder: Path) -> None:
+def test_two_stages_go_on_as_four(
+    ranks: list[dict[str, Any]], alone: dict[str, Any], folder: Path, second_epoch: Reference
+) -> None:
     four = run_ranks(on_four_ranks, 4, folder)
     check_resumed([result["resumed"] for result in four], alone)
     for result in four:
-        assert result["replicated"] == pytest.approx(alone["losses"][BEFORE:], rel=1e-5)
+        assert not second_epoch.differences({"losses": result["replicated"]})
 
 
 def test_two_stages_go_on_as_one(ranks: list[dict[str, Any]], alone: dict[str, Any], folder: Path) -> None:
@@ -283,7 +295,7 @@ def test_two_stages_go_on_as_one(ranks: list[dict[str, Any]], alone: dict[str, A
 
 
 def test_shards_of_a_stage_are_read_and_written(
-    ranks: list[dict[str, Any]], alone: dict[str, Any], folder: Path
+    ranks: list[dict[str, Any]], folder: Path, second_epoch: Reference
 ) -> None:
     """What went through two shards and back is as it was."""
     module = Grouped()
@@ -293,7 +305,7 @@ def test_shards_of_a_stage_are_read_and_written(
     assert whole.keys() == expected.keys()
     assert all(torch.equal(whole[key], expected[key]) for key in expected)
     for result in ranks:
-        assert result["sharded"]["losses"] == pytest.approx(alone["losses"][BEFORE:], rel=1e-5)
+        assert not second_epoch.differences({"losses": result["sharded"]["losses"]})
 
 
 def test_evaluation_reads_a_checkpoint(ranks: list[dict[str, Any]], folder: Path) -> None:
@@ -365,14 +377,14 @@ def test_one_file_holds_what_the_unsplit_module_takes(exported: Path, ranks: lis
     model = TinyLM(8)
     model.load_state_dict({name.removeprefix("model."): value for name, value in state.items()})
     used = trainer("auto")
-    found = used.validate(module, loader(BATCHES[:2]), verbose=False)[0]["val_loss"]
-    assert found == pytest.approx(ranks[0]["evaluated"]["validate"], rel=1e-6)
+    expected = Reference.of(lambda: used.validate(module, loader(BATCHES[:2]), verbose=False)[0])
+    assert not expected.differences({"val_loss": ranks[0]["evaluated"]["validate"]})
 
 
-def test_one_device_trains_on_from_the_file(exported: Path, alone: dict[str, Any]) -> None:
-    """Under Lightning's own strategy, over the same micro-batches."""
+def test_one_device_trains_on_from_the_file(exported: Path, second_epoch: Reference) -> None:
+    """Under Lightning's own strategy."""
     found = resumed(exported, "auto")
-    assert found["losses"] == pytest.approx(alone["losses"][BEFORE:], rel=1e-5)
+    assert not second_epoch.differences({"losses": found["losses"]})
     assert found["rates"] == pytest.approx([0.02 / 8, 0.01 / 8, 0.005 / 8])
 
 
@@ -385,9 +397,9 @@ def test_a_hugging_face_model_is_exported_for_from_pretrained(
     export_pretrained(folder / "hf", config, tmp_path / "model")
     assert (tmp_path / "model" / "model.safetensors").is_file()
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    logits: Tensor = model(input_ids=BATCHES[0]["input_ids"]).logits
+    expected = Reference.of(lambda: {"logits": model(input_ids=BATCHES[0]["input_ids"]).logits})
     for result in ranks:
-        torch.testing.assert_close(logits, result["hf"][0], rtol=1e-5, atol=1e-5)
+        assert not expected.differences({"logits": result["hf"][0]})
     other = TinyHF(hf_config("llama", layers=5)).config
     with pytest.raises(SetupError, match=r"does not fit the llama model of the config: missing in it: model\.la"):
         export_pretrained(folder / "hf", other, tmp_path / "other")
