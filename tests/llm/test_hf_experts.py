@@ -18,6 +18,7 @@ from lightning_pipe.llm.router_losses import RouterLosses, pass_router_logits, s
 from lightning_pipe.llm.shapes import StageShapes
 from lightning_pipe.llm.split import split_evenly
 from lightning_pipe.llm.stage_module import make_stage, shallow_copy
+from tests.rounding import Reference
 
 KINDS: list[type[PretrainedConfig]] = [MixtralConfig, Qwen3MoeConfig, OlmoeConfig]
 EXPERTS, TOKENS = 4, 7
@@ -53,16 +54,19 @@ def hf_gradients(model: Any, **keywords: Any) -> tuple[dict[str, Tensor], Tensor
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tapped_layer_of_hugging_face_has_the_loss_of_its_model(kind: type[PretrainedConfig]) -> None:
-    wanted, aux = hf_gradients(make_hf(kind, 1), output_router_logits=True)
+    def untapped() -> dict[str, Any]:
+        gradients, aux = hf_gradients(make_hf(kind, 1), output_router_logits=True)
+        return {"balance": aux / 2, **gradients}
+
+    expected = Reference.of(untapped)
     model = make_hf(kind, 1)
     tap_routers(model, balance_coefficient=model.config.router_aux_loss_coef * 2)
     with RouterLosses(TOKENS) as losses:
         found, _ = hf_gradients(model)
-    assert found.keys() == wanted.keys()
-    for name, gradient in found.items():
-        torch.testing.assert_close(gradient, wanted[name], rtol=1e-5, atol=1e-6)
     balance, _, count = sum_router_losses([losses]).tolist()
-    assert balance / count == pytest.approx(float(aux.detach()) / 2)
+    found["balance"] = torch.tensor(balance / count)
+    assert expected.differences(found) == []
+    assert found.keys() == expected.values.keys()
 
 
 def test_of_several_layers_hugging_face_multiplies_means_over_layers_and_no_layer_has_that_loss_by_itself() -> None:
@@ -73,9 +77,10 @@ def test_of_several_layers_hugging_face_multiplies_means_over_layers_and_no_laye
         for layer in logits:
             pass_router_logits(layer, 1)
     balance, _, count = sum_router_losses([losses]).tolist()
-    # Each layer sends all to one expert, and together they look half balanced.
-    assert float(together) == pytest.approx(2.0, rel=1e-2)
-    assert balance / count == pytest.approx(4.0, rel=1e-2)
+    # Each layer sends all to one expert, and together they look half balanced. The other three are probable by
+    # exp(-9) to 1, which is 3.7e-4 of all.
+    assert float(together) == pytest.approx(2.0, rel=4e-4)
+    assert balance / count == pytest.approx(4.0, rel=4e-4)
 
 
 def test_a_model_without_routers_cannot_be_tapped() -> None:
