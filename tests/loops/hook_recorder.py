@@ -11,7 +11,7 @@ import functools
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -204,6 +204,20 @@ def describe(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: describe(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return type(value).__name__
+
+
+def fractions(recorder: HookRecorder) -> list[float]:
+    """All numbers of a recording that are no integers, in the order of the calls."""
+
+    def of(value: Any) -> Iterator[float]:
+        if isinstance(value, float) and not value.is_integer():
+            yield value
+        elif isinstance(value, (Mapping, list, tuple)):
+            for one in value.values() if isinstance(value, Mapping) else value:
+                yield from of(one)
+
+    calls = (*recorder.calls, *recorder.transfers, *recorder.evaluated)
+    return [number for call in calls for number in of((call.arguments, call.where, call.metrics))]
 
 
 def first_difference(ours: Sequence[Call], theirs: Sequence[Call], within: float = 0.0) -> str | None:
