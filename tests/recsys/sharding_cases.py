@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torchrec.modules.feature_processor_ import FeatureProcessor, PositionWeight
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from lightning_pipe.recsys.sharding import ShardedModel, shard_model
+from tests.rounding import Reference
 
 CPU = torch.device("cpu")
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}
@@ -135,36 +137,51 @@ def on_another_thread(call: Callable[[], None]) -> None:
     thread.join()
 
 
-def difference_from_unsharded(
-    rank: int, world_size: int, optimizer: dict[str, Any], constraints: dict[str, Any], kind: type[nn.Module] = Model
-) -> dict[str, float]:
-    """Trains six steps, the rate changed on the way, and the same unsharded on all ranks' batches at once.
+FACTORS = (1.0, 1.0, 0.5, 0.5, 2.0, 0.1)  # of the learning rate, by step
 
-    Returns:
-        The greatest difference of a value (at step 0, and at the end, states of the optimiser included), and how far
-        the tables moved, which the differences are to be seen against.
-    """
-    sharded_way, reference = make_model(kind), make_model(kind)
-    before = {name: parameter.detach().clone() for name, parameter in tables_of(reference).items()}
-    apply_in_backward(reference, optimizer)
-    sharded = shard(sharded_way, sparse_optimizer=optimizer, constraints=constraints)
-    first = max(float((sharded.full_table(name) - values).abs().max()) for name, values in before.items())
-    base = optimizer["init_args"]["lr"]
-    for step in range(6):
-        factor = (1.0, 1.0, 0.5, 0.5, 2.0, 0.1)[step]
+
+@cache
+def unsharded(class_path: str, rate: float, kind: type[nn.Module], world_size: int) -> Reference:
+    """Tables, and states of their optimisers, trained in one module on all ranks' batches at once."""
+
+    def trained() -> dict[str, Any]:
+        model = make_model(kind)
+        apply_in_backward(model, {"class_path": class_path, "init_args": {"lr": rate}})
+        tables = tables_of(model)
+        for step, factor in enumerate(FACTORS):
+            for parameter in tables.values():
+                parameter._in_backward_optimizers[0].param_groups[0]["lr"] = rate * factor  # type: ignore[attr-defined]
+            torch.stack([model(*make_batch(step, rank)) for rank in range(world_size)]).mean().backward()
+        states = {
+            name: parameter._in_backward_optimizers[0].state[parameter].get("sum")  # type: ignore[attr-defined]
+            for name, parameter in tables.items()
+        }
+        return {**tables, **{f"{name} state": state for name, state in states.items() if state is not None}}
+
+    return Reference.of(trained)
+
+
+def differences_from_unsharded(
+    rank: int, world_size: int, optimizer: dict[str, Any], constraints: dict[str, Any], kind: Any = Model
+) -> list[str]:
+    """Train a step for each of `FACTORS`; returns what differs from the unsharded module, and tables that stay."""
+    expected = unsharded(optimizer["class_path"], optimizer["init_args"]["lr"], kind, world_size)
+    model, before = make_model(kind), tables_of(make_model(kind))
+    sharded = shard(model, sparse_optimizer=optimizer, constraints=constraints)
+    problems = [
+        f"{name}: other initial values"
+        for name, values in before.items()
+        if not torch.equal(sharded.full_table(name), values)
+    ]
+    for step, factor in enumerate(FACTORS):
         sharded.set_learning_rate_factor(factor)
-        for parameter in tables_of(reference).values():
-            parameter._in_backward_optimizers[0].param_groups[0]["lr"] = base * factor  # type: ignore[attr-defined]
-        sharded_way(*make_batch(step, rank)).backward()
+        model(*make_batch(step, rank)).backward()
         on_another_thread(sharded.step_data_parallel_tables)
-        torch.stack([reference(*make_batch(step, other)) for other in range(world_size)]).mean().backward()
-    values, states, moved = 0.0, 0.0, 1.0
-    for name, parameter in tables_of(reference).items():
-        values = max(values, float((sharded.full_table(name) - parameter.detach()).abs().max()))
-        moved = min(moved, float((before[name] - parameter.detach()).abs().max()))
-        wanted = parameter._in_backward_optimizers[0].state[parameter].get("sum")  # type: ignore[attr-defined]
-        found = sharded.full_optimizer_state(name)
-        assert (wanted is None) == (not found), (name, wanted, found)
-        if wanted is not None:
-            states = max(states, float((found["momentum1"].reshape(wanted.shape) - wanted).abs().max()))
-    return {"first": first, "values": values, "states": states, "moved": moved}
+    found = {name: sharded.full_table(name) for name in before}
+    problems += [f"{name}: not trained" for name, values in before.items() if (found[name] - values).abs().max() < 1e-3]
+    for name in before:
+        for state in sharded.full_optimizer_state(name).values():
+            wanted = expected.values.get(f"{name} state")
+            problems += [f"{name}: a state that the unsharded module does not have"] if wanted is None else []
+            found[f"{name} state"] = state if wanted is None else state.reshape(wanted.shape)
+    return problems + expected.differences(found)

@@ -30,6 +30,7 @@ from tests.recsys.dynamic.dynamic_cases import (
     shard,
     train,
 )
+from tests.rounding import Reference
 
 STEPS = 12
 PLANS = ("serial", "base", "prefetch", "early_prefetch", "fused_sparse_dist")
@@ -127,14 +128,30 @@ def test_it_trains_what_a_dictionary_of_rows_would(
     world_size: int, optimizer: dict[str, Any], plain: Any, options: dict[str, Any], tmp_path: Path
 ) -> None:
     found = merged(run_ranks(trained_rows, world_size, tmp_path, optimizer))
-    model, _ = whole_run(world_size, plain, **options)
-    for table, rows in model.tables.items():
+    models: list[Whole] = []
+
+    def whole() -> dict[str, Any]:
+        models.append(whole_run(world_size, plain, **options)[0])
+        return in_order(models[-1])
+
+    assert Reference.of(whole).differences(by_table(found)) == []
+    for table, rows in models[0].tables.items():
         assert found[table].keys() == rows.keys()
         assert len(rows) > 20
-        for id, row in rows.items():
-            assert torch.allclose(found[table][id][0], row.detach(), rtol=1e-4, atol=1e-6), (table, id)
-    for name, parameter in model.over.named_parameters():
-        assert torch.allclose(found["dense"][f"over.{name}"], parameter.detach(), rtol=1e-4, atol=1e-6)
+
+
+def in_order(model: Whole) -> dict[str, Any]:
+    """Rows of each table in the order of their ids, and dense values."""
+    rows = {table: {id: [row.detach()] for id, row in rows.items()} for table, rows in model.tables.items()}
+    return by_table({"dense": {f"over.{name}": one for name, one in model.over.named_parameters()}, **rows})
+
+
+def by_table(found: dict[str, Any]) -> dict[str, Any]:
+    """Of an ``outcome``."""
+    results = dict(found["dense"])
+    for table in ("people", "things", "past"):
+        results[table] = torch.stack([found[table][id][0] for id in sorted(found[table])])
+    return results
 
 
 def adam_rows(rank: int, world_size: int, path: Path) -> Any:
@@ -145,23 +162,24 @@ def adam_rows(rank: int, world_size: int, path: Path) -> Any:
 
 
 def test_adam_is_pytorchs_for_rows_of_every_batch(tmp_path: Path) -> None:
+    def whole() -> dict[str, Any]:
+        model = Whole()
+        dense = torch.optim.SGD(model.over.parameters(), lr=0.1)
+        data = batch(5, 0)
+        model(data)
+        rows = torch.optim.Adam(
+            [row for table in model.tables.values() for row in table.values()], lr=0.05, betas=(0.9, 0.99), eps=1e-6
+        )
+        for _ in range(STEPS):
+            dense.zero_grad()
+            rows.zero_grad()
+            model(data).backward()
+            rows.step()
+            dense.step()
+        return in_order(model)
+
     (found,) = run_ranks(adam_rows, 1, tmp_path)
-    model = Whole()
-    dense = torch.optim.SGD(model.over.parameters(), lr=0.1)
-    data = batch(5, 0)
-    model(data)
-    rows = torch.optim.Adam(
-        [row for table in model.tables.values() for row in table.values()], lr=0.05, betas=(0.9, 0.99), eps=1e-6
-    )
-    for _ in range(STEPS):
-        dense.zero_grad()
-        rows.zero_grad()
-        model(data).backward()
-        rows.step()
-        dense.step()
-    for name, table in model.tables.items():
-        for id, row in table.items():
-            assert torch.allclose(found[name][id][0], row.detach(), rtol=1e-4, atol=1e-6)
+    assert Reference.of(whole).differences(by_table(found)) == []
 
 
 # ---------------------------------------------------------------------- what depends on the order of training
