@@ -76,9 +76,13 @@ class EpochData:
             return
         if self._streams is None:
             self._streams = RandomStreams(self._trainer.strategy.root_device)
-        self._streams.restart(None if self._resumed is None else self._resumed.streams)
+        self._streams.restart(None if self._resumed is None else self._resumed.streams_behind_iterators)
         self._hooks = BatchHooks(self._trainer, self._streams)
         self._initial = self._now()
+        if self._resumed is not None and (self._resumed.in_mid_epoch or self._iterators_due):
+            # Until a batch is trained here, a run goes on from where this one did.
+            loaders = [None if state is None else partial(_same, state) for state in self._resumed.loaders]
+            self._initial = {"loaders": loaders, **self._resumed.streams}
         kept, self._kept = self._kept, []
         fetcher.fetched += len(kept)
         if kept and fetcher.done:
@@ -240,6 +244,10 @@ class EpochData:
 def _as_last(fetch: Callable[[], Fetched]) -> Fetched:
     batch, _, after = fetch()
     return batch, True, after
+
+
+def _same(state: State) -> State:
+    return state
 
 
 def _called(states: list[Callable[[], State] | None]) -> list[State | None]:

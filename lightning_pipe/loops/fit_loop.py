@@ -195,7 +195,7 @@ class PipelineFitLoop(_FitLoop):
             point = replace(point, common=due)
         state[_KEY] = {
             "ranks": _of_all_ranks(point.packed()),
-            "validation_due": due is not None,
+            "validation_due": due is not None or self.epoch_loop.validation_due,  # type: ignore[attr-defined]
             "loaded_in": self._last_train_dl_reload_epoch,
         }
         return state

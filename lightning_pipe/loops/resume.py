@@ -21,6 +21,7 @@ class ResumePoint:
         common: the generators that the model draws from.
         streams: those of work that runs ahead, by their names; none at the end of an epoch, where data begins anew.
         common_behind_iterators: where the model's are once iterators are made from here.
+        streams_behind_iterators: where those of work that runs ahead are then.
     """
 
     loaders: list[Any]
@@ -29,6 +30,7 @@ class ResumePoint:
 
     def __post_init__(self) -> None:
         self.common_behind_iterators = self.common
+        self.streams_behind_iterators = dict(self.streams)
 
     @property
     def in_mid_epoch(self) -> bool:
@@ -43,7 +45,7 @@ class ResumePoint:
         try:
             yield
             if self.in_mid_epoch:
-                self.streams["fetch"] = get_states(device)
+                self.streams_behind_iterators["fetch"] = get_states(device)
             else:
                 self.common_behind_iterators = get_states(device)
         finally:

@@ -131,8 +131,12 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         self._completes = isinstance(self.trainer.fit_loop, PipelineFitLoop) and self.restarted_on_train_batch_end
         stepped = self._batches_that_stepped
         batches: Any = self.batch_progress.current
-        if self.restarting and batches.ready != batches.processed:
+        in_batch = self.restarting and batches.ready != batches.processed
+        if in_batch:
             self.batch_progress.is_last_batch = False  # of a batch that is still to be trained
+            # Lightning counts it twice over all epochs, validates where that says, and finds no moment by such counts.
+            total: Any = self.batch_progress.total
+            total.ready = total.started = total.processed = total.completed
         if getattr(self.trainer.fit_loop, "restarted_on_epoch_start", False):
             # None of the epoch's batches is trained; what is counted is the epoch before.
             self.restarting = False
@@ -144,7 +148,7 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
             self.automatic_optimization.optim_progress.reset_on_restart()
         else:
             super().reset()
-        if self._completes:
+        if self._completes or in_batch:
             self._batches_that_stepped = stepped  # it is counted where the batch is completed
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
@@ -321,7 +325,8 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         if due:
             self.val_loop.restarting = False
             return True
-        if self.restarting and self._should_check_val_fx(data_fetcher):
+        # Before the first batch of an epoch no validation of it is over.
+        if self.restarting and self.batch_progress.current.ready and self._should_check_val_fx(data_fetcher):
             if self.val_loop.restarted_mid_evaluation:
                 return True
             if self.restarted_on_last:

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -19,10 +20,16 @@ from tests.loops.models import Net, Rows, trainer
 
 
 class Drawing(Net):
-    """Six batches an epoch; draws in every step, validation and fetch of its own order; notes what it did."""
+    """Six batches an epoch; draws in every step, validation and fetch of its own order; notes what it did.
 
-    def __init__(self) -> None:
+    Args:
+        loader: options of the train dataloader.
+        validation: of that of validation.
+    """
+
+    def __init__(self, loader: dict[str, Any], validation: dict[str, Any]) -> None:
         super().__init__(Rows(24))
+        self.loader, self.validation = loader, validation
         self.validated: list[int] = []
         self.ended: list[int] = []
 
@@ -36,8 +43,23 @@ class Drawing(Net):
     def on_train_epoch_end(self) -> None:
         self.ended.append(len(self.trained))
 
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(self.dataset, self.batch_size, shuffle=True, **self.loader)
+
     def val_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(Rows(8), 4, shuffle=True)
+        return DataLoader(Rows(8), 4, shuffle=True, **self.validation)
+
+
+class Lines(DummyLogger):
+    """A logger that keeps the steps that losses are logged at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[tuple[int | None, float]] = []
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        if "train_loss_step" in metrics:
+            self.losses.append((step, metrics["train_loss_step"]))
 
 
 class Saves(Callback):
@@ -57,10 +79,16 @@ class Saves(Callback):
         used.save_checkpoint(self.path)
 
 
-def run(checkpoint: Path | None = None, *callbacks: Callback, **options: Any) -> Drawing:
+def run(
+    checkpoint: Path | None = None,
+    *callbacks: Callback,
+    loader: dict[str, Any] | None = None,
+    validation: dict[str, Any] | None = None,
+    **options: Any,
+) -> Drawing:
     pl.seed_everything(3 if checkpoint is None else 99)
     torch.manual_seed(3)
-    module = Drawing()
+    module = Drawing(loader or {}, validation or {})
     if checkpoint is not None:
         torch.manual_seed(99)
     used = trainer(strategy="pipeline", callbacks=list(callbacks), **{"max_epochs": 3, **options})
@@ -121,6 +149,66 @@ def test_from_every_hook(hook: str, batches: int, done: int, validation: str, tm
     run(None, saves, **options)
     assert saves.saved
     assert_goes_on(whole, run(tmp_path / "a.ckpt", **options), done, due="validation" in hook)
+
+
+# Where a run has written its checkpoint; where the one that continued from it wrote another before its first batch;
+# whether the validation behind batch 2 or 6 is then still to come.
+TWICE = [
+    ("on_train_batch_end", 2, "on_train_start", True),
+    ("on_train_batch_end", 2, "on_validation_start", True),
+    ("on_train_batch_end", 2, "on_validation_batch_end", True),
+    ("on_train_batch_end", 2, "on_validation_end", False),
+    ("on_train_batch_end", 2, "on_train_batch_start", False),
+    ("on_train_batch_end", 6, "on_validation_start", True),
+    ("on_validation_batch_start", 2, "on_train_start", True),
+    ("on_validation_batch_start", 2, "on_validation_start", True),
+    ("on_validation_end", 2, "on_train_batch_start", False),
+    ("on_train_batch_end", 3, "on_train_batch_start", False),
+    ("on_train_batch_start", 3, "on_train_batch_start", False),
+    ("on_train_batch_start", 0, "on_train_batch_start", False),
+    ("on_train_epoch_start", 6, "on_train_batch_start", False),
+    ("on_train_batch_start", 7, "on_train_start", False),
+]
+
+
+@pytest.mark.parametrize(("first", "done", "second", "due"), TWICE)
+@pytest.mark.parametrize("loader", [{}, {"num_workers": 1}], ids=["no workers", "1 worker"])
+def test_from_what_a_continued_run_has_written_before_its_first_batch(
+    first: str, done: int, second: str, due: bool, loader: dict[str, Any], tmp_path: Path
+) -> None:
+    whole = run(**EVERY_OTHER, loader=loader)
+    run(None, Saves(tmp_path / "a.ckpt", first, done), **EVERY_OTHER, loader=loader)
+    saves = Saves(tmp_path / "b.ckpt", second, 0)
+    run(tmp_path / "a.ckpt", saves, **EVERY_OTHER, loader=loader)
+    assert saves.saved
+    assert_goes_on(whole, run(tmp_path / "b.ckpt", **EVERY_OTHER, loader=loader), done, due)
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_optimizer_step"])
+@pytest.mark.parametrize("batches", [1, 4, 8])
+def test_batches_are_counted_over_epochs_from_within_a_batch(hook: str, batches: int, tmp_path: Path) -> None:
+    """Lightning counts the batch twice, and validates a batch too early from then on."""
+    across = {"val_check_interval": 4, "check_val_every_n_epoch": None, "log_every_n_steps": 1}
+    logged, logged_after = Lines(), Lines()
+    whole = run(None, **across, logger=logged)
+    run(None, Saves(tmp_path / "a.ckpt", hook, batches), **across)
+    done = batches - (hook == "on_before_optimizer_step")
+    assert_goes_on(whole, run(tmp_path / "a.ckpt", **across, logger=logged_after), done, due=False)
+    assert len(logged_after.losses) == 18 - done
+    assert logged_after.losses == logged.losses[done:]
+    # So does a run that goes on from this one.
+    resaves = Saves(tmp_path / "b.ckpt", "on_train_batch_end", 4)
+    run(tmp_path / "a.ckpt", resaves, **across)
+    assert_goes_on(whole, run(tmp_path / "b.ckpt", **across), done + 4, due=True)
+
+
+def test_workers_of_a_first_validation_draw_their_seed_when_it_begins(tmp_path: Path) -> None:
+    """Not before the first batch, where there was none: its counters do not tell."""
+    workers = {"num_workers": 1, "persistent_workers": True}
+    options: dict[str, Any] = {**EVERY_OTHER, "validation": workers, "num_sanity_val_steps": 0}
+    whole = run(**options)
+    run(None, Saves(tmp_path / "a.ckpt", "on_train_batch_start", 0), **options)
+    assert_goes_on(whole, run(tmp_path / "a.ckpt", **options), 0, due=False)
 
 
 RAISING = [
