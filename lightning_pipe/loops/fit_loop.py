@@ -15,7 +15,7 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.shown import shown
 from lightning_pipe.loops.random_streams import States, get_states
 from lightning_pipe.loops.resumable_loader import (
     can_resume,
@@ -25,7 +25,7 @@ from lightning_pipe.loops.resumable_loader import (
     resumable,
     share_samplers,
 )
-from lightning_pipe.loops.resume import ResumePoint
+from lightning_pipe.loops.resume import ResumePoint, failing_together
 from lightning_pipe.loops.shared_order import of_other_ranks
 
 _KEY = "lightning_pipe"
@@ -101,7 +101,7 @@ class PipelineFitLoop(_FitLoop):
         left = [
             len(one._indices.batches_left(state | {"rank": state["world"] - 1}))
             for one, state in pairs
-            if state and "left" in state
+            if is_resumable(one) and state and "left" in state
         ]
         if left:
             current: Any = self.epoch_loop.batch_progress.current
@@ -146,9 +146,17 @@ class PipelineFitLoop(_FitLoop):
         for one in loader.flattened:
             _set_sampler_epoch(one, epochs.processed)
         point = self._resume_point
-        if point is None or not point.loaders:
-            self._combined_loader_states_to_load = self._states_for_lightning(loader)
-            super()._load_combined_loader_states()
+        if point is not None:
+            # Every rank has one, or none has.
+            with failing_together(f"the checkpoint's state of rank {self.trainer.global_rank}'s data"):
+                self._load_states_of(point, loader)
+            if point.loaders:
+                return
+        self._combined_loader_states_to_load = self._states_for_lightning(loader)
+        super()._load_combined_loader_states()
+
+    def _load_states_of(self, point: ResumePoint, loader: CombinedLoader) -> None:
+        if not point.loaders:
             return
         self._combined_loader_states_to_load = []
         if self._loader_before is not None:
@@ -202,11 +210,20 @@ class PipelineFitLoop(_FitLoop):
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         super().on_load_checkpoint(state_dict)
-        ranks = state_dict.get(_KEY, {}).get("ranks")
+        rank = self.trainer.global_rank
+        with failing_together(f"the checkpoint's state of rank {rank}'s data and random generators"):
+            self._load_own(state_dict.get(_KEY, {}))
+
+    def _load_own(self, own: Any) -> None:
+        if not isinstance(own, dict):
+            raise TypeError(f"expected ranks' states by their names, got {shown(own)}")
+        ranks, loaded_in = own.get("ranks"), own.get("loaded_in")
         if ranks is None:
             return
-        self.epoch_loop.validation_due = bool(state_dict[_KEY].get("validation_due"))  # type: ignore[attr-defined]
-        self._loaded_in = state_dict[_KEY].get("loaded_in")
+        if not isinstance(ranks, list) or not ranks or not isinstance(loaded_in, int | None):
+            raise TypeError(f"expected a state of each rank, got {shown(own)}")
+        self.epoch_loop.validation_due = bool(own.get("validation_due"))  # type: ignore[attr-defined]
+        self._loaded_in = loaded_in
         world, rank = self.trainer.world_size, self.trainer.global_rank
         if len(ranks) != world:
             first = ranks[0]
@@ -227,14 +244,7 @@ class PipelineFitLoop(_FitLoop):
                 " DistributedSampler has one order for all ranks; or write the checkpoint at the end of an epoch"
             )
             return
-        try:
-            point = ResumePoint.unpacked(ranks[rank])
-        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
-            raise SetupError(
-                f"the checkpoint's state of rank {rank}'s data and random generators is damaged"
-                f" ({type(error).__name__}: {error}); give another checkpoint, or load the module's values alone"
-            ) from error
-        self.epoch_loop.resume_point = point  # type: ignore[attr-defined]
+        self.epoch_loop.resume_point = ResumePoint.unpacked(ranks[rank])  # type: ignore[attr-defined]
 
 
 def _keep_new_samplers(point: ResumePoint, before: CombinedLoader, reloaded: CombinedLoader) -> None:

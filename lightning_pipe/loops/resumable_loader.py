@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.shown import printable, shown
 from lightning_pipe.loops.random_streams import get_states, pack_states, set_states, unpack_states
 from lightning_pipe.loops.sampler_state import SamplerState
 from lightning_pipe.loops.shared_order import batches_left, order_of
@@ -105,16 +106,17 @@ def load_states(loaders: Sequence[Any], states: Sequence[State | None]) -> None:
         states: one each; None for one that had none.
 
     Raises:
-        SetupError: there are more of them, or fewer.
+        SetupError: there are more of them, or fewer; one is damaged.
     """
-    if len(states) != len(loaders):
+    if not isinstance(states, Sequence) or len(states) != len(loaders):
         raise SetupError(
-            f"the checkpoint has the states of {len(states)} train dataloader(s), and there are {len(loaders)}; needed"
-            " are as many as it was written with"
+            f"the checkpoint has the states of {len(states) if isinstance(states, Sequence) else 'no'} train"
+            f" dataloader(s), and there are {len(loaders)}; needed are as many as it was written with"
         )
     for loader, state in zip(loaders, states, strict=True):
         if state is not None and hasattr(loader, "load_state_dict"):
-            loader.load_state_dict(state)
+            # A loader of the user's may keep what it gets, and change it.
+            loader.load_state_dict(state if is_resumable(loader) else copy.deepcopy(state))
 
 
 class _Indices:
@@ -198,6 +200,13 @@ class _Indices:
         return {"ended": self.held.get(at_end=True)}
 
     def resume(self, state: State) -> None:
+        try:
+            _check(state)
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            said = f"{type(error).__name__}: {printable(str(error)[:200])}"
+            raise SetupError(
+                f"the checkpoint's state of a train dataloader is damaged ({said}); resume from another checkpoint"
+            ) from error
         self._resume = state or None
 
     def _where(self) -> State:
@@ -259,6 +268,30 @@ def _resumable_class(base: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
 def _state(created: State, begun: State | None, given: int, order: State | None) -> State:
     packed = None if begun is None else _pack(begun)
     return {"created": _pack(created), "begun": packed, "given": given, "order": order}
+
+
+def _check(state: Any) -> None:
+    """Read a state as the next iteration will, which is too late to say that it is damaged."""
+    if not isinstance(state, dict):
+        raise TypeError(f"expected its numbers by their names, got {shown(state)}")
+    if "ended" in state:
+        _texts(state["ended"])
+    elif "left" in state:
+        names = ("seed", "epoch", "shuffle", "trained")
+        found = [state[name] for name in ("rank", "world", "given")] + [state["left"][name] for name in names]
+        if not all(isinstance(one, int) and one >= 0 for one in found) or not 0 <= state["rank"] < state["world"]:
+            raise ValueError(f"of an epoch that other ranks have begun it has {shown(state)}")
+    elif state:
+        for where in (state["created"], state["begun"]):
+            if where is not None:
+                _texts(_unpack(where)["own"])
+        if state["created"] is None or type(state["given"]) is not int or state["given"] < 0:
+            raise ValueError(f"it has given {shown(state['given'])} batches")
+
+
+def _texts(states: Any) -> None:
+    if not isinstance(states, list) or not all(isinstance(one, str) for one in states):
+        raise TypeError(f"expected the states of samplers as texts, got {shown(states)}")
 
 
 def _pack(where: State) -> State:

@@ -8,8 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.shown import printable, shown
 from lightning_pipe.loops.random_streams import States, get_states, pack_states, set_states, unpack_states
+
+# Whose work may run ahead.
+_STREAMS = {"fetch", "prepare", "transfer"}
 
 
 @dataclass
@@ -61,6 +67,36 @@ class ResumePoint:
 
     @staticmethod
     def unpacked(packed: dict[str, Any]) -> ResumePoint:
-        """What :meth:`packed` gave."""
+        """What :meth:`packed` gave.
+
+        Raises:
+            SetupError: anything else.
+        """
+        for name, kind in (("loaders", list), ("common", str), ("streams", dict)):
+            if not isinstance(packed, dict) or not isinstance(packed.get(name), kind):
+                raise SetupError(f"expected {name} as a {kind.__name__}, got {shown(packed)}")
+        if packed["streams"] and not {"fetch"} <= set(packed["streams"]) <= _STREAMS:
+            raise SetupError(f"expected streams of {', '.join(sorted(_STREAMS))}, got {shown(packed['streams'])}")
         streams = {name: unpack_states(states) for name, states in packed["streams"].items()}
         return ResumePoint(packed["loaders"], unpack_states(packed["common"]), streams)
+
+
+@contextmanager
+def failing_together(what: str) -> Iterator[None]:
+    """In the body a rank reads *what* of a checkpoint; every rank comes here, and raises what went wrong on any.
+
+    Raises:
+        SetupError: on every rank, which names what each has found.
+    """
+    problem, cause = None, None
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        said = str(error) if isinstance(error, SetupError) else f"{type(error).__name__}: {printable(str(error)[:200])}"
+        problem, cause = f"{what} is damaged, or of other dataloaders ({said})", error
+    found = [problem]
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        found *= dist.get_world_size()
+        dist.all_gather_object(found, problem)
+    if texts := [one for one in found if one is not None]:
+        raise SetupError(f"{'; '.join(texts)}; give another checkpoint, or load the module's values alone") from cause

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.shown import printable, shown
 from lightning_pipe.loops.random_streams import pack_bytes, unpack_bytes
 
 __all__ = ["SamplerState"]
@@ -61,14 +62,29 @@ class SamplerState:
 
         Args:
             states: states in the order of :meth:`get`; missing ones leave the remaining samplers unchanged.
+
+        Raises:
+            SetupError: anything else, or counters that these samplers do not have.
         """
-        count = len(self._generators)
-        for generator, state in zip(self._generators, states, strict=False):
-            _unpack(generator, state)
-        for sampler, at_first, state in zip(self._samplers, self._at_first, states[count:], strict=False):
+        try:
+            count = len(self._generators)
+            changed = [
+                _checked(sampler, json.loads(state))
+                for sampler, state in zip(self._samplers, states[count:], strict=False)
+            ]
+            for generator, state in zip(self._generators, states, strict=False):
+                _unpack(generator, state)
+        except SetupError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise SetupError(
+                f"the checkpoint's states of samplers are damaged ({type(error).__name__}:"
+                f" {printable(str(error)[:200])}); resume from another checkpoint"
+            ) from error
+        for sampler, at_first, counters in zip(self._samplers, self._at_first, changed, strict=False):
             # A sampler that has been used since goes back to where it began; one that is told the epoch has been told.
             unchanged = {} if hasattr(sampler, "set_epoch") else at_first
-            vars(sampler).update(unchanged | json.loads(state))
+            vars(sampler).update(unchanged | counters)
 
     def shares_with(self, other: SamplerState) -> bool:
         """Return whether the state is held by the same objects as another loader's."""
@@ -99,6 +115,29 @@ def _reached(loader: DataLoader[Any]) -> Iterator[Any]:
 
 def _counters(sampler: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(sampler).items() if isinstance(value, _PLAIN)}
+
+
+def _checked(sampler: Any, counters: Any) -> dict[str, Any]:
+    """Counters of a checkpoint: those of the sampler, in their types, and those that it makes only in an iteration."""
+    if not isinstance(counters, dict):
+        raise ValueError(f"expected counters by their names, got {shown(counters)}")
+    for name, value in counters.items():
+        present = vars(sampler).get(name, getattr(type(sampler), name, None))
+        if name.startswith("__") or name == _FIRST or not _may_become(present, value):
+            raise SetupError(
+                f"the checkpoint has {shown(value)} for {shown(name)} of the sampler {type(sampler).__name__}, where"
+                f" {shown(present)} is; resume with the sampler that the checkpoint was written with"
+            )
+    return counters
+
+
+def _may_become(present: Any, value: Any) -> bool:
+    """Whether a counter may have become a value; None is one that was not set."""
+    if not isinstance(present, _PLAIN) or not isinstance(value, _PLAIN):
+        return False
+    # A bool is an int to Python.
+    numbers = {type(present), type(value)} <= {int, float}
+    return present is None or value is None or type(present) is type(value) or numbers
 
 
 def _is_generator(value: Any) -> bool:

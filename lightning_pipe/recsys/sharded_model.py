@@ -14,6 +14,7 @@ from torchrec.distributed.types import ShardedModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.shown import shown
 from lightning_pipe.recsys.agreement import Agreement
 from lightning_pipe.recsys.data_parallel_tables import DataParallelTables, unwrap_lookups
 from lightning_pipe.recsys.dense_values import broadcast_from_first_rank
@@ -263,8 +264,9 @@ class ShardedModel:
             with_optimizers: whether to read the states of optimisers, too.
 
         Raises:
-            SetupError: on every rank: rows of other tables, or that any rank cannot read.
+            SetupError: on every rank: rows of other tables, or that any rank cannot read; *committed* is damaged.
         """
+        _check_committed(committed)
         for name, rows in self.dynamic_rows.items():
             found = (committed or {}).get(name)
             if found is None:
@@ -317,6 +319,22 @@ def _merge(groups: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
         touching = [group for group in merged if group & names]
         merged = [group for group in merged if not group & names] + [names.union(*touching)]
     return sorted(sorted(group) for group in merged)
+
+
+def _check_committed(committed: Any) -> None:
+    """See that what a checkpoint says of rows has the form of :meth:`ShardedModel.commit_rows`."""
+    of_modules = list(committed.values()) if isinstance(committed, Mapping) else [committed] * (committed is not None)
+    for found in of_modules:
+        if not (
+            isinstance(found, Mapping)
+            and "tables" in found
+            and isinstance(found.get("progress"), Mapping)
+            and isinstance(found.get("version", 0), str | None)
+        ):
+            raise SetupError(
+                "what the checkpoint says of the rows of a dynamic module is damaged: expected version, progress and"
+                f" tables, got {shown(found)}; take another checkpoint"
+            )
 
 
 def _rows_folder(folder: Path, name: str) -> Path:

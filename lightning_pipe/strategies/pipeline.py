@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pipe.engine import PipelinePlan, SetupError, SWPipeline
 from lightning_pipe.engine.plan_limits import PlanLimits
+from lightning_pipe.engine.shown import shown
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.auto_program import AutoProgram, PlanChoice
 from lightning_pipe.loops.batch_source import Uneven
@@ -94,6 +95,7 @@ class PipelineStrategy(DistributedStrategy):
         install_interrupted_saves(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             PipelineTrainingEpochLoop.install(trainer)
+            self._order = None  # of an earlier fit, which checkpoints written since then were to have
         super().setup(trainer)
 
     def training_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> TrainingProgram:
@@ -133,13 +135,21 @@ class PipelineStrategy(DistributedStrategy):
         """Read a checkpoint, which may hold tensors and plain types, unless the user allows more."""
         with reading_plain_types(checkpoint_path):
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only is not False)
-        self._order_at_save = checkpoint.get(_GRADIENT_ORDER)
+        order = checkpoint.get(_GRADIENT_ORDER)
+        if order is not None and not (isinstance(order, list) and all(isinstance(name, str) for name in order)):
+            raise SetupError(
+                f"the order of gradients in the checkpoint {str(checkpoint_path)!r} is damaged: expected a list of"
+                f" parameters' names, got {shown(order)}; take another checkpoint"
+            )
+        self._order_at_save = order
         return checkpoint
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Write a checkpoint, with the order in which gradients are summed over ranks."""
-        if self._order is not None:
-            checkpoint[_GRADIENT_ORDER] = self._order
+        # Before the first batch of a run that goes on, its own is that of the checkpoint.
+        order = self._order if self._order_at_save is None else self._order_at_save
+        if order is not None:
+            checkpoint[_GRADIENT_ORDER] = order
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -158,6 +168,10 @@ class PipelineStrategy(DistributedStrategy):
         if self.world_size < 3 or not isinstance(ddp, DistributedDataParallel):
             return None
         return None if ddp.find_unused_parameters or ddp.static_graph else ddp
+
+    def teardown(self) -> None:
+        self._order_at_save = None  # of a checkpoint that was read for an evaluation: a later fit is none of its
+        super().teardown()
 
     def configure_ddp(self) -> None:
         if self.world_size > 1:

@@ -697,6 +697,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
 
     def on_train_end(self) -> None:
         super().on_train_end()
+        # Or other ranks would end with buffers that depend on where checkpoints were written.
+        self.sharded_model.share_buffers()
         self.sharded_model.sync_replicas()
         if self.sharded_model.dynamic_rows:
             self.sharded_model.commit_rows()

@@ -290,8 +290,29 @@ def test_with_loaders_that_are_made_anew(every: int, done: int, tmp_path: Path) 
 def test_a_damaged_state_of_the_data_is_an_error_in_words(tmp_path: Path) -> None:
     run(None, Saves(tmp_path / "a.ckpt", "on_train_batch_end", 2), **NONE)
     checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
-    for damage in (None, {}, {"loaders": [], "common": "{", "streams": {}}, {"common": "[]", "streams": {}}):
-        checkpoint["loops"]["fit_loop"]["state_dict"]["lightning_pipe"]["ranks"] = [damage]
+    found = checkpoint["loops"]["fit_loop"]["state_dict"]
+    (own,) = found["lightning_pipe"]["ranks"]
+    (loader,) = own["loaders"]
+    assert set(own["streams"]) == {"fetch", "prepare", "transfer"}
+    of_rank = [
+        *(None, [], {}, {"loaders": [], "common": "{", "streams": {}}, {"common": "[]", "streams": {}}),
+        *({**own, "streams": damage} for damage in (None, [], {"other": own["common"]}, {"fetch": 3})),
+        *({**own, "loaders": damage} for damage in (None, "a", {"a": 1})),
+    ]
+    of_loader = [
+        *({"ended": damage} for damage in (None, "a", [3], {"a": "b"})),
+        *({"left": damage, "rank": 0, "world": 1, "given": 0} for damage in (None, {}, {"seed": "a"})),
+        *({**loader, "given": damage} for damage in (None, -1, "a")),
+        *({**loader, "created": damage} for damage in (None, {}, {**loader["created"], "own": None})),
+        {"given": 3},
+        "a",
+    ]
+    damaged: list[Any] = [3, {"ranks": 3}, {"ranks": []}, {"ranks": [own], "loaded_in": "a"}]
+    damaged += [{"ranks": [damage]} for damage in of_rank]
+    damaged += [{"ranks": [{**own, "loaders": [damage]}]} for damage in of_loader]
+    damaged += [{"ranks": [{**own, "loaders": [{"order": damage}]}] * 2} for damage in (3, {})]
+    for damage in damaged:
+        found["lightning_pipe"] = damage
         torch.save(checkpoint, tmp_path / "b.ckpt")
-        with pytest.raises(SetupError, match="state of rank 0's data and random generators is damaged"):
+        with pytest.raises(SetupError, match=r"state of rank 0's data( and random generators)? is damaged"):
             run(tmp_path / "b.ckpt", **NONE)

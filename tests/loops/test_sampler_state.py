@@ -119,6 +119,62 @@ def test_loaders_share_what_is_in_the_same_objects() -> None:
 
 
 @pytest.mark.parametrize(
+    "counters",
+    [
+        '{"__len__": 3}',
+        '{"__class__": null}',
+        '{"_lightning_pipe_first": 1}',
+        '{"draw": 1}',
+        '{"generator": null}',
+        '{"set_epoch": 1}',
+        '{"epoch": "2"}',
+        '{"epoch": true}',
+        '{"epoch": [2]}',
+        '{"new": [2]}',
+        "[1]",
+        "3",
+        "{",
+        None,
+    ],
+)
+def test_what_is_no_counter_of_the_sampler_is_refused_and_nothing_is_set(counters: Any) -> None:
+    class Told(Drawing):
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    sampler = Told(random.Random(1), lambda one: one.randrange(24))
+    held = SamplerState(DataLoader(Rows(), 4, sampler=sampler))
+    at_first = held.get()
+    list(sampler)
+    before = {**vars(sampler), "random": sampler.generator.getstate()}
+    with pytest.raises(SetupError, match=r"sampler.*resume (with|from)"):
+        held.put([*at_first[:-1], counters])
+    assert {**vars(sampler), "random": sampler.generator.getstate()} == before
+
+
+def test_counters_that_are_made_or_set_in_an_iteration_continue() -> None:
+    class Lazy(Drawing):
+        last: int | None = None
+        share: float
+
+        def __iter__(self) -> Iterator[int]:
+            self.last, self.share, self.made = 3, 0.5, "late"
+            return super().__iter__()
+
+    def lazy() -> Lazy:
+        made = Lazy(random.Random(1), lambda one: one.randrange(24))
+        made.share = 0
+        return made
+
+    one, other = lazy(), lazy()
+    loader = DataLoader(Rows(), sampler=one)
+    state = SamplerState(loader)
+    order(loader)
+    SamplerState(DataLoader(Rows(), sampler=other)).put(state.get())
+    assert (other.last, other.share, other.made) == (3, 0.5, "late")
+
+
+@pytest.mark.parametrize(
     ("kind", "found", "damaged"),
     [
         ("numpy, of old", '"pos": ', '"pos": 10000'),

@@ -6,6 +6,7 @@ comes from the checkpoint.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -138,7 +139,8 @@ FAMILIES = {
     ),
     "llm": Family(
         lambda: llm_cases.Tiny(optimizer="adamw"),
-        lambda: llm_cases.llm("1f1b", 2),
+        # As many micro-batches as a batch has samples; 1F1B wants one for each of three stages, GPipe does not.
+        lambda: llm_cases.llm("1f1b" if int(os.environ.get("WORLD_SIZE", "1")) <= BATCH else "gpipe", BATCH),
         Told,
         _of_tokens,
         shares_data=True,

@@ -135,7 +135,9 @@ def check(ranks: Nursery, setting: Setting, world: int, folder: Path) -> None:
         ended = ranks.run(attempt, world, setting, kept, 100 + number, dies, timeout=TIMEOUT)
         assert ended[dies[0]].code in (-signal.SIGKILL, 0), told(ended)
         assert all(one.code is not None for one in ended), told(ended)  # none hangs
-        assert sum(one.code == 0 for one in ended) in (0, world), told(ended)
+        # When the last checkpoint is written, a rank that dies while it ends leaves the others to end well.
+        trained = (kept / f"step={EPOCHS * BATCHES}.ckpt").exists()
+        assert trained or sum(one.code == 0 for one in ended) in (0, world), told(ended)
     last = ranks.run(attempt, world, setting, kept, 200, None, timeout=TIMEOUT)
     assert all(one.code == 0 for one in last), told(last)
     _same_end(whole, last)

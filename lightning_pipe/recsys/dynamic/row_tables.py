@@ -218,7 +218,7 @@ class RowTables:
             self._together(lambda: check_rows(folder, self._columns()))
             self._together(lambda: self._read(folder, with_states))
         self._existing = "keep"
-        self._set_progress(progress if with_states else {"step": progress["step"], "seed": progress.get("seed", "")})
+        self._set_progress(progress if with_states else {name: progress.get(name, "") for name in ("step", "seed")})
         if self._changed:
             self.commit()
 
