@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_pipe.engine import SetupError
 from lightning_pipe.strategies.gradient_order import gradient_order, settle_gradient_order
 from tests.distributed import run_ranks
+from tests.loops.models import FEATURES, Net, Rows, trainer
 
 
 class Backwards(nn.Module):
@@ -58,6 +63,78 @@ def continued(rank: int, world: int) -> dict[str, Any]:
         "left": left,
         "equal": all(torch.equal(one, two) for one, two in zip(second, again, strict=True)),
     }
+
+
+class Trained(Net):
+    """Its layers are registered in another order than they are used in."""
+
+    def __init__(self) -> None:
+        super().__init__(Rows(24))
+        self.last, self.first = nn.Linear(FEATURES, 1), nn.Linear(FEATURES, FEATURES)
+        del self.layers
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.last(self.first(batch)).square().mean()
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.last(self.first(batch))
+
+
+class Saves(Callback):
+    """Writes a checkpoint when training begins, and one after its first epoch."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+
+    def on_train_start(self, used: pl.Trainer, module: Any) -> None:
+        used.save_checkpoint(self.folder / f"{self.name}_begun.ckpt")
+
+    def on_train_epoch_end(self, used: pl.Trainer, module: Any) -> None:
+        used.save_checkpoint(self.folder / f"{self.name}_ended.ckpt")
+
+
+def several_fits(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    saves = Saves(folder, "first")
+    options: dict[str, Any] = {"strategy": "pipeline", "devices": world, "max_epochs": 1, "callbacks": [saves]}
+    first = trainer(**options)
+    first.fit(Trained())
+    first.save_checkpoint(folder / "first_over.ckpt")
+    saves.name = "again"
+    first.fit_loop.max_epochs = 2
+    first.fit(Trained())
+
+    saves.name = "continued"
+    trainer(**{**options, "max_epochs": 2}).fit(Trained(), ckpt_path=folder / "first_ended.ckpt", weights_only=True)
+
+    saves.name = "evaluated"
+    evaluated = trainer(**options)
+    evaluated.validate(Trained(), ckpt_path=folder / "first_ended.ckpt", weights_only=True, verbose=False)
+    evaluated.fit(Trained())
+
+    checkpoint = torch.load(folder / "first_ended.ckpt", weights_only=True)
+    checkpoint["lightning_pipe_gradient_order"] = [3]
+    torch.save(checkpoint, folder / f"damaged_{rank}.ckpt")
+    try:
+        trainer(**options).fit(Trained(), ckpt_path=folder / f"damaged_{rank}.ckpt", weights_only=True)
+        said = "nothing"
+    except SetupError as error:
+        said = str(error)
+    found = {path.stem: torch.load(path, weights_only=True) for path in folder.glob("*_[beo]*.ckpt")}
+    return {"said": said} | {name: one.get("lightning_pipe_gradient_order") for name, one in found.items()}
+
+
+def test_checkpoints_have_the_order_of_their_own_run(tmp_path: Path) -> None:
+    for found in run_ranks(several_fits, 3, tmp_path):
+        order = found["first_ended"]
+        assert order
+        assert found["first_over"] == order
+        # What goes on from a checkpoint has its order before the first batch, too; nothing else has any.
+        assert found["continued_begun"] == order
+        without = {name for name, one in found.items() if one is None}
+        assert without == {"first_begun", "again_begun", "evaluated_begun"}
+        assert "order of gradients in the checkpoint" in found["said"]
+        assert "is damaged" in found["said"]
 
 
 def test_a_continued_process_has_the_order_and_the_gradients_of_the_one_before() -> None:

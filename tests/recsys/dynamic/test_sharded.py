@@ -271,6 +271,35 @@ def test_the_seed_of_new_rows_is_that_of_the_run_that_began(tmp_path: Path) -> N
     assert run_ranks(resumed, 1, tmp_path) == [[True, True]]
 
 
+def refusals(rank: int, world_size: int, path: Path) -> list[str]:
+    """What is said of damage in what a checkpoint says of rows."""
+    sharded = shard(Model(path / "store"), SGD)
+    train(sharded, range(1))
+    committed = sharded.commit_rows()
+    sharded.write_rows(path / "rows")
+    name, found = next(iter(committed.items()))
+    of_module: list[Any] = [None, [], {}, {**found, "progress": 3}, {**found, "version": 3}]
+    of_module += [{key: value for key, value in found.items() if key != left} for left in ("tables", "progress")]
+    of_module += [{**found, "progress": {"step": "a"}}, {**found, "progress": {"seed": 3, "step": []}}]
+    damaged: list[Any] = [3, [], *({**committed, name: one} for one in of_module)]
+    said = []
+    for damage in damaged:
+        for with_optimizers in (True, False):
+            try:
+                sharded.read_rows(path / "rows", damage, with_optimizers=with_optimizers)
+                said.append(f"nothing of {damage}")
+            except SetupError as error:
+                said.append(str(error))
+    sharded.read_rows(path / "rows", committed, with_optimizers=True)
+    return said
+
+
+def test_damage_in_what_a_checkpoint_says_of_rows_is_an_error_in_words(tmp_path: Path) -> None:
+    (said,) = run_ranks(refusals, 1, tmp_path)
+    assert len(said) == 22
+    assert [one for one in said if "is damaged" not in one and "were written with the progress" not in one] == []
+
+
 class Twice(Model):
     """Its bags are looked up twice in a step."""
 
