@@ -113,9 +113,9 @@ def assert_goes_on(whole: Drawing, after: Drawing, done: int, due: bool) -> None
         assert torch.equal(one, other)
 
 
-EVERY_OTHER = {"val_check_interval": 2}
-AT_THE_END = {"val_check_interval": 1.0}
-NONE = {"limit_val_batches": 0}
+EVERY_OTHER: dict[str, Any] = {"val_check_interval": 2}
+AT_THE_END: dict[str, Any] = {"val_check_interval": 1.0}
+NONE: dict[str, Any] = {"limit_val_batches": 0}
 
 # A hook; how many batches have begun by then; how many of them are trained.
 MOMENTS = [
@@ -188,7 +188,7 @@ def test_from_what_a_continued_run_has_written_before_its_first_batch(
 @pytest.mark.parametrize("batches", [1, 4, 8])
 def test_batches_are_counted_over_epochs_from_within_a_batch(hook: str, batches: int, tmp_path: Path) -> None:
     """Lightning counts the batch twice, and validates a batch too early from then on."""
-    across = {"val_check_interval": 4, "check_val_every_n_epoch": None, "log_every_n_steps": 1}
+    across: dict[str, Any] = {"val_check_interval": 4, "check_val_every_n_epoch": None, "log_every_n_steps": 1}
     logged, logged_after = Lines(), Lines()
     whole = run(None, **across, logger=logged)
     run(None, Saves(tmp_path / "a.ckpt", hook, batches), **across)
@@ -294,12 +294,12 @@ def test_a_damaged_state_of_the_data_is_an_error_in_words(tmp_path: Path) -> Non
     (own,) = found["lightning_pipe"]["ranks"]
     (loader,) = own["loaders"]
     assert set(own["streams"]) == {"fetch", "prepare", "transfer"}
-    of_rank = [
+    of_rank: list[Any] = [
         *(None, [], {}, {"loaders": [], "common": "{", "streams": {}}, {"common": "[]", "streams": {}}),
         *({**own, "streams": damage} for damage in (None, [], {"other": own["common"]}, {"fetch": 3})),
         *({**own, "loaders": damage} for damage in (None, "a", {"a": 1})),
     ]
-    of_loader = [
+    of_loader: list[Any] = [
         *({"ended": damage} for damage in (None, "a", [3], {"a": "b"})),
         *({"left": damage, "rank": 0, "world": 1, "given": 0} for damage in (None, {}, {"seed": "a"})),
         *({**loader, "given": damage} for damage in (None, -1, "a")),
