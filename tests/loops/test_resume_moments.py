@@ -294,9 +294,10 @@ def test_a_damaged_state_of_the_data_is_an_error_in_words(tmp_path: Path) -> Non
     (own,) = found["lightning_pipe"]["ranks"]
     (loader,) = own["loaders"]
     assert set(own["streams"]) == {"fetch", "prepare", "transfer"}
+    streams: list[Any] = [None, [], {"other": own["common"]}, {"fetch": 3}]
     of_rank: list[Any] = [
         *(None, [], {}, {"loaders": [], "common": "{", "streams": {}}, {"common": "[]", "streams": {}}),
-        *({**own, "streams": damage} for damage in (None, [], {"other": own["common"]}, {"fetch": 3})),
+        *({**own, "streams": damage} for damage in streams),
         *({**own, "loaders": damage} for damage in (None, "a", {"a": 1})),
     ]
     of_loader: list[Any] = [
@@ -310,7 +311,8 @@ def test_a_damaged_state_of_the_data_is_an_error_in_words(tmp_path: Path) -> Non
     damaged: list[Any] = [3, {"ranks": 3}, {"ranks": []}, {"ranks": [own], "loaded_in": "a"}]
     damaged += [{"ranks": [damage]} for damage in of_rank]
     damaged += [{"ranks": [{**own, "loaders": [damage]}]} for damage in of_loader]
-    damaged += [{"ranks": [{**own, "loaders": [{"order": damage}]}] * 2} for damage in (3, {})]
+    orders: list[Any] = [3, {}]
+    damaged += [{"ranks": [{**own, "loaders": [{"order": damage}]}] * 2} for damage in orders]
     for damage in damaged:
         found["lightning_pipe"] = damage
         torch.save(checkpoint, tmp_path / "b.ckpt")
