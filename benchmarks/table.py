@@ -12,10 +12,14 @@ import argparse
 import json
 import os
 import platform
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
+# In the environment of all that a benchmark starts.
+_MARK = "LIGHTNING_PIPE_BENCHMARK"
 RESULTS = ROOT / "benchmarks" / "results" / "latest.json"
 
 
@@ -115,7 +121,8 @@ def main() -> int:
 
 def _run(run: Run, limit: float, figures: list[dict[str, object]]) -> str | None:
     """Adds what it found to *figures*; returns what went wrong."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", _MARK: mark}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "figures.json"
         with (Path(folder) / "output").open("w+") as output:
@@ -125,9 +132,9 @@ def _run(run: Run, limit: float, figures: list[dict[str, object]]) -> str | None
             try:
                 code: int | None = process.wait(limit)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
-                process.wait()
                 code = None
+            finally:
+                _end(process, mark)
             output.seek(0)
             last = "\n".join(output.read().splitlines()[-15:])
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
@@ -137,6 +144,24 @@ def _run(run: Run, limit: float, figures: list[dict[str, object]]) -> str | None
     if code:
         return f"exit status {code}\n{last}"
     return None if found else f"left no figures\n{last}"
+
+
+def _end(process: subprocess.Popen[bytes], mark: str) -> None:
+    """End a benchmark and all that it started, in whatever session that is, and remove its network namespaces."""
+    if process.poll() is None:
+        process.terminate()  # slow_link removes its namespaces then
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+    sought = f"{_MARK}={mark}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        # Of other users, or gone.
+        with suppress(OSError):
+            if sought in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)
+    process.wait()
+    if shutil.which("ip") is not None:
+        for name in (f"lp{process.pid}a", f"lp{process.pid}b"):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
 def _table(figures: list[dict[str, object]]) -> Table:
