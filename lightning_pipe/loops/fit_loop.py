@@ -156,7 +156,7 @@ class PipelineFitLoop(_FitLoop):
         super()._load_combined_loader_states()
 
     def _load_states_of(self, point: ResumePoint, loader: CombinedLoader) -> None:
-        if not point.loaders:
+        if not point.loaders and not point.in_mid_epoch:
             return
         self._combined_loader_states_to_load = []
         if self._loader_before is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_pipe.engine import SetupError
+from tests.distributed import run_ranks
 from tests.loops.models import Net, Rows, trainer
 
 
@@ -318,3 +319,24 @@ def test_a_damaged_state_of_the_data_is_an_error_in_words(tmp_path: Path) -> Non
         torch.save(checkpoint, tmp_path / "b.ckpt")
         with pytest.raises(SetupError, match=r"state of rank 0's data( and random generators)? is damaged"):
             run(tmp_path / "b.ckpt", **NONE)
+
+
+def damaged_on_one_rank(rank: int, world: int, folder: Path) -> list[str]:
+    options: dict[str, Any] = {"strategy": "pipeline", "devices": world, **NONE}
+    trainer(**options, callbacks=[Saves(folder / "a.ckpt", "on_train_batch_end", 1)]).fit(Net(Rows(24)))
+    said = []
+    for part, damage in (("common", "{"), ("loaders", [{"ended": 3}]), ("loaders", [])):
+        checkpoint = torch.load(folder / "a.ckpt", weights_only=True)
+        checkpoint["loops"]["fit_loop"]["state_dict"]["lightning_pipe"]["ranks"][1][part] = damage
+        path = folder / f"of_{rank}.ckpt"
+        torch.save(checkpoint, path)
+        with pytest.raises(SetupError) as caught:
+            trainer(**options).fit(Net(Rows(24)), ckpt_path=path, weights_only=True)
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_is_damaged_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    first, second = run_ranks(damaged_on_one_rank, 2, tmp_path)
+    assert first == second
+    assert all("state of rank 1's data" in one and "rank 0" not in one for one in first)
