@@ -7,6 +7,7 @@ error of this project ends the process with one message and status 1, and any ot
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -36,13 +37,15 @@ _TRAINING = {
     "predict": "run its prediction",
 }
 
+_VERBOSE = "--verbose"
+
 # How long a rank's error may take to be another rank's too: both come out of the same exchange.
 _PATIENCE_SECONDS = 5.0
 
 _EPILOG = """\
 fit, validate, test and predict are a LightningCLI: model, data and trainer come from --config FILE, each value may be
 given as an option, and --print_config writes a whole configuration. trainer.strategy takes a name that 'lightning-pipe
-strategies' lists, or a class_path with init_args.
+strategies' lists, or a class_path with init_args. --verbose logs details too, such as the names of tables.
 
 examples:
   lightning-pipe fit --config examples/recsys_movielens/prefetch.yaml
@@ -60,6 +63,18 @@ bubble that was measured, beside the one simulated from the schedule's actions a
 Nothing is validated, logged or saved, and the configuration's callbacks are left out. All options but these two are
 those of 'lightning-pipe fit'.
 """
+
+
+class _Parser(LightningArgumentParser):
+    """Lightning's, which says how a strategy is given options."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if "trainer.strategy" in message and "NestedArg" in message:
+            message += (
+                "\nA strategy that is given by its name takes no options. Give its class, then its options:"
+                " --trainer.strategy lightning_pipe.strategies.RecsysPipelineStrategy --trainer.strategy.plan base"
+            )
+        super().error(message, ex)
 
 
 class PipelineCLI(LightningCLI):
@@ -145,6 +160,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     _import_from_the_current_folder()
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and given[0] in _TRAINING and _VERBOSE in given:
+        given.remove(_VERBOSE)
+        if arguments is None:
+            sys.argv.remove(_VERBOSE)  # which Lightning reads itself
+        logging.getLogger("lightning.pytorch").setLevel(logging.DEBUG)
     try:
         if given and given[0] in _TRAINING:
             # Lightning reads this process's arguments itself, and warns of others beside them.
@@ -182,7 +202,7 @@ def _train(arguments: list[str] | None, cli: Callable[..., PipelineCLI] = Pipeli
     usage = {name: {"usage": f"lightning-pipe {name} --config FILE [--OPTION VALUE ...]"} for name in _TRAINING}
     try:
         # The configuration that it saves may overwrite that of an earlier run into the same folder.
-        cli(parser_kwargs=usage, save_config_kwargs={"overwrite": True}, args=arguments)
+        cli(parser_class=_Parser, parser_kwargs=usage, save_config_kwargs={"overwrite": True}, args=arguments)
     except MisconfigurationException as error:
         raise SetupError(str(error)) from error
 

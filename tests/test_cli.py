@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
@@ -369,6 +370,29 @@ trainer:
     - class_path: language.Loud
 ckpt_path: gone.ckpt
 """
+
+
+def test_options_of_a_strategy_that_is_given_by_its_name_are_refused_with_what_to_give(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["fit", "--trainer.strategy", "recsys_base_pipeline", "--trainer.strategy.plan", "base"]
+    with pytest.raises(SystemExit) as ended:
+        main(given)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "--trainer.strategy lightning_pipe.strategies.RecsysPipelineStrategy --trainer.strategy.plan base" in said
+
+
+def test_verbose_logs_details_and_is_no_option_of_lightnings(folder: Path) -> None:
+    logger = logging.getLogger("lightning.pytorch")
+    before = logger.level
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(["fit", "--help", "--verbose"])
+        assert ended.value.code == 0
+        assert logger.level == logging.DEBUG
+    finally:
+        logger.setLevel(before)
 
 
 def test_checkpoint_export_makes_a_file_that_an_unsharded_module_is_made_of(
