@@ -21,7 +21,7 @@ from lightning_pipe.engine.meter import Meter
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.strategies.in_process import InProcessPipelineStrategy
 
-__all__ = ["PipelineMonitor"]
+__all__ = ["PipelineMonitor", "leave_step_out"]
 
 _FEWEST = 3  # iterations from which anything is said
 
@@ -116,7 +116,7 @@ class PipelineMonitor(pl.Callback):
         # Of the step under way: the counters when it began, what of its time does not count, and its batches.
         self._before: _Reading | None = None
         self._paused = self._pause_began = 0.0
-        self._in_flight = 0
+        self._following = self._in_flight = 0
         self._samples: int | None = None
 
     @property
@@ -129,9 +129,13 @@ class PipelineMonitor(pl.Callback):
         """What was said of the last epoch."""
         return None if self._verdict is None else self._verdict.text
 
-    def leave_out(self) -> None:
-        """Do not count the step that is under way: something is done in it that is not training."""
-        self._before = None
+    def leave_out(self, following: int = 0) -> None:
+        """Do not count the step that is under way: something is done in it that is not training.
+
+        Args:
+            following: steps behind it that are not counted either, in which other ranks may wait for this one.
+        """
+        self._before, self._following = None, following
 
     # ------------------------------------------------------------------ Lightning's calls
 
@@ -160,7 +164,9 @@ class PipelineMonitor(pl.Callback):
     ) -> None:
         now = _read(trainer, self)
         # A pipeline that was not metered before: another plan has begun.
-        if self._before is not None and self._before.meter is now.meter:
+        if self._before is not None and self._following:
+            self._following -= 1
+        elif self._before is not None and self._before.meter is now.meter:
             for total in (self._window, self._epoch):
                 total.add(self._before, now, self._paused, self._in_flight, self._samples)
         self._before, self._paused = now, 0.0
@@ -237,6 +243,13 @@ class PipelineMonitor(pl.Callback):
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
+
+
+def leave_step_out(trainer: pl.Trainer, following: int = 0) -> None:
+    """Let no monitor of the trainer's count the step under way; see :meth:`PipelineMonitor.leave_out`."""
+    for one in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(one, PipelineMonitor):
+            one.leave_out(following)
 
 
 def _read(trainer: pl.Trainer, callback: pl.Callback) -> _Reading:

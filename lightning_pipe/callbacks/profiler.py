@@ -18,7 +18,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipe.callbacks.cost_figure import log_figure
-from lightning_pipe.callbacks.monitor import PipelineMonitor
+from lightning_pipe.callbacks.monitor import leave_step_out
 from lightning_pipe.callbacks.of_fit import (
     checked_path,
     count,
@@ -225,9 +225,7 @@ class PipelineProfiler(pl.Callback):
         bars = self._bars_of_all(trainer, spans)
         profile = strategy.profile(list(self._latest), self._tasks, rounds=self._rounds, iterations=self._iterations)
         self._profiles[step] = profile
-        for one in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(one, PipelineMonitor):
-                one.leave_out()
+        leave_step_out(trainer)
         if trainer.is_global_zero:
             self._tell(trainer, step, profile, pipeline.plan, spans, bars)
 

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_pipe.callbacks.monitor import leave_step_out
 from lightning_pipe.callbacks.of_fit import (
     checked_path,
     count,
@@ -198,6 +199,8 @@ class PipelineTrace(pl.Callback):
         assert recording is not None
         pipeline = pipeline_of(trainer, self)
         bars = recording.stop(trainer.global_rank)
+        # The first rank writes and draws, and the others wait for it in the next step.
+        leave_step_out(trainer, following=1)
         end = measure_offset(self._group)
         own = _on(to_first_rank(recording.clock, end), bars), max(recording.clock.error, end.error)
         found: list[Any] = [own]

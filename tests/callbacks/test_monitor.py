@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_pipe.callbacks.monitor import PipelineMonitor
+from lightning_pipe.callbacks.trace import PipelineTrace
 from lightning_pipe.callbacks.verdict import StepUse, Verdict, find_verdict
 from lightning_pipe.engine import PipelinePlan, PipelineTask, SetupError, TaskSchedule
 from lightning_pipe.engine.meter import Meter
@@ -169,6 +171,22 @@ def test_a_step_that_was_not_training_alone_can_be_left_out(clock: Clock) -> Non
     run(clock, monitor, Pauses(), seconds=lambda _: 0.0, batch_size=1, limit_val_batches=0)
     assert monitor.use[0].seconds == pytest.approx(7.0)
     assert monitor.use[0].steps == 6
+
+
+@pytest.mark.parametrize("monitor_first", [True, False])
+def test_what_a_trace_writes_and_draws_is_left_out(
+    clock: Clock, monitor_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draw(*_: Any) -> None:
+        clock.now += 1000
+
+    monkeypatch.setattr("lightning_pipe.callbacks.trace.write_trace", draw)
+    monitor, trace = PipelineMonitor(), PipelineTrace(tmp_path / "trace.json", steps=(2, 2), picture=None)
+    callbacks = (monitor, trace) if monitor_first else (trace, monitor)
+    run(clock, *callbacks, seconds=lambda _: 0.0, batch_size=1, epochs=1, limit_val_batches=0)
+    assert monitor.use[0].seconds == pytest.approx(7.0)
+    # Of eight steps the first, the one that ends the trace, and the one behind that, in which other ranks wait.
+    assert monitor.use[0].steps in (4, 5)
 
 
 def test_batches_are_counted_where_they_do_not_say_how_many_samples_they_have(clock: Clock) -> None:
