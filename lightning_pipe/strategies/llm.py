@@ -346,10 +346,13 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         """Let the ranks of a pipeline shuffle alike, whatever each has drawn from its own random stream."""
         batches = getattr(dataloader, "batch_sampler", None)
         samplers: tuple[Any, ...] = (getattr(dataloader, "sampler", None), batches, getattr(batches, "sampler", None))
+        module = self.lightning_module
+        # Loaders that are made anew in each epoch, or for another fit, would all shuffle alike.
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) + (0 if module is None else module.trainer.current_epoch)
         for sampler in samplers:
             # Random and weighted samplers, and users' own that are made like them.
             if getattr(sampler, "generator", self) is None:
-                sampler.generator = torch.Generator().manual_seed(int(os.environ.get("PL_GLOBAL_SEED", 0)))
+                sampler.generator = torch.Generator().manual_seed(seed)
         return super().process_dataloader(dataloader)
 
     @contextmanager

@@ -295,25 +295,25 @@ def test_a_damaged_state_of_the_data_is_an_error_in_words(tmp_path: Path) -> Non
     (own,) = found["lightning_pipe"]["ranks"]
     (loader,) = own["loaders"]
     assert set(own["streams"]) == {"fetch", "prepare", "transfer"}
-    streams: list[Any] = [None, [], {"other": own["common"]}, {"fetch": 3}]
+    damaged_streams: list[Any] = [None, [], {"other": own["common"]}, {"fetch": 3}]
     of_rank: list[Any] = [
         *(None, [], {}, {"loaders": [], "common": "{", "streams": {}}, {"common": "[]", "streams": {}}),
-        *({**own, "streams": damage} for damage in streams),
-        *({**own, "loaders": damage} for damage in (None, "a", {"a": 1})),
+        *({**own, "streams": streams} for streams in damaged_streams),
+        *({**own, "loaders": loaders} for loaders in (None, "a", {"a": 1})),
     ]
     of_loader: list[Any] = [
-        *({"ended": damage} for damage in (None, "a", [3], {"a": "b"})),
-        *({"left": damage, "rank": 0, "world": 1, "given": 0} for damage in (None, {}, {"seed": "a"})),
-        *({**loader, "given": damage} for damage in (None, -1, "a")),
-        *({**loader, "created": damage} for damage in (None, {}, {**loader["created"], "own": None})),
+        *({"ended": states} for states in (None, "a", [3], {"a": "b"})),
+        *({"left": order, "rank": 0, "world": 1, "given": 0} for order in (None, {}, {"seed": "a"})),
+        *({**loader, "given": given} for given in (None, -1, "a")),
+        *({**loader, "created": where} for where in (None, {}, {**loader["created"], "own": None})),
         {"given": 3},
         "a",
     ]
     damaged: list[Any] = [3, {"ranks": 3}, {"ranks": []}, {"ranks": [own], "loaded_in": "a"}]
-    damaged += [{"ranks": [damage]} for damage in of_rank]
-    damaged += [{"ranks": [{**own, "loaders": [damage]}]} for damage in of_loader]
+    damaged += [{"ranks": [state]} for state in of_rank]
+    damaged += [{"ranks": [{**own, "loaders": [state]}]} for state in of_loader]
     orders: list[Any] = [3, {}]
-    damaged += [{"ranks": [{**own, "loaders": [{"order": damage}]}] * 2} for damage in orders]
+    damaged += [{"ranks": [{**own, "loaders": [{"order": order}]}] * 2} for order in orders]
     for damage in damaged:
         found["lightning_pipe"] = damage
         torch.save(checkpoint, tmp_path / "b.ckpt")

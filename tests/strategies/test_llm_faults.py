@@ -335,6 +335,11 @@ def on_two_ranks(rank: int, world: int) -> dict[str, Any]:
         drawn: DataLoader[Any] = DataLoader(data, **options)  # type: ignore[arg-type]
         fit(module, llm(), drawn, max_epochs=3, use_distributed_sampler=False)
         found[name] = module.seen
+    again = Seen()
+    again.train_dataloader = lambda: DataLoader(data, shuffle=True, batch_size=16)  # type: ignore[method-assign, arg-type]
+    options = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
+    trainer(llm(), **options).fit(again)
+    found["made again"] = again.seen
     return found
 
 
@@ -362,3 +367,9 @@ def test_what_would_be_wrong_without_a_word_is_refused_on_every_rank(what: str, 
 def test_ranks_of_a_pipeline_draw_the_same_data_in_every_epoch(sampler: str, ranks: Any) -> None:
     assert ranks[0][sampler] == ranks[1][sampler]
     assert len(set(ranks[0][sampler])) > 2
+
+
+def test_loaders_that_are_made_again_shuffle_each_epoch_otherwise(ranks: Any) -> None:
+    seen = ranks[0]["made again"]
+    assert seen == ranks[1]["made again"]
+    assert len(set(seen)) == len(seen) == 6
