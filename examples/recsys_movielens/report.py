@@ -92,7 +92,13 @@ def _draw_losses(axes: Axes, curves: LossCurves) -> None:
     width = max(1, len(steps) // 20)
     if len(steps) > width > 1:
         mean = np.convolve(curves.training, np.full(width, 1 / width), mode="valid")
-        axes.plot(steps[width - 1 :], mean, color=_MEAN, linewidth=2, label=f"training, mean of {width} steps")
+        axes.plot(
+            steps[width - 1 :],
+            mean,
+            color=_MEAN,
+            linewidth=2,
+            label=f"training, mean of the last {width} steps, {width // 2} late",
+        )
     if curves.validation:
         axes.plot(*zip(*curves.validation, strict=True), "o-", color=_TEST, label="later ratings (test part)")
         step, loss = curves.validation[-1]
