@@ -6,7 +6,7 @@ The training loop says when; this says which batch, from where, and what a check
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,7 @@ class EpochData:
         self._statuses = StatusGroup()
         self._kept: list[Callable[[], Fetched]] = []
         self._initial: dict[str, Any] = {}
+        self._beginning: dict[str, Any] | None = None
         self._resumed: ResumePoint | None = None
         self._iterators_due = False
         self._hooks: BatchHooks | None = None
@@ -67,6 +68,26 @@ class EpochData:
             self._iterators_due = has_states and not point.in_mid_epoch
             states = point.common if self._iterators_due else point.common_behind_iterators
             set_states(states, self._trainer.strategy.root_device)
+        elif self._trainer.current_epoch > 0 and not self._trainer.fit_loop.is_resuming:
+            self.note_beginning(fetcher.combined_loader.flattened)  # Lightning makes iterators next
+
+    def note_beginning(self, loaders: Sequence[Any], states: Sequence[State | None] | None = None) -> None:
+        """Note where an epoch begins, before its iterators are made.
+
+        Where it does not know the end, Lightning's fetcher then loads a batch at once: a run that goes on from within
+        the first batch would leave that out. Loaders of :func:`resumable` know their length.
+
+        Args:
+            loaders: that iterators are made of.
+            states: of each, where they were loaded just now.
+        """
+        self._beginning = None
+        if not any(is_resumable(one) for one in loaders):
+            known = [end_of_epoch(one) for one in loaders] if states is None else states
+            self._beginning = {
+                "loaders": [None if state is None else partial(_same, state) for state in known],
+                "fetch": get_states(self._trainer.strategy.root_device),
+            }
 
     def begin(self, fetcher: _DataFetcher) -> None:
         """Begin an epoch, or go on with one."""
@@ -78,7 +99,7 @@ class EpochData:
             self._streams = RandomStreams(self._trainer.strategy.root_device)
         self._streams.restart(None if self._resumed is None else self._resumed.streams_behind_iterators)
         self._hooks = BatchHooks(self._trainer, self._streams)
-        self._initial = self._now()
+        self._initial = self._at_beginning(fetcher)
         if self._resumed is not None and (self._resumed.in_mid_epoch or self._iterators_due):
             # Until a batch is trained here, a run goes on from where this one did.
             loaders = [None if state is None else partial(_same, state) for state in self._resumed.loaders]
@@ -103,9 +124,11 @@ class EpochData:
                 for loader in self._fetcher.combined_loader.flattened:
                     forget_workers(loader)
                 iter(self._fetcher)
+            assert self._resumed is not None
+            self.note_beginning(self._fetcher.combined_loader.flattened, self._resumed.loaders)
             iter(self._fetcher)
             self._fetcher.fetched += ready
-            self._initial = self._now()
+            self._initial = self._at_beginning(self._fetcher)
 
     @property
     def to_end(self) -> bool:
@@ -234,6 +257,11 @@ class EpochData:
         assert self._resumed is not None
         load_states(fetcher.combined_loader.flattened, self._resumed.loaders)
         self._iterators_due = False
+
+    def _at_beginning(self, fetcher: _DataFetcher) -> dict[str, Any]:
+        """Where loaders and generators are before the first batch."""
+        noted, self._beginning = self._beginning, None
+        return noted if noted is not None and getattr(fetcher, "batches", ()) and not self._kept else self._now()
 
     def _now(self) -> dict[str, Any]:
         """Where loaders and generators are."""

@@ -154,6 +154,8 @@ class PipelineFitLoop(_FitLoop):
                 return
         self._combined_loader_states_to_load = self._states_for_lightning(loader)
         super()._load_combined_loader_states()
+        if point is None:
+            self.epoch_loop.note_beginning(loader.flattened)  # type: ignore[attr-defined]
 
     def _load_states_of(self, point: ResumePoint, loader: CombinedLoader) -> None:
         if not point.loaders and not point.in_mid_epoch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
@@ -111,6 +111,10 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
     @resume_point.setter
     def resume_point(self, point: ResumePoint) -> None:
         self._data.resume_point = point
+
+    def note_beginning(self, loaders: Sequence[Any]) -> None:
+        """Note where the first epoch begins, before iterators of its loaders are made."""
+        self._data.note_beginning(loaders)
 
     def point_of_last_trained(self) -> ResumePoint | None:
         """Where a run goes on that is taken up from a checkpoint written now; None before any data was read."""

@@ -291,6 +291,7 @@ def test_training_goes_on_with_the_very_next_batch_to_the_same_bits(name: str, t
     [
         ("on_train_batch_start", 0),
         ("on_train_batch_start", 1),
+        ("on_train_batch_start", 6),
         ("on_train_batch_start", 8),
         ("on_validation_end", 3),
         ("on_validation_end", 6),
@@ -299,7 +300,9 @@ def test_training_goes_on_with_the_very_next_batch_to_the_same_bits(name: str, t
         ("on_train_epoch_end", 12),
     ],
 )
-@pytest.mark.parametrize("name", ["shuffled", "own generator", "own sampler", "workers"])
+@pytest.mark.parametrize(
+    "name", ["shuffled", "own generator", "own sampler", "workers", "stateful", "stateful, without a length"]
+)
 def test_it_does_wherever_the_checkpoint_was_written(name: str, hook: str, batches: int, tmp_path: Path) -> None:
     options = {"val_check_interval": 3, "num_sanity_val_steps": 0} if "validation" in hook else {"limit_val_batches": 0}
     whole = undisturbed(LOADERS[name], **options)
