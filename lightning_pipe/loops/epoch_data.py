@@ -261,7 +261,8 @@ class EpochData:
     def _at_beginning(self, fetcher: _DataFetcher) -> dict[str, Any]:
         """Where loaders and generators are before the first batch."""
         noted, self._beginning = self._beginning, None
-        return noted if noted is not None and getattr(fetcher, "batches", ()) and not self._kept else self._now()
+        ahead: list[Any] = getattr(fetcher, "batches", [])
+        return noted if noted is not None and ahead and not self._kept else self._now()
 
     def _now(self) -> dict[str, Any]:
         """Where loaders and generators are."""
