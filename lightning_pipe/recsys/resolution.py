@@ -187,12 +187,14 @@ class Resolution:
         self.done = True
         left_out = [f"{name!r} {entry.reason}" for name, entry in self._sharded.items() if entry.arguments is None]
         if left_out and self._agreement.rank == 0:
+            said = "; ".join(left_out)
+            if "the step made it" in said:
+                said += (
+                    ". To have them pipelined, make the KeyedJaggedTensor that a module takes in the collate function,"
+                    " or in on_after_batch_transfer"
+                )
             warnings.warn(
-                "These sharded modules are not pipelined and do all their work inside the step: "
-                + "; ".join(left_out)
-                + ". To have them pipelined, make the KeyedJaggedTensor that a module takes in the collate function,"
-                " or in on_after_batch_transfer",
-                stacklevel=2,
+                f"These sharded modules are not pipelined and do all their work inside the step: {said}", stacklevel=2
             )
 
     def _postprocess_forwards(self, agreed: dict[str, CallArguments]) -> dict[str, Any]:
