@@ -145,8 +145,13 @@ class BatchPreparation:
         self._compare = compare
         self._documents = documents
 
-    def begin(self, batch: Any) -> PreparedBatch:
-        """Cut a batch and send its numbers on their way."""
+    def begin(self, batch: Any, *, counts: bool = True) -> PreparedBatch:
+        """Cut a batch and send its numbers on their way.
+
+        Args:
+            batch: a loader's.
+            counts: whether its tokens do; not where another pipeline has it too.
+        """
         cut, error = None, None
         numbers = [0, 0, 0, 0, 0]
         try:
@@ -162,7 +167,8 @@ class BatchPreparation:
                 elif self._documents is not None:
                     self._documents.check(padded)
             digest = _digest(cut.items) if self._compare else 0
-            numbers = [1, max(rows for rows, _ in sizes), max(length for _, length in sizes), tokens, digest]
+            longest = max(length for _, length in sizes)
+            numbers = [1, max(rows for rows, _ in sizes), longest, tokens if counts else 0, digest]
         except Exception as caught:  # of whatever kind: the other ranks wait for this one's numbers
             error = caught
         gathered = torch.zeros(self._group.size(), len(numbers), dtype=torch.int64)

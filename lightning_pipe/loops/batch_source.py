@@ -80,7 +80,7 @@ class AgreedSource:
         statuses: how ranks tell each other whether they have a batch.
         remaining: how many batches the loader has not been asked for; None where it does not know.
         uneven: ``shortest`` ends the epoch where the first rank's data ends, and says what the others leave;
-            ``error`` raises there.
+            ``error`` raises there; None ends there without a word, and the others' batches are left :meth:`unread`.
         told_to_end: whether this rank was told to end training.
         kind: of a batch: a number from 0 on. Where ranks have batches of different kinds, they are uneven there.
         of: what it is that errors count batches of.
@@ -96,7 +96,7 @@ class AgreedSource:
         group: dist.ProcessGroup,
         statuses: Statuses,
         remaining: Callable[[], int | None],
-        uneven: Uneven = "shortest",
+        uneven: Uneven | None = "shortest",
         told_to_end: Callable[[], bool] = lambda: False,
         *,
         kind: Callable[[Fetched], int] = lambda _: 0,
@@ -176,7 +176,7 @@ class AgreedSource:
                 " why"
             )
         even = least == most
-        if not even:
+        if not even and self._uneven is not None:
             self._say_what_is_left()
         had = even and least != _ENDED
         self._had_by_all += had

@@ -7,17 +7,15 @@ Each dataloader has a program of its own, since what feeds a model may look diff
     ahead    b0    | b1    | b2    |    b0 | b1    |
                                         (another program)
 
-Where ranks work together in every batch, they must evaluate as many. Numbers that are known are compared before
-anything is run; others are agreed on batch by batch. Predictions alone may be uneven, since Lightning gives ranks
-uneven numbers so that no row is predicted twice: a rank that has fewer takes part in the others' with its last batch
-again, whose predictions are thrown away.
+Where ranks have uneven numbers of batches, those that all have are evaluated like that; behind them the ranks that have
+more go on batch by batch, and the others join them (:mod:`lightning_pipe.loops.turns`). Each row is evaluated once.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -31,22 +29,23 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import IterableDataset
 
 from lightning_pipe.engine import InputError, TaskError
-from lightning_pipe.engine.captured import Captured, capture
 from lightning_pipe.loops.batch_hooks import BatchHooks
 from lightning_pipe.loops.batch_source import AgreedSource, BatchSource, Fetched
 from lightning_pipe.loops.default_program import default_evaluation
 from lightning_pipe.loops.program import EvaluationProgram
 from lightning_pipe.loops.random_streams import RandomStreams
 from lightning_pipe.loops.statuses import StatusGroup
+from lightning_pipe.loops.turns import Logged, Turn, log_for_others, recorded_logs
 from lightning_pipe.loops.user_errors import note_lost_rank, user_error
 
-__all__ = ["BringsEvaluation", "EvaluationData"]
+__all__ = ["BringsEvaluation", "EvaluationData", "JoinsEvaluation"]
 
 Transfer = Callable[[Any], Any]
-# Evaluates a batch for other ranks' sake: the batch on the device, its index, its dataloader's.
-Fill = Callable[[Any, int, int], None]
 
-_ADVICE = "In every batch all ranks work together: give them as many, by a sampler that fills up or by drop_last=True"
+_ADVICE = (
+    "In every batch all ranks work together: let those without one join the others (uneven_evaluation='join'), or give"
+    " them as many, by a sampler that fills up or by drop_last=True"
+)
 
 
 @runtime_checkable
@@ -64,14 +63,39 @@ class BringsEvaluation(Protocol):
         ...
 
 
+@runtime_checkable
+class JoinsEvaluation(Protocol):
+    """A strategy whose ranks take part in batches that they do not have."""
+
+    # Whether what a step logs without summing up over ranks is the same on all of them.
+    logs_for_all: bool
+
+    def in_turn(self, turn: Turn, step: str) -> AbstractContextManager[None]:
+        """In the body, collectives of a step are announced to *turn*; every rank enters it.
+
+        Args:
+            turn: a batch that not all ranks have.
+            step: the module's method that evaluates it.
+        """
+        ...
+
+    def join_evaluation(self, what: str, detail: Any) -> None:
+        """Do this rank's part of a collective, with nothing of its own.
+
+        Args:
+            what: was announced.
+            detail: of it.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class _Entry:
-    """A batch in flight: whether it is the last one, and whether it is there for other ranks only."""
+    """A batch in flight, and whether it is this rank's last one."""
 
     batch_idx: int
     dataloader_idx: int
     is_last: bool
-    fills: bool = False
 
 
 class EvaluationData(Iterator[Any]):
@@ -80,44 +104,58 @@ class EvaluationData(Iterator[Any]):
     Args:
         trainer: whose loaders, hooks and strategy they are.
         what: is evaluated, in errors: ``validation``, ``test``, ``prediction``.
+
+    Attributes:
+        uneven: whether some ranks have fewer batches than others, or may have.
     """
 
     def __init__(self, trainer: pl.Trainer, what: str) -> None:
         self._trainer = trainer
         self._what = what
+        self.uneven = False
+        self._refuses = False
+        self._all_are_empty: bool | None = None
         self._fetcher: _DataFetcher | None = None
         self._step = ""
-        self._fill: Fill | None = None
+        self._ended: Callable[[int], None] | None = None
         self._streams: RandomStreams | None = None
         self._hooks: BatchHooks | None = None
         self._source: _Peeking | None = None
-        self._programs: dict[tuple[str, int], EvaluationProgram] = {}
+        self._programs: dict[tuple[str, int | None], EvaluationProgram] = {}
         self._program: EvaluationProgram | None = None
         self._inside = ExitStack()
         self._of_loader: Iterator[Any] = iter(())
         self._in_flight: deque[_Entry] = deque()
         self._to_move: deque[_Entry] = deque()
-        self._last_moved: Captured | None = None
         self._statuses = StatusGroup()
         self._batches_of: list[int | float] = []
-        self._unknown = False
-        self._wanted: list[int] | None = None
+        # Where ranks are uneven: the dataloader that any rank is at, in which this rank has had batches, the batch that
+        # is read and not given, those behind it, and the batch that others join.
+        self._loader: int | None = None
+        self._had_batches = False
+        self._held: Fetched | None = None
+        self._own: BatchSource | None = None
+        self._turn: Turn | None = None
+        self._logged: list[Logged] = []
 
     # ------------------------------------------------------------------ a run
 
     def agree(self, loader: CombinedLoader, batches: Sequence[int | float], *, predicting: bool) -> None:
-        """See that all ranks evaluate as many batches; every rank calls this when its loaders are made.
+        """Find out whether all ranks have as many batches; every rank calls this when its loaders are made.
 
         Args:
             loader: of this rank.
             batches: of each dataloader, by its length and the trainer's limits.
-            predicting: whether they may be uneven.
+            predicting: whether they may be uneven in any case.
 
         Raises:
-            InputError: on every rank: some have fewer, and the others would wait for them.
+            InputError: on every rank: some have fewer batches, and the strategy refuses that; or other numbers of
+                dataloaders.
         """
-        self._unknown, self._wanted = False, None
-        if not getattr(self._trainer.strategy, "evaluates_together", False) or self._trainer.world_size == 1:
+        self.uneven, self._refuses, self._all_are_empty = False, False, None
+        strategy = self._trainer.strategy
+        refuses = getattr(strategy, "uneven_evaluation", "join") == "error"
+        if self._trainer.world_size == 1 or (refuses and not getattr(strategy, "evaluates_together", False)):
             return
         # A limit says nothing of how many batches a loader has, nor does what an iterable dataset says of its length.
         own = [many if _knows_length(one) else inf for one, many in zip(loader.flattened, batches, strict=True)]
@@ -125,40 +163,47 @@ class EvaluationData(Iterator[Any]):
             own = [min(own) if loader._mode == "min_size" else max(own)]
         ranks = [own] * self._trainer.world_size
         dist.all_gather_object(ranks, own)
-        self._unknown = any(inf in of_rank for of_rank in ranks)
-        if all(of_rank == own for of_rank in ranks):
+        self._all_are_empty = not any(map(any, ranks))
+        unknown = any(inf in of_rank for of_rank in ranks)
+        self.uneven = unknown or any(of_rank != own for of_rank in ranks)
+        self._refuses = refuses and not predicting
+        if all(of_rank == own for of_rank in ranks) or (not self._refuses and len(set(map(len, ranks))) == 1):
             return
         counts = ", ".join(f"{of_rank} on rank {rank}" for rank, of_rank in enumerate(ranks))
-        if not predicting or self._unknown or len({len(of_rank) for of_rank in ranks}) > 1:
-            raise InputError(
-                f"ranks have uneven numbers of batches in {self._what}, for each dataloader: {counts}. {_ADVICE}"
-            )
-        wanted = [int(max(of_loader)) for of_loader in zip(*ranks, strict=True)]
-        if any(most and not min(of_loader) for most, of_loader in zip(wanted, zip(*ranks, strict=True), strict=True)):
-            raise InputError(
-                f"a rank has no batch to predict where others have, for each dataloader: {counts}; needed is one for"
-                " each: predict on fewer devices, or in smaller batches"
-            )
-        self._wanted = wanted
+        raise InputError(
+            f"ranks have uneven numbers of batches in {self._what}, for each dataloader: {counts}. {_ADVICE}"
+        )
 
-    def begin(self, fetcher: _DataFetcher, batches: Sequence[int | float], step: str, fill: Fill | None = None) -> None:
+    def skips(self, otherwise: bool) -> bool:
+        """Whether there is nothing to evaluate on any rank; *otherwise* is what this rank has to say alone."""
+        return otherwise if self._all_are_empty is None else self._all_are_empty
+
+    def begin(
+        self,
+        fetcher: _DataFetcher,
+        batches: Sequence[int | float],
+        step: str,
+        ended: Callable[[int], None] | None = None,
+    ) -> None:
         """Begin a run, of which nothing is read yet.
 
         Args:
             fetcher: Lightning's, made for this run.
             batches: of each dataloader; infinite where that is not known.
             step: the module's method that evaluates a batch.
-            fill: evaluates a batch for other ranks' sake.
+            ended: called, where ranks are uneven, when all have come to the end of a dataloader, with its index; also
+                on ranks that had no batch of it.
         """
         if self._streams is None:
             self._streams = RandomStreams(self._trainer.strategy.root_device)
         self._hooks = BatchHooks(self._trainer, self._streams)
-        self._fetcher, self._step, self._fill = fetcher, step, fill
+        self._fetcher, self._step, self._ended = fetcher, step, ended
         self._batches_of = list(batches)
-        self._source = None
+        self._source = self._loader = self._held = self._own = None
 
     def __next__(self) -> tuple[Any, int, int]:
         """The next batch on the device, its index, and its dataloader's index."""
+        self._end_turn()
         while True:
             program = self._program or self._enter_next()
             try:
@@ -171,11 +216,8 @@ class EvaluationData(Iterator[Any]):
                 note_lost_rank(raised, self._trainer.world_size)
                 raise raised from raised.__cause__
             entry = self._in_flight[0]
-            if not entry.fills:
-                return batch, entry.batch_idx, entry.dataloader_idx
-            assert self._fill is not None
-            self.run_step(partial(self._fill, batch, entry.batch_idx, entry.dataloader_idx))
-            self.finish()
+            self._had_batches = True
+            return batch, entry.batch_idx, entry.dataloader_idx
 
     @property
     def done(self) -> bool:
@@ -211,8 +253,12 @@ class EvaluationData(Iterator[Any]):
             if self._source is not None:
                 # Other ranks still say that they have ended, too. After an error they may say nothing.
                 self._source.close()
+        except Exception as error:
+            if self._turn is not None:
+                self._turn.fail(error)
+            raise
         finally:
-            self._source = self._last_moved = None
+            self._source = self._held = self._own = self._turn = None
             self._leave()
             for key in [key for key, program in self._programs.items() if program.pipeline.failed]:
                 self._programs.pop(key).close()
@@ -240,18 +286,28 @@ class EvaluationData(Iterator[Any]):
         if not self._source.knows_next:
             # As in Lightning's loop the iterator is made here, and its sampler seeded, between two batches.
             self._streams.restart()
-        loader = self._source.loader_of_next()
+        try:
+            loader = self._source.loader_of_next()
+        except StopIteration:
+            if not self.uneven or self._refuses:
+                raise
+            return self._enter_turn()
+        self._begin_loader(loader)
+        strategy = self._trainer.strategy
+        build = strategy.evaluation_program if isinstance(strategy, BringsEvaluation) else default_evaluation
+        program = self._enter(loader, build)
+        assert self._fetcher is not None
+        known = self._batches_of
+        in_turn = self._fetcher.combined_loader._mode == "sequential" and len(known) > 1 and not self.uneven
+        self._of_loader = _OfLoader(self._source, loader, known[loader] if in_turn else None, self._take)
+        return program
+
+    def _enter(self, loader: int | None, build: Callable[..., EvaluationProgram]) -> EvaluationProgram:
         key = self._step, loader
         if key not in self._programs:
-            strategy = self._trainer.strategy
-            build = strategy.evaluation_program if isinstance(strategy, BringsEvaluation) else default_evaluation
             self._programs[key] = build(self._trainer, self._move, self._step)
         program = self._program = self._programs[key]
         self._inside.enter_context(program.around())
-        assert self._fetcher is not None
-        known = self._wanted or self._batches_of
-        in_turn = self._fetcher.combined_loader._mode == "sequential" and len(known) > 1
-        self._of_loader = _OfLoader(self._source, loader, known[loader] if in_turn else None, self._take)
         return program
 
     def _leave(self) -> None:
@@ -265,91 +321,152 @@ class EvaluationData(Iterator[Any]):
             self._to_move.clear()
 
     def _take(self, fetched: Fetched) -> Any:
-        batch, is_last, where = fetched
-        entry = _Entry(is_last=is_last, **where)
+        batch, _, where = fetched
+        entry = _Entry(**where)
         self._in_flight.append(entry)
         self._to_move.append(entry)
         return batch
 
     def _move(self, batch: Any) -> Any:
-        entry = self._to_move.popleft()
-        if entry.fills:
-            assert self._last_moved is not None
-            return self._last_moved.give()
         assert self._hooks is not None
-        moved = self._hooks.move(batch, entry.dataloader_idx)
-        if self._wanted is not None and entry.batch_idx == self._batches_of[entry.dataloader_idx] - 1:
-            # A copy: the step may change what it gets.
-            self._last_moved = capture(moved)
-        return moved
+        return self._hooks.move(batch, self._to_move.popleft().dataloader_idx)
+
+    # ------------------------------------------------------------------ uneven ranks
+
+    def _begin_loader(self, loader: int | None) -> None:
+        """All ranks are at this dataloader now, or at the end."""
+        before, self._loader = self._loader, loader
+        if loader == before:
+            return
+        if before is not None and self.uneven and self._ended is not None:
+            self._ended(before)
+        self._had_batches = False
+
+    def _enter_turn(self) -> EvaluationProgram:
+        """Begin with a batch that not all ranks have; raises ``StopIteration`` where no rank has one.
+
+        A rank that does not have it returns from here when it has one again that others have not, or all have.
+        """
+        strategy, results = self._trainer.strategy, self._trainer._results
+        assert isinstance(strategy, JoinsEvaluation)
+        while (have := self._next_turn()) is not None:
+            if all(have):
+                # As at the next dataloader: they run ahead again.
+                self._source = None
+                return self._enter_next()
+            turn = Turn(self._group, have, f"a batch of dataloader {self._loader} in {self._what}")
+            if turn.has:
+                self._turn, self._logged = turn, []
+                self._inside.enter_context(strategy.in_turn(turn, self._step))
+                if results is not None:
+                    self._inside.enter_context(recorded_logs(results, self._logged, turn.is_result))
+                assert self._held is not None
+                self._of_loader = map(self._take, [self._held])
+                self._held = None
+                return self._enter(None, partial(default_evaluation, ahead=0))
+            if results is not None and self._fetcher is not None:
+                in_sequence = self._fetcher.combined_loader._mode == "sequential" and len(self._batches_of) > 1
+                results.dataloader_idx = self._loader if in_sequence else None
+            with strategy.in_turn(turn, self._step):
+                logged = turn.join(strategy.join_evaluation)
+            if results is not None:
+                # What is not summed up is of this rank alone: it has the others' where it has nothing of its own.
+                log_for_others(self._trainer, results, logged, strategy.logs_for_all or not self._had_batches)
+        self._begin_loader(None)
+        raise StopIteration
+
+    def _end_turn(self) -> None:
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            turn.end(self._logged)
+
+    def _next_turn(self) -> list[bool] | None:
+        """Which ranks have a batch of the first dataloader that any has a batch of; None where none has one.
+
+        Raises:
+            InputError: on every rank: one could not fetch its batch, or ranks that must have the same ones have not.
+        """
+        assert self._source is not None
+        if self._own is None:
+            self._own = BatchSource(self._fetch, self._source.unread())
+        error: Exception | None = None
+        if self._held is None:
+            try:
+                self._held = self._own()
+            except StopIteration:
+                pass
+            except Exception as caught:  # of whatever kind: the other ranks wait for what this one says
+                error = caught
+        said: Any = None if self._held is None else _dataloader(self._held)
+        if error is not None:
+            said = f"{type(error).__name__}: {error}"
+        ranks: list[Any] = [None] * self._trainer.world_size
+        dist.all_gather_object(ranks, said, group=self._group)
+        if error is not None:
+            raise error
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(ranks) if isinstance(text, str)]
+        if failed:
+            raise InputError(f"a batch of {self._what} could not be fetched. {'; '.join(failed)}")
+        loaders = [loader for loader in ranks if loader is not None]
+        if not loaders:
+            return None
+        have = [loader == min(loaders) for loader in ranks]
+        for group in getattr(self._trainer.strategy, "ranks_of_one_batch", None) or ():
+            if len({have[rank] for rank in group}) > 1:
+                without = ", ".join(str(rank) for rank in group if not have[rank])
+                raise InputError(
+                    f"rank(s) {without} have no more batches in {self._what}, and other ranks of {list(group)} have:"
+                    " these work on the same batches. Give them the same data, or let Lightning put in its"
+                    " distributed sampler"
+                )
+        self._begin_loader(min(loaders))
+        return have
 
     # ------------------------------------------------------------------ where batches come from
 
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return self._statuses.open(getattr(self._trainer.strategy, "_timeout", None))[0]
+
     def _batches(self) -> Callable[[], Fetched]:
-        source = BatchSource(self._fetch)
-        if self._unknown:
-            group, statuses = self._statuses.open(getattr(self._trainer.strategy, "_timeout", None))
-            return AgreedSource(
-                source,
-                group,
-                statuses,
-                lambda: None,
-                "error",
-                kind=_dataloader,
-                of=self._what,
-                advice=_ADVICE,
-            )
-        return source if self._wanted is None else _Filled(source, self._batches_of, self._wanted)
+        kept = [] if self._own is None else self._own.unread()
+        if self._held is not None:
+            kept.insert(0, partial(_same, self._held))
+        self._held = self._own = None
+        source = BatchSource(self._fetch, kept)
+        if not self.uneven:
+            return source
+        group, statuses = self._statuses.open(getattr(self._trainer.strategy, "_timeout", None))
+        return AgreedSource(
+            source,
+            group,
+            statuses,
+            lambda: None,
+            "error" if self._refuses else None,
+            kind=_dataloader,
+            of=self._what,
+            advice=_ADVICE,
+        )
 
     def _fetch(self) -> Fetched:
         assert self._fetcher is not None and self._streams is not None and self._hooks is not None
         batch, batch_idx, dataloader_idx = self._streams.draw("fetch", self._fetcher.__next__)
         is_last = self._fetcher.done
         batch = self._hooks.prepare(batch, dataloader_idx)
-        return batch, is_last, {"batch_idx": batch_idx, "dataloader_idx": dataloader_idx}
+        return batch, is_last, {"batch_idx": batch_idx, "dataloader_idx": dataloader_idx, "is_last": is_last}
 
 
 def _knows_length(loader: Any) -> bool:
     return sized_len(loader) is not None and not isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
+def _same(fetched: Fetched) -> Fetched:
+    return fetched
+
+
 def _dataloader(fetched: Fetched) -> int:
     index: int = fetched[2]["dataloader_idx"]
     return index
-
-
-class _Filled:
-    """A rank's batches, and its last one of a dataloader again until there are as many as wanted."""
-
-    def __init__(self, source: Callable[[], Fetched], batches: Sequence[int | float], wanted: Sequence[int]) -> None:
-        self._source = source
-        self._batches = batches
-        self._wanted = wanted
-        self._next: Fetched | None = None
-        self._ended = False
-        self._given = [0] * len(wanted)
-        self._last: Fetched | None = None
-
-    def __call__(self) -> Fetched:
-        last = self._last
-        index = 0 if last is None else _dataloader(last)
-        complete = last is not None and self._given[index] >= self._batches[index]
-        fills = complete and self._given[index] < self._wanted[index]
-        if self._next is None and not self._ended and not fills:
-            try:
-                self._next = self._source()
-            except StopIteration:
-                self._ended = True
-        following = self._next
-        ends = following is None or _dataloader(following) != index
-        if last is not None and ends and self._given[index] < self._wanted[index]:
-            self._given[index] += 1
-            return last[0], False, {**last[2], "fills": True}
-        if following is None:
-            raise StopIteration
-        self._given[_dataloader(following)] += 1
-        self._last, self._next = following, None
-        return following
 
 
 class _Peeking:
@@ -381,6 +498,9 @@ class _Peeking:
         assert self._next is not None
         fetched, self._next = self._next, None
         return fetched
+
+    def unread(self) -> list[Callable[[], Fetched]]:
+        return self._source.unread() if isinstance(self._source, AgreedSource | BatchSource) else []
 
     def close(self) -> None:
         if isinstance(self._source, AgreedSource):

@@ -17,11 +17,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_pipe.engine import InputError
 from lightning_pipe.loops.evaluation_data import EvaluationData
 from lightning_pipe.loops.hook_calls import quick_hook_calls
 from lightning_pipe.loops.persistent_workers import starting_without_a_draw, workers_wait
 from lightning_pipe.loops.random_streams import States, get_states
+from lightning_pipe.loops.rows_once import rows_once
 from lightning_pipe.loops.termination import AgreedTermination
+from lightning_pipe.loops.turns import align_metrics
 from lightning_pipe.loops.user_errors import note_lost_rank
 
 __all__ = ["PipelineEvaluationLoop", "PipelinePredictionLoop", "install_evaluation_loops"]
@@ -52,7 +55,8 @@ class PipelineEvaluationLoop(_EvaluationLoop):
 
     def setup_data(self) -> None:
         before = self._max_batches
-        super().setup_data()
+        with _loaders_of_any_length(self.trainer):
+            super().setup_data()
         if self._max_batches is not before:
             assert self._combined_loader is not None
             self._continue_with_workers(self._combined_loader)
@@ -90,8 +94,10 @@ class PipelineEvaluationLoop(_EvaluationLoop):
         super().reset()
         if not isinstance(self._data_fetcher, _DataLoaderIterDataFetcher):
             assert self._data_fetcher is not None
-            self._ahead.begin(self._data_fetcher, self.max_batches, self._step_name)
+            self._ahead.begin(self._data_fetcher, self.max_batches, self._step_name, self._store_outputs_of)
             self._data_fetcher = self._ahead  # type: ignore[assignment]
+        elif self._ahead.uneven:
+            raise _reads_for_itself(self._step_name)
 
     def run(self) -> Any:
         fitting = self._trainer_fn == TrainerFn.FITTING and not self.trainer.sanity_checking
@@ -99,6 +105,23 @@ class PipelineEvaluationLoop(_EvaluationLoop):
         self._waited = self._workers_waiting()
         with quick_hook_calls(), self._ahead.ending():
             return super().run()
+
+    @property
+    def skip(self) -> bool:
+        return self._ahead.skips(super().skip)
+
+    def _store_dataloader_outputs(self) -> None:
+        # Lightning's loop calls this where this rank's batches go on to another dataloader.
+        if not self._ahead.uneven:
+            super()._store_dataloader_outputs()
+
+    def _store_outputs_of(self, loader: int) -> None:
+        """All ranks have come to the end of a dataloader, of which this one may have had no batch."""
+        results = self.trainer._results
+        assert results is not None
+        results.dataloader_idx = loader if self._is_sequential and self.num_dataloaders > 1 else None
+        align_metrics(self.trainer.lightning_module)
+        super()._store_dataloader_outputs()
 
     def _on_evaluation_end(self, *args: Any, **kwargs: Any) -> None:
         self.begun_with = None
@@ -175,7 +198,8 @@ class PipelinePredictionLoop(_PredictionLoop):
 
     def setup_data(self) -> None:
         before = self.max_batches
-        super().setup_data()
+        with _loaders_of_any_length(self.trainer):
+            super().setup_data()
         if self.max_batches is not before:
             assert self._combined_loader is not None
             self._ahead.agree(self._combined_loader, self.max_batches, predicting=True)
@@ -184,8 +208,14 @@ class PipelinePredictionLoop(_PredictionLoop):
         super().reset()
         if not isinstance(self._data_fetcher, _DataLoaderIterDataFetcher):
             assert self._data_fetcher is not None
-            self._ahead.begin(self._data_fetcher, self.max_batches, "predict_step", self._predict_for_others)
+            self._ahead.begin(self._data_fetcher, self.max_batches, "predict_step")
             self._data_fetcher = self._ahead  # type: ignore[assignment]
+        elif self._ahead.uneven:
+            raise _reads_for_itself("predict_step")
+
+    @property
+    def skip(self) -> bool:
+        return self._ahead.skips(super().skip)
 
     def run(self) -> Any:
         with quick_hook_calls(), self._ahead.ending():
@@ -228,15 +258,34 @@ class PipelinePredictionLoop(_PredictionLoop):
         arguments = self._build_step_args_from_hook_kwargs(hook_kwargs, "predict_step")
         return call._call_strategy_hook(self.trainer, "predict_step", *arguments)
 
-    def _predict_for_others(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-        with _noting(self.trainer, "prediction, for ranks that have more", batch_idx, dataloader_idx):
-            self._predict(self._build_kwargs(batch, batch_idx, dataloader_idx if self.num_dataloaders > 1 else None))
-
     def _on_before_fetch(self) -> None:
         self.trainer.profiler.start(_PREDICT_FETCH)  # type: ignore[attr-defined]
 
     def _on_after_fetch(self) -> None:
         self.trainer.profiler.stop(_PREDICT_FETCH)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _loaders_of_any_length(trainer: pl.Trainer) -> Iterator[None]:
+    """In the body a rank may have a loader without a batch, unless the strategy refuses uneven ranks."""
+    if trainer.world_size == 1 or getattr(trainer.strategy, "uneven_evaluation", "error") == "error":
+        yield
+        return
+    module = trainer.lightning_module
+    allowed = module.allow_zero_length_dataloader_with_multiple_devices
+    module.allow_zero_length_dataloader_with_multiple_devices = True
+    try:
+        with rows_once():
+            yield
+    finally:
+        module.allow_zero_length_dataloader_with_multiple_devices = allowed
+
+
+def _reads_for_itself(step: str) -> InputError:
+    return InputError(
+        f"ranks have uneven numbers of batches, or may have, and {step} takes a dataloader_iter: what it fetches is not"
+        " known to the other ranks. Let it take a batch, or give all ranks loaders of one length"
+    )
 
 
 _PREDICT_FETCH = f"[{_PredictionLoop.__name__}].predict_next"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -56,6 +57,23 @@ class FeatureForm:
             weighted=features.weights_or_none() is not None,
             inverse_keys=tuple(inverse[0] if inverse is not None else ()) if variable else None,
             dtypes=tuple(tensor.dtype for tensor in tensors if tensor is not None),
+        )
+
+    def empty(self, device: torch.device) -> KeyedJaggedTensor:
+        """Features of this form without ids: one sample, or, with a batch size per feature, one of each feature."""
+        values, lengths, *weights = self.dtypes
+        variable: dict[str, Any] = {}
+        if self.inverse_keys is not None:
+            variable["stride_per_key_per_rank"] = [[1]] * len(self.keys)
+            if self.inverse_keys:
+                indices = torch.zeros(len(self.inverse_keys), 1, dtype=torch.int64, device=device)
+                variable["inverse_indices"] = (list(self.inverse_keys), indices)
+        return KeyedJaggedTensor(
+            keys=list(self.keys),
+            values=torch.empty(0, dtype=values, device=device),
+            weights=torch.empty(0, dtype=weights[0], device=device) if self.weighted else None,
+            lengths=torch.zeros(len(self.keys), dtype=lengths, device=device),
+            **variable,
         )
 
     def __str__(self) -> str:

@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.types import ShardedModule
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.engine.errors import InputError, SetupError
 from lightning_pipe.recsys.agreement import Agreement
@@ -32,6 +34,7 @@ from lightning_pipe.recsys.early_release import EarlyRelease, own_objects
 from lightning_pipe.recsys.embeddings import Embeddings, Features, Inputs, Requests, Splits, record_stream
 from lightning_pipe.recsys.ids_on_wire import IdsOnWire
 from lightning_pipe.recsys.input_dist import answer_without_splits, fusing, let_go_of_sent, send_splits
+from lightning_pipe.recsys.inputs import FeatureForm
 from lightning_pipe.recsys.kernel_calls import (
     LookupCalls,
     can_follow_rates,
@@ -84,6 +87,7 @@ class ModelRewrite:
         agrees_unused: what ``agree_unused`` of ``backward`` is to be: an output that no rank used has a gradient of
             zero, at which an optimiser on any rank changes a row.
         tables_backward: what ``backward`` calls, and its two halves.
+        announce: called before a lookup that not all ranks begin by themselves, with what :meth:`join` takes.
 
     Raises:
         SetupError: no sharded module, one that cannot be trained here, whose backward cannot be split if it is to be,
@@ -140,6 +144,7 @@ class ModelRewrite:
         self._serving: Embeddings | None = None
         self._recorder: Recorder | None = None
         self._attached = False
+        self.announce: Callable[[tuple[str, Arguments]], None] | None = None
         self.attach()
 
     @property
@@ -460,10 +465,29 @@ class ModelRewrite:
                 call = self._prepare(entry, call)
             except Exception as wrong:  # of whatever kind: the other ranks wait for an answer
                 error = wrong
-            self._agreement.raise_together(error)
+            if self.announce is None:
+                self._agreement.raise_together(error)
+            elif error is not None:
+                raise error
+            else:
+                self.announce(
+                    (entry.name, tree_map_only(KeyedJaggedTensor, FeatureForm.of, call, is_leaf=_is_features))
+                )
             positional, named = call
             with entry.lock, prefetches_set_aside([entry.module]):
                 return wait_output(entry.forward(*positional, **named))
+
+    def join(self, announced: tuple[str, Arguments]) -> None:
+        """Takes part in a lookup that other ranks have announced, without ids; what comes of it is thrown away.
+
+        Args:
+            announced: the module's name, and its arguments there: of features, their form.
+        """
+        name, forms = announced
+        entry = self._sharded[name]
+        positional, named = tree_map_only(FeatureForm, lambda form: form.empty(self._device), forms)
+        with _lookup_mode(entry.module), entry.lock, prefetches_set_aside([entry.module]):
+            wait_output(entry.forward(*positional, **named))
 
     def _postprocess(self, name: str, forward: Callable[..., Any], call: Arguments) -> Any:
         if self._serving is not None and self._serving.inputs.postprocessed.matches(name, *call):
@@ -495,6 +519,10 @@ class ModelRewrite:
 
     def _current_stream(self) -> torch.Stream | None:
         return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+
+
+def _is_features(value: Any) -> bool:
+    return isinstance(value, KeyedJaggedTensor)  # which PyTorch would take apart
 
 
 def _lookup_mode(*modules: torch.nn.Module) -> AbstractContextManager[None]:

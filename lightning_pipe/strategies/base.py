@@ -9,18 +9,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.loops.batch_source import Uneven
 from lightning_pipe.loops.orphaned_workers import ending_with_rank
+from lightning_pipe.loops.turns import Turn, UnevenEvaluation
 
 
 @contextmanager
@@ -68,11 +71,19 @@ class DistributedStrategy(DDPStrategy):
     ranks_share_data = False
     # Where some ranks have fewer batches, an epoch ends with the shortest, or an error.
     uneven_batches: Uneven = "shortest"
+    # Where some ranks have fewer batches to evaluate, they join the others, or it is an error.
+    uneven_evaluation: UnevenEvaluation = "join"
+    # Whether what an evaluation step logs without summing up over ranks is the same on all of them.
+    logs_for_all = False
+    # A batch that is evaluated and that not all ranks have, while its step runs.
+    _turn: Turn | None = None
 
-    def _take_uneven_batches(self, uneven_batches: Uneven) -> None:
-        if uneven_batches not in get_args(Uneven):
-            raise SetupError(f"uneven_batches is {uneven_batches!r}; needed is one of 'shortest', 'error'")
-        self.uneven_batches = uneven_batches
+    def _take_uneven(self, uneven_batches: Uneven, uneven_evaluation: UnevenEvaluation) -> None:
+        given = {"uneven_batches": (uneven_batches, Uneven), "uneven_evaluation": (uneven_evaluation, UnevenEvaluation)}
+        for name, (value, known) in given.items():
+            if value not in get_args(known):
+                raise SetupError(f"{name} is {value!r}; expected one of {', '.join(map(repr, get_args(known)))}")
+        self.uneven_batches, self.uneven_evaluation = uneven_batches, uneven_evaluation
 
     def setup_distributed(self) -> None:
         """Set up the process group.
@@ -108,6 +119,65 @@ class DistributedStrategy(DDPStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Let the workers of a loader end after this process, however it ends."""
         return ending_with_rank(super().process_dataloader(dataloader))
+
+    # ------------------------------------------------------------------ batches that not all ranks have
+
+    @contextmanager
+    def in_turn(self, turn: Turn, step: str) -> Iterator[None]:
+        """In the body, collectives of an evaluation step are announced to *turn*."""
+        self._turn = turn
+        try:
+            yield
+        finally:
+            self._turn = None
+
+    def join_evaluation(self, what: str, detail: object) -> None:
+        """Do this rank's part of a collective, with nothing of its own.
+
+        Raises:
+            SetupError: it is not known here.
+        """
+        if what != "barrier":
+            raise SetupError(f"{type(self).__name__} does not know how to join {what!r}")
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As Lightning's; of the ranks that have the batch, where a step calls it that not all ranks are in.
+
+        The mean of integers is a floating-point number here. Lightning cuts it to an integer, and divides a logged
+        value's sum by the mean number of rows that ranks have had (Lightning 2.6): 3 rows in place of 3.5.
+        """
+        if self._turn is not None and isinstance(tensor, Tensor):
+            return self._turn.reduce(tensor, reduce_op)
+        if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in (None, "mean", "avg"):
+            return super().reduce(tensor.double(), group, reduce_op).to(torch.get_default_dtype())
+        return super().reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """As Lightning's.
+
+        Raises:
+            InputError: a step calls it that not all ranks are in.
+        """
+        if self._turn is not None:
+            self._turn.refuse("all_gather")
+        return super().all_gather(tensor, group, sync_grads)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """As Lightning's.
+
+        Raises:
+            InputError: a step calls it that not all ranks are in.
+        """
+        if self._turn is not None:
+            self._turn.refuse("broadcast")
+        return super().broadcast(obj, src)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """As Lightning's."""
+        if self._turn is None:
+            super().barrier(*args, **kwargs)
+        else:
+            self._turn.call("barrier")
 
     def teardown(self) -> None:
         super().teardown()

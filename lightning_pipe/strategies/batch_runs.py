@@ -26,6 +26,10 @@ from lightning_pipe.strategies.pipeline_module import BatchResult, PipelineModul
 __all__ = ["BatchRuns"]
 
 
+# Of losses, and of three losses of routers.
+_SUMS = 4
+
+
 class BatchRuns:
     """What :class:`PipelineModule` calls where its model is in stages; every rank makes the same calls.
 
@@ -156,6 +160,17 @@ class BatchRuns:
             raise InputError(f"a micro-batch's prediction failed: {found[1]}") from failure
         return found[0]
 
+    def join(self, batch: Any, *, with_losses: bool) -> None:
+        """Take part in what other pipelines do for their batches, with one of theirs, of which nothing counts.
+
+        Args:
+            batch: another pipeline's.
+            with_losses: whether they call :meth:`run`, or else :meth:`predict`.
+        """
+        step = self._preparation.finish(self._preparation.begin(batch, counts=False))
+        self._runner.evaluate(step.micro_batches, lambda output, target: output)
+        self._agree_on_failure(torch.zeros(_SUMS if with_losses else 0, dtype=torch.float64))
+
     def _join(self, result: Any, length: int) -> Tensor:
         """Of all context ranks' chunks, which must have tokens in dimension 1."""
         assert self._context is not None
@@ -182,7 +197,7 @@ class BatchRuns:
 
     def _totals(self, losses: Sequence[Tensor], routers: Sequence[RouterLosses]) -> Tensor:
         """The sums of the losses on all ranks' last stages, and of those of all ranks' routers, on every rank."""
-        totals = torch.zeros(4, dtype=torch.float64)
+        totals = torch.zeros(_SUMS, dtype=torch.float64)
         if self._counts and self._runner.failure is None:
             if losses:
                 totals[0] = torch.stack(list(losses)).sum().float()

@@ -185,7 +185,7 @@ class FolderCheckpointStrategy(DistributedStrategy):
                 f"storage_options={storage_options!r} were given, but this strategy's checkpoints are folders that all"
                 " ranks write to; leave them out"
             )
-        path = self.broadcast(filepath)
+        path: str | Path = self.broadcast(filepath)
         if "://" in str(path):
             raise SetupError(
                 f"the checkpoint's path is {str(path)!r}, but sharded checkpoints are written by all ranks to a folder;"

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import ClusterEnvironment, Precision
@@ -41,6 +42,7 @@ from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, T
 from lightning_pipe.loops.batch_source import Uneven
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.interrupted_save import install_interrupted_saves
+from lightning_pipe.loops.turns import UnevenEvaluation
 from lightning_pipe.loops.zero_grad_first import ZeroGradFirst
 from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
 from lightning_pipe.strategies.llm_arguments import check_arguments
@@ -105,6 +107,9 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         pad_values: more keys of the batch to pad in dimension 1, with what.
         strict_batches: refuse a batch whose rows do not fill the micro-batches, instead of filling it with copies.
         uneven_batches: where some ranks have fewer batches, end the epoch with the ``shortest``, or raise an ``error``.
+        uneven_evaluation: where some pipelines have fewer batches to validate, test or predict: ``join`` lets them take
+            part in the others' batches, so that each row is evaluated once. ``error`` refuses to validate and test, and
+            leaves Lightning's sampler, which repeats rows.
         compare_batches: compare the ranks' batches, tensor by tensor, in every step; in any case they compare sizes.
         schedule_cache_bytes: the most that the buffers of schedules for other lengths may take, on any rank.
         tied_embeddings: where stages on two ranks hold one parameter, an embedding and a head, ``sum`` the gradients of
@@ -126,6 +131,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
     """
 
     evaluates_together = True
+    logs_for_all = True
 
     def __init__(
         self,
@@ -155,6 +161,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         pad_values: Mapping[str, float] | None = None,
         strict_batches: bool = False,
         uneven_batches: Uneven = "shortest",
+        uneven_evaluation: UnevenEvaluation = "join",
         compare_batches: bool = False,
         schedule_cache_bytes: int = 2**30,
         tied_embeddings: Literal["sum", "refuse"] = "sum",
@@ -183,7 +190,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        self._take_uneven_batches(uneven_batches)
+        self._take_uneven(uneven_batches, uneven_evaluation)
         self._given = {name: repr(value) for name, value in arguments.items()}
         self._asked_schedule = find_schedule(schedule)
         self._asked_size = pipeline_parallel_size
@@ -474,10 +481,32 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         return self._program.pipeline
 
     def _run_batch(self, batch: Any) -> BatchResult:
-        return self._made.runs.run(batch, self._prepared_ahead())
+        if self._turn is None:
+            return self._made.runs.run(batch, self._prepared_ahead())
+        self._turn.call("run", move_data_to_device(batch, torch.device("cpu")))
+        result = self._made.runs.run(batch, None)
+        # Ranks without the batch log them too: they are of all pipelines.
+        self._turn.results.append(result.loss)
+        return result
 
     def _predict(self, batch: Any) -> Any:
-        return self._made.runs.predict(batch, self._prepared_ahead())
+        if self._turn is None:
+            return self._made.runs.predict(batch, self._prepared_ahead())
+        self._turn.call("predict", move_data_to_device(batch, torch.device("cpu")))
+        return self._made.runs.predict(batch, None)
+
+    def join_evaluation(self, what: str, detail: Any) -> None:
+        """Run a batch of another pipeline, where nothing of it counts: its stages may need parameters from here."""
+        if what not in ("run", "predict"):
+            super().join_evaluation(what, detail)
+            return
+        with self.precision_plugin.forward_context():
+            self._made.runs.join(move_data_to_device(detail, self.root_device), with_losses=what == "run")
+
+    @property
+    def ranks_of_one_batch(self) -> list[list[int]]:
+        """The ranks of each pipeline, and of those that share its sequences and tensors."""
+        return self._stage_meshes.same_batch
 
     def _trainer(self) -> pl.Trainer:
         module = self.lightning_module

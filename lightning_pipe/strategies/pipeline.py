@@ -28,6 +28,7 @@ from lightning_pipe.loops.default_program import (
 )
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.interrupted_save import install_interrupted_saves
+from lightning_pipe.loops.turns import UnevenEvaluation
 from lightning_pipe.strategies.auto import AUTO, IN_FLIGHT, exploration_of, refuse_without_auto, tell_choice
 from lightning_pipe.strategies.base import DistributedStrategy, reading_plain_types
 from lightning_pipe.strategies.gradient_order import gradient_order, settle_gradient_order
@@ -56,6 +57,9 @@ class PipelineStrategy(DistributedStrategy):
         max_in_flight: of ``"auto"``: the most batches in flight, each of which takes its memory.
         save_plan: of ``"auto"``: where to write the plan that was chosen, in YAML, for *plan* to name later.
         uneven_batches: where some ranks have fewer batches, end the epoch with the ``shortest``, or raise an ``error``.
+        uneven_evaluation: where some ranks have fewer batches to validate, test or predict, or none: ``join`` lets
+            them take part in what the others sum up, so that each row is evaluated once. ``error`` leaves all as
+            Lightning has it, whose sampler repeats rows.
         options: those of Lightning's ``DDPStrategy``.
 
     Attributes:
@@ -74,10 +78,11 @@ class PipelineStrategy(DistributedStrategy):
         max_in_flight: int = IN_FLIGHT,
         save_plan: str | Path | None = None,
         uneven_batches: Uneven = "shortest",
+        uneven_evaluation: UnevenEvaluation = "join",
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self._take_uneven_batches(uneven_batches)
+        self._take_uneven(uneven_batches, uneven_evaluation)
         refuse_without_auto(plan, exploration, max_in_flight, save_plan)
         # What cannot be is said when the strategy is made, not when training begins.
         self._given = None if plan == AUTO else default_plan(_not_moved, plan)

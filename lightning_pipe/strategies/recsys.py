@@ -37,6 +37,7 @@ from lightning_pipe.loops.batch_source import Uneven
 from lightning_pipe.loops.default_program import default_evaluation
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.interrupted_save import install_interrupted_saves
+from lightning_pipe.loops.turns import Turn, UnevenEvaluation
 from lightning_pipe.recsys.auto_plan import hand_written_plans, propose_plans
 from lightning_pipe.recsys.balancing import BalanceReport, BatchBalancer, make_balancer
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
@@ -127,6 +128,9 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             sharded modules are fed by them. Steps, hooks and callbacks may still read keys, lengths and batch sizes; to
             use ids is an error.
         uneven_batches: where some ranks have fewer batches, end the epoch with the ``shortest``, or raise an ``error``.
+        uneven_evaluation: where some ranks have fewer batches to validate, test or predict: ``join`` lets them take
+            part in the others' lookups, so that each row is evaluated once; such batches are not pipelined. ``error``
+            refuses to validate and test, and leaves Lightning's sampler, which repeats rows.
         exploration: of ``"auto"``: ``iterations``, ``rounds``, ``extra_rounds``, ``found`` and ``replan_above`` of
             :class:`~lightning_pipe.loops.auto_program.Exploration`.
         max_in_flight: of ``"auto"``: the most batches in flight, each of which takes its memory.
@@ -166,6 +170,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         copy_in_place: bool = False,
         free_features_early: bool = False,
         uneven_batches: Uneven = "shortest",
+        uneven_evaluation: UnevenEvaluation = "join",
         exploration: Mapping[str, Any] | None = None,
         max_in_flight: int = IN_FLIGHT,
         save_plan: str | Path | None = None,
@@ -197,7 +202,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             pipelined_evaluation=pipelined_evaluation,
             async_checkpoints=async_checkpoints,
         )
-        self._take_uneven_batches(uneven_batches)
+        self._take_uneven(uneven_batches, uneven_evaluation)
         # A name that does not exist is said when the strategy is made, not when training begins.
         recsys_plan("serial" if plan == AUTO else plan, recsys_tasks())
         self._quantized_comms = QuantizedComms.from_config(quantized_comms)
@@ -238,6 +243,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         self._base_learning_rate: float | None = None
         self._rewrite: ModelRewrite | None = None
         self._evaluations: list[EvaluationProgram] = []
+        # By the step: of batches that not all ranks have.
+        self._turn_rewrites: dict[str, ModelRewrite] = {}
 
     # ------------------------------------------------------------------ set-up
 
@@ -677,6 +684,29 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
     def on_predict_start(self) -> None:
         self._evaluate_one_model()
 
+    @contextmanager
+    def in_turn(self, turn: Turn, step: str) -> Generator[None, None, None]:
+        """In the body, lookups and sums of an evaluation step are announced to *turn*."""
+        with super().in_turn(turn, step), self._training_set_aside():
+            if step not in self._turn_rewrites:
+                self._turn_rewrites[step] = self._make_rewrite(step)
+            rewrite = self._turn_rewrites[step]
+            rewrite.announce = partial(turn.call, "lookup")
+            rewrite.attach()
+            try:
+                yield
+            finally:
+                rewrite.detach()
+
+    def join_evaluation(self, what: str, detail: Any) -> None:
+        """Look up nothing, where other ranks look something up."""
+        if what != "lookup":
+            super().join_evaluation(what, detail)
+            return
+        rewrite = next(one for one in self._turn_rewrites.values() if one.attached)
+        with self.precision_plugin.forward_context():
+            rewrite.join(detail)
+
     def _evaluate_one_model(self) -> None:
         """What ranks, or replicas, have each for themselves becomes the same on all."""
         self._refuse_existing_rows()
@@ -744,6 +774,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         for evaluation in self._evaluations:
             evaluation.close()
         self._evaluations = []
+        self._turn_rewrites = {}
         self._table_gradients = None
         if self._balancer is not None:
             self._balancer.close()

@@ -279,17 +279,13 @@ def run_cases(rank: int, world_size: int) -> dict[str, Any]:
                 [rows_of(rank, (4, 4)), DataLoader(Endless((4, 9)[rank]), 4, collate_fn=collate)],
                 "test",
             ),
-            ("predicted streams", DataLoader(Endless((12, 8)[rank]), 4, collate_fn=collate), "predict"),
             ("limited streams", DataLoader(Endless((12, 8)[rank]), 4, collate_fn=collate), "validate"),
             ("a wrong length", DataLoader(Lying((12, 8)[rank]), 4, collate_fn=collate), "validate"),
-            ("nothing to predict", [rows_of(rank, (4, 4)), rows_of(rank, (4, 0))], "predict"),
         ):
             limits = {"limit_val_batches": 5} if name == "limited streams" else {}
-            used = trainer(recsys(plan, KINDS), use_distributed_sampler=False, **limits)
+            used = trainer(recsys(plan, KINDS, uneven_evaluation="error"), use_distributed_sampler=False, **limits)
             try:
-                module = Everything()
-                module.allow_zero_length_dataloader_with_multiple_devices = True
-                getattr(used, entry)(module, loaders)
+                getattr(used, entry)(Everything(), loaders)
             except InputError as error:
                 results[f"{name}, {plan}"] = str(error)
         even = Everything()
@@ -336,11 +332,9 @@ def test_uneven_ranks_predict_each_row_once_of_every_loader(ranks: list[dict[str
         ("limited streams", r"uneven numbers of batches: all have 2, and beyond those there are 1 or more on rank 0"),
         ("a wrong length", r"uneven numbers of batches: all have 2, and beyond those there are 1 or more on rank 0"),
         ("second stream", r"uneven numbers of batches: all have 3, and beyond those there are \d or more on rank 1"),
-        ("predicted streams", r"uneven numbers of batches: all have 2"),
-        ("nothing to predict", r"has no batch to predict where others have.*\[2, 2\] on rank 0, \[2, 0\] on rank 1"),
     ],
 )
-def test_no_rank_waits_for_one_that_has_fewer_batches(
+def test_no_rank_waits_for_one_that_has_fewer_batches_where_that_is_refused(
     ranks: list[dict[str, Any]], name: str, said: str, plan: str
 ) -> None:
     for results in ranks:

@@ -228,7 +228,8 @@ def run_cases(rank: int, world_size: int) -> dict[str, Any]:
     found = predictions(predicting, Clicks(), DataLoader([Rows(18)[row] for row in rows], 2, collate_fn=collate))  # type: ignore[arg-type]
     results["uneven predictions"] = found
     try:
-        trainer(recsys(kinds=KINDS), use_distributed_sampler=False).validate(Clicks(), sized((12, 5)[rank]))
+        refusing = recsys(kinds=KINDS, uneven_evaluation="error")
+        trainer(refusing, use_distributed_sampler=False).validate(Clicks(), sized((12, 5)[rank]))
     except InputError as error:
         results["uneven validation"] = str(error)
     for plan in PLANS:
@@ -268,7 +269,7 @@ def statistics(rank: int) -> list[torch.Tensor]:
     """BatchNorm's running mean and variance.
 
     Returns:
-        Those after the last training step, at the end of ``fit``, after a save, and of a model that loads what was saved.
+        Those after the last training step, at the end of ``fit``, after a save, and of a model that loads that.
     """
 
     def of(module: Clicks) -> torch.Tensor:

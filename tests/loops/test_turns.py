@@ -1,0 +1,190 @@
+"""Ranks that do not have a batch take part in what the others do for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import MeanMetric
+from torchmetrics.classification import BinaryAUROC
+
+from lightning_pipe.engine import InputError
+from lightning_pipe.loops.turns import Turn
+from lightning_pipe.strategies.pipeline import PipelineStrategy
+from tests.distributed import run_ranks
+from tests.rounding import Reference
+
+BATCH = 3
+# Rows of each rank.
+SHARDS = {2: [(7, 0), (0, 7), (1, 10), (7, 10)], 4: [(0, 1, 7, 10), (10, 0, 0, 1)]}
+TOTALS = (1, 7, 10)
+
+
+def rows(first: int, count: int) -> Any:
+    generator = torch.Generator().manual_seed(3)
+    return torch.rand(64, 4, generator=generator)[first : first + count]
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def __iter__(self) -> Any:
+        return iter(self.values)
+
+
+class Scored(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            self.net = torch.nn.Linear(4, 1)
+        self.auroc, self.mean = BinaryAUROC(), MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch).square().mean()
+
+    def _score(self, batch: Any) -> None:
+        scores = self.net(batch)[:, 0]
+        self.auroc(scores, (batch[:, 0] > 0.5).int())
+        self.mean.update(scores)
+        self.log("loss", scores.square().mean(), batch_size=len(batch), sync_dist=True, on_step=True)
+        self.log("auroc", self.auroc)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._score(batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._score(batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch)[:, 0]
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("mean", self.mean.compute())
+        self.mean.reset()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trainer(strategy: Any, **options: Any) -> pl.Trainer:
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    devices = dist.get_world_size() if dist.is_initialized() else 1
+    options = {"accelerator": "cpu", "devices": devices, "max_epochs": 1, "enable_model_summary": False, **options}
+    return pl.Trainer(strategy=strategy, **quiet, **options)
+
+
+def evaluated(data: Any, own: bool = True, strategy: Any = None) -> dict[str, Any]:
+    used = trainer(PipelineStrategy() if strategy is None else strategy, use_distributed_sampler=not own)
+    module = Scored()
+    (validated,) = used.validate(module, DataLoader(data, BATCH), verbose=False)
+    (tested,) = used.test(module, DataLoader(data, BATCH), verbose=False)
+    predicted = used.predict(module, DataLoader(data, BATCH)) or []
+    return {**validated, "tested": tested["loss_epoch"], "predicted": torch.cat([torch.zeros(0), *predicted])}  # type: ignore[list-item]
+
+
+def run_cases(rank: int, world_size: int) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for counts in SHARDS[world_size]:
+        mine = rows(sum(counts[:rank]), counts[rank])
+        found[counts, "files"] = evaluated(mine)
+        found[counts, "streams"] = evaluated(Stream(mine))
+    for total in TOTALS:
+        found[total] = evaluated(rows(0, total), own=False)
+    return found
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids="{}_ranks".format)
+def ranks(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
+    return run_ranks(run_cases, request.param)
+
+
+def check(ranks: list[dict[str, Any]], total: int, in_turn: bool = False) -> None:
+    reference = Reference.of(lambda: evaluated(rows(0, total), strategy="auto"))
+    parts = [found["predicted"] for found in ranks]
+    predicted = torch.cat(parts)
+    if in_turn:
+        # Row i is of rank i modulo the number of ranks.
+        predicted = torch.stack([parts[row % len(parts)][row // len(parts)] for row in range(total)])
+    for found in ranks:
+        assert reference.differences({**found, "predicted": predicted}) == []
+
+
+@pytest.mark.parametrize("form", ["files", "streams"])
+@pytest.mark.parametrize("case", range(4))
+def test_metrics_and_predictions_are_those_of_one_process(ranks: list[Any], case: int, form: str) -> None:
+    cases = SHARDS[len(ranks)]
+    counts = cases[case % len(cases)]
+    check([found[counts, form] for found in ranks], sum(counts))
+
+
+@pytest.mark.parametrize("total", TOTALS)
+def test_each_row_is_read_once_where_lightning_shares_them_out(ranks: list[Any], total: int) -> None:
+    check([found[total] for found in ranks], total, in_turn=True)
+
+
+# ---------------------------------------------------------------------- a turn
+
+
+def take_turns(rank: int, world_size: int) -> dict[str, Any]:
+    group = dist.group.WORLD
+    assert group is not None
+    have = [rank > 0 for rank in range(world_size)]
+    found: dict[str, Any] = {}
+    done: list[Any] = []
+    for operation in ("mean", "sum", "max", "min", dist.ReduceOp.SUM):
+        turn = Turn(group, have, "a batch")
+        if turn.has:
+            turn.call("something", rank)
+            found[str(operation)] = turn.reduce(torch.tensor([float(rank), 1.0]), operation).tolist()
+            turn.end()
+        else:
+            turn.join(lambda what, detail: done.append((what, detail)))
+    found["joined"] = done
+
+    def failing(name: str, step: Any) -> None:
+        turn = Turn(group, have, "a batch")
+        try:
+            step(turn) if turn.has else turn.join(lambda what, detail: None)
+            turn.end() if turn.has else None
+        except InputError as error:
+            if turn.has:
+                turn.fail(error)
+            found[name] = str(error)
+
+    failing("do not agree", lambda turn: turn.call("one" if rank == 1 else "other"))
+    failing("ends early", lambda turn: turn.call("one") if rank == 1 else None)
+    failing("no such sum", lambda turn: turn.reduce(torch.ones(()), "product"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def turns() -> list[dict[str, Any]]:
+    return run_ranks(take_turns, 3)
+
+
+def test_a_rank_without_the_batch_does_its_part_of_each_thing_that_is_announced(turns: list[dict[str, Any]]) -> None:
+    assert turns[0]["joined"] == [("something", 1)] * 5
+
+
+def test_sums_are_of_the_ranks_that_have_the_batch(turns: list[dict[str, Any]]) -> None:
+    wanted = {"mean": [1.5, 1.0], "sum": [3.0, 2.0], "max": [2.0, 1.0], "min": [1.0, 1.0]}
+    for found in turns[1:]:
+        sums = {name.rsplit(".", 1)[-1].lower(): value for name, value in found.items() if isinstance(value, list)}
+        assert {name: value for name, value in sums.items() if name in wanted} == wanted
+
+
+@pytest.mark.parametrize("name", ["do not agree", "ends early"])
+def test_ranks_that_do_different_things_are_told_on_every_rank(turns: list[dict[str, Any]], name: str) -> None:
+    for found in turns:
+        assert "ranks do different things in a batch" in found[name]
+
+
+def test_what_fails_on_one_rank_is_an_error_on_all(turns: list[dict[str, Any]]) -> None:
+    assert "expected one of mean" in turns[1]["no such sum"]
+    assert "a batch failed; rank 1: InputError: reduce_op is 'product'" in turns[0]["no such sum"]

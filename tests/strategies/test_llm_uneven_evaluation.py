@@ -1,0 +1,97 @@
+"""Pipelines with uneven numbers of batches evaluate each once, and find what one device finds over all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import run_ranks
+from tests.rounding import Reference
+from tests.strategies.llm_cases import Tiny, llm, loader, row_batches, trainer
+
+# Batches of the two parts of the data.
+PARTS = [(3, 0), (0, 1), (1, 4), (7, 10)]
+CASES: dict[str, dict[str, Any]] = {
+    "replicated": {"data_parallel_replicate_size": 2},
+    "sharded": {"data_parallel_shard_size": 2, "reshard_after_forward": True},
+    "one stage, sharded": {"data_parallel_shard_size": 2, "data_parallel_replicate_size": 2},
+}
+
+
+class Scored(Tiny):
+    """Logs the loss of all pipelines, which some sum up once more, and what is this pipeline's alone."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        result = self.run_batch(batch)
+        self.log("val_loss", result.loss, batch_size=result.tokens)
+        self.log("summed", result.loss, batch_size=result.tokens, sync_dist=True, on_step=True)
+        self.log("tokens", float((batch["labels"] != -100).sum()), reduce_fx="sum", sync_dist=True)
+
+
+def batches_of(count: int) -> list[dict[str, torch.Tensor]]:
+    return row_batches(count, rows=3)
+
+
+def evaluated(case: str, counts: tuple[int, ...], part: int) -> dict[str, Any]:
+    first = sum(counts[:part])
+    mine = loader(batches_of(sum(counts))[first : first + counts[part]])
+    used, module = trainer(llm("1f1b", 2, **CASES[case]), use_distributed_sampler=False), Scored()
+    (metrics,) = used.validate(module, mine, verbose=False)
+    return {"metrics": metrics, "predicted": used.predict(module, mine)}
+
+
+def run_cases(rank: int, world_size: int) -> dict[str, Any]:
+    found = {}
+    for case in CASES:
+        for counts in PARTS:
+            # As many parts of the data as dimensions, of which the others have none.
+            parts = 4 if case == "one stage, sharded" else 2
+            found[case, counts] = evaluated(case, (*counts, *(0,) * (parts - 2)), rank % parts)
+    used = trainer(llm("1f1b", 2, data_parallel_replicate_size=2), use_distributed_sampler=False)
+    try:
+        used.validate(Scored(), loader(batches_of(rank)), verbose=False)
+    except Exception as error:
+        found["other data in one pipeline"] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[Any, Any]]:
+    return run_ranks(run_cases, 4)
+
+
+def alone(count: int) -> dict[str, Any]:
+    used, module = trainer("auto"), Scored()
+    (metrics,) = used.validate(module, loader(batches_of(count)), verbose=False)
+    predicted = used.predict(module, loader(batches_of(count))) or []
+    return {**numbers(metrics), **{f"predicted {index}": one for index, one in enumerate(predicted)}}
+
+
+def numbers(metrics: Any) -> dict[str, Any]:
+    return {name: torch.tensor(value) for name, value in metrics.items()}
+
+
+@pytest.mark.parametrize("counts", PARTS, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_predictions_are_those_of_one_device_over_all_batches(
+    ranks: Any, case: str, counts: tuple[int, int]
+) -> None:
+    reference = Reference.of(lambda: alone(sum(counts)))
+    # The ranks of one pipeline have the same.
+    predicted = [one for part in (0, 1) for one in ranks[part][case, counts]["predicted"]]
+    for rank, found in enumerate(ranks):
+        of_parts = 4 if case == "one stage, sharded" else 2
+        of_part = found[case, counts]["predicted"]
+        assert len(of_part) == ((*counts, 0, 0)[rank % of_parts])
+        metrics = numbers(found[case, counts]["metrics"])
+        # Of the data parts of one process each, three are of ranks that hold the same stage.
+        metrics["tokens"] = metrics["tokens"] / (4 // of_parts)
+        results = {**metrics, **{f"predicted {index}": one for index, one in enumerate(predicted)}}
+        assert reference.differences(results) == []
+
+
+def test_ranks_of_one_pipeline_need_the_same_batches(ranks: Any) -> None:
+    for found in ranks:
+        assert "have no more batches in validation" in found["other data in one pipeline"]

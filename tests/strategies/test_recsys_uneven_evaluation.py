@@ -1,0 +1,314 @@
+"""Ranks with uneven numbers of batches evaluate every row once, and find what one process finds over all rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics.classification import BinaryAUROC
+
+from lightning_pipe.engine import SetupError
+from tests.distributed import run_ranks
+from tests.rounding import Reference
+from tests.strategies.cases import (
+    Batch,
+    Clicks,
+    Dlrm,
+    Mixed,
+    Pooled,
+    Processed,
+    Rows,
+    Sequenced,
+    collate,
+    fit,
+    loader,
+    recsys,
+    state_of,
+    trainer,
+)
+
+BATCH = 3
+KINDS = {"people": "row_wise", "things": "table_wise"}
+# Rows of each rank.
+SHARDS = {2: [(7, 0), (0, 7), (1, 10), (7, 10)], 4: [(0, 1, 7, 10), (10, 0, 0, 1)]}
+# Rows of all ranks together, which Lightning's sampler shares out.
+TOTALS = (1, 7, 10)
+FORMS = ("files", "streams")
+
+
+class Scored(Clicks):
+    """Logs in every way that all ranks must know of: sums, means and extremes, and metrics that keep all they see."""
+
+    def __init__(self, network: Any = Pooled) -> None:
+        super().__init__(network)
+        self.auroc, self.of_epoch = BinaryAUROC(), BinaryAUROC()
+        self.seen: list[float] = []
+        self.hooks: list[str] = []
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        logits, size = self.network(batch), len(batch.label)
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.label)
+        self.seen += batch.dense[:, 0].tolist()
+        self.auroc(logits, batch.label.int())
+        self.of_epoch.update(logits, batch.label.int())
+        self.log("val_loss", loss, batch_size=size, sync_dist=True)
+        self.log("of_step", loss, batch_size=size, sync_dist=True, on_step=True)
+        self.log("rows", float(size), reduce_fx="sum", sync_dist=True)
+        self.log("worst", logits.max(), reduce_fx="max", sync_dist=True)
+        self.log("best", logits.min(), reduce_fx="min", sync_dist=True)
+        self.log("auroc", self.auroc, batch_size=size)
+
+    def on_validation_start(self) -> None:
+        self.hooks.append("start")
+
+    def on_validation_epoch_end(self) -> None:
+        self.hooks.append("end")
+        self.log("auroc_of_epoch", self.of_epoch.compute())
+        self.of_epoch.reset()
+
+    def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return batch.dense[:, 0], self.network(batch), batch.label.int()
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+def rows_of(first: int, count: int, form: str = "files") -> DataLoader[Any]:
+    rows: Any = [Rows()[first + index] for index in range(count)]
+    return DataLoader(rows if form == "files" else Stream(rows), BATCH, collate_fn=collate)
+
+
+def shard(counts: tuple[int, ...], form: str = "files", first: int = 0) -> DataLoader[Any]:
+    rank = dist.get_rank()
+    return rows_of(first + sum(counts[:rank]), counts[rank], form)
+
+
+def evaluated(loaders: Any, network: Any = Pooled, own_loaders: bool = True, **options: Any) -> dict[str, Any]:
+    kinds = {"people": "row_wise"} if network is Sequenced else KINDS
+    used = trainer(recsys(kinds=kinds, **options), use_distributed_sampler=not own_loaders)
+    module = Scored(network)
+    found = used.validate(module, loaders, verbose=False)
+    predicted = used.predict(module, loaders)
+    return {"metrics": found, "seen": module.seen, "hooks": module.hooks, "predicted": predicted}
+
+
+def alone(loaders: Any, network: Any = Pooled) -> dict[str, Any]:
+    """Lightning's own loop over the unsharded module."""
+    used, module = trainer("auto", devices=1), Scored(network)
+    found = used.validate(module, loaders, verbose=False)
+    return {"metrics": found, "seen": module.seen, "predicted": used.predict(module, loaders)}
+
+
+def check(ranks: list[dict[str, Any]], loaders: Any, network: Any = Pooled) -> None:
+    reference = Reference.of(lambda: numbers(alone(loaders(), network)))
+    rows = sorted(alone(loaders(), network)["seen"])
+    for found in ranks:
+        assert reference.differences(numbers({**found, "predicted": joined(ranks)})) == []
+        assert found["hooks"] == ["start", "end"]
+        if len(found["metrics"]) == 1:
+            _, logits, labels = rows_in(joined(ranks))
+            for name in ("auroc", "auroc_of_epoch"):
+                assert found["metrics"][0][name] == pytest.approx(BinaryAUROC()(logits, labels).item(), abs=1e-6)
+    assert sorted(value for found in ranks for value in found["seen"]) == rows
+
+
+def numbers(found: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Metrics of all dataloaders but an AUROC, and predictions by the order of what was read.
+
+    An AUROC jumps where rounding exchanges two rows: it is compared with that of the predictions.
+    """
+    metrics = {name: torch.tensor(value) for of_loader in found["metrics"] for name, value in of_loader.items()}
+    keys, logits, _ = rows_in(found["predicted"])
+    return {
+        **{name: value for name, value in metrics.items() if not name.startswith("auroc")},
+        "predicted": logits[keys.argsort()],
+    }
+
+
+def rows_in(predicted: Any) -> list[torch.Tensor]:
+    """Keys, logits and labels of all rows."""
+    batches = [batch for of_loader in _by_loader(predicted) for batch in of_loader]
+    return [torch.cat([batch[index] for batch in batches]) for index in range(3)]
+
+
+def _by_loader(predicted: Any) -> list[Any]:
+    return [predicted] if predicted and isinstance(predicted[0], tuple) else list(predicted)
+
+
+def joined(ranks: list[dict[str, Any]]) -> list[Any]:
+    return [pair for found in ranks for of_loader in _by_loader(found["predicted"]) for pair in of_loader]
+
+
+# ---------------------------------------------------------------------- cases
+
+
+def run_cases(rank: int, world_size: int) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for counts in SHARDS[world_size]:
+        for form in FORMS:
+            results[f"{counts}, {form}"] = evaluated(shard(counts, form))
+    for total in TOTALS:
+        results[f"{total} in all"] = evaluated(rows_of(0, total), own_loaders=False)
+    return results
+
+
+def run_more_cases(rank: int, world_size: int) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for network in (Sequenced, Mixed, Processed, Dlrm):
+        results[network.__name__] = evaluated(shard((1, 10)), network)
+    for plan in ("serial", "base"):
+        results[plan] = evaluated(shard((1, 10)), plan=plan)
+    results["batch by batch"] = evaluated(shard((1, 10)), pipelined_evaluation=False)
+    loaders = [shard((7, 0)), shard((0, 1), first=7), shard((4, 9), "streams", first=8)]
+    results["several loaders"] = evaluated(loaders)
+    results["no rows"] = evaluated(shard((0, 0)), own_loaders=True)["metrics"]
+    for name, module in (("twice", Twice()), ("other", Other()), ("gathers", Gathers()), ("fails", Fails())):
+        used = trainer(recsys(kinds=KINDS), use_distributed_sampler=False)
+        try:
+            results[name] = used.validate(module, shard((1, 10)), verbose=False)
+        except Exception as error:
+            results[name] = f"{type(error).__name__}: {error}"
+        dist.barrier()
+    unsynced = Unsynced()
+    results["unsynced"] = trainer(recsys(), use_distributed_sampler=False).validate(unsynced, shard((7, 0)))
+    states = []
+    for counts in ((4, 4), (1, 10)):
+        trained = Scored()
+        strategy = recsys(kinds=KINDS)
+        options: Any = {"val_check_interval": 2, "use_distributed_sampler": False}
+        used = fit(trained, strategy, loader(48, in_order=True), shard(counts), **options)
+        states.append(
+            (trained.losses, state_of(used), {name: float(one) for name, one in used.callback_metrics.items()})
+        )
+    results["training"] = states
+    return results
+
+
+class Twice(Scored):
+    """Calls the sharded module once more than ranks know of ahead."""
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.network(batch)
+        super().validation_step(batch, batch_idx)
+
+
+class Other(Clicks):
+    """Calls it only where the rank is another."""
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        if self.trainer.strategy._turn is not None:  # type: ignore[attr-defined]
+            raise LookupError("no such column")
+
+
+class Gathers(Scored):
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.all_gather(self.network(batch).sum())
+
+
+class Fails(Scored):
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if batch_idx == 2:
+            raise LookupError("no such column")
+
+
+class Unsynced(Clicks):
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("val_loss", self.loss_of(batch), batch_size=len(batch.label))
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids="{}_ranks".format)
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(run_cases, request.param)
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    return run_ranks(run_more_cases, 2)
+
+
+def named(results: list[dict[str, Any]], name: str) -> list[Any]:
+    return [of_rank[name] for of_rank in results]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", range(4))
+def test_metrics_are_those_of_one_process_over_all_rows(ranks: list[dict[str, Any]], case: int, form: str) -> None:
+    cases = SHARDS[len(ranks)]
+    counts = cases[case % len(cases)]
+    check(named(ranks, f"{counts}, {form}"), lambda: rows_of(0, sum(counts)))
+
+
+@pytest.mark.parametrize("total", TOTALS)
+def test_lightnings_sampler_repeats_no_row(ranks: list[dict[str, Any]], total: int) -> None:
+    check(named(ranks, f"{total} in all"), lambda: rows_of(0, total))
+
+
+@pytest.mark.parametrize("network", [Sequenced, Mixed, Processed, Dlrm])
+def test_every_kind_of_sharded_module_is_joined(two: list[dict[str, Any]], network: Any) -> None:
+    check(named(two, network.__name__), lambda: rows_of(0, 11), network)
+
+
+@pytest.mark.parametrize("name", ["serial", "base", "batch by batch"])
+def test_every_plan_evaluates_uneven_ranks(two: list[dict[str, Any]], name: str) -> None:
+    check(named(two, name), lambda: rows_of(0, 11))
+
+
+def test_each_loader_may_be_uneven(two: list[dict[str, Any]]) -> None:
+    check(named(two, "several loaders"), lambda: [rows_of(0, 7), rows_of(7, 1), rows_of(8, 13)])
+
+
+def test_ranks_without_any_row_evaluate_nothing(two: list[dict[str, Any]]) -> None:
+    assert named(two, "no rows") == [[], []]
+
+
+def test_calls_that_are_not_known_ahead_are_joined(two: list[dict[str, Any]]) -> None:
+    def found() -> dict[str, Any]:
+        (metrics,) = trainer("auto", devices=1).validate(Twice(), rows_of(0, 11), verbose=False)
+        return {name: torch.tensor(value) for name, value in metrics.items()}
+
+    reference = Reference.of(found)
+    for (metrics,) in named(two, "twice"):
+        assert reference.differences({name: torch.tensor(value) for name, value in metrics.items()}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "on_others"),
+    [
+        ("other", "LookupError: no such column", "a batch of dataloader 0 in validation failed; rank 1: LookupError"),
+        ("gathers", "InputError: all_gather was called in a batch", "rank 1: InputError: all_gather was called"),
+        ("fails", "LookupError: no such column", "a batch of dataloader 0 in validation failed; rank 1: LookupError"),
+    ],
+)
+def test_what_fails_in_a_batch_of_some_ranks_is_an_error_on_all(
+    two: list[dict[str, Any]], name: str, own: str, on_others: str
+) -> None:
+    other, failing = named(two, name)
+    assert own in failing
+    assert "InputError" in other
+    assert on_others in other
+
+
+def test_a_rank_without_rows_has_the_others_value_where_ranks_do_not_sum_it_up(two: list[dict[str, Any]]) -> None:
+    first, second = named(two, "unsynced")
+    assert first == second
+    assert len(first) == 1
+
+
+def test_training_is_the_same_whatever_is_validated_between(two: list[dict[str, Any]]) -> None:
+    for (losses, state, _), (others, other_state, metrics) in named(two, "training"):
+        assert losses == others
+        assert all(torch.equal(state[name], value) for name, value in other_state.items())
+        assert metrics["rows"] == 11
+
+
+def test_an_unknown_choice_is_refused_when_the_strategy_is_made() -> None:
+    with pytest.raises(SetupError, match="uneven_evaluation is 'drop'; expected one of 'join', 'error'"):
+        recsys(uneven_evaluation="drop")
