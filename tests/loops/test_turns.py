@@ -49,7 +49,7 @@ class Scored(pl.LightningModule):
         return self.net(batch).square().mean()
 
     def _score(self, batch: Any) -> None:
-        scores = self.net(batch)[:, 0]
+        scores = torch.sigmoid(self.net(batch)[:, 0])
         self.auroc(scores, (batch[:, 0] > 0.5).int())
         self.mean.update(scores)
         self.log("loss", scores.square().mean(), batch_size=len(batch), sync_dist=True, on_step=True)

@@ -52,8 +52,8 @@ class Scored(Clicks):
         logits, size = self.network(batch), len(batch.label)
         loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.label)
         self.seen += batch.dense[:, 0].tolist()
-        self.auroc(logits, batch.label.int())
-        self.of_epoch.update(logits, batch.label.int())
+        self.auroc(torch.sigmoid(logits), batch.label.int())
+        self.of_epoch.update(torch.sigmoid(logits), batch.label.int())
         self.log("val_loss", loss, batch_size=size, sync_dist=True)
         self.log("of_step", loss, batch_size=size, sync_dist=True, on_step=True)
         self.log("rows", float(size), reduce_fx="sum", sync_dist=True)
@@ -115,8 +115,9 @@ def check(ranks: list[dict[str, Any]], loaders: Any, network: Any = Pooled) -> N
         assert found["hooks"] == ["start", "end"]
         if len(found["metrics"]) == 1:
             _, logits, labels = rows_in(joined(ranks))
+            expected = BinaryAUROC()(torch.sigmoid(logits), labels).item()
             for name in ("auroc", "auroc_of_epoch"):
-                assert found["metrics"][0][name] == pytest.approx(BinaryAUROC()(logits, labels).item(), abs=1e-6)
+                assert found["metrics"][0][name] == pytest.approx(expected, abs=1e-6)
     assert sorted(value for found in ranks for value in found["seen"]) == rows
 
 
