@@ -3,7 +3,7 @@
 ``OMP_NUM_THREADS=1 python -m benchmarks.growth`` starts 1, 2 and 4 ranks (Gloo over loopback), one world after the
 other, and that twice. In each world the points of a curve take turns, round by round:
 
-- a recommender (that of :mod:`recsys_train_pipeline`, plan base, two ranks) with batches of more and more samples, and
+- a recommender (that of :mod:`recsys_model`, plan base, two ranks) with batches of more and more samples, and
   with more and more tables: milliseconds of a step, beside a line; the most bytes of live tensors that a rank made in a
   step, beside a line;
 - the same on more and more ranks, as many samples on each: milliseconds that all ranks together have a core in a step,
@@ -46,7 +46,7 @@ from benchmarks.figures import Figure, add_options, interval, save
 from benchmarks.llm_bounds import Schedule, gather, pin, step
 from benchmarks.llm_stages import loss_of, make_micro_batches, make_runner
 from benchmarks.recsys_live_bytes import Copied, LiveStorages
-from benchmarks.recsys_train_pipeline import batches, ours
+from benchmarks.recsys_model import batches, ours
 from lightning_pipe.llm.bubble import measure_step
 from lightning_pipe.llm.live_bytes import LiveBytes
 from lightning_pipe.llm.schedules import SCHEDULES

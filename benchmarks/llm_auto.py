@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from benchmarks.figures import Figure, add_options, save
 from benchmarks.llm_step_time import Language, batches_of
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.schedules import SCHEDULES
@@ -55,6 +56,7 @@ def main() -> None:
         ("width", 256), ("layers", 6), ("rows", 16), ("length", 64), ("steps", 5), ("rounds", 3)
     ):  # fmt: skip
         parser.add_argument(f"--{option}", type=int, default=default)
+    add_options(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -86,13 +88,13 @@ def main() -> None:
                 seconds.pop(name, None)
         entries = {name: entries[name] for name in seconds}
     if dist.get_rank() == 0:
-        report(seconds)
+        save([report(seconds)], options.json)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def report(seconds: dict[str, list[list[float]]]) -> None:
-    """Medians, fastest first, and each of them beside that of the choice."""
+def report(seconds: dict[str, list[list[float]]]) -> Figure:
+    """Print medians, fastest first, each beside that of the choice; the choice over the best of the others."""
     medians = {name: statistics.median(one for row in rows for one in row) for name, rows in seconds.items()}
     ours = statistics.median(one for name in ("auto", "auto again") for row in seconds[name] for one in row)
     print(f"{'schedule, micro-batches':<30}{'ms a step':>11}{'of auto':>9}   ms, by round")
@@ -100,8 +102,12 @@ def report(seconds: dict[str, list[list[float]]]) -> None:
         rounds = "  ".join(f"{1e3 * statistics.median(row):.1f}" for row in seconds[name])
         print(f"{name:<30}{1e3 * medians[name]:>11.1f}{medians[name] / ours:>9.3f}   {rounds}")
     named = min(value for name, value in medians.items() if not name.startswith("auto"))
-    apart = abs(medians["auto"] - medians["auto again"]) / ours
+    ends = sorted((medians["auto"] / named, medians["auto again"] / named))
+    apart = (ends[1] - ends[0]) * named / ours
     print(f"\nauto / best of the named: {ours / named:.3f}; auto against itself: {100 * apart:.1f} % apart")
+    target = f"<= 1 within noise ({1 + apart:.3f})"
+    name = "LLM step, the schedule chosen / the best by name"
+    return Figure(name, ours / named, "ratio", (ends[0], ends[1]), target, ours / named <= 1 + apart)
 
 
 if __name__ == "__main__":

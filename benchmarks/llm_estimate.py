@@ -20,6 +20,7 @@ from lightning.pytorch.plugins import Precision
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader
 
+from benchmarks.figures import Figure, add_options, quartiles, save
 from lightning_pipe.llm.live_bytes import LiveBytes
 from lightning_pipe.strategies import HFCausalLM, LLMPipelineStrategy
 from lightning_pipe.strategies.stage_estimate import estimate_stages
@@ -89,6 +90,7 @@ def main() -> None:
         ("width", 128), ("layers", 8), ("rows", 16), ("length", 256), ("micro-batches", 4), ("steps", 2)
     ):  # fmt: skip
         parser.add_argument(f"--{option}", type=int, default=default)
+    add_options(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -110,6 +112,7 @@ def main() -> None:
             f" tokens, {options.layers} layers of width {options.width}; MiB, measured / estimated\n\n"
             f"{'schedule':<36}{'rank':>5}{'parameters':>15}{'optimizer':>15}{'all':>17}{'error':>9}"
         )
+    errors: list[float] = []
     for case in CASES:
         arguments = {**case, "num_microbatches": options.micro_batches}
         found = estimate_stages(
@@ -129,12 +132,16 @@ def main() -> None:
             columns = [
                 f"{one / MEBIBYTE:.2f} / {two / MEBIBYTE:.2f}" for one, two in zip(measured, expected, strict=True)
             ]
+            errors.append(said.total / measured[-1] - 1)
             if dist.get_rank() == 0:
                 print(
                     f"{name if rank == 0 else '':<36}{rank:>5}{columns[0]:>15}{columns[1]:>15}{columns[2]:>17}"
-                    f"{100 * (said.total / measured[-1] - 1):>+8.1f}%",
+                    f"{100 * errors[-1]:>+8.1f}%",
                     flush=True,
                 )
+    if dist.get_rank() == 0:
+        worst = max(map(abs, errors))
+        save([Figure("llm estimate: worst error of a rank's memory", worst, "ratio", quartiles(errors))], options.json)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,6 +1,6 @@
 """What batches in flight take: the most bytes of live tensors under each exact plan, over those of the serial plan.
 
-``torchrun --nproc-per-node 2 -m benchmarks.recsys_live_bytes`` trains the model of :mod:`recsys_train_pipeline` under
+``torchrun --nproc-per-node 2 -m benchmarks.recsys_live_bytes`` trains the model of :mod:`recsys_model` under
 the serial plan and under each plan that works ahead, on the same batches, and counts what every rank holds. A plan that
 works ``n`` batches ahead holds ``n`` batches more than the serial one, so that is what it may take::
 
@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_leaves
 from torchrec import KeyedJaggedTensor
 
 from benchmarks.figures import Figure, add_options, at_most, quartiles, save
-from benchmarks.recsys_train_pipeline import Batch, batches, ours
+from benchmarks.recsys_model import Batch, batches, ours
 from lightning_pipe.recsys.sharding import ShardedModel
 from lightning_pipe.recsys.train_pipeline import TrainPipeline
 

@@ -1,7 +1,7 @@
 """A recommender's step against TorchRec's own train pipelines, without a Trainer and through one.
 
 ``OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.recsys_step`` trains one model (that of
-:mod:`recsys_train_pipeline`), on the same batches, in four ways that take turns within the same processes: TorchRec's
+:mod:`recsys_model`), on the same batches, in four ways that take turns within the same processes: TorchRec's
 pipeline, the same once more (A/A: an object and a model of its own), this project's ``TrainPipeline``, and a
 ``Trainer.fit`` under ``RecsysPipelineStrategy``, whose callback runs the others' turns while it stands still. A turn is
 a block of 20 steps; every round has them in another order, drawn at random. The peers are ``TrainPipelineSparseDist``
@@ -40,7 +40,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipeline
 
 from benchmarks import loop_cost
 from benchmarks.figures import Figure, add_options, median_ratio, save
-from benchmarks.recsys_train_pipeline import EPS, RATE, Batch, Model, batches, forever, ours, seed_tables, theirs
+from benchmarks.recsys_model import EPS, RATE, Batch, Model, batches, forever, ours, seed_tables, theirs
 from lightning_pipe.recsys.train_pipeline import TrainPipeline
 from lightning_pipe.strategies import PipelineStrategy, RecsysPipelineStrategy
 

@@ -22,10 +22,9 @@ from torchrec.distributed.sharding_plan import construct_module_sharding_plan, t
 from torchrec.distributed.train_pipeline import TrainPipelineBase
 from torchrec.distributed.types import ShardingPlan
 
-from benchmarks.recsys_train_pipeline import Batch, Model, batches, ours, theirs
-from lightning_pipe.engine import IterContext, PipelinePlan, TaskProfiler
+from benchmarks.recsys_model import Batch, Model, batches, ours, theirs
+from lightning_pipe.engine import IterContext, PipelinePlan
 from lightning_pipe.recsys.ids_on_wire import IdsOnWire
-from lightning_pipe.recsys.keeper import ModelKeeper
 from lightning_pipe.recsys.sharded_model import ShardedModel
 from lightning_pipe.recsys.train_pipeline import TrainPipeline
 
@@ -133,7 +132,6 @@ class Ours(Training):
 
     Args:
         sharded: the model.
-        optimizer: of its dense parameters.
         pipeline: trains it.
         data: see :class:`Training`.
         steps: see there.
@@ -142,22 +140,12 @@ class Ours(Training):
     def __init__(
         self,
         sharded: ShardedModel,
-        optimizer: torch.optim.Optimizer,
         pipeline: TrainPipeline,
         data: Sequence[Batch],
         steps: int,
     ) -> None:
         super().__init__(sharded.dmp, pipeline.progress, data, steps)
         self.pipeline = pipeline
-        self._keeper = ModelKeeper(sharded, [optimizer])
-
-    def exposed(self, rounds: int) -> tuple[float, tuple[float, float]]:
-        """Seconds that the exchange costs a step: the sum over its tasks, and those of the ends of their intervals."""
-        profiler = TaskProfiler(self.pipeline.pipeline, self._data, self._keeper, rounds=rounds, iterations=self._steps)
-        found = profiler.profile_many(EXCHANGE).tasks
-        parts = [(one.exposed or 0.0, one.low or 0.0, one.high or 0.0) for one in found.values()]
-        exposed, low, high = (sum(ends) for ends in zip(*parts, strict=True))
-        return exposed, (low, high)
 
     def own_times(self) -> tuple[dict[str, float], float]:
         """Seconds of each task in its thread, and those of a step beside all tasks; means of the ranks."""
@@ -214,7 +202,7 @@ class Workload:
         """
         sharded, optimizer = ours(self.options, CPU, self._plan, Deep)
         pipeline = TrainPipeline(sharded, optimizer, CPU, plan=plan, ids_on_wire=ids or self.options.ids)
-        return Ours(sharded, optimizer, pipeline, self.data, self.options.steps)
+        return Ours(sharded, pipeline, self.data, self.options.steps)
 
     def of_theirs(self, kind: Any) -> Training:
         """A pipeline of TorchRec's."""

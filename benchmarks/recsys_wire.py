@@ -1,6 +1,6 @@
 """Bytes that a step sends, and the time it takes, by what embeddings, gradients and ids travel as.
 
-``torchrun --nproc-per-node 2 -m benchmarks.recsys_wire`` trains the model of :mod:`recsys_train_pipeline`, its tables
+``torchrun --nproc-per-node 2 -m benchmarks.recsys_wire`` trains the model of :mod:`recsys_model`, its tables
 sharded table-wise, in turns within one run; ``python -m benchmarks.slow_link --rate 1gbit benchmarks.recsys_wire``
 does so over a link of that rate (root is needed). It also prints what an id's way to int32 and back costs. Wires of
 fp32 must lose the same to the bit. No figure has an aim: whether it is worth it depends on the network.
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 
 from benchmarks.figures import Figure, add_options, median_ratio, quartiles, save
-from benchmarks.recsys_train_pipeline import EPS, RATE, Model, batches, forever, seed_tables
+from benchmarks.recsys_model import EPS, RATE, Model, batches, forever, seed_tables
 from lightning_pipe.recsys.ids_on_wire import SentAsInt32
 from lightning_pipe.recsys.sharding import shard_model
 from lightning_pipe.recsys.traffic import recorded_traffic

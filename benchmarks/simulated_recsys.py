@@ -1,6 +1,6 @@
 """What the simulator says a recommender's step takes under four plans, and what it takes: two ranks on one machine.
 
-``python -m benchmarks.simulated_recsys`` trains a DLRM-like model (that of ``recsys_train_pipeline.py``) in two
+``python -m benchmarks.simulated_recsys`` trains a DLRM-like model (that of ``recsys_model.py``) in two
 processes over loopback; with ``--link 200mbit`` each is in a network namespace of its own, and the link between the two
 carries so much each way (needs root, see ``slow_link.py``). Plans take turns, round by round: serial, base, prefetch,
 and the best one that the planner finds. At the begin of a round the serial one runs once more, and what its tasks take,
@@ -32,7 +32,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.recsys_train_pipeline import batches, forever, ours
+from benchmarks.figures import Figure, add_options, at_most, median_ratio, quartiles
+from benchmarks.figures import save as save_figures
+from benchmarks.recsys_model import batches, forever, ours
 from benchmarks.slow_link import slow_link
 from lightning_pipe.engine import PipelinePlan
 from lightning_pipe.engine.costs import Machine, TaskCost
@@ -62,6 +64,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="write costs there")
     parser.add_argument("--store", help=argparse.SUPPRESS)  # where the ranks meet: given to those that are started
+    add_options(parser)
     options = parser.parse_args()
     if options.store:
         run_rank(options)
@@ -90,16 +93,18 @@ def run_rank(options: argparse.Namespace) -> None:
         where = f"a link of {options.link}" if options.link else "loopback"
         print(f"two ranks over {where}, {os.cpu_count()} cores; ms a step, medians of rounds")
         print(f"{'size':<8}{'plan':<10}{'predicted':>10}{'measured':>10}{'ratio':>8}{'quiet rounds':>16}", flush=True)
-    apart = [one for size in options.sizes for one in measure_size(options, size, rank)]
+    found = [measure_size(options, size, rank) for size in options.sizes]
+    apart = [one for of_size, _ in found for one in of_size]
     if rank == 0:
         within = sum(abs(one) <= 0.1 for one in apart)
         print(f"within 10 %: {within} of {len(apart)}; worst {max(map(abs, apart)):.1%}", flush=True)
+        save_figures([one for _, figures in found for one in figures], options.json)
     dist.barrier()
     os._exit(0)  # the pipelines still have batches in flight
 
 
-def measure_size(options: argparse.Namespace, size: str, rank: int) -> list[float]:
-    """Print a row for each plan; returns how far predictions are off, as parts of what was measured."""
+def measure_size(options: argparse.Namespace, size: str, rank: int) -> tuple[list[float], list[Figure]]:
+    """Print a row for each plan; returns how far predictions are off, as parts of what was measured, and figures."""
     model = argparse.Namespace(**SIZES[size])
     data = batches(model, rank, pin=False)
     sharding: Any = None
@@ -143,7 +148,15 @@ def measure_size(options: argparse.Namespace, size: str, rank: int) -> list[floa
     dist.barrier()
     for trained in plans.values():
         trained.close()
-    return apart
+    over = f"{size} over {options.link or 'loopback'}"
+    taken = {name: [one.seconds[name] for one in kept] for name in plans}
+    figures = [
+        Figure(f"recsys step, {name} / serial, {over}", ratio, "ratio", spread)
+        for name in ("base", "prefetch")
+        for ratio, spread in [median_ratio(taken[name], taken["serial"])]
+    ]
+    off = [abs(one) for one in apart]
+    return apart, [*figures, at_most(f"simulated step, worst error, {over}", max(off), 0.1, quartiles(off))]
 
 
 @dataclass

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
+from benchmarks.figures import add_options, at_most, save
 from lightning_pipe.strategies.recsys import RecsysPipelineStrategy
 
 KEYS = ("user", "item")
@@ -132,6 +133,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=4_000, help="iterations that do not count")
     parser.add_argument("--every", type=int, default=20, help="iterations between two readings")
     parser.add_argument("--allowed", type=float, default=16.0, help="slope that is allowed, in bytes an iteration")
+    add_options(parser)
     options = parser.parse_args()
     if options.iterations < options.warm_up + BLOCKS * options.every:
         parser.error(f"--iterations must be --warm-up and {BLOCKS} times --every, or more")
@@ -173,6 +175,10 @@ def main() -> None:
         dist.all_gather_object(lines, line)
     if trainer.global_rank == 0:
         print("\n".join(lines), flush=True)
+        ends = found - 2 * error, found + 2 * error
+        save(
+            [at_most("memory that grows", found, max(options.allowed, 3 * error), ends, "B an iteration")], options.json
+        )
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(int(found > max(options.allowed, 3 * error) or threads[-1] > measure.threads[0]))

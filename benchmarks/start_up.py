@@ -5,7 +5,7 @@
 - the import: ``import lightning.pytorch`` against ``import lightning.pytorch, lightning_pipe``, from the beginning of a
   script to the end of that line. The figure is the median of the differences of two processes that ran one after the
   other (aim: at most 0.3 s), with its 95 % interval;
-- the first step of the recommender of :mod:`recsys_train_pipeline`, on two ranks, from the unsharded model on:
+- the first step of the recommender of :mod:`recsys_model`, on two ranks, from the unsharded model on:
 
   torchrec
       ``DistributedModelParallel``, which plans and shards; ``TrainPipelineSparseDist``; its first ``progress``;
@@ -51,7 +51,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from benchmarks.figures import Figure, add_options, at_most, interval, median_ratio, save
-from benchmarks.recsys_train_pipeline import EPS, RATE, Batch, Model, batches
+from benchmarks.recsys_model import EPS, RATE, Batch, Model, batches
 from lightning_pipe.recsys.sharding import shard_model
 from lightning_pipe.recsys.train_pipeline import TrainPipeline
 from lightning_pipe.strategies import RecsysPipelineStrategy

@@ -1,19 +1,9 @@
-"""This project's train pipelines against TorchRec's, on one machine, in turns within one run.
-
-``torchrun --nproc-per-node 2 -m benchmarks.recsys_train_pipeline`` trains a DLRM-like model (pooled tables, an MLP) and
-prints, for each pipeline, the fastest and the median time of a step and their ratio to TorchRec's base pipeline
-(``TrainPipelineSparseDist``). Every pipeline has a model of its own, of the same seed; they take turns, round by round,
-and all must end with the same losses, or the comparison means nothing. On CUDA devices it also runs TorchRec's prefetch
-pipeline, which has no CPU version.
-"""
+"""The recommender that benchmarks train: pooled tables and an MLP, under this project's pipelines and TorchRec's."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.train_pipeline import PrefetchTrainPipelineSparseDist, TrainPipelineSparseDist
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.streamable import Pipelineable
 
 from lightning_pipe.recsys.sharding import ShardedModel, shard_model
-from lightning_pipe.recsys.train_pipeline import TrainPipeline
 
 
 @dataclass
@@ -150,76 +138,7 @@ def seed_tables(model: nn.Module) -> None:
             nn.init.uniform_(shard.tensor, -0.05, 0.05)
 
 
-def pipelines(options: argparse.Namespace, device: torch.device) -> dict[str, Callable[[Iterator[Any]], Any]]:
-    """Each pipeline's ``progress``."""
-    made: dict[str, Callable[[Iterator[Any]], Any]] = {}
-    kinds: dict[str, Any] = {"torchrec base": TrainPipelineSparseDist}
-    if device.type == "cuda":
-        kinds["torchrec prefetch"] = PrefetchTrainPipelineSparseDist
-    for name, kind in kinds.items():
-        dmp, combined = theirs(options, device)
-        made[name] = kind(dmp, combined, device, execute_all_batches=True).progress
-    for plan in ("serial", "base", "prefetch"):
-        sharded, optimizer = ours(options, device, dmp.plan)
-        made[plan] = TrainPipeline(sharded, optimizer, device, plan=plan).progress
-    return made
-
-
-def main() -> None:
-    """Run and print on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in (
-        ("tables", 8),
-        ("rows", 100_000),
-        ("width", 64),
-        ("pooling", 10),
-        ("batch", 1024),
-        ("dense", 16),
-        ("steps", 10),
-        ("rounds", 12),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--mlp", type=int, nargs="*", default=[256, 128])
-    options = parser.parse_args()
-    rank = int(os.environ["RANK"])
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    runs = pipelines(options, device)
-    data = batches(options, rank, on_gpu)
-    endless = {name: forever(data) for name in runs}
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    losses: dict[str, float] = {}
-    for turn in range(options.rounds):
-        for name, progress in runs.items():
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(options.steps):
-                losses[name] = progress(endless[name])[0]
-            if on_gpu:
-                torch.cuda.synchronize()
-            if turn:  # the first round warms up, and ours resolves its model in it
-                times[name].append((time.perf_counter() - start) / options.steps * 1000)
-    values = {name: float(loss) for name, loss in losses.items()}
-    if len(set(values.values())) != 1:
-        raise SystemExit(f"the pipelines trained to different losses: {values}")
-    if rank == 0:
-        best, middle = min(times["torchrec base"]), statistics.median(times["torchrec base"])
-        print(f"{'ms a step':<20}{'fastest':>9}{'median':>9}{'ratio of fastest':>18}{'of median':>11}")
-        for name, taken in times.items():
-            low, mid = min(taken), statistics.median(taken)
-            print(f"{name:<20}{low:>9.2f}{mid:>9.2f}{low / best:>18.3f}{mid / middle:>11.3f}")
-    dist.barrier()
-    os._exit(0)  # the pipelines still have batches in flight, and threads that wait for more
-
-
 def forever(data: list[Batch]) -> Iterator[Batch]:
     """The batches, again and again."""
     while True:
         yield from data
-
-
-if __name__ == "__main__":
-    main()
