@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_pipe.callbacks.of_fit import count, group_of_its_own, loop_of, pipeline_of
 from lightning_pipe.callbacks.verdict import StepUse, Verdict, find_verdict, forward_wait
 from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.exchanges import shares_host
 from lightning_pipe.engine.meter import Meter
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.strategies.in_process import InProcessPipelineStrategy
@@ -108,6 +109,7 @@ class PipelineMonitor(pl.Callback):
         self._every = None if every_n_steps is None else count("every_n_steps", every_n_steps)
         self._prog_bar = prog_bar
         self._group: dist.ProcessGroup | None = None
+        self._one_host = False
         self._trained = 0
         self._use: list[StepUse] = []
         self._verdict: Verdict | None = None
@@ -147,6 +149,7 @@ class PipelineMonitor(pl.Callback):
             )
         self._trained, self._use, self._verdict, self._printed = 0, [], None, None
         self._group = group_of_its_own()
+        self._one_host = self._group is not None and shares_host(self._group)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._window, self._epoch = _Sum(), _Sum()
@@ -198,6 +201,7 @@ class PipelineMonitor(pl.Callback):
             num_workers=_num_workers(trainer),
             cores=max(1, len(os.sched_getaffinity(0)) // max(1, trainer.num_devices)),
             has_pipe=isinstance(trainer.strategy, InProcessPipelineStrategy),
+            one_host=self._one_host,
         )
         self._verdict = replace(verdict, text=f"epoch {trainer.current_epoch}: {verdict.text}")
         if self._printed is None or self._printed.kind != verdict.kind:

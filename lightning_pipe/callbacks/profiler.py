@@ -33,6 +33,7 @@ from lightning_pipe.callbacks.what_if import WhatIf, ask_what_if
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, TaskSpan
 from lightning_pipe.engine.agreement import check_agreement
 from lightning_pipe.engine.clocks import measure_offset, to_first_rank
+from lightning_pipe.engine.exchanges import shares_host
 from lightning_pipe.engine.timeline import Bar, Timeline, task_bars
 from lightning_pipe.engine.trace import Trace
 from lightning_pipe.engine.whole_file import whole_file
@@ -66,7 +67,8 @@ class PipelineProfiler(pl.Callback):
       figures (TensorBoard's, Weights & Biases', MLflow's), if Matplotlib is installed;
     - writes a JSON file, which ``ProfileResult.from_json`` reads;
     - writes an HTML report: the costs, what ran when before the profile, the plan, and what a step would take if tasks,
-      network or plan were others, by simulation. One file, which needs no network.
+      plan were others, and the network where ranks are on several hosts, by simulation. One file, which needs no
+      network.
 
     Where a file cannot be written, training goes on with a warning. A profile waits for the next optimiser step while
     another callback records a trace, and until there is a batch to profile with: a pipeline that has just begun has
@@ -131,6 +133,7 @@ class PipelineProfiler(pl.Callback):
         self._stepped = 0
         self._trace: Trace | None = None
         self._group: dist.ProcessGroup | None = None
+        self._one_host = False
         self._folder = Path()
         self._warned = False
 
@@ -159,6 +162,7 @@ class PipelineProfiler(pl.Callback):
         self._wanted = self._next(self._stepped)
         self._trace, self._warned = None, False
         self._group = group_of_its_own()
+        self._one_host = self._group is not None and shares_host(self._group)
         asked = {"at_steps": self._at, "every_n_steps": self._every, "tasks": self._tasks}
         # Ranks that profile at other steps would wait for each other for ever.
         described = [(name, str(value)) for name, value in asked.items()]
@@ -251,7 +255,7 @@ class PipelineProfiler(pl.Callback):
             self._write(self._named(path, step), lambda to: _write_json(to, profile))
         if report is not None:
             timeline = Timeline(bars, plan.dependencies) if bars else None
-            what_if = _what_if(trainer, profile, plan, spans)
+            what_if = _what_if(trainer, profile, plan, spans, self._one_host)
             facts = _facts(trainer, step, profile)
             self._write(
                 self._named(report, step),
@@ -304,7 +308,7 @@ def _write_json(path: Path, profile: ProfileResult) -> None:
 
 
 def _what_if(
-    trainer: pl.Trainer, profile: ProfileResult, plan: PipelinePlan, spans: Sequence[TaskSpan]
+    trainer: pl.Trainer, profile: ProfileResult, plan: PipelinePlan, spans: Sequence[TaskSpan], one_host: bool
 ) -> WhatIf | None:
     """Predictions, where all tasks have a time: by the profile, or else by what ran before it."""
     from lightning_pipe.recsys.auto_plan import hand_written_plans, recsys_costs, recsys_machine
@@ -318,7 +322,8 @@ def _what_if(
     own = {name: found[name] for name in plan.tasks}  # in serial order
     device = trainer.strategy.root_device
     costs = recsys_costs(own, peers=trainer.world_size > 1, device=device)
-    return ask_what_if(plan, costs, recsys_machine(device), other_plans=hand_written_plans(list(plan.tasks.values())))
+    others = hand_written_plans(list(plan.tasks.values()))
+    return ask_what_if(plan, costs, recsys_machine(device), other_plans=others, one_host=one_host)
 
 
 def _facts(trainer: pl.Trainer, step: int, profile: ProfileResult) -> dict[str, str]:

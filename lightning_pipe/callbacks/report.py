@@ -17,6 +17,11 @@ from lightning_pipe.engine.whole_file import whole_file
 __all__ = ["require_plotly", "write_report"]
 
 _HIDDEN = 0.5  # of a task's own time, at least, where it is called hidden
+# The simulation takes what is waited for to need no core of the rank's.
+_SHARED = (
+    " Ranks share this machine: they move their messages with the cores that they compute with, so another plan gains"
+    " less than this says, and nothing where all cores are busy."
+)
 _MISS = 0.1  # of the measured time: by more the simulation is not to be relied on
 
 
@@ -103,7 +108,7 @@ def _page(
                 f"Predicted by simulation, from the tasks' own times: {_ms(what_if.seconds)} as it is, where"
                 f" {_ms(profile.seconds)} were measured.{_miss(what_if.seconds, profile.seconds)} Compare predictions"
                 " with each other. In a plan that runs ahead a wait is as short as the plan has made it, so what"
-                " depends on it is underrated.",
+                f" depends on it is underrated.{_SHARED if what_if.one_host else ''}",
                 what_if_chart(what_if),
             )
         )

@@ -1,6 +1,6 @@
 """What holds a step up, told from what the main threads of all ranks did in it: one sentence, with what to try.
 
-Ranks go in step, so a slow one makes the others wait. What the rank waits that waits least is the network's time, or
+Ranks go in step, so a slow one makes the others wait. What the rank waits that waits least is the time of messages, or
 the worker threads'; what others wait beyond that, they wait for that rank.
 """
 
@@ -57,8 +57,9 @@ class Verdict:
     """What holds a step up.
 
     Args:
-        kind: ``"input-bound"``, ``"network-bound"``, ``"worker-bound"``, ``"uneven"``, ``"copy-bound"``,
-            ``"hook-bound"``, ``"schedule-bound"`` or ``"compute-bound"``.
+        kind: ``"input-bound"``, ``"network-bound"``, ``"rank-bound"`` (the same where all ranks share a host),
+            ``"worker-bound"``, ``"uneven"``, ``"copy-bound"``, ``"hook-bound"``, ``"schedule-bound"`` or
+            ``"compute-bound"``.
         text: the same in a sentence, with the figure and what to try.
     """
 
@@ -78,6 +79,7 @@ def find_verdict(
     num_workers: int | None = None,
     cores: int = 1,
     has_pipe: bool = False,
+    one_host: bool = False,
 ) -> Verdict:
     """The largest of what a step need not consist of; where all of that is small, that there is nothing to gain.
 
@@ -87,6 +89,7 @@ def find_verdict(
         num_workers: of the data loader; None where it is not PyTorch's.
         cores: that each rank has.
         has_pipe: whether a step's work is that of a pipe's partitions.
+        one_host: whether all ranks share a host, so that no network is between them.
     """
     ranks = len(uses)
     loaders = [use.loader / use.seconds for use in uses]
@@ -96,7 +99,7 @@ def find_verdict(
     first = uses[0]
     found = {
         "input-bound": max(loaders),
-        "network-bound" if ranks > 1 else "worker-bound": waits[slowest],
+        ("rank-bound" if one_host else "network-bound") if ranks > 1 else "worker-bound": waits[slowest],
         # Beyond what the slowest rank's loader explains.
         "uneven": waits[fastest] - waits[slowest] - max(0.0, loaders[slowest] - loaders[fastest]),
         "copy-bound": sum(first.tasks.get(name, 0.0) for name in _COPIES) / first.seconds,
@@ -110,12 +113,13 @@ def find_verdict(
         where = f" on rank {slow_loader}" if ranks > 1 else ""
         advice = _loader_advice(uses[slow_loader], num_workers, cores)
         return Verdict(kind, f"input-bound: {share} waits for the data loader{where}; {advice}")
-    if kind == "network-bound":
+    if kind in ("network-bound", "rank-bound"):
         one = uses[slowest]
         more = (one.workers, "worker threads"), (one.other_loaders, "agreeing on batches")
         parts = _largest(one, [*_FORWARD_WAITS, *_BACKWARD_WAITS], *more)
-        advice = _network_advice(one, plan)
-        return Verdict(kind, f"network-bound: {share} waits for messages of other ranks ({parts}); {advice}")
+        advice = _exchange_advice(one, plan, one_host)
+        whom = "other ranks on this machine" if one_host else "messages of other ranks"
+        return Verdict(kind, f"{kind}: {share} waits for {whom} ({parts}); {advice}")
     if kind == "worker-bound":
         threads = ", ".join(repr(group) for group in plan.thread_groups if group != MAIN)
         advice = "their tasks take longer than what they run beside: start them earlier in the plan, or spread them"
@@ -201,12 +205,15 @@ def _loader_advice(use: StepUse, num_workers: int | None, cores: int) -> str:
     )
 
 
-def _network_advice(use: StepUse, plan: PipelinePlan) -> str:
+def _exchange_advice(use: StepUse, plan: PipelinePlan, one_host: bool) -> str:
     forward = sum(use.tasks.get(name, 0.0) for name in _FORWARD_WAITS) + use.workers
     if forward < sum(use.tasks.get(name, 0.0) for name in _BACKWARD_WAITS):
         return "most of it is the average of dense gradients: train larger batches, or fewer dense parameters"
     prefetch = plan.schedule.get("EmbPrefetch")
     if prefetch is not None and prefetch.thread_group == MAIN:
-        return f"the plan is {plan.name!r}: try strategy='recsys_prefetch_pipeline' or 'recsys_auto_pipeline'"
+        gains = ", which gain where cores are idle meanwhile" if one_host else ""
+        return f"the plan is {plan.name!r}: try strategy='recsys_prefetch_pipeline' or 'recsys_auto_pipeline'{gains}"
+    if one_host:
+        return "what it is to hide behind is shorter, or keeps all cores busy: try fewer ranks, with more cores each"
     less = " (fewer ids, narrower tables)" if prefetch is not None else ""
     return f"it takes longer than what it can hide behind: send less{less}, or train nearer"

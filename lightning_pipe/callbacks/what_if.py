@@ -27,10 +27,12 @@ class WhatIf:
     Args:
         seconds: of an iteration, as it is.
         otherwise: questions; for each of them seconds of an iteration, by what would be otherwise.
+        one_host: whether all ranks share a host.
     """
 
     seconds: float
     otherwise: Mapping[str, Mapping[str, float]]
+    one_host: bool = False
 
 
 def ask_what_if(
@@ -39,10 +41,11 @@ def ask_what_if(
     machine: Machine,
     *,
     other_plans: Sequence[PipelinePlan] = (),
+    one_host: bool = False,
 ) -> WhatIf:
     """Simulate *plan* as it is, with faster tasks, another network, more ranks, and the other plans.
 
-    Questions that have no answer are left out: of the network where nothing goes through it, of other numbers of ranks
+    Questions that have no answer are left out: of the network where nothing goes through one, of other numbers of ranks
     where it is not said how large the messages are.
 
     Args:
@@ -50,6 +53,7 @@ def ask_what_if(
         costs: of its tasks.
         machine: what they share.
         other_plans: over the same tasks.
+        one_host: whether all ranks share a host, so that no network is between them.
 
     Raises:
         PlanError: costs that do not fit the tasks.
@@ -69,7 +73,7 @@ def ask_what_if(
         "a task takes no time": of_each(float("inf")),
         "another plan": {one.name: seconds(of=one) for one in other_plans if one.name != plan.name},
     }
-    if any(_on_network(cost) for cost in costs.values()):
+    if not one_host and any(_on_network(cost) for cost in costs.values()):
         otherwise[_NETWORK] = {
             f"{factor:g} times as fast": seconds(
                 with_costs={name: _faster(cost, factor, network=True) for name, cost in costs.items()},
@@ -86,7 +90,7 @@ def ask_what_if(
         otherwise["hooks and the data loader take no time"] = {
             "no hooks, no loader": seconds(on=replace(machine, between_periods=0.0))
         }
-    return WhatIf(now, {question: answers for question, answers in otherwise.items() if answers})
+    return WhatIf(now, {question: answers for question, answers in otherwise.items() if answers}, one_host)
 
 
 def _background(cost: TaskCost, machine: Machine) -> float:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["exchanging", "gains_from_messages"]
+__all__ = ["exchanging", "gains_from_messages", "shares_host"]
 
 _CPU = torch.device("cpu")
 # Numbers of messages are int32, and start again behind the last.
@@ -33,9 +33,14 @@ def gains_from_messages(group: dist.ProcessGroup) -> bool:
         return False
     if not isinstance(group._get_backend(_CPU), dist.ProcessGroupGloo):
         return False  # PyTorch's detailed debugging looks at each collective
+    return not shares_host(group)
+
+
+def shares_host(group: dist.ProcessGroup) -> bool:
+    """Whether the ranks of *group* reach each other without a network; all of them call this."""
     places: list[str] = [""] * group.size()
     dist.all_gather_object(places, _place(), group=group)
-    return len(set(places)) > 1
+    return len(set(places)) == 1
 
 
 def exchanging(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -20,7 +20,10 @@ from torchrec.distributed.types import ShardedModule
 from lightning_pipe.recsys.call_arguments import CallArguments, Collection, Constant, Piece, Postprocessed, Source
 from lightning_pipe.recsys.pieces import Attribute, Item
 
-__all__ = ["find_by_trace"]
+__all__ = ["COMPUTED", "find_by_trace"]
+
+# How the reason begins where the step makes an argument.
+COMPUTED = "its argument is computed in the step, "
 
 
 def find_by_trace(model: torch.nn.Module, step: str, names: Iterable[str]) -> dict[str, CallArguments | str]:
@@ -113,7 +116,7 @@ def _source(argument: Any, batch: Node | None, model: torch.nn.Module) -> Source
             return Piece((*inner.path, step))
         if isinstance(inner, Postprocessed):
             return Postprocessed(inner.name, inner.arguments, (*inner.path, step))
-    raise _Unknown(f"its argument is computed in the step, by {argument.op} {argument.target}")
+    raise _Unknown(f"{COMPUTED}by {argument.op} {argument.target}")
 
 
 def _access(node: Node) -> Attribute | Item | None:

@@ -13,7 +13,7 @@ from lightning_pipe.engine.errors import InputError, SetupError
 from lightning_pipe.recsys.agreement import Agreement
 from lightning_pipe.recsys.call_arguments import Arguments, CallArguments, PostprocessResults
 from lightning_pipe.recsys.direct import find_directly
-from lightning_pipe.recsys.fx import find_by_trace
+from lightning_pipe.recsys.fx import COMPUTED, find_by_trace
 from lightning_pipe.recsys.inputs import FeatureForm
 from lightning_pipe.recsys.pieces import describe, walk
 from lightning_pipe.recsys.record import Recorder
@@ -143,8 +143,12 @@ class Resolution:
         if self._method == "auto" and any(self._agreement.gather(bool(made))):
             traced = find_by_trace(self._model, self._step, names)
             for name in made:
-                reason = f"{found[name]}; {traced[name]}"
-                found[name] = reason if isinstance(traced[name], str) else traced[name]
+                why = traced[name]
+                if isinstance(why, str):
+                    # That the step computes it is said already.
+                    comma = "," if why.startswith(COMPUTED) else ";"
+                    why = f"{found[name]}{comma} {why.removeprefix(COMPUTED)}"
+                found[name] = why
         agreed = self._agree(found)
         calls: dict[str, Arguments] = {}
         for name, arguments in agreed.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -302,6 +303,17 @@ def test_what_every_rank_waits_is_the_networks() -> None:
     assert "agreeing on batches 30 %" in of(*2 * [use(other=3.0)]).text
     assert "try strategy='recsys_prefetch_pipeline'" in of(*2 * [use(EmbPrefetch=3.0)], plan=SERIAL).text
     assert "larger batches" in of(*2 * [use(FinalizeGrads=3.0)]).text
+
+
+@pytest.mark.parametrize("waits", [{"EmbInputDistWait": 3.0}, {"other": 3.0}, {"FinalizeGrads": 3.0}])
+@pytest.mark.parametrize("plan", [PREFETCH, SERIAL])
+def test_of_ranks_on_one_host_nothing_is_said_of_a_network(waits: dict[str, float], plan: PipelinePlan) -> None:
+    found = of(*2 * [use(**waits)], plan=plan, one_host=True)
+    assert found.kind == "rank-bound"
+    assert "30 % of the step waits for other ranks on this machine" in found.text
+    assert not {"network", "send", "nearer"} & set(re.findall(r"\w+", found.text))
+    # Elsewhere there is one.
+    assert of(*2 * [use(**waits)], plan=plan).kind == "network-bound"
 
 
 def test_one_rank_waits_for_no_other() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -18,7 +19,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_pipe.callbacks.cost_figure import cost_figure, log_figure
 from lightning_pipe.callbacks.monitor import PipelineMonitor
 from lightning_pipe.callbacks.profiler import PipelineProfiler
-from lightning_pipe.engine import ProfileResult, SetupError
+from lightning_pipe.callbacks.verdict import find_verdict
+from lightning_pipe.engine import ProfileResult, SetupError, exchanges
 from lightning_pipe.engine.profile import TaskProfile
 from tests.distributed import run_ranks
 from tests.strategies.cases import Clicks, Memory, difference, fit, loader, recsys, state_of
@@ -95,9 +97,15 @@ class Records(pl.Callback):
 def fits(rank: int, world_size: int) -> dict[str, Any]:
     few: dict[str, Any] = {"rounds": 1, "iterations": 1, "tasks": TASK}
     monitor, records = PipelineMonitor(every_n_steps=1), Records()
+    with mock.patch("lightning_pipe.callbacks.monitor.find_verdict", wraps=find_verdict) as asked:
+        everything = run(PipelineProfiler(at_steps=[5], rounds=1, iterations=1), monitor)
+        with mock.patch.object(exchanges, "_place", return_value=f"machine {rank}"):
+            apart = run(PipelineProfiler(at_steps=[5], path=None, rounds=1, iterations=1), PipelineMonitor())
     found: dict[str, Any] = {
         "plain": run(None),
-        "all": run(PipelineProfiler(at_steps=[5], rounds=1, iterations=1), monitor),
+        "all": everything,
+        "apart": apart,
+        "one host": [call.kwargs["one_host"] for call in asked.call_args_list],
         "begin": run(PipelineProfiler(at_steps=[1, 7], report=None, show=False, **few)),
         "accumulated": run(PipelineProfiler(at_steps=[1, 3], report=None, **few), accumulate_grad_batches=2),
         "plain accumulated": run(None, accumulate_grad_batches=2),
@@ -172,8 +180,17 @@ def test_the_report_shows_all_ranks_the_plan_and_predictions(found: list[dict[st
     text = found[0]["all"].files["report.html"]
     assert "2 ranks on cpu" in text
     assert "after optimiser step 5, in 1 rounds of 1 iterations" in text
-    for shown in ('id="timeline-chart"', "rank 1 \\u00b7 prefetch", "batch 4", "another plan", "another network"):
+    for shown in ('id="timeline-chart"', "rank 1 \\u00b7 prefetch", "batch 4", "another plan"):
         assert shown in text, shown
+
+
+def test_a_network_is_spoken_of_only_where_ranks_are_on_several_hosts(found: list[dict[str, Any]]) -> None:
+    here, apart = (found[0][name].files["report.html"] for name in ("all", "apart"))
+    said = "Ranks share this machine: they move their messages with the cores"
+    assert ("another network" in here, said in here) == (False, True)
+    assert ("another network" in apart, said in apart) == (True, False)
+    for one in found:
+        assert one["one host"] == [True, False]
 
 
 def test_ranks_that_would_profile_at_other_steps_are_told_so(found: list[dict[str, Any]]) -> None:

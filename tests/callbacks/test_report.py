@@ -96,6 +96,12 @@ def test_a_network_is_asked_about_where_there_is_one(predicted: WhatIf) -> None:
     }
 
 
+def test_of_ranks_on_one_host_no_other_network_is_asked_about(predicted: WhatIf) -> None:
+    found = ask_what_if(a_plan(), costs_of(), MACHINE, other_plans=[a_plan(ahead=False, name="serial")], one_host=True)
+    assert set(predicted.otherwise) - set(found.otherwise) == {"another network"}
+    assert found.otherwise["another plan"] == predicted.otherwise["another plan"]
+
+
 def test_background_work_on_the_network_gets_faster_with_it() -> None:
     waits = {**costs_of(), "Send": TaskCost(0.001, background=0.02, waited_by="Train")}
     otherwise = ask_what_if(a_plan(ahead=False), waits, Machine()).otherwise["another network"]

@@ -374,7 +374,9 @@ def test_a_second_call_in_a_later_step_looks_up_anew(behaviour: list[dict[str, A
 def test_a_module_whose_argument_the_step_makes_runs_unpipelined(behaviour: list[dict[str, Any]]) -> None:
     both(behaviour, "made")
     reason = behaviour[0]["made"]["unpipelined"]["a"]
-    assert "is no piece of the batch: the step made it; its argument is computed in the step" in reason
+    assert "is no piece of the batch: the step made it, by call_" in reason
+    assert reason.count("its argument") == 1, "the same is said twice"
+    assert behaviour[0]["made"]["warnings"][0].count("its argument") == 1
     assert behaviour[0]["made"]["pipelined"] == {"b": "batch.sparse"}
 
 
