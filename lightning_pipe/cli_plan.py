@@ -358,12 +358,13 @@ def _simulate(options: argparse.Namespace) -> None:
         found = {
             "predictions": [asdict(one) for one in predictions],
             "breaks": [asdict(one) for one in breaks],
+            "assumed": _assumed(cores),
             "notes": [read.note] if read.note else [],
         }
         print(json.dumps(found, indent=1))
         return
     # No markup: names may hold square brackets.
-    report = simulation_report(predictions, breaks, most, costs, read.note)
+    report = simulation_report(predictions, breaks, most, costs, _assumed(cores), read.note)
     Console(markup=False, highlight=False, emoji=False).print(report)
 
 
@@ -375,7 +376,7 @@ def simulation_report(
     breaks: Sequence[Break],
     exposed: Mapping[str, Mapping[str, float]],
     costs: CostsFile,
-    note: str = "",
+    *notes: str,
 ) -> Group:
     """Predictions as text, for a Rich console.
 
@@ -384,7 +385,7 @@ def simulation_report(
         breaks: of each plan, where numbers of ranks were asked about.
         exposed: elsewhere, by plan and task, the seconds by which an iteration is shorter without the task.
         costs: what was simulated.
-        note: what is to be said of them.
+        notes: what is to be said of them; empty ones are left out.
     """
     resources = [one for one in RESOURCES if any(one in prediction.busy for prediction in predictions)]
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
@@ -406,7 +407,15 @@ def simulation_report(
         *(Text(_most_in_words(plan, tasks)) for plan, tasks in exposed.items()),
         Text("ms: of an iteration. exposed: by how many it is shorter if all that work takes no time.", style="dim"),
     ]
-    return Group(Text("predicted by simulation", style="bold"), "", table, "", *lines, *([Text(note)] if note else []))
+    return Group(Text("predicted by simulation", style="bold"), "", table, "", *lines, *(Text(note) for note in notes if note))
+
+
+def _assumed(cores: float) -> str:
+    return (
+        f"assumed: {cores:g} {'core' if cores == 1 else 'cores'} of its own for each rank's tasks, and none for its"
+        " messages. Ranks that compute on one machine's cores move their messages with them: where these are busy, as"
+        " two ranks' on two cores are, no plan gains what is predicted."
+    )
 
 
 def _break_in_words(one: Break, predictions: Sequence[Prediction], costs: CostsFile) -> str:

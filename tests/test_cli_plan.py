@@ -91,6 +91,18 @@ def test_a_plan_that_runs_ahead_hides_the_message_and_is_compared_with_the_seria
     assert prefetch["over_serial"] == pytest.approx((ALL + 2.01) / ALL)
 
 
+def test_what_is_assumed_of_cores_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = profile_file(tmp_path)
+    assert main(["plan", "simulate", "prefetch", "--costs", profile, "--cores", "1"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    note = simulated(capsys, "prefetch", "--costs", profile, "--cores", "1")["assumed"]
+    assert note.startswith("assumed: 1 core of its own for each rank's tasks, and none for its messages.")
+    assert "two ranks' on two cores are, no plan gains what is predicted" in note
+    assert note in shown
+    note = simulated(capsys, "prefetch", "--costs", profile, "--cores", "1.5")["assumed"]
+    assert note.startswith("assumed: 1.5 cores of its own")
+
+
 def test_options_stand_before_the_files_network_and_cores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = costs_file(tmp_path, cores=1, between_ms=3)
     options = ("--ranks", "2", "--latency", "1ms", "--bandwidth", "4GB/s")
