@@ -11,11 +11,11 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 from lightning.pytorch.strategies import StrategyRegistry
 from rich import box
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
 from lightning_pipe.cli import PipelineCLI, count
 from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.fitted_table import FittedTable
 from lightning_pipe.llm.choice import Prediction
 from lightning_pipe.llm.estimate import Refused, parse_size
 from lightning_pipe.strategies.choice_report import named, size, unit_of
@@ -163,7 +163,7 @@ def estimate_table(found: StageEstimate, memory: int | None) -> Group:
     return Group(Text(title, style="bold"), "", ranks, "", *lines, *others)
 
 
-def _comparison(found: StageEstimate, memory: int | None) -> Table:
+def _comparison(found: StageEstimate, memory: int | None) -> FittedTable:
     _, factor = unit_of([found.configured.peak])
     table = _table("schedule", "layers", "kept", "activations", "all", memory=memory, last="bubble")
     for one in found.others:
@@ -192,8 +192,8 @@ def _refusals(found: StageEstimate) -> list[str | Text]:
     return ["", *(Text(f"{', '.join(names)}: {reason}") for reason, names in schedules.items())] if schedules else []
 
 
-def _table(first: str, *columns: str, memory: int | None, last: str | None = None) -> Table:
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
+def _table(first: str, *columns: str, memory: int | None, last: str | None = None) -> FittedTable:
+    table = FittedTable(box=box.SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column(first, no_wrap=True)
     for column in (*columns, *([] if memory is None else ["share"]), *([] if last is None else [last])):
         table.add_column(column, justify="right", no_wrap=True)

@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass, replace
 
 from rich import box
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
 from lightning_pipe.engine import PipelinePlan, PlanError, ProfileResult, TaskSchedule
 from lightning_pipe.engine.costs import RESOURCES, Machine, Resource, TaskCost, without
 from lightning_pipe.engine.costs_yaml import CostsFile, load_costs
+from lightning_pipe.engine.fitted_table import FittedTable
 from lightning_pipe.engine.network import Message, NetworkModel
 from lightning_pipe.engine.plan_file import named, plan_file, read_text
 from lightning_pipe.engine.plan_yaml import build_plan
@@ -388,7 +388,7 @@ def simulation_report(
         notes: what is to be said of them; empty ones are left out.
     """
     resources = [one for one in RESOURCES if any(one in prediction.busy for prediction in predictions)]
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
+    table = FittedTable(box=box.SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("plan", no_wrap=True)
     for column in ("ranks", "ms", *(f"exposed:\n{one}" for one in resources), "over\nserial", "busiest"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -407,7 +407,9 @@ def simulation_report(
         *(Text(_most_in_words(plan, tasks)) for plan, tasks in exposed.items()),
         Text("ms: of an iteration. exposed: by how many it is shorter if all that work takes no time.", style="dim"),
     ]
-    return Group(Text("predicted by simulation", style="bold"), "", table, "", *lines, *(Text(note) for note in notes if note))
+    return Group(
+        Text("predicted by simulation", style="bold"), "", table, "", *lines, *(Text(note) for note in notes if note)
+    )
 
 
 def _assumed(cores: float) -> str:

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from rich import box
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.fitted_table import FittedTable
 from lightning_pipe.engine.process_groups import new_group
 from lightning_pipe.llm.bubble import BubbleReport, StepBubble, measure_step, summarise
 from lightning_pipe.llm.simulation import actions_of
@@ -139,7 +139,7 @@ def _strategy(trainer: pl.Trainer) -> LLMPipelineStrategy:
 def bubble_table(report: BubbleReport) -> Group:
     """A report as text: what each rank did with its time, and the bubble, measured and expected."""
     medians = report.medians
-    ranks = Table(box=box.SIMPLE, padding=(0, 1))
+    ranks = FittedTable(box=box.SIMPLE, padding=(0, 1))
     for column in ("rank", "busy", "waits forward", "waits backward", "other", "done", "idle"):
         ranks.add_column(column, justify="right", no_wrap=True)
     for rank, one in enumerate(medians.ranks):
@@ -147,7 +147,7 @@ def bubble_table(report: BubbleReport) -> Group:
         idle = _percent(1 - one.busy / one.step) if one.step else "-"
         ranks.add_row(str(rank), *map(_milliseconds, times), idle)
 
-    bubble = Table(box=box.SIMPLE, padding=(0, 1))
+    bubble = FittedTable(box=box.SIMPLE, padding=(0, 1))
     bubble.add_column("bubble", no_wrap=True)
     bubble.add_column("share", justify="right", no_wrap=True)
     bubble.add_column("step", justify="right", no_wrap=True)

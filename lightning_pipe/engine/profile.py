@@ -9,11 +9,11 @@ from typing import Any
 
 from rich import box
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
 from lightning_pipe.engine.costs import LONGEST
 from lightning_pipe.engine.errors import PlanError
+from lightning_pipe.engine.fitted_table import FittedTable
 from lightning_pipe.engine.shown import printable, shown
 
 __all__ = ["ProfileResult", "TaskProfile"]
@@ -137,9 +137,8 @@ class ProfileResult:
 
     def report(self) -> Group:
         """The table of the tasks, for a Rich console."""
-        table = Table(box=box.SIMPLE, padding=(0, 1), collapse_padding=True, pad_edge=False)
-        # In a narrow terminal names are broken, but no figure.
-        table.add_column("task", overflow="fold")
+        table = FittedTable(box=box.SIMPLE, padding=(0, 1), collapse_padding=True, pad_edge=False)
+        table.add_column("task", no_wrap=True)
         for column in ("own", "exposed", "95 %", "share", "hidden"):
             table.add_column(column, justify="right", no_wrap=True)
         notes = []

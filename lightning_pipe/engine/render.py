@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+
+from lightning_pipe.engine.fitted_table import FittedTable
 
 if TYPE_CHECKING:
     from lightning_pipe.engine.plan import PipelinePlan
@@ -22,7 +23,7 @@ def plan_table(plan: PipelinePlan) -> str:
     notes = []
     table = _table()
     for column in ("task", "stage", "stream", "thread group", "waits for"):
-        table.add_column(column, justify="right" if column == "stage" else "left", no_wrap=column == "task")
+        table.add_column(column, justify="right" if column == "stage" else "left", no_wrap=column != "waits for")
     for name in plan.order:
         where = plan.schedule[name]
         waits = [
@@ -70,11 +71,11 @@ def plan_timeline(plan: PipelinePlan, iterations: int) -> str:
     return _text(10_000, title, table)
 
 
-def _table() -> Table:
-    return Table(box=box.SIMPLE, padding=(0, 1))
+def _table() -> FittedTable:
+    return FittedTable(box=box.SIMPLE, padding=(0, 1))
 
 
-def _text(width: int, *parts: str | Table) -> str:
+def _text(width: int, *parts: str | FittedTable) -> str:
     # No markup: a name may hold square brackets.
     console = Console(file=io.StringIO(), width=width, color_system=None, markup=False, highlight=False, emoji=False)
     for part in parts:

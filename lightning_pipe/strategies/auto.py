@@ -10,10 +10,10 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from rich import box
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
 from lightning_pipe.engine import PipelinePlan, SetupError
+from lightning_pipe.engine.fitted_table import FittedTable
 from lightning_pipe.engine.plan_choice import typical
 from lightning_pipe.engine.plan_limits import PlanLimits
 from lightning_pipe.engine.whole_file import whole_file
@@ -70,7 +70,7 @@ def exploration_of(arguments: Mapping[str, Any] | None) -> Exploration:
 
 
 def choice_report(choice: PlanChoice) -> Group:
-    """What was chosen, and why, for a Rich console of 80 columns or more."""
+    """What was chosen, and why, for a Rich console."""
     measured = choice.measured
     rounds = max(map(len, measured.values()))
     by_hand = min(
@@ -80,7 +80,7 @@ def choice_report(choice: PlanChoice) -> Group:
     # Of the rounds that both were timed in: a plan that was too slow has dropped out.
     ratios = {name: typical(times) / typical(measured[by_hand][: len(times)]) for name, times in measured.items()}
     wins = {name: sum(map(operator.lt, times, measured[by_hand])) for name, times in measured.items()}
-    table = Table(box=box.SIMPLE, padding=(0, 1))
+    table = FittedTable(box=box.SIMPLE, padding=(0, 1))
     table.add_column("plan", no_wrap=True)
     for column in ("ms an iteration", "over rounds", "faster in", "by hand = 1"):
         table.add_column(column, justify="right", no_wrap=True)

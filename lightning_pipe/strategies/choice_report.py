@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
+from lightning_pipe.engine.fitted_table import FittedTable
 from lightning_pipe.llm.choice import Candidate, Prediction
 from lightning_pipe.strategies.stage_choice import StageChoice
 
@@ -22,11 +22,11 @@ def choice_report(choice: StageChoice) -> Group:
     """The choice, why it is that, and the others that came close."""
     chosen, shown = choice.chosen, _shown(choice)
     unit, factor = unit_of([one.peak for one in shown])
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("schedule", no_wrap=True, min_width=max(len(one.candidate.spec.name) for one in shown))
+    table = FittedTable(box=box.SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("schedule", no_wrap=True)
     for column in ("stages", "micro", "expected", "real", "bubble", unit):
-        table.add_column(column, justify="right", no_wrap=True, min_width=max(len(column), 5))
-    table.add_column("layers", no_wrap=True)  # what gives way where there is little room
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("layers")
     for one in shown:
         table.add_row(*_row(one, factor), style="bold" if one is chosen else "")
     tried = [one for one in choice.predictions if one.measured is not None]

@@ -1,0 +1,57 @@
+"""Tables for terminals of any width: none cuts a name or a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Column, Table
+from rich.text import Text
+
+__all__ = ["FittedTable"]
+
+_WIDE = 10_000  # columns: no table is cut
+_GAP = "   "
+
+
+class FittedTable(Table):
+    """Rich's table where the columns fit, which those that may wrap do once their longest word fits; else a list.
+
+    In the list each row's first cell is a line, and the other cells follow it, each after its column's header.
+    """
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widest = self.__rich_measure__(console, options.update(max_width=_WIDE)).maximum
+        if widest - sum(map(_slack, self.columns)) <= options.max_width:
+            yield from super().__rich_console__(console, options)
+            return
+        headers = [" ".join(str(column.header).split()) for column in self.columns]
+        for row in zip(*(column.cells for column in self.columns), strict=True):
+            first, *others = map(str, row)
+            if first:
+                yield Text(f"{headers[0]} {first}", style="bold")
+            pairs = [f"{header} {cell}" for header, cell in zip(headers[1:], others, strict=True) if cell]
+            for line in _packed(pairs, options.max_width - len(_GAP)):
+                yield Text(_GAP + line)
+
+
+def _slack(column: Column) -> int:
+    """By how much *column* is wider than its longest word; 0 where it may not wrap."""
+    if column.no_wrap:
+        return 0
+    cells = [str(column.header), *map(str, column.cells)]
+    line = max(cell_len(line) for cell in cells for line in cell.splitlines() or [""])
+    return line - max(cell_len(word) for cell in cells for word in cell.split() or [""])
+
+
+def _packed(parts: list[str], width: int) -> Iterator[str]:
+    """As many *parts* a line as fit."""
+    line = ""
+    for part in parts:
+        if line and cell_len(line + _GAP + part) > width:
+            yield line
+            line = ""
+        line = f"{line}{_GAP}{part}" if line else part
+    if line:
+        yield line
