@@ -9,6 +9,8 @@ all in memory at most 1.15, both under one plan. With ``--part lookup``: the loo
 ``EmbeddingBag`` of as many rows (aim: at most 1.2), forward alone, and ids to slots where all rows are cached (aim: at
 most 25 ns an id).
 
+With ``--picture FILE`` it draws what ran when in some batches under the prefetch plan, after the rounds.
+
 The dense part is as large as it takes: ``--dense`` layers of ``--width``. The printed share of the store's reads says
 how much there was to hide.
 """
@@ -36,12 +38,15 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.figures import Figure, add_options, at_most, quartiles, save
 from benchmarks.slow_store import SlowStore
+from lightning_pipe.callbacks.timeline import draw_timeline
+from lightning_pipe.engine.timeline import Timeline, task_bars
 from lightning_pipe.recsys import ShardedModel, TrainPipeline, shard_model
 from lightning_pipe.recsys.dynamic import opening
 from lightning_pipe.recsys.dynamic.mixing import mix
 from lightning_pipe.recsys.dynamic.modules import DynamicEmbeddingBagCollection, DynamicTable
 
 AHEAD = 3  # batches, of the deepest plan
+DRAWN = 4  # batches
 CPU = torch.device("cpu")
 OPTIMIZER = {"class_path": "torchrec.optim.RowWiseAdagrad", "init_args": {"lr": 0.05}}
 TWO_AHEAD = Path(__file__).with_name("prefetch_two_ahead.yaml")
@@ -89,6 +94,7 @@ def main() -> None:
     options.add_argument("--readers", type=int, default=16, help="records read at once")
     options.add_argument("--block", type=int, default=12, help="batches of a turn")
     options.add_argument("--rounds", type=int, default=9)
+    options.add_argument("--picture", type=Path, metavar="FILE", help="PNG or SVG, of the prefetch plan")
     add_options(options)
     given = options.parse_args()
     torch.set_num_threads(1)
@@ -235,10 +241,25 @@ def plans(folder: Path, given: argparse.Namespace) -> list[Figure]:
         low, middle, high = statistics.quantiles(ratios, n=4)
         print(f"{name} / {other}: {middle:.3f} ({low:.3f} .. {high:.3f}), aim at most {aim}")
         figures.append(at_most(f"dynamic tables: step, {name} / {other}", middle, aim, (low, high)))
+    if given.picture:
+        draw_turn(arms[1], [batch(ids, given) for _ in range(given.block)], given.picture)
     for arm in arms:
         arm.pipeline.close()
         arm.sharded.close()
     return figures
+
+
+def draw_turn(arm: Arm, batches: Sequence[Batch], path: Path) -> None:
+    """What ran when in the middle of a turn."""
+    engine = arm.pipeline.pipeline
+    engine.start_trace()
+    arm.turn(batches)
+    bars = task_bars(engine.stop_trace(), 0)
+    stepped = [bar for bar in bars if bar.name == "OptimStep"]
+    shown = stepped[len(stepped) // 2 - 1 :][: DRAWN + 1]
+    first, last = shown[1].iteration, shown[-1].iteration
+    title = f"plan {arm.name}: what ran when, while batches {first} to {last} trained"
+    draw_timeline(Timeline(bars, engine.plan.dependencies), path, title, [bar.end for bar in shown])
 
 
 # ---------------------------------------------------------------------- lookup
