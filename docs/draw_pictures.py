@@ -1,7 +1,7 @@
 """Draws the pictures of the docs anew: ``python docs/draw_pictures.py [NAME ...]``, from a clone, on a quiet machine.
 
 Each is of an example in training: what the callback PipelineTrace recorded, or the top of the report that
-PipelineProfiler wrote, as Chromium shows it. The tables and timelines in text are checked by the tests, which run the
+PipelineProfiler wrote, as Chromium shows it; or what a benchmark drew. The tables and timelines in text are checked by the tests, which run the
 command that is written in front of each of them.
 """
 
@@ -21,6 +21,8 @@ TIMELINES = {
     "stages_timeline": ("llm_text/1f1b.yaml", 12, 1),
     "pipe_timeline": ("in_process/transformer.yaml", 9, 2),
 }
+# The benchmark, and its arguments.
+BENCHMARKS = {"rows_timeline": ("dynamic_embeddings", "--rows", "200000", "--latency", "60e-6", "--rounds", "2")}
 # The example, the step after which it is profiled, and the height that is shown (pixels).
 REPORTS = {"profile_report": ("recsys_movielens/prefetch.yaml", 40, 972)}
 WIDTH = 1000  # of a report (pixels)
@@ -28,11 +30,15 @@ WIDTH = 1000  # of a report (pixels)
 
 def main(names: list[str]) -> None:
     """Draw these, or all of them."""
-    for name in names or [*TIMELINES, *REPORTS]:
+    for name in names or [*TIMELINES, *BENCHMARKS, *REPORTS]:
         picture = ROOT / "docs" / "pictures" / f"{name}.png"
         with tempfile.TemporaryDirectory() as folder:
             if name in TIMELINES:
                 _draw_timeline(*TIMELINES[name], Path(folder), picture)
+            elif name in BENCHMARKS:
+                module, *options = BENCHMARKS[name]
+                command = [sys.executable, "-m", f"benchmarks.{module}", *options, "--picture", str(picture)]
+                subprocess.run(command, cwd=ROOT, check=True)
             else:
                 _draw_report(*REPORTS[name], Path(folder), picture)
         print(picture.relative_to(ROOT))
