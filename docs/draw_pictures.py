@@ -1,8 +1,8 @@
 """Draws the pictures of the docs anew: ``python docs/draw_pictures.py [NAME ...]``, from a clone, on a quiet machine.
 
 Each is of an example in training: what the callback PipelineTrace recorded, or the top of the report that
-PipelineProfiler wrote, as Chromium shows it; or what a benchmark drew. The tables and timelines in text are checked by the tests, which run the
-command that is written in front of each of them.
+PipelineProfiler wrote, as Chromium shows it; or it is what a benchmark drew. The tables and timelines in text are
+checked by the tests, which run the command that is written in front of each of them.
 """
 
 from __future__ import annotations

@@ -15,12 +15,12 @@ FIGURES = ("1234.567", "-10.000 .. 12.300")
 WORDS = "waits for one and for another"
 
 
-def printed(width: int, **last: bool) -> list[str]:
+def printed(width: int, no_wrap: bool = False) -> list[str]:
     table = FittedTable(box=box.SIMPLE, padding=(0, 1))
     table.add_column("plan", no_wrap=True)
     for name in ("ms", "95 %"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("more", **last)
+    table.add_column("more", no_wrap=no_wrap)
     for name in NAMES:
         table.add_row(name, *FIGURES, WORDS)
     console = Console(file=io.StringIO(), width=width, color_system=None)
