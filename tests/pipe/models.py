@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.environment import require_torch
 from lightning_pipe.pipe import pop, skippable, stash
 from lightning_pipe.pipe.micro_batch import gather, rows_of, scatter
+from tests.rounding import Reference
 
 
 def _compiles() -> bool:
@@ -142,10 +144,30 @@ def same(one: Any, other: Any) -> bool:
     )
 
 
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    """Gradients by the names of parameters; parameters without a gradient are left out."""
+    return {f"{name}.grad": one.grad.clone() for name, one in module.named_parameters() if one.grad is not None}
+
+
+def whole_gradients(module: nn.Module, backward: Callable[[nn.Module], Any]) -> Reference:
+    """Gradients without a pipe, to which those of a pipe are equal up to rounding.
+
+    Args:
+        module: the layers, of which a copy is used.
+        backward: the passes of the copy, forward and backward; what it returns is ignored.
+    """
+
+    def run() -> dict[str, Tensor]:
+        copied = copy.deepcopy(module)
+        backward(copied)
+        return gradients(copied)
+
+    return Reference.of(run)
+
+
 def state(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers, and gradients beside them."""
-    gradients = {f"{name}.grad": one.grad for name, one in module.named_parameters() if one.grad is not None}
-    return {**module.state_dict(), **{name: one.detach().clone() for name, one in gradients.items()}}
+    return {**module.state_dict(), **gradients(module)}
 
 
 def different(one: nn.Module, other: nn.Module) -> list[str]:
