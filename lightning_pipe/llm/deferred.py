@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.op_record import OpRecord, View
 
-__all__ = ["DeferredInit", "deferred_init", "fake_copy", "is_deferred", "like_tensor"]
+__all__ = ["DeferredInit", "deferred_init", "fake_copy", "is_deferred", "like_tensor", "tensors_are_fake"]
 
 _CPU = torch.device("cpu")
 
@@ -106,6 +106,11 @@ class DeferredInit:
             raise SetupError(f"{_some(hooked)} have hooks, which would be lost: add them after materialise()")
 
 
+def tensors_are_fake() -> bool:
+    """Return whether tensors that are made now take no memory: inside `deferred_init`, or another FakeTensorMode."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 @contextlib.contextmanager
 def deferred_init() -> Iterator[DeferredInit]:
     """Run what builds a model without taking memory for it, and record it.
@@ -127,7 +132,7 @@ def deferred_init() -> Iterator[DeferredInit]:
             dense, or of unknown origin; a write to a real tensor made outside; an operation that draws or writes, and
             whose result's shape cannot be told without values.
     """
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+    if tensors_are_fake():
         raise SetupError("deferred_init() was entered where tensors are fake already; build the model in one block")
     deferred = DeferredInit()
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.losses import chunked_cross_entropy
-from lightning_pipe.strategies.hf_weights import PretrainedWeights, empty_causal_lm, load_into
+from lightning_pipe.strategies.hf_weights import PretrainedWeights, pretrained_causal_lm
 from lightning_pipe.strategies.pipeline_module import PipelineModule, labels_of
 
 __all__ = ["HFCausalLM", "read_config"]
@@ -74,8 +74,7 @@ class HFCausalLM(PipelineModule):
                 self.config, attn_implementation=self.attention
             )
         else:
-            model = empty_causal_lm(self.config, self.attention)
-            load_into(model, self._weights)
+            model = pretrained_causal_lm(self._weights, self.config, self.attention)
         head = model.get_output_embeddings()
         name = next((name for name, part in model.named_children() if part is head), None)
         if head is None or name is None:

@@ -16,8 +16,9 @@ __all__ = ["check_header", "read_bounded_config", "read_index"]
 # Bytes of an index, as of 180,000 tensors, and its names and values.
 _INDEX, _ENTRIES = 2**24, 500_000
 _CONFIG, _HEADER = 2**20, 2**23
-# Of a config: levels, what is counted (such as layers, of each of which a list has an item), and any other number.
-_COUNTS = ("num_", "n_layer")
+# Of a config: levels, what lists or buffers are made of before weights are compared (layers, a head's width), and any
+# other number.
+_COUNTS = ("num_", "n_layer", "head_dim")
 _LEVELS, _COUNT, _NUMBER = 32, 2**16, 2**31
 
 

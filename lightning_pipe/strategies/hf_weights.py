@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.llm.deferred import tensors_are_fake
 from lightning_pipe.strategies.hf_files import check_header, read_bounded_config, read_index
 from lightning_pipe.strategies.named_optimizer import listed
 
-__all__ = ["PretrainedWeights", "StoredTensor", "empty_causal_lm", "load_into"]
+__all__ = ["PretrainedWeights", "StoredTensor", "empty_causal_lm", "load_into", "pretrained_causal_lm"]
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # What can be converted to a parameter's dtype as it is: no part of a quantisation.
@@ -196,13 +197,43 @@ def empty_causal_lm(config: Any, attention: str) -> nn.Module:
     Args:
         config: a ``PretrainedConfig``.
         attention: the implementation.
+
+    Raises:
+        SetupError: it cannot be made, such as of more bytes than can be counted or than there are.
     """
-    with _import("transformers.modeling_utils").no_init_weights():
-        model = _import("transformers").AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention, dtype=torch.get_default_dtype()
-        )
+    try:
+        with _import("transformers.modeling_utils").no_init_weights():
+            model = _import("transformers").AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention, dtype=torch.get_default_dtype()
+            )
+    except (RuntimeError, ValueError) as error:
+        raise SetupError(
+            f"the {config.model_type} model of the config cannot be made: {str(error)[:1000]}. Check the config's sizes"
+        ) from error
     model.tie_weights()  # which is not done either without initialisers
     return cast(nn.Module, model)
+
+
+def pretrained_causal_lm(weights: PretrainedWeights, config: Any, attention: str) -> nn.Module:
+    """A causal LM with a folder's weights; without memory inside ``deferred_init``.
+
+    Files and model are compared before any parameter takes memory: a config that is not the files' is refused,
+    however large its model would be.
+
+    Args:
+        weights: of the whole model.
+        config: a ``PretrainedConfig``.
+        attention: the implementation.
+
+    Raises:
+        SetupError: see :func:`load_into`.
+    """
+    if not tensors_are_fake():
+        with torch.device("meta"):
+            weights.match(empty_causal_lm(config, attention))
+    model = empty_causal_lm(config, attention)
+    load_into(model, weights)
+    return model
 
 
 def load_into(model: nn.Module, weights: PretrainedWeights) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from lightning_pipe.llm.deferred import deferred_init
 from lightning_pipe.llm.module_config import derive_config
 from lightning_pipe.llm.split import split_evenly
 from lightning_pipe.strategies.hf_causal_lm import HFCausalLM
-from lightning_pipe.strategies.hf_weights import PretrainedWeights, empty_causal_lm, load_into
+from lightning_pipe.strategies.hf_weights import PretrainedWeights, empty_causal_lm, load_into, pretrained_causal_lm
 from lightning_pipe.strategies.stage_checkpoint import export_pretrained, save_stage_checkpoint
 from tests.strategies.llm_cases import SEED, TinyLM, hf_config
 
@@ -52,9 +53,7 @@ def theirs(folder: Path, **options: Any) -> Any:
 def loaded(folder: Path) -> nn.Module:
     """The whole model, as one device makes it."""
     weights = PretrainedWeights(folder)
-    model = empty_causal_lm(weights.config(), "sdpa")
-    load_into(model, weights)
-    return model
+    return pretrained_causal_lm(weights, weights.config(), "sdpa")
 
 
 def part_of(folder: Path, rank: int, ranks: int = 2) -> tuple[nn.Module, list[str]]:
@@ -317,6 +316,28 @@ def test_a_missing_parameter_is_an_error_even_where_the_class_ignores_it(
     rewrite(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
     monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_missing", ["lm_head"])
     with pytest.raises(SetupError, match=r"missing in it: lm_head\.weight"):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 10**9}, r"model\.embed_tokens\.weight \(\[19, 16\], needed is \[19, 1000000000\]\)"),
+        (
+            {"hidden_size": 2**31, "intermediate_size": 2**31},
+            "the llama model of the config cannot be made: Storage size",
+        ),
+        ({"head_dim": 2**31}, "'head_dim' is 2147483648, expected at most 65,536"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_config_of_another_model_is_refused_before_parameters_take_memory(
+    changes: dict[str, int], message: str, deferred: bool, tmp_path: Path
+) -> None:
+    config = saved(tmp_path) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    with pytest.raises(SetupError, match=message), deferred_init() if deferred else nullcontext():
         loaded(tmp_path)
 
 
