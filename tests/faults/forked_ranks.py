@@ -27,6 +27,7 @@ from tests.patience import HANG
 
 # How long (seconds) a process may take to end once it was told to.
 END = 60.0
+_HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -136,14 +137,6 @@ def told(ended: Sequence[Ended]) -> str:
     )
 
 
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port: int = listening.getsockname()[1]
-        return port
-
-
 # ---------------------------------------------------------------------- in the nursery
 
 
@@ -167,13 +160,15 @@ def _run(
     # No thread is here when a rank is forked: what another thread holds would be held in the rank for ever.
     shared = folder / "shared"
     shared.mkdir()
-    port, start = free_port(), time.monotonic()
-    ranks = [
-        multiprocessing.get_context("fork").Process(target=_rank, args=(call, rank, world_size, folder, port))
-        for rank in range(world_size - absent)
-    ]
-    for process in ranks:
-        process.start()
+    start = time.monotonic()
+    # From now on the port is the ranks' own: rank 0 serves the store with this very socket.
+    with socket.create_server((_HOST, 0)) as listening:
+        ranks = [
+            multiprocessing.get_context("fork").Process(target=_rank, args=(call, rank, world_size, folder, listening))
+            for rank in range(world_size - absent)
+        ]
+        for process in ranks:
+            process.start()
     ends: dict[int, float] = {}
     deadline = start + timeout
     while len(ends) < len(ranks) and time.monotonic() < deadline:
@@ -214,7 +209,7 @@ def _end_group(group: int) -> bool:
 # ---------------------------------------------------------------------- in a rank
 
 
-def _rank(call: bytes, rank: int, world_size: int, folder: Path, port: int) -> None:
+def _rank(call: bytes, rank: int, world_size: int, folder: Path, listening: socket.socket) -> None:
     os.setpgid(0, 0)
     output = os.open(folder / f"output_{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
@@ -223,7 +218,9 @@ def _rank(call: bytes, rank: int, world_size: int, folder: Path, port: int) -> N
     faulthandler.register(signal.SIGUSR1, output, chain=True)
     # A shell ignores it for what it starts in the background, and so would these processes.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    port = listening.getsockname()[1]
     os.environ |= _environment(rank, world_size, port)
+    _store = _serve_store(listening, port) if rank == 0 else listening.close()
     fn, args = pickle.loads(call)
     value: Any = None
     try:
@@ -235,6 +232,20 @@ def _rank(call: bytes, rank: int, world_size: int, folder: Path, port: int) -> N
         (folder / f"value_{rank}").write_bytes(pickle.dumps(value))
 
 
+def _serve_store(listening: socket.socket, port: int) -> Any:
+    """The server that PyTorch asks for at this port, in this process, is then this one (multi_tenant)."""
+    from torch.distributed import TCPStore
+
+    return TCPStore(
+        _HOST,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listening.detach(),
+    )
+
+
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     """What torchrun would set; Gloo's sockets on loopback."""
     return {
@@ -243,7 +254,7 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": _HOST,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "faults",
         "OMP_NUM_THREADS": "1",
