@@ -446,12 +446,7 @@ def ranks_beyond_rounding(ranks: Iterable[Mapping[str, Any]], reference: Referen
     return [problem for found in ranks for problem in beyond_rounding(found, reference)] + missing
 
 
-def far(one: Mapping[str, Tensor], other: Mapping[str, Tensor], within: float = 1e-5) -> list[str]:
-    """What differs by more than a part of its norm; and what is not in both."""
-    return [
-        name
-        for name in sorted({*one, *other})
-        if name not in one
-        or name not in other
-        or (one[name] - other[name]).double().norm() > within * other[name].double().norm()
-    ]
+def differing(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
+    """Names of what differs in any bit, or is not in both."""
+    names = sorted({*one, *other})
+    return [name for name in names if name not in one or name not in other or not torch.equal(one[name], other[name])]

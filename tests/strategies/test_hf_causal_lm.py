@@ -21,7 +21,7 @@ from tests.strategies.llm_cases import (
     VOCABULARY,
     TinyHF,
     beyond_rounding,
-    far,
+    differing,
     fit,
     gradients_of,
     hf_config,
@@ -54,7 +54,7 @@ def test_class_names_and_initial_values_are_hugging_faces_own(model_type: str) -
     assert module.model is not None
     assert type(module.model) is type(theirs)
     assert list(module.model.state_dict()) == list(theirs.state_dict())
-    assert not far(values_of(module.model), values_of(theirs), within=0.0)
+    assert not differing(values_of(module.model), values_of(theirs))
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -148,9 +148,12 @@ def test_logits_that_are_capped_or_scaled_are_in_the_loss(model_type: str, chang
     theirs = AutoModelForCausalLM.from_config(module.config, attn_implementation="eager")
     theirs.load_state_dict(module.model.state_dict())
     batch = row_batches(1)[0]
-    logits = theirs(input_ids=batch["input_ids"], use_cache=False).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-    torch.testing.assert_close(module.run_batch(batch).loss, loss)
+
+    def loss() -> dict[str, Tensor]:
+        logits = theirs(input_ids=batch["input_ids"], use_cache=False).logits
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())}
+
+    assert Reference.of(loss).differences({"loss": module.run_batch(batch).loss}) == []
 
 
 def test_a_loss_of_routers_over_all_layers_is_refused_and_not_dropped() -> None:
@@ -205,13 +208,13 @@ def test_a_folders_weights_are_what_it_begins_with(as_path: Any, folder: Path) -
     fit(module, "auto", row_batches(1))
     theirs = AutoModelForCausalLM.from_pretrained(folder)
     assert module.config.model_type == "qwen3"
-    assert not far(module.initial, values_of(theirs), within=0.0)
+    assert not differing(module.initial, values_of(theirs))
 
 
 def test_stages_begin_with_a_folders_weights(folder: Path) -> None:
     module = TinyHF(folder)
     fit(module, llm("interleaved_1f1b", 4), row_batches(1))
-    assert not far(module.initial, values_of(AutoModelForCausalLM.from_pretrained(folder)), within=0.0)
+    assert not differing(module.initial, values_of(AutoModelForCausalLM.from_pretrained(folder)))
 
 
 def test_a_name_that_is_no_folder_is_refused() -> None:

@@ -28,7 +28,7 @@ from tests.strategies.llm_cases import (
     Tiny,
     TinyHF,
     Trained,
-    far,
+    differing,
     fit,
     gradients_of,
     hf_config,
@@ -476,7 +476,7 @@ def test_validation_between_steps_changes_nothing_and_no_forward_is_run_for_shap
     for rank in found:
         validated, plain = rank["around", schedule]
         assert validated["losses"] == plain["losses"]
-        assert not far(validated["parameters"], plain["parameters"], within=0.0)
+        assert not differing(validated["parameters"], plain["parameters"])
         assert not held & set(plain["forwards"])
         held |= set(plain["forwards"])
         # Six steps of four micro-batches; and after each, and twice more after three, two batches of evaluation.
@@ -536,7 +536,7 @@ def test_initial_values_are_those_of_one_device_to_the_bit(
     module = Tiny()
     module.configure_model()
     expected = values_of(module.model)
-    assert not far(joined(found, ("initial", schedule, early)), expected, within=0.0)
+    assert not differing(joined(found, ("initial", schedule, early)), expected)
     assert all(0 < len(rank["initial", schedule, early]) < len(expected) for rank in found)
 
 

@@ -35,7 +35,7 @@ from tests.strategies.llm_cases import (
     Trained,
     as_one,
     backward_orders,
-    far,
+    differing,
     fit,
     gradients_of,
     hf_config,
@@ -267,5 +267,5 @@ def test_models_of_hugging_face_train_split_and_untouched(case: HFCase, found: d
     orders = backward_orders(case.schedule, case.ranks, count, derive_config(module.model))
     reference = train_alone(module, "adamw", row_batches(4), count, orders)
     trained, begun = zip(*found[case], strict=True)
-    assert not far({name: value for one in begun for name, value in one.items()}, initial, within=0.0)
+    assert not differing({name: value for one in begun for name, value in one.items()}, initial)
     assert not unequal(join(trained), reference)

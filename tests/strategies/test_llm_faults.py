@@ -19,7 +19,7 @@ from tests.strategies.llm_cases import (
     TinyHF,
     Trained,
     backward_orders,
-    far,
+    differing,
     fit,
     hf_config,
     llm,
@@ -47,8 +47,8 @@ def test_a_trainer_takes_one_module_after_another_and_goes_back_to_the_first() -
     assert trained != fresh
     used.fit_loop.epoch_progress.reset()
     used.fit(second, loader(row_batches(2)))
-    assert far(values_of(second.model), second.initial)
-    assert not far(values_of(first.model), before, within=0.0)
+    assert differing(values_of(second.model), second.initial)
+    assert not differing(values_of(first.model), before)
 
 
 class Skipping(Tiny):
@@ -63,7 +63,7 @@ def test_a_step_that_an_epoch_left_unfinished_does_not_count_in_the_next() -> No
     fit(module, llm("gpipe"), row_batches(2), accumulate_grad_batches=2, max_epochs=2)
     other = Tiny()
     fit(other, llm("gpipe"), row_batches(2), accumulate_grad_batches=2)
-    assert not far(module.gradients[-1], other.gradients[-1], within=0.0)
+    assert not differing(module.gradients[-1], other.gradients[-1])
 
 
 class Failing(Tiny):
@@ -83,7 +83,7 @@ def test_a_step_that_failed_does_not_count_in_the_next() -> None:
     module.broken = False
     used.fit(module, loader(row_batches(1)))
     fit(other, llm("gpipe"), row_batches(1))
-    assert not far(module.gradients[0], other.gradients[0], within=0.0)
+    assert not differing(module.gradients[0], other.gradients[0])
 
 
 class Masking(Tiny):
@@ -109,7 +109,7 @@ def test_a_batch_that_is_changed_after_it_was_prepared_is_trained_as_it_is(how: 
         batch["labels"][:, ::2] = -100
     fit(other, llm("gpipe"), masked)
     assert module.losses == other.losses
-    assert not far(module.gradients[-1], other.gradients[-1], within=0.0)
+    assert not differing(module.gradients[-1], other.gradients[-1])
 
 
 class Targets(Tiny):

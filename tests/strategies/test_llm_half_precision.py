@@ -10,7 +10,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 from tests.distributed import run_ranks
-from tests.strategies.llm_cases import Tiny, far, fit, llm, microbatches_of, row_batches
+from tests.strategies.llm_cases import Tiny, differing, fit, llm, microbatches_of, row_batches
 
 STEPS = 4
 SCALE = 2.0**10
@@ -128,7 +128,7 @@ def test_half_precision_trains_as_one_device_over_the_same_micro_batches_to_the_
     for rank in found:
         assert rank[case]["losses"] == losses
         held = rank[case]["parameters"]
-        assert not far(held, {name: parameters[name] for name in held}, within=0.0)
+        assert not differing(held, {name: parameters[name] for name in held})
 
 
 @pytest.mark.parametrize("case", CASES)

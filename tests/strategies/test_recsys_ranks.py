@@ -269,7 +269,7 @@ def statistics(rank: int) -> list[torch.Tensor]:
     """BatchNorm's running mean and variance.
 
     Returns:
-        Those after the last training step, at the end of ``fit``, after a save, and of a model that loads that.
+        Values after the last training step, at the end of ``fit``, after a save, and of a model that loads the save.
     """
 
     def of(module: Clicks) -> torch.Tensor:

@@ -15,7 +15,16 @@ from lightning_pipe.llm.deferred import deferred_init
 from lightning_pipe.llm.module_config import ModuleConfig
 from lightning_pipe.strategies.stage_parallel import StageParallelism
 from lightning_pipe.strategies.stage_split import SplitModel, SplitOptions, split_model
-from tests.strategies.llm_cases import SEED, VOCABULARY, WIDTH, TinyLM, far, packed_batches, row_batches, values_of
+from tests.strategies.llm_cases import (
+    SEED,
+    VOCABULARY,
+    WIDTH,
+    TinyLM,
+    differing,
+    packed_batches,
+    row_batches,
+    values_of,
+)
 
 CONFIG = {"layer_prefix": "layers", "input_fqns": ["embedding"], "output_fqns": ["head"]}
 
@@ -110,7 +119,7 @@ def test_ranks_parts_are_the_model_to_the_bit_under_its_own_names(ranks: list[tu
     parts = [split(TinyLM, mine, sum(map(len, ranks))) for mine in ranks]
     found = [values_of(part.kept) for part in parts]
     assert sum(map(len, found)) == len(values_of(whole()))
-    assert not far({name: value for one in found for name, value in one.items()}, values_of(whole()), within=0.0)
+    assert not differing({name: value for one in found for name, value in one.items()}, values_of(whole()))
     assert {part.names for part in parts} == {tuple(name for name, _ in whole().named_parameters())}
 
 
