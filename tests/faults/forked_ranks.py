@@ -220,7 +220,8 @@ def _rank(call: bytes, rank: int, world_size: int, folder: Path, listening: sock
     signal.signal(signal.SIGINT, signal.default_int_handler)
     port = listening.getsockname()[1]
     os.environ |= _environment(rank, world_size, port)
-    _store = _serve_store(listening, port) if rank == 0 else listening.close()
+    _store = _serve_store(listening, port) if rank == 0 else None
+    listening.close()
     fn, args = pickle.loads(call)
     value: Any = None
     try:
