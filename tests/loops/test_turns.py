@@ -20,7 +20,7 @@ from tests.rounding import Reference
 
 BATCH = 3
 # Rows of each rank.
-SHARDS = {2: [(7, 0), (0, 7), (1, 10), (7, 10)], 4: [(0, 1, 7, 10), (10, 0, 0, 1)]}
+SHARDS: dict[int, list[tuple[int, ...]]] = {2: [(7, 0), (0, 7), (1, 10), (7, 10)], 4: [(0, 1, 7, 10), (10, 0, 0, 1)]}
 TOTALS = (1, 7, 10)
 
 
@@ -85,7 +85,7 @@ def evaluated(data: Any, own: bool = True, strategy: Any = None) -> dict[str, An
     (validated,) = used.validate(module, DataLoader(data, BATCH), verbose=False)
     (tested,) = used.test(module, DataLoader(data, BATCH), verbose=False)
     predicted = used.predict(module, DataLoader(data, BATCH)) or []
-    return {**validated, "tested": tested["loss_epoch"], "predicted": torch.cat([torch.zeros(0), *predicted])}  # type: ignore[list-item]
+    return {**validated, "tested": tested["loss_epoch"], "predicted": torch.cat([torch.zeros(0), *predicted])}
 
 
 def run_cases(rank: int, world_size: int) -> dict[Any, Any]:

@@ -9,7 +9,7 @@ import torch
 
 from tests.distributed import run_ranks
 from tests.rounding import Reference
-from tests.strategies.llm_cases import Tiny, llm, loader, row_batches, trainer
+from tests.strategies.llm_cases import SEED, Tiny, llm, loader, row_batches, trainer
 
 # Batches of the two parts of the data.
 PARTS = [(3, 0), (0, 1), (1, 4), (7, 10)]
@@ -37,13 +37,14 @@ def batches_of(count: int) -> list[dict[str, torch.Tensor]]:
 def evaluated(case: str, counts: tuple[int, ...], part: int) -> dict[str, Any]:
     first = sum(counts[:part])
     mine = loader(batches_of(sum(counts))[first : first + counts[part]])
+    torch.manual_seed(SEED)
     used, module = trainer(llm("1f1b", 2, **CASES[case]), use_distributed_sampler=False), Scored()
     (metrics,) = used.validate(module, mine, verbose=False)
     return {"metrics": metrics, "predicted": used.predict(module, mine)}
 
 
-def run_cases(rank: int, world_size: int) -> dict[str, Any]:
-    found = {}
+def run_cases(rank: int, world_size: int) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
     for case in CASES:
         for counts in PARTS:
             # As many parts of the data as dimensions, of which the others have none.
@@ -63,6 +64,7 @@ def ranks() -> list[dict[Any, Any]]:
 
 
 def alone(count: int) -> dict[str, Any]:
+    torch.manual_seed(SEED)
     used, module = trainer("auto"), Scored()
     (metrics,) = used.validate(module, loader(batches_of(count)), verbose=False)
     predicted = used.predict(module, loader(batches_of(count))) or []

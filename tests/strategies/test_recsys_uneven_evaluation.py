@@ -33,7 +33,7 @@ from tests.strategies.cases import (
 BATCH = 3
 KINDS = {"people": "row_wise", "things": "table_wise"}
 # Rows of each rank.
-SHARDS = {2: [(7, 0), (0, 7), (1, 10), (7, 10)], 4: [(0, 1, 7, 10), (10, 0, 0, 1)]}
+SHARDS: dict[int, list[tuple[int, ...]]] = {2: [(7, 0), (0, 7), (1, 10), (7, 10)], 4: [(0, 1, 7, 10), (10, 0, 0, 1)]}
 # Rows of all ranks together, which Lightning's sampler shares out.
 TOTALS = (1, 7, 10)
 FORMS = ("files", "streams")
