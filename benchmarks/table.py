@@ -83,7 +83,7 @@ QUOTED: tuple[Run, ...] = (
     ),
     Run("recsys live bytes", "recsys_live_bytes", ranks=2),
     Run("recsys balancing", "balancing", ("--hidden", "256", "--batch", "128", "--rounds", "4")),
-    Run("dynamic tables, plans", "dynamic_embeddings", ("--rounds", "5")),
+    Run("dynamic tables, plans", "dynamic_embeddings", ("--rows", "200000", "--rounds", "5")),
     Run("planner graphs", "planner_graphs", ("--seconds", "30", "--iterations", "5")),
     Run("LLM step", "llm_step_time", (*_STEP, "--micro-batches", "8"), ranks=2),
     Run("LLM bounds", "llm_bounds", ("--repetitions", "3"), ranks=2),
