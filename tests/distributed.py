@@ -1,6 +1,8 @@
 """Runs a function on several ranks, each a process of its own, so that a rank that dies or hangs is a failed test.
 
-The harness itself needs no torch: only the ranks import it, after their environment is set.
+The harness itself needs no torch. Ranks are forked from servers that have imported what most tests use
+(:mod:`tests.preloaded`): a fork takes milliseconds, the imports up to 14 s of computing time. Two servers with other
+seeds of Python's hash, so that ranks differ in the order of sets, as processes that start by themselves do.
 """
 
 from __future__ import annotations
@@ -10,8 +12,10 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -19,6 +23,8 @@ import traceback
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,7 +42,7 @@ GRACE = 60.0
 END = 60.0
 
 
-def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float = HANG) -> list[T]:
+def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float = HANG, fresh: bool = False) -> list[T]:
     """Calls ``fn(rank, world_size, *args)`` in ``world_size`` processes joined by Gloo over loopback.
 
     Args:
@@ -44,6 +50,7 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float 
         world_size: number of processes.
         args: whatever can be pickled; each rank has its own copy.
         timeout: seconds for all of it, the start of the processes included.
+        fresh: start processes that have imported nothing, in place of copies of one that has.
 
     Returns:
         Each rank's value, in rank order; whatever can be pickled.
@@ -56,7 +63,7 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float 
     # Pickled here, once: multiprocessing would have the ranks share the memory of tensors.
     call = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [_Rank(rank, world_size, call, Path(folder), timeout) for rank in range(world_size)]
+        ranks = [_Rank(rank, world_size, call, Path(folder), timeout, fresh) for rank in range(world_size)]
         try:
             for rank in ranks:
                 rank.start()
@@ -91,24 +98,30 @@ def threads_left(before: Collection[threading.Thread]) -> list[str]:
 class _Rank:
     """One process, as the test sees it."""
 
-    def __init__(self, index: int, world_size: int, call: bytes, folder: Path, timeout: float) -> None:
+    def __init__(self, index: int, world_size: int, call: bytes, folder: Path, timeout: float, fresh: bool) -> None:
         self.index = index
         self.value: Any = None
         self.failure: str | None = None
         self.reported = False
         self._stacks = folder / f"stacks_{index}"
-        self._environment = _environment(index, world_size)
+        self._server = None if fresh else _server(index % _SERVERS)
+        environment = {**os.environ, **_environment(index, world_size)}
         self.connection, self._child_end = multiprocessing.Pipe()
         store = folder / "store"
-        self._process = multiprocessing.get_context("spawn").Process(
+        self._process: Any = multiprocessing.get_context("spawn" if fresh else "forkserver").Process(  # type: ignore[attr-defined]
             target=_serve,
-            args=(call, index, world_size, self._child_end, str(store), str(self._stacks), timeout),
+            args=(call, index, world_size, self._child_end, str(store), str(self._stacks), timeout, environment),
             name=f"rank {index}",
         )
+        self._environment = environment
 
     def start(self) -> None:
-        with mock.patch.dict(os.environ, self._environment):
-            self._process.start()
+        if self._server is None:
+            with mock.patch.dict(os.environ, self._environment):
+                self._process.start()
+        else:
+            with mock.patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process):
+                self._process.start()
         # From now on only the process holds it, so that its death is seen as the end of the connection.
         self._child_end.close()
 
@@ -200,10 +213,49 @@ def _environment(rank: int, world_size: int) -> dict[str, str]:
     return environment
 
 
+# Of Python's hash, one for each server.
+_SERVERS = 2
+
+
+@cache
+def _server(index: int) -> forkserver.ForkServer:
+    """A process that is forked for ranks; it ends with this one."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(["tests.preloaded"])
+    # Libraries for linear algebra start threads when they are loaded, unless they are to have one.
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(THREADS))
+    with mock.patch.dict(os.environ, {**threads, "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": str(index + 1)}):
+        server.ensure_running()
+    return server
+
+
+def _start_anew(environment: dict[str, str]) -> None:
+    """Make a forked process what a new one is: its environment, and random streams of its own."""
+    import numpy
+    import torch
+
+    atexit._clear()  # what the server's imports have registered
+    os.environ.clear()
+    os.environ.update(environment)
+    random.seed()
+    numpy.random.seed()
+    torch.seed()
+
+
 def _serve(
-    call: bytes, rank: int, world_size: int, connection: Connection, store: str, stacks: str, timeout: float
+    call: bytes,
+    rank: int,
+    world_size: int,
+    connection: Connection,
+    store: str,
+    stacks: str,
+    timeout: float,
+    environment: dict[str, str],
 ) -> None:
     """The life of a rank's process: join the group, call, report, wait for the others, leave."""
+    forked = "tests.preloaded" in sys.modules
+    if forked:
+        _start_anew(environment)
     # A bare descriptor, open until the process is gone: it may crash or hang while it ends.
     file = os.open(stacks, os.O_WRONLY | os.O_CREAT)
     faulthandler.enable(file)
@@ -224,6 +276,8 @@ def _serve(
     connection.recv()
     _leave_group()
     codes.append(0)
+    if forked:
+        atexit._run_exitfuncs()  # which the server leaves out
 
 
 def _call(call: bytes, rank: int, world_size: int, store: str, timeout: float) -> bytes:
