@@ -82,16 +82,20 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float 
     return [rank.value for rank in ranks]
 
 
-def threads_left(before: Collection[threading.Thread]) -> list[str]:
+def threads_left(before: Collection[threading.Thread], end: float | None = None) -> list[str]:
     """Names of the threads that are alive now, were not in ``before``, and should have ended.
 
     Those are the threads that would keep the process alive, and the pipeline's workers, which are daemons.
+
+    Args:
+        before: threads that may be there.
+        end: how long (seconds) one that was told to end may take.
     """
     new = [thread for thread in threading.enumerate() if thread not in before]
     owed = [thread for thread in new if not thread.daemon or thread.name.startswith("lightning_pipe")]
     for thread in owed:
         # One that was told to end may still be on its way.
-        thread.join(END)
+        thread.join(END if end is None else end)
     return [thread.name for thread in owed if thread.is_alive()]
 
 
@@ -110,7 +114,7 @@ class _Rank:
         store = folder / "store"
         self._process: Any = multiprocessing.get_context("spawn" if fresh else "forkserver").Process(  # type: ignore[attr-defined]
             target=_serve,
-            args=(call, index, world_size, self._child_end, str(store), str(self._stacks), timeout, environment),
+            args=(call, index, world_size, self._child_end, str(store), str(self._stacks), timeout, END, environment),
             name=f"rank {index}",
         )
         self._environment = environment
@@ -250,6 +254,7 @@ def _serve(
     store: str,
     stacks: str,
     timeout: float,
+    end: float,
     environment: dict[str, str],
 ) -> None:
     """The life of a rank's process: join the group, call, report, wait for the others, leave."""
@@ -267,7 +272,7 @@ def _serve(
     # ends are left out. Gloo's threads are still there in some, and PyTorch then aborts (seen once in 3000 tests).
     atexit.register(lambda: os._exit(codes[-1]))
     try:
-        value = _call(call, rank, world_size, store, timeout)
+        value = _call(call, rank, world_size, store, timeout, end)
     except BaseException:
         connection.send((f"raised:\n{traceback.format_exc().rstrip()}", None))
         raise SystemExit(1) from None
@@ -280,7 +285,7 @@ def _serve(
         atexit._run_exitfuncs()  # which the server leaves out
 
 
-def _call(call: bytes, rank: int, world_size: int, store: str, timeout: float) -> bytes:
+def _call(call: bytes, rank: int, world_size: int, store: str, timeout: float, end: float) -> bytes:
     import torch
     import torch.distributed as dist
 
@@ -291,7 +296,7 @@ def _call(call: bytes, rank: int, world_size: int, store: str, timeout: float) -
     fn, args = pickle.loads(call)
     before = threading.enumerate()
     value = pickle.dumps(fn(rank, world_size, *args))
-    left = threads_left(before)
+    left = threads_left(before, end)
     assert not left, f"{fn.__name__} left threads behind: {', '.join(left)}"
     return value
 

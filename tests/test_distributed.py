@@ -156,7 +156,7 @@ def end_badly(rank: int, world_size: int) -> None:
 
 
 def test_a_rank_that_returns_but_does_not_end_well_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.distributed.END", 10.0)
+    monkeypatch.setattr("tests.distributed.END", 5.0)
     with pytest.raises(AssertionError) as failure:
         run_ranks(end_badly, 2)
     first, second = per_rank(failure)
@@ -169,7 +169,8 @@ def leave_a_thread(rank: int, world_size: int) -> None:
     threading.Thread(target=wait_for_ever, name=f"lightning_pipe-{rank}", daemon=True).start()
 
 
-def test_a_rank_that_leaves_a_worker_thread_behind_fails() -> None:
+def test_a_rank_that_leaves_a_worker_thread_behind_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.distributed.END", 0.1)
     with pytest.raises(AssertionError, match="leave_a_thread left threads behind: lightning_pipe-0"):
         run_ranks(leave_a_thread, 1)
 
