@@ -7,8 +7,9 @@ Each dataloader has a program of its own, since what feeds a model may look diff
     ahead    b0    | b1    | b2    |    b0 | b1    |
                                         (another program)
 
-Where ranks have uneven numbers of batches, those that all have are evaluated like that; behind them the ranks that have
-more go on batch by batch, and the others join them (:mod:`lightning_pipe.loops.turns`). Each row is evaluated once.
+If ranks have uneven numbers of batches, the batches that all ranks have are evaluated this way. Ranks with more batches
+then continue batch by batch, and the other ranks join them (:mod:`lightning_pipe.loops.turns`). Each row is evaluated
+once.
 """
 
 from __future__ import annotations
@@ -65,26 +66,26 @@ class BringsEvaluation(Protocol):
 
 @runtime_checkable
 class JoinsEvaluation(Protocol):
-    """A strategy whose ranks take part in batches that they do not have."""
+    """Strategy whose ranks can take part in the collectives of batches that they do not have."""
 
-    # Whether what a step logs without summing up over ranks is the same on all of them.
+    # True if values logged without sync_dist are the same on all ranks.
     logs_for_all: bool
 
     def in_turn(self, turn: Turn, step: str) -> AbstractContextManager[None]:
-        """In the body, collectives of a step are announced to *turn*; every rank enters it.
+        """Context in which collectives of a step are announced to *turn*. Every rank enters it.
 
         Args:
-            turn: a batch that not all ranks have.
-            step: the module's method that evaluates it.
+            turn: batch that only some ranks have.
+            step: name of the module's method that evaluates the batch.
         """
         ...
 
     def join_evaluation(self, what: str, detail: Any) -> None:
-        """Do this rank's part of a collective, with nothing of its own.
+        """Start an announced collective with empty input.
 
         Args:
-            what: was announced.
-            detail: of it.
+            what: name of the collective.
+            detail: data of the announcement.
         """
         ...
 
@@ -106,7 +107,7 @@ class EvaluationData(Iterator[Any]):
         what: is evaluated, in errors: ``validation``, ``test``, ``prediction``.
 
     Attributes:
-        uneven: whether some ranks have fewer batches than others, or may have.
+        uneven: True if ranks have, or may have, different numbers of batches.
     """
 
     def __init__(self, trainer: pl.Trainer, what: str) -> None:
@@ -129,8 +130,8 @@ class EvaluationData(Iterator[Any]):
         self._to_move: deque[_Entry] = deque()
         self._statuses = StatusGroup()
         self._batches_of: list[int | float] = []
-        # Where ranks are uneven: the dataloader that any rank is at, in which this rank has had batches, the batch that
-        # is read and not given, those behind it, and the batch that others join.
+        # State of uneven ranks: the current dataloader of all ranks, True if this rank has had one of its batches, the
+        # batch fetched ahead, the remaining batches, and the batch that other ranks join.
         self._loader: int | None = None
         self._had_batches = False
         self._held: Fetched | None = None
@@ -141,16 +142,16 @@ class EvaluationData(Iterator[Any]):
     # ------------------------------------------------------------------ a run
 
     def agree(self, loader: CombinedLoader, batches: Sequence[int | float], *, predicting: bool) -> None:
-        """Find out whether all ranks have as many batches; every rank calls this when its loaders are made.
+        """Compare the numbers of batches of all ranks. Every rank calls this after its loaders are set up.
 
         Args:
-            loader: of this rank.
-            batches: of each dataloader, by its length and the trainer's limits.
-            predicting: whether they may be uneven in any case.
+            loader: loaders of this rank.
+            batches: number of batches of each dataloader, from its length and the trainer's limits.
+            predicting: True for prediction, where uneven numbers are always allowed.
 
         Raises:
-            InputError: on every rank: some have fewer batches, and the strategy refuses that; or other numbers of
-                dataloaders.
+            InputError: on every rank, if numbers differ and the strategy refuses that, or if ranks have different
+                numbers of dataloaders.
         """
         self.uneven, self._refuses, self._all_are_empty = False, False, None
         strategy = self._trainer.strategy
@@ -175,7 +176,7 @@ class EvaluationData(Iterator[Any]):
         )
 
     def skips(self, otherwise: bool) -> bool:
-        """Whether there is nothing to evaluate on any rank; *otherwise* is what this rank has to say alone."""
+        """Return True if no rank has a batch; *otherwise* if ranks have not been compared."""
         return otherwise if self._all_are_empty is None else self._all_are_empty
 
     def begin(
@@ -191,8 +192,8 @@ class EvaluationData(Iterator[Any]):
             fetcher: Lightning's, made for this run.
             batches: of each dataloader; infinite where that is not known.
             step: the module's method that evaluates a batch.
-            ended: called, where ranks are uneven, when all have come to the end of a dataloader, with its index; also
-                on ranks that had no batch of it.
+            ended: for uneven ranks, called with the index of each dataloader that all ranks have finished, on every
+                rank at the same point.
         """
         if self._streams is None:
             self._streams = RandomStreams(self._trainer.strategy.root_device)
@@ -334,7 +335,7 @@ class EvaluationData(Iterator[Any]):
     # ------------------------------------------------------------------ uneven ranks
 
     def _begin_loader(self, loader: int | None) -> None:
-        """All ranks are at this dataloader now, or at the end."""
+        """Note that all ranks have reached this dataloader, or the end for None."""
         before, self._loader = self._loader, loader
         if loader == before:
             return
@@ -343,15 +344,16 @@ class EvaluationData(Iterator[Any]):
         self._had_batches = False
 
     def _enter_turn(self) -> EvaluationProgram:
-        """Begin with a batch that not all ranks have; raises ``StopIteration`` where no rank has one.
+        """Start a batch that only some ranks have, joining the other ranks until this rank has one.
 
-        A rank that does not have it returns from here when it has one again that others have not, or all have.
+        Raises:
+            StopIteration: no rank has another batch.
         """
         strategy, results = self._trainer.strategy, self._trainer._results
         assert isinstance(strategy, JoinsEvaluation)
         while (have := self._next_turn()) is not None:
             if all(have):
-                # As at the next dataloader: they run ahead again.
+                # All ranks have a batch again, for example of the next dataloader: pipelined evaluation resumes.
                 self._source = None
                 return self._enter_next()
             turn = Turn(self._group, have, f"a batch of dataloader {self._loader} in {self._what}")
@@ -370,7 +372,7 @@ class EvaluationData(Iterator[Any]):
             with strategy.in_turn(turn, self._step):
                 logged = turn.join(strategy.join_evaluation)
             if results is not None:
-                # What is not summed up is of this rank alone: it has the others' where it has nothing of its own.
+                # An unsynced value belongs to this rank. Without own batches, take the other rank's value.
                 log_for_others(self._trainer, results, logged, strategy.logs_for_all or not self._had_batches)
         self._begin_loader(None)
         raise StopIteration
@@ -381,10 +383,13 @@ class EvaluationData(Iterator[Any]):
             turn.end(self._logged)
 
     def _next_turn(self) -> list[bool] | None:
-        """Which ranks have a batch of the first dataloader that any has a batch of; None where none has one.
+        """Fetch a batch and gather which ranks have one.
+
+        Returns:
+            One flag per rank, for the first dataloader with batches left; None if no rank has a batch.
 
         Raises:
-            InputError: on every rank: one could not fetch its batch, or ranks that must have the same ones have not.
+            InputError: on every rank, if a rank could not fetch its batch, or ranks of one pipeline differ.
         """
         assert self._source is not None
         if self._own is None:

@@ -1,4 +1,4 @@
-"""Samplers of an evaluation that give each row to one rank, once."""
+"""Distributed samplers for evaluation without repeated rows."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _WARNING = "Using `DistributedSampler` with the dataloaders"
 
 @contextmanager
 def rows_once() -> Iterator[None]:
-    """In the body, samplers that Lightning puts into loaders repeat no row.
+    """Context in which the samplers that Lightning adds to loaders do not repeat rows.
 
-    Lightning's sampler for validation and test repeats rows until all ranks have as many, which counts them twice in
-    metrics; its sampler for prediction does not, and refuses fewer rows than ranks. Here ranks may have uneven numbers
-    of batches, or none.
+    For validation and test, Lightning's sampler repeats rows to give each rank the same number, so metrics count those
+    rows twice. For prediction it does not repeat rows, but refuses fewer rows than ranks. In this context ranks may get
+    uneven numbers of rows, or no row.
     """
     made_by = data_connector._get_distributed_sampler
 
@@ -35,7 +35,7 @@ def rows_once() -> Iterator[None]:
     data_connector._get_distributed_sampler = sampler_of
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=_WARNING)  # it says that rows are repeated
+            warnings.filterwarnings("ignore", message=_WARNING)  # not true here: no row is repeated
             yield
     finally:
         data_connector._get_distributed_sampler = made_by

@@ -1,13 +1,14 @@
-"""Batches of an evaluation that only some ranks have: the other ranks take part in their collectives.
+"""Collectives of evaluation batches that only some ranks have.
 
-Ranks work together inside a step: they look up rows in each other's shards, or sum a logged value. A rank that has no
-more batches must not evaluate one again, since its metrics would count rows twice. It *joins* the others instead::
+An evaluation step contains collectives: lookups in the other ranks' shards, sums of logged values. A rank without a
+batch must take part in them, but must not evaluate an old batch again: its metrics would count rows twice. It *joins*
+the other ranks instead::
 
-    rank 0 (has the batch)       step: ... call("lookup", ...) ── lookup ── ... ── end(what it logged)
-    rank 1 (has none)                  waits ──────────────────── join: a lookup of no ids ── waits ── end
+    rank 0 (has the batch)       step: ... call("lookup", ...) ── lookup ── ... ── end(logged values)
+    rank 1 (has no batch)              waits ──────────────────── join: empty lookup ── waits ── end
 
-Before each collective, the ranks with a batch say what they are going to do; a rank without one does its part of that,
-with nothing of its own. All of it goes over one process group on the CPU, so these batches take longer than others.
+Ranks with a batch announce each collective before they start it. Ranks without a batch then start the same collective
+with empty input. Announcements are gathered over one CPU process group, so these batches take longer than others.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from lightning_pipe.engine import InputError
 
 __all__ = ["Logged", "Turn", "UnevenEvaluation", "align_metrics", "log_for_others", "recorded_logs"]
 
-# What becomes of an evaluation in which some ranks have fewer batches.
+# Handling of evaluations in which some ranks have fewer batches.
 UnevenEvaluation = Literal["join", "error"]
 
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -47,16 +48,16 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Turn:
-    """One batch of each rank that has one; every rank makes one of these together.
+    """One evaluation batch on some of the ranks. Constructed on every rank at the same point.
 
     Args:
-        group: of all ranks, on the CPU, used by nothing else.
-        have: for each rank, whether it has the batch.
-        batch: which batch it is, for messages.
+        group: CPU process group of all ranks, reserved for announcements.
+        have: one flag per rank: True if the rank has a batch.
+        batch: name of the batch in error messages.
 
     Attributes:
-        has: whether this rank has it.
-        results: numbers of this batch that are the same on all ranks, those without it included.
+        has: True if this rank has a batch.
+        results: tensors computed from the batch that have the same value on every rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, have: Sequence[bool], batch: str) -> None:
@@ -70,38 +71,38 @@ class Turn:
     # ------------------------------------------------------------------ a rank with the batch
 
     def call(self, what: str, detail: Any = None) -> None:
-        """Say what this rank is going to do together with all others; ranks with the batch call it alike.
+        """Announce a collective. All ranks with a batch call this in the same order.
 
         Args:
-            what: it is.
-            detail: what ranks without the batch need to know, on the CPU. Theirs is the first rank's.
+            what: name of the collective.
+            detail: picklable CPU data that ranks without a batch need; they receive the first rank's.
 
         Raises:
-            InputError: on every rank: one has failed, or ranks do different things.
+            InputError: on every rank, if a rank has failed or ranks announce different collectives.
         """
         self._hear(("call", what, detail))
 
     def end(self, logged: Sequence[Logged] = ()) -> None:
-        """Say that the batch is done, and what was logged for it."""
+        """Announce the end of the batch, with the logged values."""
         if not self._over:
             self._hear(("end", "", list(logged)))
             self._over = True
 
     def fail(self, error: Exception) -> None:
-        """Say that the batch failed here, unless all know."""
+        """Announce an error of this rank, unless the batch has ended."""
         if not self._over:
             self._over = True
             self._gather(("error", "", f"{type(error).__name__}: {error}"))
 
     def reduce(self, tensor: Tensor, reduce_op: Any) -> Tensor:
-        """The values of the ranks that have the batch, reduced; of one shape on all of them.
+        """Reduce a tensor over the ranks that have a batch.
 
         Args:
-            tensor: this rank's.
-            reduce_op: ``mean``, ``sum``, ``max`` or ``min``, as a string or of PyTorch.
+            tensor: value of this rank; the shape is the same on all ranks.
+            reduce_op: ``mean``, ``sum``, ``max`` or ``min``, as a string or a ``ReduceOp``.
 
         Raises:
-            InputError: on every rank: another operation.
+            InputError: on every rank, for another operation.
         """
         name = str(reduce_op).rsplit(".", 1)[-1].lower()
         if name not in _REDUCTIONS:
@@ -111,14 +112,14 @@ class Turn:
         return _REDUCTIONS[name](torch.stack(values)).to(tensor)
 
     def is_result(self, value: Tensor) -> bool:
-        """Whether it is one of the results, to the bit."""
+        """Return True if *value* equals one of the results bit for bit."""
         return any(torch.equal(value, result.detach().cpu()) for result in self.results)
 
     def refuse(self, what: str) -> None:
-        """Refuse something that all ranks would have to take part in with a value of their own.
+        """Refuse a collective that needs a value from every rank.
 
         Raises:
-            InputError: here, and on all other ranks as the step fails.
+            InputError: always; the other ranks raise when this rank's step fails.
         """
         raise InputError(
             f"{what} was called in {self._advice}. Call it in the hook of the epoch's end, where all ranks are"
@@ -132,16 +133,16 @@ class Turn:
     # ------------------------------------------------------------------ a rank without it
 
     def join(self, do: Callable[[str, Any], None]) -> list[Logged]:
-        """Take part in what the others do, until their batch is done.
+        """Take part in the announced collectives until the batch ends.
 
         Args:
-            do: does this rank's part: of what, and the detail of the first rank that has the batch.
+            do: starts a collective with empty input; called with its name and the first rank's detail.
 
         Returns:
-            What that rank logged.
+            The first rank's logged values.
 
         Raises:
-            InputError: one of the others has failed, or they do different things.
+            InputError: a rank has failed, or ranks announce different collectives.
         """
         while True:
             kind, what, detail = self._hear(None)
@@ -156,7 +157,7 @@ class Turn:
     # ------------------------------------------------------------------ both
 
     def _hear(self, said: tuple[str, str, Any] | None) -> tuple[str, str, Any]:
-        """What the ranks with the batch say, which is the same but for its details."""
+        """Gather all announcements, check them, and return the first rank's."""
         all_said = self._gather(said)
         failed = [f"rank {rank}: {one[2]}" for rank, one in enumerate(all_said) if one and one[0] == "error"]
         if failed:
@@ -184,15 +185,15 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class Logged:
-    """A call of ``self.log`` for a batch.
+    """One call of ``self.log``.
 
     Attributes:
-        key: in Lightning's results.
-        of: the fields of Lightning's metadata that can be sent.
-        synced: whether ranks sum it up at the end of the epoch.
-        shared: whether it is the same on all ranks, those without the batch included.
-        value: on the CPU; None of a metric of torchmetrics, which keeps its own.
-        batch_size: its weight in a mean.
+        key: key in Lightning's result collection.
+        of: picklable fields of Lightning's metadata.
+        synced: True for ``sync_dist=True``.
+        shared: True if the value is the same on all ranks, including ranks without the batch.
+        value: logged tensor on the CPU; None for a torchmetrics metric, which has its own state.
+        batch_size: weight of the value in a mean.
     """
 
     key: str
@@ -207,12 +208,12 @@ class Logged:
 def recorded_logs(
     results: _ResultCollection, logged: list[Logged], is_shared: Callable[[Tensor], bool]
 ) -> Iterator[None]:
-    """In the body, add what is logged to *logged*.
+    """Context that appends each logged value to *logged*.
 
     Args:
-        results: where Lightning puts it.
-        logged: what was.
-        is_shared: whether a value, on the CPU, is the same on all ranks.
+        results: result collection of the running evaluation.
+        logged: destination list.
+        is_shared: returns True for a CPU tensor that has the same value on all ranks.
     """
     update = results.update_metrics
 
@@ -233,16 +234,17 @@ def recorded_logs(
 
 
 def log_for_others(trainer: pl.Trainer, results: _ResultCollection, logged: Sequence[Logged], unsynced: bool) -> None:
-    """Log on a rank without a batch what another one logged for it.
+    """Register another rank's logged values on a rank without a batch.
 
-    A value that ranks sum up must be known on all of them, or those that know it would wait at the end of the epoch.
+    At the end of the epoch all ranks reduce each value logged with ``sync_dist=True``. A rank that does not know the
+    value would leave the other ranks waiting.
 
     Args:
-        trainer: whose module logs.
-        results: of its evaluation.
-        logged: by the other.
-        unsynced: whether values that ranks do not sum up count on this rank too. Those that they sum up do where they
-            are shared; others are known here, and nothing is added to them.
+        trainer: trainer of the running evaluation.
+        results: its result collection.
+        logged: values that the other rank logged.
+        unsynced: True to accumulate values logged without ``sync_dist``. Synced values are accumulated if they are
+            shared, and otherwise registered with weight 0.
     """
     device = trainer.strategy.root_device
     for one in logged:
@@ -256,7 +258,7 @@ def log_for_others(trainer: pl.Trainer, results: _ResultCollection, logged: Sequ
         metric = results[one.key]
         metric.has_reset = False
         if one.value is not None:
-            # Lightning would warn that nothing was logged.
+            # Avoids Lightning's warning about a metric without updates.
             metric._update_count += 1
             metric._computed = None
             if one.shared if one.synced else unsynced:
@@ -264,7 +266,7 @@ def log_for_others(trainer: pl.Trainer, results: _ResultCollection, logged: Sequ
 
 
 def _add(metric: _ResultMetric, value: Tensor, batch_size: int) -> None:
-    """As the metric's update, which would sum over ranks what is logged for each step."""
+    """Accumulate a value. The metric's own update would also reduce step values over ranks."""
     value = value if value.is_floating_point() else value.to(metric.value.dtype)
     if metric.meta.is_mean_reduction:
         metric.value = metric.value + value * batch_size
@@ -276,15 +278,14 @@ def _add(metric: _ResultMetric, value: Tensor, batch_size: int) -> None:
 
 
 def align_metrics(module: nn.Module) -> None:
-    """Let metrics of torchmetrics gather alike on all ranks, whatever rows each has seen; every rank calls it.
+    """Make torchmetrics metrics start the same collectives on all ranks. Every rank calls this.
 
-    A metric that keeps all it has seen (an exact AUROC) has a list of tensors for each state. torchmetrics gathers
-    nothing for an empty list, and the other ranks would wait. Found in torchmetrics 1.0; later versions put in an empty
-    tensor, of float whatever the others are of. And a metric that has not changed since it was computed is not gathered
-    again.
+    A metric that stores all rows (an exact AUROC) has lists of tensors as states. torchmetrics 1.0 skips the gather of
+    an empty list, and the other ranks wait. Later versions gather an empty float tensor, whatever dtype the other
+    ranks have. A metric without updates since its last ``compute`` returns the cached value and skips the gather, too.
 
     Args:
-        module: holds the metrics.
+        module: LightningModule with the metrics.
     """
     metrics: dict[str, Any] = {name: one for name, one in module.named_modules() if isinstance(one, Metric)}
     states = {
