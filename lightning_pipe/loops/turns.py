@@ -257,12 +257,10 @@ def log_for_others(trainer: pl.Trainer, results: _ResultCollection, logged: Sequ
             results[one.key] = metric.to(device)
         metric = results[one.key]
         metric.has_reset = False
-        if one.value is not None:
-            # Avoids Lightning's warning about a metric without updates.
-            metric._update_count += 1
-            metric._computed = None
-            if one.shared if one.synced else unsynced:
-                _add(metric, one.value.to(device), one.batch_size)
+        metric._computed = None
+        metric._update_count += 1  # avoids Lightning's warning about a metric without updates
+        if one.value is not None and (one.shared if one.synced else unsynced):
+            _add(metric, one.value.to(device), one.batch_size)
 
 
 def _add(metric: _ResultMetric, value: Tensor, batch_size: int) -> None:
