@@ -21,7 +21,7 @@ from tests.llm.attention_cases import CASES, Plain, deviations, hugging_face, pa
 ring = partial(deviations, method="ring")
 
 
-def on_four_ranks(rank: int, size: int) -> dict[str, dict[str, float]]:
+def on_four_ranks(rank: int, size: int) -> dict[str, list[str]]:
     """More ranks than most of these models have heads."""
     before = vars(torch_ring._cp_options).copy()
     found = {name: ring(model_of, batch_of) for name, (model_of, batch_of) in CASES.items()} | {
@@ -35,21 +35,19 @@ def on_four_ranks(rank: int, size: int) -> dict[str, dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def four_ranks() -> dict[str, dict[str, float]]:
+def four_ranks() -> dict[str, list[str]]:
     return run_ranks(on_four_ranks, 4)[0]
 
 
 @pytest.mark.parametrize("case", [*CASES, "recomputed", "recomputed, packed", "within itself"])
 def test_outputs_and_gradients_over_four_ranks_are_those_of_one_device(
-    four_ranks: dict[str, dict[str, float]], case: str
+    four_ranks: dict[str, list[str]], case: str
 ) -> None:
-    found = four_ranks[case]
-    assert max(found["loss"], found["outputs"], found["evaluation"]) < 1e-6
-    assert not {name: value for name, value in found.items() if not value < 1e-5}
+    assert four_ranks[case] == []
 
 
-def test_without_it_chunks_do_not_see_each_other(four_ranks: dict[str, dict[str, float]]) -> None:
-    assert four_ranks["not entered"]["outputs"] > 1e-3
+def test_without_it_chunks_do_not_see_each_other(four_ranks: dict[str, list[str]]) -> None:
+    assert [one for one in four_ranks["not entered"] if one.startswith("output 0")] != []
 
 
 def in_half_precision(rank: int, size: int) -> tuple[torch.dtype, float]:
