@@ -162,7 +162,7 @@ class Turn:
         failed = [f"rank {rank}: {one[2]}" for rank, one in enumerate(all_said) if one and one[0] == "error"]
         if failed:
             self._over = True
-            raise InputError(f"{self._batch} failed; {'; '.join(failed)}")
+            raise InputError(f"{self._batch} failed on another rank. {'; '.join(failed)}")
         of_ranks = {rank: one for rank, one in enumerate(all_said) if one is not None}
         if len({one[:2] for one in of_ranks.values()}) > 1:
             self._over = True

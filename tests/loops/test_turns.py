@@ -187,4 +187,4 @@ def test_ranks_that_do_different_things_are_told_on_every_rank(turns: list[dict[
 
 def test_what_fails_on_one_rank_is_an_error_on_all(turns: list[dict[str, Any]]) -> None:
     assert "expected one of mean" in turns[1]["no such sum"]
-    assert "a batch failed; rank 1: InputError: reduce_op is 'product'" in turns[0]["no such sum"]
+    assert "a batch failed on another rank. rank 1: InputError: reduce_op is 'product'" in turns[0]["no such sum"]

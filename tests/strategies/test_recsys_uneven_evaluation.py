@@ -283,9 +283,17 @@ def test_calls_that_are_not_known_ahead_are_joined(two: list[dict[str, Any]]) ->
 @pytest.mark.parametrize(
     ("name", "own", "on_others"),
     [
-        ("other", "LookupError: no such column", "a batch of dataloader 0 in validation failed; rank 1: LookupError"),
+        (
+            "other",
+            "LookupError: no such column",
+            "in validation failed on another rank. rank 1: LookupError",
+        ),
         ("gathers", "InputError: all_gather was called in a batch", "rank 1: InputError: all_gather was called"),
-        ("fails", "LookupError: no such column", "a batch of dataloader 0 in validation failed; rank 1: LookupError"),
+        (
+            "fails",
+            "LookupError: no such column",
+            "in validation failed on another rank. rank 1: LookupError",
+        ),
     ],
 )
 def test_what_fails_in_a_batch_of_some_ranks_is_an_error_on_all(
