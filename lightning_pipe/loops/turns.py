@@ -16,6 +16,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
+from math import prod
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -108,8 +110,10 @@ class Turn:
         if name not in _REDUCTIONS:
             raise InputError(f"reduce_op is {reduce_op!r}; {self._advice}; expected one of {', '.join(_REDUCTIONS)}")
         self.call("reduce")
-        values = [one for one in self._gather(tensor.detach().cpu()) if one is not None]
-        return _REDUCTIONS[name](torch.stack(values)).to(tensor)
+        values = torch.stack([one for one in self._gather(tensor.detach().cpu()) if one is not None])
+        if name in ("mean", "avg") and not values.is_floating_point():
+            values = values.to(torch.get_default_dtype())  # as DistributedStrategy.reduce does
+        return _REDUCTIONS[name](values).to(tensor.device)
 
     def is_result(self, value: Tensor) -> bool:
         """Return True if *value* equals one of the results bit for bit."""
@@ -193,7 +197,7 @@ class Logged:
         synced: True for ``sync_dist=True``.
         shared: True if the value is the same on all ranks, including ranks without the batch.
         value: logged tensor on the CPU; None for a torchmetrics metric, which has its own state.
-        batch_size: weight of the value in a mean.
+        batch_size: weight of the value in a mean; a tensor is on the CPU.
     """
 
     key: str
@@ -201,7 +205,7 @@ class Logged:
     synced: bool
     shared: bool
     value: Tensor | None
-    batch_size: int
+    batch_size: float | Tensor
 
 
 @contextmanager
@@ -217,13 +221,14 @@ def recorded_logs(
     """
     update = results.update_metrics
 
-    def update_and_record(key: str, value: Any, batch_size: int) -> None:
+    def update_and_record(key: str, value: Any, batch_size: Any) -> None:
         meta = results[key].meta
         if not meta.sync.rank_zero_only and meta.on_epoch:
             of = {one.name: getattr(meta, one.name) for one in dataclasses.fields(meta) if one.name != "_sync"}
             kept = value.detach().cpu() if isinstance(value, Tensor) else None
             shared = kept is not None and is_shared(kept)
-            logged.append(Logged(key, of, meta.sync.should, shared, kept, batch_size))
+            weight = batch_size.detach().cpu() if isinstance(batch_size, Tensor) else batch_size
+            logged.append(Logged(key, of, meta.sync.should, shared, kept, weight))
         update(key, value, batch_size)
 
     results.update_metrics = update_and_record
@@ -261,9 +266,19 @@ def log_for_others(trainer: pl.Trainer, results: _ResultCollection, logged: Sequ
         metric._update_count += 1  # avoids Lightning's warning about a metric without updates
         if one.value is not None and (one.shared if one.synced else unsynced):
             _add(metric, one.value.to(device), one.batch_size)
+        elif one.value is not None:
+            _take_types(metric, one.value, one.batch_size)
 
 
-def _add(metric: _ResultMetric, value: Tensor, batch_size: int) -> None:
+def _take_types(metric: _ResultMetric, value: Tensor, batch_size: float | Tensor) -> None:
+    """Convert the accumulators to the dtypes on the other ranks: double for a double value, float for a float weight."""
+    if value.is_floating_point():
+        metric.value = metric.value.to(torch.promote_types(metric.value.dtype, value.dtype))
+    if metric.meta.is_mean_reduction:
+        metric.cumulated_batch_size = metric.cumulated_batch_size + 0 * batch_size
+
+
+def _add(metric: _ResultMetric, value: Tensor, batch_size: float | Tensor) -> None:
     """Accumulate a value. The metric's own update would also reduce step values over ranks."""
     value = value if value.is_floating_point() else value.to(metric.value.dtype)
     if metric.meta.is_mean_reduction:
@@ -278,30 +293,75 @@ def _add(metric: _ResultMetric, value: Tensor, batch_size: int) -> None:
 def align_metrics(module: nn.Module) -> None:
     """Make torchmetrics metrics start the same collectives on all ranks. Every rank calls this.
 
-    A metric that stores all rows (an exact AUROC) has lists of tensors as states. torchmetrics 1.0 skips the gather of
-    an empty list, and the other ranks wait. Later versions gather an empty float tensor, whatever dtype the other
-    ranks have. A metric without updates since its last ``compute`` returns the cached value and skips the gather, too.
+    torchmetrics gathers each tensor of a metric's state. If ranks have different numbers of tensors, or tensors of
+    different dtypes or numbers of dimensions, they wait for each other or fail. Found in torchmetrics 1.0:
+
+    - The states of a metric that stores all rows (an exact AUROC, ranking per query) are lists, empty on a rank without
+      batches. Lists that torchmetrics does not concatenate hold one tensor per batch.
+    - A single stored number has no dimension, several numbers have one. The same holds for the states of a correlation
+      after one batch and after several. Values in double precision make a state double on the ranks that saw them.
+    - A metric without updates since its last ``compute`` returns the cached value and skips the gather.
 
     Args:
         module: LightningModule with the metrics.
+
+    Raises:
+        InputError: on every rank, if a metric stores a list of single numbers without concatenating them, and ranks
+            have different numbers of batches.
     """
     metrics: dict[str, Any] = {name: one for name, one in module.named_modules() if isinstance(one, Metric)}
-    states = {
-        (name, state): getattr(metric, state)
-        for name, metric in metrics.items()
-        for state, reduction in metric._reductions.items()
-        if reduction is dim_zero_cat and isinstance(getattr(metric, state), list)
-    }
-    kinds = {key: (values[0].dtype, tuple(values[0].shape[1:])) for key, values in states.items() if values}
+    states: dict[tuple[str, str], Any] = {}
+    for name, metric in metrics.items():
+        for state, reduction in metric._reductions.items():
+            value = getattr(metric, state)
+            if isinstance(value, list) and value and reduction is dim_zero_cat:
+                value = [dim_zero_cat(value)]
+            states[name, state] = value
+    forms = {key: _form(value) for key, value in states.items()}
     changed = {name for name, metric in metrics.items() if metric._computed is None}
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (kinds, changed))
+    dist.all_gather_object(ranks, (forms, changed))
     for name, metric in metrics.items():
         if any(name in of_rank for _, of_rank in ranks):
             metric._computed = None
-    for key, values in states.items():
-        found = next((of_rank[key] for of_rank, _ in ranks if key in of_rank), None)
-        if not values and found is not None:
-            name, state = key
-            dtype, shape = found
-            setattr(metrics[name], state, [torch.empty((0, *shape), dtype=dtype, device=metrics[name].device)])
+    for key, value in states.items():
+        name, state = key
+        of_ranks = [of_rank[key] for of_rank, _ in ranks]
+        if any(of_ranks):
+            setattr(metrics[name], state, _aligned(value, of_ranks, f"{name}.{state}", metrics[name].device))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """Dtype and shape of a state tensor, or of the first of *count* tensors in a list."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    count: int = 0
+
+
+def _form(state: Any) -> _Form | None:
+    """Return the form of a state; None for an empty list."""
+    if isinstance(state, Tensor):
+        return _Form(state.dtype, tuple(state.shape))
+    if isinstance(state, list) and state and isinstance(state[0], Tensor):
+        return _Form(state[0].dtype, tuple(state[0].shape), len(state))
+    return None
+
+
+def _aligned(state: Any, ranks: Sequence[_Form | None], name: str, device: torch.device) -> Any:
+    """Convert a state to one that torchmetrics can gather. At least one rank has a tensor."""
+    forms = [form for form in ranks if form is not None]
+    if isinstance(state, Tensor):
+        state = state.to(reduce(torch.promote_types, (form.dtype for form in forms)))
+        shape = max((form.shape for form in forms), key=len)
+        return state.reshape(shape) if state.numel() == prod(shape) else state
+    counts = [0 if form is None else form.count for form in ranks]
+    if not forms[0].shape and len(set(counts)) > 1:
+        raise InputError(
+            f"metric state {name!r} has {' and '.join(map(str, counts))} numbers on the ranks, which have evaluated"
+            " uneven numbers of batches, and torchmetrics gathers as many from each. Give the metric a state that is"
+            " summed up or concatenated (dist_reduce_fx='sum' or 'cat')"
+        )
+    empty = torch.empty((0, *forms[0].shape[1:]), dtype=forms[0].dtype, device=device)
+    return [*state, *[empty] * (max(counts) - len(state))]

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
-from torchmetrics import MeanMetric
+from torchmetrics import CatMetric, MeanMetric, Metric, PearsonCorrCoef
 from torchmetrics.classification import BinaryAUROC
+from torchmetrics.retrieval import RetrievalNormalizedDCG
 
 from lightning_pipe.engine import InputError
 from lightning_pipe.loops.turns import Turn
@@ -128,6 +129,102 @@ def test_each_row_is_read_once_where_lightning_shares_them_out(ranks: list[Any],
     check([found[total] for found in ranks], total, in_turn=True)
 
 
+# ---------------------------------------------------------------------- what is logged
+
+# Rows of two ranks: none, one batch and several on a rank, in which metrics' states differ in form.
+LOGGED = [(7, 0), (2, 10), (10, 2)]
+
+
+class Logs(Scored):
+    """Logs numbers and weights of all types, and metrics whose states are lists, of tensors or of single numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranking, self.correlation, self.numbers = RetrievalNormalizedDCG(), PearsonCorrCoef(), CatMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        scores, weights = torch.sigmoid(self.net(batch)[:, 0]), batch[:, 1]
+        mean = (scores * weights).sum() / weights.sum()
+        self.log("precise", scores.mean().double(), batch_size=len(batch), sync_dist=True)
+        self.log("precise_sum", scores.sum().double(), reduce_fx="sum", sync_dist=True)
+        self.log("weighted", mean, batch_size=weights.sum(), sync_dist=True)  # type: ignore[arg-type]
+        self.log("rows", torch.tensor(len(batch)), reduce_fx="sum", sync_dist=True)
+        self.ranking.update(scores, (batch[:, 0] > 0.5).int(), indexes=(4 * batch[:, 2]).long())
+        self.correlation.update(scores.double(), batch[:, 0].double())
+        self.log("ranking", self.ranking)
+        self.log("correlation", self.correlation)
+        self.numbers.update(scores.sum())
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("sum", self.numbers.compute().sum())
+        self.numbers.reset()
+
+
+class Listed(Metric):
+    """Keeps a number of each batch, in a list that torchmetrics does not concatenate."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("values", [], dist_reduce_fx=None)
+
+    def update(self, value: torch.Tensor) -> None:
+        self.values.append(value)  # type: ignore[union-attr,operator]
+
+    def compute(self) -> Any:
+        return torch.stack(self.values).mean()  # type: ignore[arg-type]
+
+
+class Refused(Scored):
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed = Listed()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.listed.update(self.net(batch).sum())
+        self.log("listed", self.listed)
+
+    def on_validation_epoch_end(self) -> None:
+        pass
+
+
+def logged(data: Any, strategy: Any) -> dict[str, torch.Tensor]:
+    used = trainer(strategy, use_distributed_sampler=False)
+    (metrics,) = used.validate(Logs(), DataLoader(data, BATCH), verbose=False)
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
+
+
+def run_logs(rank: int, world_size: int) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for counts in LOGGED:
+        found[counts] = logged(rows(sum(counts[:rank]), counts[rank]), PipelineStrategy())
+    try:
+        trainer(PipelineStrategy(), use_distributed_sampler=False).validate(
+            Refused(), DataLoader(rows(0, 10 * rank), BATCH), verbose=False
+        )
+    except InputError as error:
+        found["refused"] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def logs() -> list[dict[Any, Any]]:
+    return run_ranks(run_logs, 2)
+
+
+@pytest.mark.parametrize("counts", LOGGED, ids=str)
+def test_numbers_of_all_types_and_metrics_of_all_states_are_those_of_one_process(logs: Any, counts: Any) -> None:
+    reference = Reference.of(lambda: logged(rows(0, sum(counts)), "auto"))
+    for found in logs:
+        assert reference.differences(found[counts]) == []
+
+
+def test_a_metric_with_a_list_of_numbers_that_ranks_cannot_gather_is_refused_on_all(logs: Any) -> None:
+    for found in logs:
+        assert "metric state 'listed.values' has 0 and 4 numbers" in found["refused"]
+
+
 # ---------------------------------------------------------------------- a turn
 
 
@@ -142,6 +239,7 @@ def take_turns(rank: int, world_size: int) -> dict[str, Any]:
         if turn.has:
             turn.call("something", rank)
             found[str(operation)] = turn.reduce(torch.tensor([float(rank), 1.0]), operation).tolist()
+            found[f"{operation} of integers"] = float(turn.reduce(torch.tensor(rank), operation))
             turn.end()
         else:
             turn.join(lambda what, detail: done.append((what, detail)))
@@ -177,6 +275,11 @@ def test_sums_are_of_the_ranks_that_have_the_batch(turns: list[dict[str, Any]]) 
     for found in turns[1:]:
         sums = {name.rsplit(".", 1)[-1].lower(): value for name, value in found.items() if isinstance(value, list)}
         assert {name: value for name, value in sums.items() if name in wanted} == wanted
+
+
+def test_integers_are_summed_up_as_numbers_are(turns: list[dict[str, Any]]) -> None:
+    for found in turns[1:]:
+        assert [found[f"{name} of integers"] for name in ("mean", "sum", "max", "min")] == [1.5, 3.0, 2.0, 1.0]
 
 
 @pytest.mark.parametrize("name", ["do not agree", "ends early"])
