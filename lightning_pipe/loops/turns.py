@@ -271,7 +271,7 @@ def log_for_others(trainer: pl.Trainer, results: _ResultCollection, logged: Sequ
 
 
 def _take_types(metric: _ResultMetric, value: Tensor, batch_size: float | Tensor) -> None:
-    """Convert the accumulators to the dtypes on the other ranks: double for a double value, float for a float weight."""
+    """Convert accumulators to the dtypes of the other ranks: double for a double value, float for a float weight."""
     if value.is_floating_point():
         metric.value = metric.value.to(torch.promote_types(metric.value.dtype, value.dtype))
     if metric.meta.is_mean_reduction:

@@ -147,7 +147,7 @@ class Logs(Scored):
         mean = (scores * weights).sum() / weights.sum()
         self.log("precise", scores.mean().double(), batch_size=len(batch), sync_dist=True)
         self.log("precise_sum", scores.sum().double(), reduce_fx="sum", sync_dist=True)
-        self.log("weighted", mean, batch_size=weights.sum(), sync_dist=True)  # type: ignore[arg-type]
+        self.log("weighted", mean, batch_size=weights.sum(), sync_dist=True)
         self.log("rows", torch.tensor(len(batch)), reduce_fx="sum", sync_dist=True)
         self.ranking.update(scores, (batch[:, 0] > 0.5).int(), indexes=(4 * batch[:, 2]).long())
         self.correlation.update(scores.double(), batch[:, 0].double())
