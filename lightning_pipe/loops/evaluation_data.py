@@ -141,12 +141,15 @@ class EvaluationData(Iterator[Any]):
 
     # ------------------------------------------------------------------ a run
 
-    def agree(self, loader: CombinedLoader, batches: Sequence[int | float], *, predicting: bool) -> None:
+    def agree(
+        self, loader: CombinedLoader, batches: Sequence[int | float], failed: Sequence[Exception], *, predicting: bool
+    ) -> None:
         """Compare the numbers of batches of all ranks. Every rank calls this after its loaders are set up.
 
         Args:
             loader: loaders of this rank.
             batches: number of batches of each dataloader, from its length and the trainer's limits.
+            failed: errors in the set-up of this rank's loaders; all ranks raise them.
             predicting: True for prediction, where uneven numbers are always allowed.
 
         Raises:
@@ -162,8 +165,14 @@ class EvaluationData(Iterator[Any]):
         own = [many if _knows_length(one) else inf for one, many in zip(loader.flattened, batches, strict=True)]
         if loader._mode != "sequential":
             own = [min(own) if loader._mode == "min_size" else max(own)]
-        ranks = [own] * self._trainer.world_size
-        dist.all_gather_object(ranks, own)
+        said = f"{type(failed[0]).__name__}: {failed[0]}" if failed else None
+        all_said: list[Any] = [None] * self._trainer.world_size
+        dist.all_gather_object(all_said, (own, said))
+        if failed:
+            raise failed[0]
+        if problems := [f"rank {rank}: {text}" for rank, (_, text) in enumerate(all_said) if text]:
+            raise InputError(f"loaders of {self._what} cannot be used. {'; '.join(problems)}")
+        ranks = [of_rank for of_rank, _ in all_said]
         self._all_are_empty = not any(map(any, ranks))
         unknown = any(inf in of_rank for of_rank in ranks)
         self.uneven = unknown or any(of_rank != own for of_rank in ranks)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.loops import evaluation_loop, prediction_loop
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from lightning_pipe.engine import InputError
 from lightning_pipe.loops.evaluation_data import EvaluationData
@@ -55,12 +58,16 @@ class PipelineEvaluationLoop(_EvaluationLoop):
 
     def setup_data(self) -> None:
         before = self._max_batches
-        with _loaders_of_any_length(self.trainer):
+        with _loaders_of_any_length(self.trainer) as failed:
             super().setup_data()
         if self._max_batches is not before:
             assert self._combined_loader is not None
             self._continue_with_workers(self._combined_loader)
-            self._ahead.agree(self._combined_loader, self._max_batches, predicting=False)
+            self._ahead.agree(self._combined_loader, self._max_batches, failed, predicting=False)
+            if not any(self._max_batches) and not self.skip:
+                # Callbacks check these numbers for a validation, which must be found on all ranks. The loaders still
+                # end without a batch.
+                self._max_batches = [1] * len(self._max_batches)
 
     def _continue_with_workers(self, loader: CombinedLoader) -> None:
         """Let loaders that had started their workers before the checkpoint start them without drawing a seed."""
@@ -119,6 +126,8 @@ class PipelineEvaluationLoop(_EvaluationLoop):
         """All ranks have come to the end of a dataloader, of which this one may have had no batch."""
         results = self.trainer._results
         assert results is not None
+        # Callbacks check it, also on a rank without batches.
+        self._has_run |= not self.trainer.sanity_checking
         results.dataloader_idx = loader if self._is_sequential and self.num_dataloaders > 1 else None
         align_metrics(self.trainer.lightning_module)
         super()._store_dataloader_outputs()
@@ -198,11 +207,11 @@ class PipelinePredictionLoop(_PredictionLoop):
 
     def setup_data(self) -> None:
         before = self.max_batches
-        with _loaders_of_any_length(self.trainer):
+        with _loaders_of_any_length(self.trainer) as failed:
             super().setup_data()
         if self.max_batches is not before:
             assert self._combined_loader is not None
-            self._ahead.agree(self._combined_loader, self.max_batches, predicting=True)
+            self._ahead.agree(self._combined_loader, self.max_batches, failed, predicting=True)
 
     def reset(self) -> None:
         super().reset()
@@ -266,19 +275,34 @@ class PipelinePredictionLoop(_PredictionLoop):
 
 
 @contextmanager
-def _loaders_of_any_length(trainer: pl.Trainer) -> Iterator[None]:
-    """In the body a rank may have a loader without a batch, unless the strategy refuses uneven ranks."""
+def _loaders_of_any_length(trainer: pl.Trainer) -> Iterator[list[Exception]]:
+    """Context in which a rank may set up loaders without batches, unless the strategy refuses uneven ranks.
+
+    Lightning's set-up sums the lengths of sized loaders over ranks, but ranks may have loaders of different kinds. It also
+    raises on a single rank if a limit leaves that rank without a batch.
+
+    Yields:
+        Errors of this rank's loaders, for all ranks to raise together.
+    """
+    failed: list[Exception] = []
     if trainer.world_size == 1 or getattr(trainer.strategy, "uneven_evaluation", "error") == "error":
-        yield
+        yield failed
         return
-    module = trainer.lightning_module
-    allowed = module.allow_zero_length_dataloader_with_multiple_devices
-    module.allow_zero_length_dataloader_with_multiple_devices = True
-    try:
-        with rows_once():
-            yield
-    finally:
-        module.allow_zero_length_dataloader_with_multiple_devices = allowed
+
+    def parse(*args: Any) -> int | float:
+        try:
+            return data_connector._parse_num_batches(*args)
+        except MisconfigurationException as error:
+            failed.append(error)
+            return 0
+
+    with rows_once(), ExitStack() as patches:
+        for loop in (evaluation_loop, prediction_loop):
+            kept = {name: getattr(loop, name) for name in ("has_len_all_ranks", "_parse_num_batches")}
+            patches.callback(vars(loop).update, kept)
+            vars(loop).update(has_len_all_ranks=lambda loader, *_: sized_len(loader) is not None)
+            vars(loop).update(_parse_num_batches=parse)
+        yield failed
 
 
 def _reads_for_itself(step: str) -> InputError:

@@ -262,8 +262,9 @@ def log_for_others(trainer: pl.Trainer, results: _ResultCollection, logged: Sequ
             results[one.key] = metric.to(device)
         metric = results[one.key]
         metric.has_reset = False
+        # Lightning would warn about a metric without updates, and return the cached value of an earlier evaluation.
+        metric._update_count += 1
         metric._computed = None
-        metric._update_count += 1  # avoids Lightning's warning about a metric without updates
         if one.value is not None and (one.shared if one.synced else unsynced):
             _add(metric, one.value.to(device), one.batch_size)
         elif one.value is not None:

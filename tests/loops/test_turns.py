@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import CatMetric, MeanMetric, Metric, PearsonCorrCoef
 from torchmetrics.classification import BinaryAUROC
@@ -74,7 +76,8 @@ class Scored(pl.LightningModule):
 
 
 def trainer(strategy: Any, **options: Any) -> pl.Trainer:
-    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar"), False)
+    quiet["enable_checkpointing"] = bool(options.get("callbacks"))
     devices = dist.get_world_size() if dist.is_initialized() else 1
     options = {"accelerator": "cpu", "devices": devices, "max_epochs": 1, "enable_model_summary": False, **options}
     return pl.Trainer(strategy=strategy, **quiet, **options)
@@ -223,6 +226,75 @@ def test_numbers_of_all_types_and_metrics_of_all_states_are_those_of_one_process
 def test_a_metric_with_a_list_of_numbers_that_ranks_cannot_gather_is_refused_on_all(logs: Any) -> None:
     for found in logs:
         assert "metric state 'listed.values' has 0 and 4 numbers" in found["refused"]
+
+
+# ---------------------------------------------------------------------- loaders
+
+
+FIT: dict[str, Any] = {"val_check_interval": 2, "limit_train_batches": 4, "use_distributed_sampler": False}
+
+
+def fitted(data: Any, folder: str) -> dict[str, Any]:
+    """A training whose checkpoints depend on validations, in the middle of epochs."""
+    saved = ModelCheckpoint(folder, monitor="loss_epoch", save_top_k=-1)
+    used, module = trainer(PipelineStrategy(), callbacks=[saved], **FIT), Scored()
+    used.fit(module, DataLoader(rows(0, 32), BATCH), data)
+    saves = {"step": used.global_step, "best": saved.best_model_path, "validations": len(saved.best_k_models)}
+    # Of the last validation.
+    return {"saves": saves, "metrics": {name: float(one) for name, one in used.callback_metrics.items()}}
+
+
+def run_loaders(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"fit": fitted(DataLoader(rows(0, 7 * rank), BATCH), folder)}
+    loaders: dict[str, tuple[Any, dict[str, Any]]] = {
+        "file or stream": (rows(0, 4) if rank else Stream(rows(4, 7)), {}),
+        "nothing or stream": ([] if rank == 0 else Stream(rows(0, 11)), {}),
+        "limited": (rows(0, 3 if rank == 0 else 21), {"limit_val_batches": 0.5}),
+    }
+    for name, (data, options) in loaders.items():
+        used = trainer(PipelineStrategy(), use_distributed_sampler=False, **options)
+        try:
+            (found[name],) = used.validate(Scored(), DataLoader(data, BATCH), verbose=False)
+        except Exception as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def loaders(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(run_loaders, 2, str(tmp_path_factory.mktemp("checkpoints")))
+
+
+def test_a_checkpoint_is_written_after_a_validation_of_which_a_rank_has_no_batch(loaders: Any) -> None:
+    first, second = [found["fit"]["saves"] for found in loaders]
+    assert first == second
+    assert (first["step"], first["validations"]) == (4, 2)
+
+
+def test_each_validation_of_a_training_has_metrics_of_its_own_on_a_rank_without_a_batch(
+    loaders: Any, tmp_path: Path
+) -> None:
+    reference = Reference.of(lambda: fitted(DataLoader(rows(0, 7), BATCH), str(tmp_path))["metrics"])
+    for found in loaders:
+        metrics = {name: value for name, value in found["fit"]["metrics"].items() if name in reference.values}
+        assert reference.differences(metrics) == []
+
+
+@pytest.mark.parametrize("name", ["file or stream", "nothing or stream"])
+def test_ranks_may_have_loaders_of_known_and_unknown_length(loaders: Any, name: str) -> None:
+    def alone() -> dict[str, Any]:
+        (metrics,) = trainer("auto").validate(Scored(), DataLoader(rows(0, 11), BATCH), verbose=False)
+        return metrics
+
+    reference = Reference.of(alone)
+    for found in loaders:
+        assert reference.differences(found[name]) == []
+
+
+def test_a_limit_that_leaves_one_rank_no_batch_is_an_error_on_all(loaders: Any) -> None:
+    own, others = [found["limited"] for found in loaders]
+    assert "0.5 * 1 < 1" in own
+    assert "loaders of validation cannot be used. rank 0: MisconfigurationException" in others
 
 
 # ---------------------------------------------------------------------- a turn
