@@ -278,8 +278,8 @@ class PipelinePredictionLoop(_PredictionLoop):
 def _loaders_of_any_length(trainer: pl.Trainer) -> Iterator[list[Exception]]:
     """Context in which a rank may set up loaders without batches, unless the strategy refuses uneven ranks.
 
-    Lightning's set-up sums the lengths of sized loaders over ranks, but ranks may have loaders of different kinds. It also
-    raises on a single rank if a limit leaves that rank without a batch.
+    Lightning's set-up sums the lengths of sized loaders over ranks, but ranks may have loaders of different kinds. It
+    also raises on a single rank if a limit leaves that rank without a batch.
 
     Yields:
         Errors of this rank's loaders, for all ranks to raise together.

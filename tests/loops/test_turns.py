@@ -284,7 +284,7 @@ def test_each_validation_of_a_training_has_metrics_of_its_own_on_a_rank_without_
 def test_ranks_may_have_loaders_of_known_and_unknown_length(loaders: Any, name: str) -> None:
     def alone() -> dict[str, Any]:
         (metrics,) = trainer("auto").validate(Scored(), DataLoader(rows(0, 11), BATCH), verbose=False)
-        return metrics
+        return dict(metrics)
 
     reference = Reference.of(alone)
     for found in loaders:
