@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -265,7 +265,9 @@ class EvaluationData(Iterator[Any]):
                 self._source.close()
         except Exception as error:
             if self._turn is not None:
-                self._turn.fail(error)
+                with suppress(RuntimeError):  # another rank has ended
+                    self._turn.fail(error)
+            note_lost_rank(error, self._trainer.world_size)
             raise
         finally:
             self._source = self._held = self._own = self._turn = None

@@ -26,9 +26,12 @@ def user_error(error: TaskError, plan: PipelinePlan) -> BaseException:
     return cause
 
 
+_LOST = "another rank has ended, or does not answer; its own output says why"
+
+
 def note_lost_rank(error: BaseException, world_size: int) -> None:
     """Say in a user's words what a process group says in its own."""
     text = str(error)
     of_group = isinstance(error, dist.DistError) or "/gloo/" in text or "pair closure" in text
-    if world_size > 1 and of_group:
-        error.add_note("another rank has ended, or does not answer; its own output says why")
+    if world_size > 1 and of_group and _LOST not in getattr(error, "__notes__", ()):
+        error.add_note(_LOST)

@@ -73,6 +73,10 @@ _log = pl.utilities.rank_zero.rank_zero_info
 _log_names = pl.utilities.rank_zero.rank_zero_debug
 
 
+# Announced before the lookup of a sharded module, with the module's name behind it.
+_LOOKUP = "lookup in "
+
+
 class RecsysPipelineStrategy(FolderCheckpointStrategy):
     """Shards a LightningModule's TorchRec tables and trains it under a recsys plan.
 
@@ -691,7 +695,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             if step not in self._turn_rewrites:
                 self._turn_rewrites[step] = self._make_rewrite(step)
             rewrite = self._turn_rewrites[step]
-            rewrite.announce = partial(turn.call, "lookup")
+            rewrite.announce = lambda announced: turn.call(f"{_LOOKUP}{announced[0]}", announced)
             rewrite.attach()
             try:
                 yield
@@ -700,7 +704,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
 
     def join_evaluation(self, what: str, detail: Any) -> None:
         """Look up nothing, where other ranks look something up."""
-        if what != "lookup":
+        if not what.startswith(_LOOKUP):
             super().join_evaluation(what, detail)
             return
         rewrite = next(one for one in self._turn_rewrites.values() if one.attached)
