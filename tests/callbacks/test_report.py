@@ -279,6 +279,7 @@ def test_the_timeline_names_lanes_and_batches_and_zooms(opened: Opened) -> None:
     assert legend[0] == "batch 0"
     assert legend[-1] == "critical path"
     before = opened.page.evaluate("document.getElementById('timeline-chart').layout.xaxis.range.slice()")
+    chart.scroll_into_view_if_needed()  # the mouse moves within the window
     plot = chart.locator(".nsewdrag").first.bounding_box()
     y = plot["y"] + plot["height"] / 2
     opened.page.mouse.move(plot["x"] + plot["width"] * 0.4, y)
