@@ -15,7 +15,6 @@ import pickle
 import random
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -110,11 +109,12 @@ class _Rank:
         self._stacks = folder / f"stacks_{index}"
         self._server = None if fresh else _server(index % _SERVERS)
         environment = {**os.environ, **_environment(index, world_size)}
+        given = None if fresh else environment  # a new process has it from its start
         self.connection, self._child_end = multiprocessing.Pipe()
         store = folder / "store"
         self._process: Any = multiprocessing.get_context("spawn" if fresh else "forkserver").Process(  # type: ignore[attr-defined]
             target=_serve,
-            args=(call, index, world_size, self._child_end, str(store), str(self._stacks), timeout, END, environment),
+            args=(call, index, world_size, self._child_end, str(store), str(self._stacks), timeout, END, given),
             name=f"rank {index}",
         )
         self._environment = environment
@@ -255,11 +255,10 @@ def _serve(
     stacks: str,
     timeout: float,
     end: float,
-    environment: dict[str, str],
+    environment: dict[str, str] | None,
 ) -> None:
     """The life of a rank's process: join the group, call, report, wait for the others, leave."""
-    forked = "tests.preloaded" in sys.modules
-    if forked:
+    if environment is not None:
         _start_anew(environment)
     # A bare descriptor, open until the process is gone: it may crash or hang while it ends.
     file = os.open(stacks, os.O_WRONLY | os.O_CREAT)
@@ -281,7 +280,7 @@ def _serve(
     connection.recv()
     _leave_group()
     codes.append(0)
-    if forked:
+    if environment is not None:
         atexit._run_exitfuncs()  # which the server leaves out
 
 
