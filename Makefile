@@ -28,8 +28,8 @@ test: setup
 test-oldest:
 	scripts/test_oldest.sh
 
-# One table, and benchmarks/results/latest.json: the figures that the docs quote, in some ten minutes on two quiet
-# cores; and all there are, in an hour.
+# One table, and benchmarks/results/latest.json. bench runs what the docs quote and aims at 12 minutes on two quiet cores;
+# bench-all runs every benchmark.
 bench bench-all: export OMP_NUM_THREADS = 1
 bench: setup
 	$(BIN)/python -m benchmarks.table

@@ -62,7 +62,7 @@ class Run:
 _STEP = ("--length", "64", "--steps", "6")
 _SLOW = ("--times", "60", "--rounds", "4")
 
-# Some ten minutes on two cores that nobody else uses.
+# Meant for 12 minutes on two quiet cores.
 QUOTED: tuple[Run, ...] = (
     Run("engine cost", "engine_cost"),
     Run("trace cost", "trace_cost"),

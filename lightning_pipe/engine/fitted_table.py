@@ -1,4 +1,4 @@
-"""Tables for terminals of any width: none cuts a name or a figure."""
+"""Tables that fit terminals of any width without truncated cells."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from rich.text import Text
 
 __all__ = ["FittedTable"]
 
-_WIDE = 10_000  # columns: no table is cut
+_WIDE = 10_000  # characters, wider than any table
 _GAP = "   "
 
 
 class FittedTable(Table):
-    """Rich's table where the columns fit, which those that may wrap do once their longest word fits; else a list.
+    """Rich's table if the columns fit the terminal, otherwise a list.
 
-    In the list each row's first cell is a line, and the other cells follow it, each after its column's header.
+    A column that may wrap fits if its longest word does. In the list, each row starts with a line for its first cell.
+    The other cells follow, each after the header of its column.
     """
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -37,7 +38,7 @@ class FittedTable(Table):
 
 
 def _slack(column: Column) -> int:
-    """By how much *column* is wider than its longest word; 0 where it may not wrap."""
+    """Number of characters that wrapping can save in *column*; 0 if it must not wrap."""
     if column.no_wrap:
         return 0
     cells = [str(column.header), *map(str, column.cells)]
@@ -46,7 +47,7 @@ def _slack(column: Column) -> int:
 
 
 def _packed(parts: list[str], width: int) -> Iterator[str]:
-    """As many *parts* a line as fit."""
+    """Join *parts* into lines of at most *width* characters."""
     line = ""
     for part in parts:
         if line and cell_len(line + _GAP + part) > width:

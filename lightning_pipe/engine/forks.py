@@ -1,8 +1,8 @@
-"""Forked processes that leave the parent's garbage alone.
+"""Garbage collection in forked processes.
 
-A loader's workers are forked. The fork has a copy of each object of its parent, but none of its threads. If a process
-group of Gloo is part of a reference cycle that the parent has not collected yet, the worker's garbage collector
-destroys the copy, and the destructor waits for ever for threads that do not exist (seen with PyTorch 2.13).
+The workers of a DataLoader are forked. A forked process has a copy of each object of its parent, but only one thread.
+If a Gloo process group is part of a reference cycle that the parent has not collected yet, the worker's garbage collector
+destroys the copy, and the destructor hangs: it waits for threads that do not exist (seen with PyTorch 2.13).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ __all__ = ["keep_garbage_from_forks"]
 
 @cache
 def keep_garbage_from_forks() -> None:
-    """Exclude the present objects from garbage collection in processes that are forked from now on.
+    """Exclude the parent's objects from garbage collection in all processes forked later.
 
-    ``gc.freeze`` moves them to a generation that is never collected; the parent moves them back after the fork. A
-    program that has frozen objects itself is left alone. Applies to this process, once.
+    Before a fork, ``gc.freeze`` moves all objects to a generation that is never collected. The parent moves them back
+    after the fork. Does nothing if the program itself has frozen objects. Installed once per process.
     """
     if hasattr(os, "register_at_fork"):
         freezer = _Freezer()

@@ -149,8 +149,8 @@ class BatchPreparation:
         """Cut a batch and send its numbers on their way.
 
         Args:
-            batch: a loader's.
-            counts: whether its tokens do; not where another pipeline has it too.
+            batch: a loader's batch.
+            counts: False to leave its tokens out of the total, for a batch of another pipeline.
         """
         cut, error = None, None
         numbers = [0, 0, 0, 0, 0]

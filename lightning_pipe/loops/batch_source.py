@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_pipe.engine import InputError
 from lightning_pipe.loops.statuses import Statuses
 
-__all__ = ["AgreedSource", "BatchSource", "Fetched", "Source", "Uneven"]
+__all__ = ["AgreedSource", "BatchSource", "Fetched", "Source", "Uneven", "given_again"]
 
 # A batch, whether it is the loader's last one, and where things are behind it.
 Fetched = tuple[Any, bool, dict[str, Any]]
@@ -139,7 +139,7 @@ class AgreedSource:
         return batch, self._ended, after
 
     def unread(self) -> list[Callable[[], Fetched]]:
-        return [partial(_same, one) for one in self._ahead] + self._source.unread()
+        return [partial(given_again, one) for one in self._ahead] + self._source.unread()
 
     def close(self) -> None:
         """Wait for what the ranks still have to say to each other."""
@@ -196,5 +196,6 @@ class AgreedSource:
         rank_zero_info(f"R{said}. The epoch ends after {had} on every rank.")
 
 
-def _same(fetched: Fetched) -> Fetched:
+def given_again(fetched: Fetched) -> Fetched:
+    """Return a batch that was fetched before, as an entry of :meth:`Source.unread`."""
     return fetched

@@ -31,7 +31,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_pipe.engine import InputError, TaskError
 from lightning_pipe.loops.batch_hooks import BatchHooks
-from lightning_pipe.loops.batch_source import AgreedSource, BatchSource, Fetched
+from lightning_pipe.loops.batch_source import AgreedSource, BatchSource, Fetched, Source, given_again
 from lightning_pipe.loops.default_program import default_evaluation
 from lightning_pipe.loops.program import EvaluationProgram
 from lightning_pipe.loops.random_streams import RandomStreams
@@ -131,11 +131,10 @@ class EvaluationData(Iterator[Any]):
         self._statuses = StatusGroup()
         self._batches_of: list[int | float] = []
         # State of uneven ranks: the current dataloader of all ranks, True if this rank has had one of its batches, the
-        # batch fetched ahead, the remaining batches, and the batch that other ranks join.
+        # batches that are left here while other ranks have none, and the batch that other ranks join.
         self._loader: int | None = None
         self._had_batches = False
-        self._held: Fetched | None = None
-        self._own: BatchSource | None = None
+        self._own: _Peeking | None = None
         self._turn: Turn | None = None
         self._logged: list[Logged] = []
 
@@ -158,7 +157,7 @@ class EvaluationData(Iterator[Any]):
         """
         self.uneven, self._refuses, self._all_are_empty = False, False, None
         strategy = self._trainer.strategy
-        refuses = getattr(strategy, "uneven_evaluation", "join") == "error"
+        refuses = getattr(strategy, "uneven_evaluation", "error") == "error"
         if self._trainer.world_size == 1 or (refuses and not getattr(strategy, "evaluates_together", False)):
             return
         # A limit says nothing of how many batches a loader has, nor does what an iterable dataset says of its length.
@@ -209,7 +208,7 @@ class EvaluationData(Iterator[Any]):
         self._hooks = BatchHooks(self._trainer, self._streams)
         self._fetcher, self._step, self._ended = fetcher, step, ended
         self._batches_of = list(batches)
-        self._source = self._loader = self._held = self._own = None
+        self._source = self._loader = self._own = None
 
     def __next__(self) -> tuple[Any, int, int]:
         """The next batch on the device, its index, and its dataloader's index."""
@@ -270,7 +269,7 @@ class EvaluationData(Iterator[Any]):
             note_lost_rank(error, self._trainer.world_size)
             raise
         finally:
-            self._source = self._held = self._own = self._turn = None
+            self._source = self._own = self._turn = None
             self._leave()
             for key in [key for key, program in self._programs.items() if program.pipeline.failed]:
                 self._programs.pop(key).close()
@@ -373,9 +372,8 @@ class EvaluationData(Iterator[Any]):
                 self._inside.enter_context(strategy.in_turn(turn, self._step))
                 if results is not None:
                     self._inside.enter_context(recorded_logs(results, self._logged, turn.is_result))
-                assert self._held is not None
-                self._of_loader = map(self._take, [self._held])
-                self._held = None
+                assert self._own is not None
+                self._of_loader = map(self._take, [self._own.take()])
                 return self._enter(None, partial(default_evaluation, ahead=0))
             if results is not None and self._fetcher is not None:
                 in_sequence = self._fetcher.combined_loader._mode == "sequential" and len(self._batches_of) > 1
@@ -404,18 +402,15 @@ class EvaluationData(Iterator[Any]):
         """
         assert self._source is not None
         if self._own is None:
-            self._own = BatchSource(self._fetch, self._source.unread())
+            self._own = _Peeking(BatchSource(self._fetch, self._source.unread()))
         error: Exception | None = None
-        if self._held is None:
-            try:
-                self._held = self._own()
-            except StopIteration:
-                pass
-            except Exception as caught:  # of whatever kind: the other ranks wait for what this one says
-                error = caught
-        said: Any = None if self._held is None else _dataloader(self._held)
-        if error is not None:
-            said = f"{type(error).__name__}: {error}"
+        said: int | str | None
+        try:
+            said = self._own.loader_of_next()
+        except StopIteration:
+            said = None
+        except Exception as caught:  # of any class: the other ranks wait for this rank's answer
+            error, said = caught, f"{type(caught).__name__}: {caught}"
         ranks: list[Any] = [None] * self._trainer.world_size
         dist.all_gather_object(ranks, said, group=self._group)
         if error is not None:
@@ -444,11 +439,9 @@ class EvaluationData(Iterator[Any]):
     def _group(self) -> dist.ProcessGroup:
         return self._statuses.open(getattr(self._trainer.strategy, "_timeout", None))[0]
 
-    def _batches(self) -> Callable[[], Fetched]:
+    def _batches(self) -> Source:
         kept = [] if self._own is None else self._own.unread()
-        if self._held is not None:
-            kept.insert(0, partial(_same, self._held))
-        self._held = self._own = None
+        self._own = None
         source = BatchSource(self._fetch, kept)
         if not self.uneven:
             return source
@@ -476,10 +469,6 @@ def _knows_length(loader: Any) -> bool:
     return sized_len(loader) is not None and not isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
-def _same(fetched: Fetched) -> Fetched:
-    return fetched
-
-
 def _dataloader(fetched: Fetched) -> int:
     index: int = fetched[2]["dataloader_idx"]
     return index
@@ -488,7 +477,7 @@ def _dataloader(fetched: Fetched) -> int:
 class _Peeking:
     """Batches of which the next one can be looked at."""
 
-    def __init__(self, source: Callable[[], Fetched]) -> None:
+    def __init__(self, source: Source) -> None:
         self._source = source
         self._next: Fetched | None = None
         self._ended = False
@@ -516,7 +505,9 @@ class _Peeking:
         return fetched
 
     def unread(self) -> list[Callable[[], Fetched]]:
-        return self._source.unread() if isinstance(self._source, AgreedSource | BatchSource) else []
+        """Batches that were fetched and not taken, in order."""
+        looked_at = [] if self._next is None else [partial(given_again, self._next)]
+        return [*looked_at, *self._source.unread()]
 
     def close(self) -> None:
         if isinstance(self._source, AgreedSource):

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.loops import evaluation_loop, prediction_loop
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipe.engine import InputError
 from lightning_pipe.loops.evaluation_data import EvaluationData
 from lightning_pipe.loops.hook_calls import quick_hook_calls
 from lightning_pipe.loops.persistent_workers import starting_without_a_draw, workers_wait
 from lightning_pipe.loops.random_streams import States, get_states
-from lightning_pipe.loops.rows_once import rows_once
 from lightning_pipe.loops.termination import AgreedTermination
 from lightning_pipe.loops.turns import align_metrics
+from lightning_pipe.loops.uneven_loaders import uneven_loaders
 from lightning_pipe.loops.user_errors import note_lost_rank
 
 __all__ = ["PipelineEvaluationLoop", "PipelinePredictionLoop", "install_evaluation_loops"]
@@ -58,7 +55,7 @@ class PipelineEvaluationLoop(_EvaluationLoop):
 
     def setup_data(self) -> None:
         before = self._max_batches
-        with _loaders_of_any_length(self.trainer) as failed:
+        with uneven_loaders(self.trainer) as failed:
             super().setup_data()
         if self._max_batches is not before:
             assert self._combined_loader is not None
@@ -118,12 +115,12 @@ class PipelineEvaluationLoop(_EvaluationLoop):
         return self._ahead.skips(super().skip)
 
     def _store_dataloader_outputs(self) -> None:
-        # Lightning's loop calls this where this rank's batches go on to another dataloader.
+        # Lightning's loop calls this when this rank starts another dataloader; uneven ranks start it at other times.
         if not self._ahead.uneven:
             super()._store_dataloader_outputs()
 
     def _store_outputs_of(self, loader: int) -> None:
-        """All ranks have come to the end of a dataloader, of which this one may have had no batch."""
+        """Store the results of a dataloader that all ranks have finished, with or without batches on this rank."""
         results = self.trainer._results
         assert results is not None
         # Callbacks check it, also on a rank without batches.
@@ -207,7 +204,7 @@ class PipelinePredictionLoop(_PredictionLoop):
 
     def setup_data(self) -> None:
         before = self.max_batches
-        with _loaders_of_any_length(self.trainer) as failed:
+        with uneven_loaders(self.trainer) as failed:
             super().setup_data()
         if self.max_batches is not before:
             assert self._combined_loader is not None
@@ -274,41 +271,10 @@ class PipelinePredictionLoop(_PredictionLoop):
         self.trainer.profiler.stop(_PREDICT_FETCH)  # type: ignore[attr-defined]
 
 
-@contextmanager
-def _loaders_of_any_length(trainer: pl.Trainer) -> Iterator[list[Exception]]:
-    """Context in which a rank may set up loaders without batches, unless the strategy refuses uneven ranks.
-
-    Lightning's set-up sums the lengths of sized loaders over ranks, but ranks may have loaders of different kinds. It
-    also raises on a single rank if a limit leaves that rank without a batch.
-
-    Yields:
-        Errors of this rank's loaders, for all ranks to raise together.
-    """
-    failed: list[Exception] = []
-    if trainer.world_size == 1 or getattr(trainer.strategy, "uneven_evaluation", "error") == "error":
-        yield failed
-        return
-
-    def parse(*args: Any) -> int | float:
-        try:
-            return data_connector._parse_num_batches(*args)
-        except MisconfigurationException as error:
-            failed.append(error)
-            return 0
-
-    with rows_once(), ExitStack() as patches:
-        for loop in (evaluation_loop, prediction_loop):
-            kept = {name: getattr(loop, name) for name in ("has_len_all_ranks", "_parse_num_batches")}
-            patches.callback(vars(loop).update, kept)
-            vars(loop).update(has_len_all_ranks=lambda loader, *_: sized_len(loader) is not None)
-            vars(loop).update(_parse_num_batches=parse)
-        yield failed
-
-
 def _reads_for_itself(step: str) -> InputError:
     return InputError(
-        f"ranks have uneven numbers of batches, or may have, and {step} takes a dataloader_iter: what it fetches is not"
-        " known to the other ranks. Let it take a batch, or give all ranks loaders of one length"
+        f"{step} takes a dataloader_iter, and ranks have, or may have, different numbers of batches. Other ranks cannot"
+        " know how many batches such a step fetches: let it take a batch, or give all ranks loaders of the same length"
     )
 
 

@@ -60,7 +60,7 @@ class FeatureForm:
         )
 
     def empty(self, device: torch.device) -> KeyedJaggedTensor:
-        """Features of this form without ids: one sample, or, with a batch size per feature, one of each feature."""
+        """Return features of this form without ids: one sample, or one per feature for variable batch sizes."""
         values, lengths, *weights = self.dtypes
         variable: dict[str, Any] = {}
         if self.inverse_keys is not None:

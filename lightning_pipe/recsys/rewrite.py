@@ -87,7 +87,7 @@ class ModelRewrite:
         agrees_unused: what ``agree_unused`` of ``backward`` is to be: an output that no rank used has a gradient of
             zero, at which an optimiser on any rank changes a row.
         tables_backward: what ``backward`` calls, and its two halves.
-        announce: called before a lookup that not all ranks begin by themselves, with what :meth:`join` takes.
+        announce: called with the argument of :meth:`join` before each lookup, if some ranks must join it.
 
     Raises:
         SetupError: no sharded module, one that cannot be trained here, whose backward cannot be split if it is to be,
@@ -478,10 +478,10 @@ class ModelRewrite:
                 return wait_output(entry.forward(*positional, **named))
 
     def join(self, announced: tuple[str, Arguments]) -> None:
-        """Takes part in a lookup that other ranks have announced, without ids; what comes of it is thrown away.
+        """Run a lookup that other ranks have announced, with empty features. The output is discarded.
 
         Args:
-            announced: the module's name, and its arguments there: of features, their form.
+            announced: name of the module, and the arguments of the call with features replaced by their form.
         """
         name, forms = announced
         entry = self._sharded[name]
@@ -522,7 +522,7 @@ class ModelRewrite:
 
 
 def _is_features(value: Any) -> bool:
-    return isinstance(value, KeyedJaggedTensor)  # which PyTorch would take apart
+    return isinstance(value, KeyedJaggedTensor)  # otherwise tree_map descends into it
 
 
 def _lookup_mode(*modules: torch.nn.Module) -> AbstractContextManager[None]:

@@ -72,11 +72,11 @@ class DistributedStrategy(DDPStrategy):
     ranks_share_data = False
     # Where some ranks have fewer batches, an epoch ends with the shortest, or an error.
     uneven_batches: Uneven = "shortest"
-    # Where some ranks have fewer batches to evaluate, they join the others, or it is an error.
+    # Handling of ranks with fewer batches to evaluate: they join the other ranks, or all ranks raise.
     uneven_evaluation: UnevenEvaluation = "join"
-    # Whether what an evaluation step logs without summing up over ranks is the same on all of them.
+    # True if values that an evaluation step logs without sync_dist are the same on all ranks.
     logs_for_all = False
-    # A batch that is evaluated and that not all ranks have, while its step runs.
+    # Evaluation batch in progress that only some ranks have.
     _turn: Turn | None = None
 
     def _take_uneven(self, uneven_batches: Uneven, uneven_evaluation: UnevenEvaluation) -> None:
@@ -126,7 +126,7 @@ class DistributedStrategy(DDPStrategy):
 
     @contextmanager
     def in_turn(self, turn: Turn, step: str) -> Iterator[None]:
-        """In the body, collectives of an evaluation step are announced to *turn*."""
+        """Context in which collectives of an evaluation step are announced to *turn*."""
         self._turn = turn
         try:
             yield
@@ -134,21 +134,23 @@ class DistributedStrategy(DDPStrategy):
             self._turn = None
 
     def join_evaluation(self, what: str, detail: object) -> None:
-        """Do this rank's part of a collective, with nothing of its own.
+        """Start an announced collective with empty input.
 
         Raises:
-            SetupError: it is not known here.
+            SetupError: unknown collective.
         """
         if what != "barrier":
-            raise SetupError(f"{type(self).__name__} does not know how to join {what!r}")
+            raise SetupError(f"{type(self).__name__} cannot join the collective {what!r}; expected 'barrier'")
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As Lightning's; of the ranks that have the batch, where a step calls it that not all ranks are in.
+        """Reduce as Lightning does; in a step that only some ranks run, over those ranks.
 
-        The mean of integers is a floating-point number here. Lightning cuts it to an integer, and divides a logged
-        value's sum by the mean number of rows that ranks have had (Lightning 2.6): 3 rows in place of 3.5.
+        The mean of integers is a floating-point number. Lightning 2.6 truncates it, and divides the sum of a logged
+        value by the truncated mean number of rows per rank, for example 3 instead of 3.5.
         """
         if self._turn is not None and isinstance(tensor, Tensor):
+            if group is not None and group is not dist.group.WORLD:
+                self._turn.refuse("reduce over a group of some ranks (sync_dist_group)")
             return self._turn.reduce(tensor, reduce_op)
         if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in (None, "mean", "avg"):
             return super().reduce(tensor.double(), group, reduce_op).to(torch.get_default_dtype())
@@ -158,7 +160,7 @@ class DistributedStrategy(DDPStrategy):
         """As Lightning's.
 
         Raises:
-            InputError: a step calls it that not all ranks are in.
+            InputError: called in a step that only some ranks run.
         """
         if self._turn is not None:
             self._turn.refuse("all_gather")
@@ -168,7 +170,7 @@ class DistributedStrategy(DDPStrategy):
         """As Lightning's.
 
         Raises:
-            InputError: a step calls it that not all ranks are in.
+            InputError: called in a step that only some ranks run.
         """
         if self._turn is not None:
             self._turn.refuse("broadcast")

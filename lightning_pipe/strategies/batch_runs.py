@@ -26,7 +26,7 @@ from lightning_pipe.strategies.pipeline_module import BatchResult, PipelineModul
 __all__ = ["BatchRuns"]
 
 
-# Of losses, and of three losses of routers.
+# Number of sums over ranks: the loss and three router losses.
 _SUMS = 4
 
 
@@ -161,11 +161,11 @@ class BatchRuns:
         return found[0]
 
     def join(self, batch: Any, *, with_losses: bool) -> None:
-        """Take part in what other pipelines do for their batches, with one of theirs, of which nothing counts.
+        """Run another pipeline's batch without counting its tokens and losses.
 
         Args:
-            batch: another pipeline's.
-            with_losses: whether they call :meth:`run`, or else :meth:`predict`.
+            batch: batch of another pipeline.
+            with_losses: True if the other pipelines call :meth:`run`, False for :meth:`predict`.
         """
         step = self._preparation.finish(self._preparation.begin(batch, counts=False))
         self._runner.evaluate(step.micro_batches, lambda output, target: output)

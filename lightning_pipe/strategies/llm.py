@@ -485,7 +485,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             return self._made.runs.run(batch, self._prepared_ahead())
         self._turn.call("run", move_data_to_device(batch, torch.device("cpu")))
         result = self._made.runs.run(batch, None)
-        # Ranks without the batch log them too: they are of all pipelines.
+        # The loss is a mean over all pipelines, so ranks without the batch log it too.
         self._turn.results.append(result.loss)
         return result
 
@@ -496,7 +496,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         return self._made.runs.predict(batch, None)
 
     def join_evaluation(self, what: str, detail: Any) -> None:
-        """Run a batch of another pipeline, where nothing of it counts: its stages may need parameters from here."""
+        """Run another pipeline's batch without counting it. Its stages may gather parameters from this rank."""
         if what not in ("run", "predict"):
             super().join_evaluation(what, detail)
             return
@@ -505,7 +505,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
 
     @property
     def ranks_of_one_batch(self) -> list[list[int]]:
-        """The ranks of each pipeline, and of those that share its sequences and tensors."""
+        """Groups of ranks that read the same batches."""
         return self._stage_meshes.same_batch
 
     def _trainer(self) -> pl.Trainer:

@@ -73,7 +73,7 @@ _log = pl.utilities.rank_zero.rank_zero_info
 _log_names = pl.utilities.rank_zero.rank_zero_debug
 
 
-# Announced before the lookup of a sharded module, with the module's name behind it.
+# Prefix of the announced name of a lookup; the name of the sharded module follows.
 _LOOKUP = "lookup in "
 
 
@@ -247,7 +247,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         self._base_learning_rate: float | None = None
         self._rewrite: ModelRewrite | None = None
         self._evaluations: list[EvaluationProgram] = []
-        # By the step: of batches that not all ranks have.
+        # Rewrites for batches that only some ranks have, by the name of the step.
         self._turn_rewrites: dict[str, ModelRewrite] = {}
 
     # ------------------------------------------------------------------ set-up
@@ -690,7 +690,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
 
     @contextmanager
     def in_turn(self, turn: Turn, step: str) -> Generator[None, None, None]:
-        """In the body, lookups and sums of an evaluation step are announced to *turn*."""
+        """Context in which lookups and sums of an evaluation step are announced to *turn*."""
         with super().in_turn(turn, step), self._training_set_aside():
             if step not in self._turn_rewrites:
                 self._turn_rewrites[step] = self._make_rewrite(step)
@@ -703,7 +703,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
                 rewrite.detach()
 
     def join_evaluation(self, what: str, detail: Any) -> None:
-        """Look up nothing, where other ranks look something up."""
+        """Start another rank's lookup with empty features."""
         if not what.startswith(_LOOKUP):
             super().join_evaluation(what, detail)
             return
