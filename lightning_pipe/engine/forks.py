@@ -1,8 +1,8 @@
 """Garbage collection in forked processes.
 
 The workers of a DataLoader are forked. A forked process has a copy of each object of its parent, but only one thread.
-If a Gloo process group is part of a reference cycle that the parent has not collected yet, the worker's garbage collector
-destroys the copy, and the destructor hangs: it waits for threads that do not exist (seen with PyTorch 2.13).
+If a Gloo process group is part of a reference cycle that the parent has not collected yet, the worker's garbage
+collector destroys the copy, and the destructor hangs: it waits for threads that do not exist (seen with PyTorch 2.13).
 """
 
 from __future__ import annotations
