@@ -22,18 +22,34 @@ hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")
 
 
+# Tests that are left out unless an option asks for them, by marker: each has an option of its own name.
+TIERS = {
+    "exhaustive": "every combination of what other tests have samples of, and tests in a browser",
+    "long": "minutes of fuzzing or soaking each",
+}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="run the tests marked 'long' too: minutes each")
+    for marker, what in TIERS.items():
+        parser.addoption(f"--{marker}", action="store_true", help=f"run the tests marked {marker!r} too: {what}")
     parser.addoption(
         "--shuffle", type=int, metavar="SEED", help="run test files, and the tests of each, in random order"
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    for marker, what in TIERS.items():
+        config.addinivalue_line("markers", f"{marker}: {what}; run with --{marker}")
+
+
+# Before pytest puts tests together that share a fixture's parameter: each is then made once, in any order.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    long = [item for item in items if item.get_closest_marker("long")]
-    if long and not config.getoption("--long"):
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if not item.get_closest_marker("long")]
+    unwanted = [marker for marker in TIERS if not config.getoption(f"--{marker}")]
+    left_out = [item for item in items if any(item.get_closest_marker(marker) for marker in unwanted)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     if (seed := config.getoption("--shuffle")) is not None:
         _shuffle(items, random.Random(seed))
 
@@ -42,7 +58,7 @@ def _shuffle(items: list[pytest.Item], order: random.Random) -> None:
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
-    # A fixture of a module is made once, since its tests stay together; pytest then groups those of one parameter.
+    # A fixture of a module is made once, since its tests stay together.
     shuffled = order.sample(list(files.values()), len(files))
     items[:] = [item for tests in shuffled for item in order.sample(tests, len(tests))]
 

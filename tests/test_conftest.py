@@ -1,4 +1,4 @@
-"""Options of the suite: ``--shuffle`` fixes a random order by a seed, ``--long`` adds the tests that take minutes."""
+"""Options of the suite: ``--shuffle`` fixes a random order by a seed, ``--exhaustive`` and ``--long`` add tests."""
 
 from __future__ import annotations
 
@@ -9,21 +9,27 @@ from unittest import mock
 
 import pytest
 
-from tests.conftest import pytest_collection_modifyitems
+from tests.conftest import TIERS, pytest_collection_modifyitems
 
 TESTS = [(f"file_{file}", number) for file in range(5) for number in range(4)]
 
 
-def items(long: tuple[int, ...] = ()) -> list[Any]:
-    """Tests, of which those with some numbers are marked as long."""
+def items(marked: dict[int, str] | None = None) -> list[Any]:
+    """Tests, of which those with some numbers are marked."""
+    marks = marked or {}
     return [
-        SimpleNamespace(path=Path(file), number=number, get_closest_marker=lambda _, number=number: number in long)
+        SimpleNamespace(
+            path=Path(file),
+            number=number,
+            get_closest_marker=lambda marker, number=number: marks.get(number) == marker,
+        )
         for file, number in TESTS
     ]
 
 
 def config(**options: Any) -> Any:
-    given = {"--shuffle": None, "--long": False} | {f"--{name}": value for name, value in options.items()}
+    defaults: dict[str, Any] = {"--shuffle": None, **dict.fromkeys((f"--{marker}" for marker in TIERS), False)}
+    given = defaults | {f"--{name}": value for name, value in options.items()}
     return SimpleNamespace(getoption=given.__getitem__, hook=mock.Mock())
 
 
@@ -33,13 +39,15 @@ def ordered(seed: int | None) -> list[tuple[str, int]]:
     return [(str(item.path), item.number) for item in found]
 
 
-@pytest.mark.parametrize("wanted", [False, True])
-def test_long_tests_are_deselected_unless_they_are_wanted(wanted: bool) -> None:
-    found, given = items(long=(1, 3)), config(long=wanted)
+@pytest.mark.parametrize("wanted", [(), ("long",), ("exhaustive",), ("exhaustive", "long")])
+def test_long_and_exhaustive_tests_are_deselected_unless_they_are_wanted(wanted: tuple[str, ...]) -> None:
+    marked = {1: "long", 3: "exhaustive"}
+    found, given = items(marked), config(**dict.fromkeys(wanted, True))
     pytest_collection_modifyitems(given, found)
-    assert [item.number for item in found] == ([0, 1, 2, 3] if wanted else [0, 2]) * 5
-    left_out = [] if wanted else [call.kwargs["items"] for call in given.hook.pytest_deselected.call_args_list]
-    assert [item.number for one in left_out for item in one] == ([] if wanted else [1, 3] * 5)
+    left_out = [number for number, marker in marked.items() if marker not in wanted]
+    assert [item.number for item in found] == [number for number in range(4) if number not in left_out] * 5
+    told = [call.kwargs["items"] for call in given.hook.pytest_deselected.call_args_list]
+    assert [item.number for one in told for item in one] == left_out * 5
 
 
 def test_without_a_seed_the_order_stays() -> None:
