@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Newer than all it is made from: a second call has nothing to do.
 STAMP := .venv/.setup-complete
 
-.PHONY: setup train train-llm test test-oldest bench bench-all docs lint format clean
+.PHONY: setup train train-llm test test-all test-oldest bench bench-all docs lint format clean
 
 setup: $(STAMP)
 
@@ -19,10 +19,15 @@ train: setup
 train-llm: setup
 	$(BIN)/lightning-pipe fit --config examples/llm_text/1f1b.yaml
 
-# One thread a process: the tests start several processes, and their results must not depend on the number of cores.
-test: export OMP_NUM_THREADS = 1
+# test is for every change; test-all adds the tests marked "exhaustive", such as those in a browser. FILE=tests/... runs
+# those of one file. WORKERS processes run files side by side, each with one thread: a test's ranks are processes, too.
+WORKERS ?= 2
+test test-all: export OMP_NUM_THREADS = 1
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(or $(FILE),-n $(WORKERS) --dist loadfile)
+
+test-all: setup
+	$(BIN)/python -m pytest --exhaustive $(or $(FILE),-n $(WORKERS) --dist loadfile)
 
 # The oldest supported versions, of which the package index has CUDA builds alone: several GB.
 test-oldest:
