@@ -18,7 +18,7 @@ from lightning_pipe.loops.random_streams import (
     unpack_bytes,
     unpack_states,
 )
-from tests.fuzzing.bounded import open_bounded
+from tests.scenarios.fuzzing.bounded import open_bounded
 
 CPU = torch.device("cpu")
 SECOND: tuple[Stream, ...] = ("prepare", "transfer")

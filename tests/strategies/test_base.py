@@ -1,4 +1,4 @@
-"""What the strategies have in common; missing ranks are in tests/faults, random streams in test_pipeline."""
+"""What the strategies have in common; missing ranks are in tests/scenarios/faults, random streams in test_pipeline."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_pipe.recsys import native
-from tests.faults.forked_ranks import Nursery, nursery
+from tests.scenarios.faults.forked_ranks import Nursery, nursery
 
 
 @pytest.fixture(params=["compiled", "plain"])

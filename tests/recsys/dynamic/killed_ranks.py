@@ -23,8 +23,8 @@ from lightning_pipe.recsys.agreement import Agreement
 from lightning_pipe.recsys.dynamic.commit import commit_together, open_together
 from lightning_pipe.recsys.dynamic.rocksdb_store import RocksDbStore
 from lightning_pipe.recsys.dynamic.row_store import Keys, Records, RowStore
-from tests.faults.forked_ranks import Ended, Here
 from tests.patience import HANG
+from tests.scenarios.faults.forked_ranks import Ended, Here
 
 WIDTHS = {"items": 24, "users": 136}
 _CODE = str(Path(lightning_pipe.recsys.dynamic.__file__).parent)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.forked_ranks import Ended, Nursery, told
 from tests.recsys.dynamic.killed_ranks import Kill, Seen, expected, look, moments, noted, train, was_killed
+from tests.scenarios.faults.forked_ranks import Ended, Nursery, told
 
 RANKS = 2
 VERSIONS = 2

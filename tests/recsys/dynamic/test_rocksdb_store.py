@@ -14,8 +14,8 @@ from lightning_pipe.engine.errors import SetupError
 from lightning_pipe.recsys.dynamic import rocksdb_store
 from lightning_pipe.recsys.dynamic.rocksdb_store import RocksDbStore
 from lightning_pipe.recsys.dynamic.row_store import Keys, RunPart, StoreState
-from tests.faults.forked_ranks import Here, Nursery, told
 from tests.recsys.dynamic.small_stores import EDGES, WIDTH, commit, open_store, some_records
+from tests.scenarios.faults.forked_ranks import Here, Nursery, told
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from lightning_pipe.recsys.dynamic.rocksdb_store import RocksDbStore
 from lightning_pipe.recsys.dynamic.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.row_headers import BYTES
 from lightning_pipe.recsys.dynamic.row_tables import RowTables
-from tests.faults.forked_ranks import Here, Nursery, told
-from tests.fuzzing.bounded import Outcome, open_bounded
+from tests.scenarios.faults.forked_ranks import Here, Nursery, told
+from tests.scenarios.fuzzing.bounded import Outcome, open_bounded
 
 NUMBERS = 256
 WIDTH = BYTES + 4 * NUMBERS

@@ -1,0 +1,1 @@
+"""Plans of all kinds, and interruptions, through the whole engine."""

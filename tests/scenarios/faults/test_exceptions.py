@@ -1,0 +1,191 @@
+"""An exception in a user's code ends training on every rank, soon; each says what happened where; nothing is left."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+
+from lightning_pipe.llm.timed_stage import TimedStage
+from lightning_pipe.strategies.llm_auto import AutoLLMPipelineStrategy
+from tests.scenarios.faults.forked_ranks import Ended, Here, Nursery, Raised, told
+from tests.scenarios.faults.injected import PLACES, broken
+from tests.scenarios.faults.left_behind import left_behind
+from tests.scenarios.faults.training import BOUND, KINDS, TIMEOUT, WHERE, fit, module
+from tests.strategies import llm_cases
+
+CASES = [(kind, place) for kind, places in PLACES.items() for place in places]
+# What Gloo says where the rank at the other end is gone, and what this project says.
+LOST = r"Connection (closed|reset) by peer|rank 1 could not fetch|rank 1: UserError|rank\(s\) 1 could not use"
+
+
+# ---------------------------------------------------------------------- one rank of two
+
+
+def on_two_ranks(here: Here, kind: str, place: str) -> None:
+    trained = module(kind)
+    if here.rank == 1:
+        with broken(kind, place, trained, here.note_fault) as (fault, data):
+            fit(kind, 2, trained, data, callbacks=[fault])
+    else:
+        fit(kind, 2, trained)
+
+
+Run = Callable[[str, str], list[Ended]]
+
+
+@pytest.fixture(scope="module")
+def failed(ranks: Nursery) -> Run:
+    """How ranks end where the one of two fails; each case happens once."""
+
+    @functools.cache
+    def run(kind: str, place: str) -> list[Ended]:
+        return ranks.run(on_two_ranks, 2, kind, place)
+
+    return run
+
+
+@pytest.mark.parametrize(("kind", "place"), CASES)
+def test_an_exception_on_one_rank_ends_all_soon(kind: str, place: str, failed: Run) -> None:
+    ended = failed(kind, place)
+    assert [one.code for one in ended] == [1, 1], told(ended)
+    assert max(one.seconds for one in ended) < BOUND, told(ended)
+    assert not any(one.left for one in ended), told(ended)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    CASES,
+)
+def test_the_rank_that_failed_raises_the_users_own_exception(kind: str, place: str, failed: Run) -> None:
+    ended = failed(kind, place)
+    # A worker thread runs nothing of a user's: from there it is the task's error, which says this.
+    assert ended[1].value.kind == ("TaskError" if place == "worker thread" else "UserError"), told(ended)
+    assert f"the user's, in {place}" in ended[1].value.text, told(ended)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    CASES,
+)
+def test_the_rank_that_failed_says_where(kind: str, place: str, failed: Run) -> None:
+    ended = failed(kind, place)
+    assert re.search(WHERE.format(rank=1), str(ended[1].value)), told(ended)
+
+
+def saving_on_the_way_out(here: Here, kind: str, callback: str) -> None:
+    trained = module(kind)
+    folder = f"{here.folder}/{here.rank}"
+    saves = (
+        OnExceptionCheckpoint(folder) if callback == "on exception" else ModelCheckpoint(folder, save_on_exception=True)
+    )
+    if here.rank == 1:
+        with broken(kind, "forward", trained, here.note_fault) as (fault, data):
+            fit(kind, 2, trained, data, callbacks=[fault, saves], enable_checkpointing=True)
+    else:
+        fit(kind, 2, trained, callbacks=[saves], enable_checkpointing=True)
+
+
+@pytest.mark.parametrize("callback", ["on exception", "model checkpoint"])
+@pytest.mark.parametrize("kind", ["pipeline", "recsys"])
+def test_a_checkpoint_on_the_way_out_keeps_no_rank_waiting(kind: str, callback: str, ranks: Nursery) -> None:
+    ended = ranks.run(saving_on_the_way_out, 2, kind, callback)
+    assert [one.code for one in ended] == [1, 1], told(ended)
+    assert max(one.seconds for one in ended) < BOUND, told(ended)
+    assert ended[1].value.kind == "UserError", told(ended)
+    assert "no checkpoint was written on the way out" in str(ended[1].value), told(ended)
+
+
+def out_of_memory_in_a_trial(here: Here) -> None:
+    perform, calls = TimedStage.backward_one_chunk, itertools.count()
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        # The first trial's, in the middle of its step.
+        if here.rank == 1 and next(calls) == 1:
+            here.note_fault()
+            raise torch.OutOfMemoryError("no 2 GiB")
+        return perform(*args, **kwargs)
+
+    with mock.patch.object(TimedStage, "backward_one_chunk", backward):
+        strategy = AutoLLMPipelineStrategy(trials=2, num_microbatches=4, timeout=TIMEOUT)
+        llm_cases.fit(llm_cases.Tiny(), strategy, llm_cases.row_batches(2), devices=2)
+
+
+def test_a_rank_without_memory_in_a_trial_keeps_no_rank_waiting(ranks: Nursery) -> None:
+    ended = ranks.run(out_of_memory_in_a_trial, 2)
+    assert [one.code for one in ended] == [1, 1], told(ended)
+    assert max(one.seconds for one in ended) < BOUND, told(ended)
+    assert ended[1].value.kind == "OutOfMemoryError", told(ended)
+    assert re.search(LOST, str(ended[0].value)), told(ended)
+    for one in ended:
+        assert "was tried out on all ranks, of which one has failed" in str(one.value), told(ended)
+
+
+@pytest.mark.parametrize(("kind", "place"), CASES)
+def test_the_other_rank_says_that_it_lost_that_one(kind: str, place: str, failed: Run) -> None:
+    ended = failed(kind, place)
+    assert re.search(LOST, str(ended[0].value)), told(ended)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    CASES,
+)
+def test_the_other_rank_says_where_it_was(kind: str, place: str, failed: Run) -> None:
+    ended = failed(kind, place)
+    assert re.search(WHERE.format(rank=0), str(ended[0].value)), told(ended)
+
+
+# ---------------------------------------------------------------------- one process, which goes on
+
+
+def one_after_another(here: Here, kind: str) -> dict[str, dict[str, Any]]:
+    undisturbed = module(kind)
+    fit(kind, 1, undisturbed)
+    found: dict[str, dict[str, Any]] = {}
+    for place in PLACES[kind]:
+        failing, threads = module(kind), threading.enumerate()
+        result = found[place] = {"raised": "nothing"}
+        with broken(kind, place, failing) as (fault, data):
+            try:
+                fit(kind, 1, failing, data, callbacks=[fault])
+            except Exception as error:
+                result["raised"] = str(Raised.of(error))
+        result["left"] = left_behind(failing, threads)
+        before = len(failing.losses)
+        fit(kind, 1, failing)
+        result["trained again"] = len(failing.losses) - before
+    other = module(kind)
+    fit(kind, 1, other)
+    assert other.losses == undisturbed.losses
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Nursery) -> Callable[[str], Ended]:
+    """What comes of a training that fails, and of those after it in the same process."""
+
+    @functools.cache
+    def run(kind: str) -> Ended:
+        (ended,) = ranks.run(one_after_another, 1, kind)
+        return ended
+
+    return run
+
+
+@pytest.mark.parametrize(("kind", "place"), CASES)
+def test_a_process_trains_again_after_an_exception(kind: str, place: str, alone: Callable[[str], Ended]) -> None:
+    ended = alone(kind)
+    assert ended.code == 0, told([ended])
+    result = ended.value[place]
+    assert result["raised"] != "nothing"
+    assert result["left"] == []
+    assert result["trained again"] == len(KINDS[kind].data["dataset"])

@@ -1,0 +1,102 @@
+"""Files made to harm whoever opens a checkpoint or weights: known errors, in bounded time and memory."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.strategies.checkpoint_export import export_checkpoint
+from lightning_pipe.strategies.hf_weights import PretrainedWeights
+from lightning_pipe.strategies.safe_reading import load_object
+from tests.scenarios.fuzzing.bounded import open_bounded
+from tests.scenarios.fuzzing.corpus.checkpoints import FILES, FOLDERS, good_folder
+from tests.scenarios.fuzzing.corpus.weights import WEIGHTS, good_weights
+
+# A path of this test's folder is at the beginning of each message, and what follows says what is wrong.
+NAMED = r"the checkpoint's file '.*' (is refused|cannot be read): (?!\w*Error)|.*' is a folder without meta.pt"
+# Of which a reader that counts what it makes, makes nothing large.
+HARMLESS = ("memo of a large index", "a frame beyond the file")
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return good_folder(tmp_path_factory.mktemp("good") / "folder")
+
+
+def test_the_good_folder_is_exported(good: Path, tmp_path: Path) -> None:
+    outcome = open_bounded(export_checkpoint, good, tmp_path / "out")
+    outcome.check(size=0)
+    assert outcome.error is None
+    found = load_object(tmp_path / "out", None)
+    assert found["state_dict"]["model.a"].tolist() == [
+        [0.0, 1.0, 2.0, 3.0],
+        [4.0, 5.0, 6.0, 7.0],
+        [8.0, 9.0, 10.0, 11.0],
+    ]
+    assert found["optimizer_states"][0]["state"][0]["step"] == 3
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_bad_file_of_torch_save_is_refused_in_bounds(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "meta.pt"
+    path.write_bytes(FILES[name]())
+    outcome = open_bounded(load_object, path, None)
+    outcome.check(SetupError, size=path.stat().st_size)
+    if name not in HARMLESS:
+        assert re.match(NAMED, outcome.message), (outcome.error, outcome.message)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_bad_folder_is_refused_in_bounds(name: str, good: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(good, folder)
+    FOLDERS[name](folder)
+    size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    outcome = open_bounded(export_checkpoint, folder, tmp_path / "out")
+    outcome.check(SetupError, size=size)
+    assert outcome.error is not None
+    assert re.match(NAMED, outcome.message), (outcome.error, outcome.message)
+    assert not (tmp_path / "out").exists()
+
+
+def read_weights(folder: Path) -> None:
+    """All that is read of a folder before a model is made."""
+    weights = PretrainedWeights(folder)
+    for _, tensor in weights.read(weights.tensors):
+        tensor.clone()
+    weights.config()
+
+
+def test_the_good_weights_are_read(tmp_path: Path) -> None:
+    outcome = open_bounded(read_weights, good_weights(tmp_path / "folder"))
+    outcome.check()
+    assert outcome.error is None, outcome.trace
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_bad_folder_of_weights_is_refused_in_bounds(name: str, tmp_path: Path) -> None:
+    folder = good_weights(tmp_path / "folder")
+    WEIGHTS[name](folder)
+    size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    outcome = open_bounded(read_weights, folder)
+    outcome.check(SetupError, size=size)
+    assert outcome.error is not None
+    assert str(folder) in outcome.message
+
+
+def test_the_command_says_one_line_and_ends_with_status_1(good: Path, tmp_path: Path) -> None:
+    shutil.copytree(good, tmp_path / "folder")
+    (tmp_path / "folder" / "meta.pt").write_bytes(FILES["dtype grown far"]())
+    command = [sys.executable, "-m", "lightning_pipe.cli", "checkpoint", "export"]
+    found = subprocess.run(
+        [*command, str(tmp_path / "folder"), str(tmp_path / "out")], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 1, found
+    assert "meta.pt' is refused: the pickle gives a state to" in found.stderr
+    assert "Traceback" not in found.stderr

@@ -1,0 +1,1 @@
+"""Language models under the strategies: schedules, dimensions and families together."""

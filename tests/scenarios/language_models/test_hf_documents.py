@@ -1,0 +1,211 @@
+"""Documents packed into one row train as each document by itself, in every family of Hugging Face's that is named."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from lightning_pipe.engine import InputError
+from lightning_pipe.llm.hf_documents import BY_MASK, BY_POSITIONS
+from lightning_pipe.strategies.hf_causal_lm import HFCausalLM
+from tests.distributed import run_ranks
+from tests.strategies.llm_cases import SEED, fit, llm
+
+LENGTHS = [5, 7, 4]
+# Float32 and a model of two layers: differences of rounding are below 1e-6, and tokens of another document move logits
+# by 1e-3 and more.
+WITHIN = 1e-5
+WINDOW = 3
+# By the names that configs have for the same.
+_SIZES: dict[str, Any] = {
+    name: value
+    for value, names in (
+        (
+            64,
+            "vocab_size max_position_embeddings n_positions",
+        ),
+        (
+            32,
+            "hidden_size n_embd d_model word_embed_proj_dim",
+        ),
+        (
+            48,
+            "intermediate_size n_inner ffn_dim",
+        ),
+        (
+            2,
+            "num_hidden_layers n_layer n_layers num_layers num_key_value_heads eos_token_id "
+            "num_experts_per_tok top_k moe_topk moe_k",
+        ),
+        (
+            4,
+            "num_attention_heads n_head n_heads num_heads rotary_dim num_experts num_local_experts "
+            "moe_num_experts n_routed_experts",
+        ),
+        (
+            8,
+            "head_dim",
+        ),
+        (
+            0,
+            "pad_token_id",
+        ),
+        (
+            1,
+            "bos_token_id first_k_dense_replace n_group topk_group",
+        ),
+        (
+            16,
+            "moe_intermediate_size shared_expert_intermediate_size",
+        ),
+        (
+            1.0,
+            "partial_rotary_factor",
+        ),
+        (
+            0.0,
+            "attention_dropout attn_pdrop resid_pdrop embd_pdrop dropout hidden_dropout hidden_dropout_prob "
+            "attention_probs_dropout_prob activation_dropout layerdrop",
+        ),
+    )
+    for name in names.split()
+}
+
+
+def config_of(family: str, window: int | None = None) -> dict[str, Any]:
+    known = AutoConfig.for_model(family).to_dict()
+    config = {key: value for key, value in _SIZES.items() if key in known}
+    if family == "falcon":
+        config.pop("head_dim", None)  # which it computes
+    if family == "gpt_neo":
+        config["attention_types"] = [[["global", "local"], 1]]
+    if "sliding_window" in known:
+        config["sliding_window"] = window or 64
+        if "use_sliding_window" in known:
+            config |= {"use_sliding_window": window is not None, "max_window_layers": 0}
+    return {"model_type": family} | config
+
+
+def has_window(family: str) -> bool:
+    return "sliding_window" in AutoConfig.for_model(family).to_dict()
+
+
+def attention_of(family: str) -> str:
+    eager = ("codegen", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj")
+    return "eager" if family in eager else "sdpa"
+
+
+def built(family: str, window: int | None = None) -> HFCausalLM:
+    torch.manual_seed(SEED)
+    module = HFCausalLM(config_of(family, window), attention=attention_of(family), learning_rate=0.01)
+    module.configure_model()
+    return module.eval()
+
+
+def documents(lengths: list[int]) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(8)
+    rows = [torch.randint(3, 60, (1, length + 1), generator=generator) for length in lengths]
+    return [{"input_ids": row[:, :-1], "labels": row[:, 1:]} for row in rows]
+
+
+def packed(lengths: list[int], described: str) -> dict[str, Tensor]:
+    """The documents as one row, which ``cu_seq_lens`` or ``position_ids`` describe."""
+    row = {key: torch.cat([one[key] for one in documents(lengths)], 1) for key in ("input_ids", "labels")}
+    if described == "position_ids":
+        return row | {"position_ids": torch.cat([torch.arange(length) for length in lengths])[None]}
+    ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    return row | {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+
+
+def difference(module: HFCausalLM, described: str) -> float:
+    with torch.no_grad():
+        apart = torch.cat([module.predict_step(one, 0) for one in documents(LENGTHS)], 1)
+        return float((module.predict_step([packed(LENGTHS, described)], 0)[0] - apart).abs().max())
+
+
+@pytest.mark.parametrize("family", sorted(BY_POSITIONS | BY_MASK))
+def test_a_packed_row_gives_what_its_documents_give_one_by_one(family: str) -> None:
+    module = built(family)
+    assert difference(module, "cu_seq_lens") < WITHIN
+    assert difference(module, "position_ids") < WITHIN
+    if has_window(family):
+        windowed = built(family, WINDOW)
+        if family in BY_POSITIONS:
+            assert difference(windowed, "position_ids") < WITHIN
+        else:
+            with pytest.raises(InputError, match=r"cannot be given documents beside a sliding window of 3"):
+                difference(windowed, "position_ids")
+
+
+@pytest.mark.parametrize("family", ["bloom", "mamba", "recurrent_gemma", "xglm"])
+def test_a_family_that_mixes_documents_is_refused_by_name(family: str) -> None:
+    known = AutoConfig.for_model(family).to_dict()
+    config = {key: value for key, value in _SIZES.items() if key in known}
+    module = HFCausalLM({"model_type": family} | config, attention="eager")
+    module.configure_model()
+    module.eval()
+    for described in ("cu_seq_lens", "position_ids"):
+        with pytest.raises(InputError, match=f"'{family}' models are not known to keep apart"):
+            module.predict_step([packed(LENGTHS, described)], 0)
+
+
+def test_masked_padding_may_be_beside_documents_and_before_them() -> None:
+    for family in ("llama", "stablelm"):
+        module, row = built(family), packed(LENGTHS, "position_ids")
+        with torch.no_grad():
+            expected = module.predict_step([row], 0)[0]
+            for before, after in ((0, 3), (3, 0)):
+                padded = {
+                    key: torch.nn.functional.pad(value, (before, after), value=1)
+                    for key, value in row.items()
+                    if key != "labels"
+                }
+                mask = torch.nn.functional.pad(torch.ones_like(row["input_ids"]), (before, after))
+                found = module.predict_step([padded | {"attention_mask": mask}], 0)[0]
+                assert float((found[:, before : before + sum(LENGTHS)] - expected).abs().max()) < WITHIN
+
+
+def test_positions_that_go_on_across_documents_contradict_them() -> None:
+    row = packed(LENGTHS, "cu_seq_lens") | {"position_ids": torch.arange(sum(LENGTHS))[None]}
+    with pytest.raises(InputError, match="position_ids go on where cu_seq_lens begin a document"):
+        built("llama").predict_step([row], 0)
+
+
+# ---------------------------------------------------------------------- in stages
+
+
+def trained(rank: int, world: int, family: str, described: str, options: dict[str, Any]) -> list[float]:
+    torch.manual_seed(SEED)
+    module = HFCausalLM(config_of(family), attention=attention_of(family), learning_rate=0.01)
+    losses: list[float] = []
+    step = module.training_step
+
+    def noting(batch: Any, batch_idx: int) -> Tensor:
+        loss = step(batch, batch_idx)
+        losses.append(float(loss.detach()))
+        return loss
+
+    module.training_step = noting  # type: ignore[method-assign]
+    batch = [packed(lengths, described) for lengths in ([5, 7, 4], [8, 8])]
+    fit(module, "auto" if world == 1 else llm("1f1b", 2, **options), [batch] * 3)
+    return losses
+
+
+@pytest.mark.parametrize(("family", "described"), [("llama", "cu_seq_lens"), ("stablelm", "position_ids")])
+def test_stages_and_context_ranks_keep_them_apart_too(family: str, described: str) -> None:
+    expected = trained(0, 1, family, described, {})
+    for options in ({}, {"pipeline_parallel_size": 1, "context_parallel_size": 2}):
+        for losses in run_ranks(trained, 2, family, described, options):
+            assert losses == pytest.approx(expected, abs=WITHIN)
+
+
+def test_the_guide_lists_the_families() -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "llm_guide.md").read_text()
+    listed = guide.split("So it is for Hugging Face's")[1].split("such a batch for another family")[0]
+    assert set(re.findall(r"`(\w+)`", listed)) == BY_POSITIONS | BY_MASK

@@ -1,0 +1,1 @@
+"""Recommenders under the strategies: plans, ranks, tables and features together."""

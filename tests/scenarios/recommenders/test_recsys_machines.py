@@ -1,0 +1,67 @@
+"""Ranks on several machines train what ranks of one machine do: only the way ids travel is another."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from lightning_pipe.engine import exchanges
+from tests.distributed import run_ranks
+from tests.scenarios.recommenders.test_recsys_equality import CASES
+from tests.strategies.cases import ROW_WISE_ADAGRAD, Clicks, Pooled, difference, fit, loader, recsys, state_of
+
+PLANS = ("serial", "base", "prefetch", "fused_sparse_dist")
+
+
+def both_ways(rank: int, world_size: int) -> dict[str, Any]:
+    """Names of what differs, and how many all-to-alls were made of messages on one machine and on several."""
+    sent: list[str] = []
+    exchange = exchanges._Exchanging.all_to_all_single
+
+    def counted(*arguments: Any) -> Any:
+        sent.append(where)
+        return exchange(*arguments)
+
+    found: dict[str, Any] = {}
+    for case in ("pooled", "several modules"):
+        network, kinds, optimizer = CASES[case]
+        for plan in PLANS:
+            states, losses, sent[:] = {}, {}, []
+            for where in ("one", "several"):
+                place = exchanges._place() if where == "one" else f"machine {rank // 2}"
+                with (
+                    mock.patch.object(exchanges, "_place", return_value=place),
+                    mock.patch.multiple(exchanges._Exchanging, all_to_all_single=counted, alltoall_base=counted),
+                ):
+                    module = Clicks(network)
+                    states[where] = state_of(fit(module, recsys(plan, kinds, optimizer), loader(16 * world_size)))
+                losses[where] = module.losses
+            assert len(losses["one"]) == 8
+            differs = difference(states["one"], states["several"])
+            found[f"{case}, {plan}"] = differs, losses["one"] == losses["several"], sorted(set(sent))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_every_plan_trains_to_the_same_bits(ranks: int) -> None:
+    for found in run_ranks(both_ways, ranks):
+        for case, outcome in found.items():
+            assert outcome == ([], True, ["several"]), case
+
+
+def replicas(rank: int, world_size: int) -> list[str]:
+    """Each replica on a machine of its own: its ids travel on one, in Gloo's all-to-all."""
+    states = []
+    for place in ("here", f"machine {rank // 2}", f"machine {rank}"):
+        with mock.patch.object(exchanges, "_place", return_value=place):
+            strategy = recsys("prefetch", None, ROW_WISE_ADAGRAD, replicas=2)
+            states.append(state_of(fit(Clicks(Pooled), strategy, loader(16 * world_size))))
+            dist.barrier()
+    return difference(states[0], states[1]) + difference(states[0], states[2])
+
+
+def test_replicas_of_tables_do_wherever_they_lie() -> None:
+    assert run_ranks(replicas, 4) == [[]] * 4

@@ -1,0 +1,1 @@
+"""Lightning's own features, under every strategy."""
