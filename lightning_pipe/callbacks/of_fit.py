@@ -1,4 +1,7 @@
-"""What callbacks that measure have in common: what they look at, whom they ask, where they write."""
+"""What callbacks that measure have in common: what they look at, whom they ask, where they write.
+
+Tested in ``tests/callbacks/test_monitor.py``.
+"""
 
 from __future__ import annotations
 

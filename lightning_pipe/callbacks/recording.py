@@ -1,4 +1,7 @@
-"""What one rank notes over some batches: its tasks, its stages' work on micro-batches, and its evaluations."""
+"""What one rank notes over some batches: its tasks, its stages' work on micro-batches, and its evaluations.
+
+Tested in ``tests/callbacks/test_trace.py``.
+"""
 
 from __future__ import annotations
 

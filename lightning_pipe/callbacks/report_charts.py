@@ -1,4 +1,7 @@
-"""The charts of the HTML report, as Plotly's: what a task costs, what ran when, what would be otherwise."""
+"""The charts of the HTML report, as Plotly's: what a task costs, what ran when, what would be otherwise.
+
+Tested in ``tests/callbacks/test_report.py``.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Ranks go in step, so a slow one makes the others wait. What the rank waits that waits least is the time of messages, or
 the worker threads'; what others wait beyond that, they wait for that rank.
+
+Tested in ``tests/callbacks/test_monitor.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What an iteration would take if something were otherwise: told by simulation, from what the tasks take now."""
+"""What an iteration would take if something were otherwise: told by simulation, from what the tasks take now.
+
+Tested in ``tests/callbacks/test_report.py``.
+"""
 
 from __future__ import annotations
 

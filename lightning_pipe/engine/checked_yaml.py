@@ -3,6 +3,8 @@
 YAML is a language with references: a page of it may stand for more than any memory holds. So everything is counted
 while the text is read, before a value is made of it, and only plain text, numbers and truth values are known: no dates,
 no numbers to the base of 60, no tags.
+
+Tested in ``tests/scenarios/fuzzing/test_yaml_files.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What tasks cost and what a machine can do at once: the figures that simulation and planning start from."""
+"""What tasks cost and what a machine can do at once: the figures that simulation and planning start from.
+
+Tested in ``tests/engine/test_costs_yaml.py``.
+"""
 
 from __future__ import annotations
 

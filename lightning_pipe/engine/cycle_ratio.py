@@ -1,4 +1,7 @@
-"""The cycle of a graph that takes longest for the iterations it spans."""
+"""The cycle of a graph that takes longest for the iterations it spans.
+
+Tested in ``tests/engine/test_planner.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Arguments that are either on or off."""
+"""Arguments that are either on or off.
+
+Tested in ``tests/scenarios/recommenders/test_recsys_input.py``.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@ dependencies hold and no unit is used twice at once, counted modulo the period. 
 such a loop, and threads and resources its units. The method is Rau's iterative modulo scheduling ("Iterative modulo
 scheduling: an algorithm for software pipelining loops", 1994), in continuous time: tasks are placed one after the
 other, what is in the way of a task that fits nowhere is taken out and placed again later.
+
+Tested in ``tests/engine/test_planner.py``.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 The usual model: a message of m bytes between two ranks takes ``latency + m / bandwidth``, a rank sends and receives at
 once, and no two messages of one collective share a link.
+
+Tested in ``tests/engine/test_simulation.py``.
 """
 
 from __future__ import annotations

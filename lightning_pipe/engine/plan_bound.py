@@ -1,4 +1,7 @@
-"""What no plan can be faster than."""
+"""What no plan can be faster than.
+
+Tested in ``tests/engine/test_planner.py``.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 Plans are measured in turns, round by round: what else the machine does is the same for all plans of a round, more or
 less. The best hand-written plan is kept unless a found one is faster beyond noise. Plans that are slower beyond noise
 need no further rounds: a race, as O. Maron and A. W. Moore call it (Hoeffding Races, NIPS 1993).
+
+Tested in ``tests/engine/test_planner.py``.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 A draft says for each task its stage, its thread and its place in the period. Two drafts that differ only in how early a
 worker gets its tasks, or in the numbers of the workers, are one: a worker gets a task as early as dependencies allow,
 and workers are numbered as they come.
+
+Tested in ``tests/engine/test_planner.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The files that a user names: plans, costs, profiles, schedules."""
+"""The files that a user names: plans, costs, profiles, schedules.
+
+Tested in ``tests/scenarios/trainer/test_pipeline_auto.py``.
+"""
 
 from __future__ import annotations
 

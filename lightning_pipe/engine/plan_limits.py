@@ -1,4 +1,7 @@
-"""What a planner may do with a set of tasks."""
+"""What a planner may do with a set of tasks.
+
+Tested in ``tests/engine/test_planner.py``.
+"""
 
 from __future__ import annotations
 

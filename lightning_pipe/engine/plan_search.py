@@ -1,4 +1,7 @@
-"""Where a planner finds good drafts: by modulo scheduling, by small changes to what it has, or by trying them all."""
+"""Where a planner finds good drafts: by modulo scheduling, by small changes to what it has, or by trying them all.
+
+Tested in ``tests/engine/test_simulation.py``.
+"""
 
 from __future__ import annotations
 

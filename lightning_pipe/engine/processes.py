@@ -2,6 +2,8 @@
 
 Discrete-event simulation in its process form: a process is a generator that yields what it waits for, a
 :class:`Signal` or some :class:`Work`, and goes on when that has come.
+
+Tested in ``tests/engine/test_simulation.py``.
 """
 
 from __future__ import annotations

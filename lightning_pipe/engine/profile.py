@@ -1,4 +1,7 @@
-"""What a profile found, as data and as a table."""
+"""What a profile found, as data and as a table.
+
+Tested in ``tests/callbacks/test_profiler.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Telling the caching allocator that a stream uses memory which another stream allocated."""
+"""Telling the caching allocator that a stream uses memory which another stream allocated.
+
+Tested in ``tests/recsys/test_device_buffers.py``.
+"""
 
 from __future__ import annotations
 

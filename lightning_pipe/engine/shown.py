@@ -1,4 +1,7 @@
-"""Names and values of other people's files in messages: short, and without what a terminal would obey."""
+"""Names and values of other people's files in messages: short, and without what a terminal would obey.
+
+Tested in ``tests/scenarios/fuzzing/test_yaml_files.py``.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@ Each does what its counterpart does in :class:`~lightning_pipe.engine.pipeline.S
     worker    take from the queue │ wait for other workers' tasks │ wait for background work │ work │ signal
     stream    take what threads submitted │ wait for other streams' events │ work │ event (device with streams)
     network   background work, from the end of the task that submits it
+
+Tested in ``tests/engine/test_simulation.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What a pipeline calls for its tasks: their functions, replays of them, or functions that are watched."""
+"""What a pipeline calls for its tasks: their functions, replays of them, or functions that are watched.
+
+Tested in ``tests/engine/test_pipeline.py``.
+"""
 
 from __future__ import annotations
 

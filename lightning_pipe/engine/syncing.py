@@ -2,6 +2,8 @@
 
 A file system keeps what was synced. The bytes of a file and the name that leads to them are synced apart: the second
 with the folder that has the name.
+
+Tested in ``tests/scenarios/checkpoints/test_power_cut.py``.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 PyTorch's schedules know both: gradients are reduced once a step, after the last micro-batch. They do not know
 DistributedDataParallel, under which they give wrong gradients.
+
+Tested in ``tests/llm/test_tensor_parallel.py``.
 """
 
 from __future__ import annotations

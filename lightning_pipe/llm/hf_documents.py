@@ -5,6 +5,8 @@ of it differs by family and by implementation of attention: ``flash_attention_2`
 ignore ``cu_seq_lens``. Most families find documents in ``position_ids`` where there is no mask. Others only heed a mask
 of (rows, 1, length, length), and layers with a recurrence or a convolution mix all tokens of a row. Here each family
 gets what it heeds. A family that is not known to keep documents apart is refused.
+
+Tested in ``tests/scenarios/language_models/test_hf_documents.py``.
 """
 
 from __future__ import annotations

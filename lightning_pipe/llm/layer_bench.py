@@ -3,6 +3,8 @@
 A piece is run as the stage that would hold nothing else, over stand-ins of the model's tensors: a model that is
 deferred stays so, and no rank holds more than a piece. What a piece costs is taken not to depend on values. What is
 asked of a piece (``layer_costs``, ``layer_profile``) is a function.
+
+Tested in ``tests/llm/test_layer_profile.py``.
 """
 
 from __future__ import annotations

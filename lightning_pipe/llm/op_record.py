@@ -8,6 +8,8 @@ whose numbers nobody wants still runs, into scratch memory, where a later one is
 
 The idea of a record that is replayed in part is torchdistx's `deferred_init`, which replays in the order in which
 tensors are asked for: values there depend on what is asked for, here they do not.
+
+Tested in ``tests/llm/test_deferred.py``.
 """
 
 from __future__ import annotations

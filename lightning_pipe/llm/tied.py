@@ -2,6 +2,8 @@
 
 A copy goes by the name that the whole model's ``named_parameters`` has, its first, on every rank. All copies begin
 alike, and get the sum of all copies' gradients, so that equal optimisers keep them alike.
+
+Tested in ``tests/llm/test_traced_split.py``.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ among them, goes through every stage in between; sizes do not go at all: they ar
 
 Within a stage, what one layer computes is a piece of its own, so that the layer can be a module that is called, as
 sharding and checkpointing layer by layer need. Pieces hold no tensor: parameters are handed to them.
+
+Tested in ``tests/llm/test_traced_split.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The module that a stage of a traced model runs: what the trace computes there, over tensors that bear their names."""
+"""The module that a stage of a traced model runs: what the trace computes there, over tensors that bear their names.
+
+Tested in ``tests/llm/test_traced_split.py``.
+"""
 
 from __future__ import annotations
 

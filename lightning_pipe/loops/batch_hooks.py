@@ -1,4 +1,7 @@
-"""The user's hooks that a batch passes on its way to the device, each kind drawing from a random stream of its own."""
+"""The user's hooks that a batch passes on its way to the device, each kind drawing from a random stream of its own.
+
+Tested in ``tests/scenarios/trainer/test_hook_order.py``.
+"""
 
 from __future__ import annotations
 

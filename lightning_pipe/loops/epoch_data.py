@@ -1,6 +1,8 @@
 """Where the data of an epoch is: loaders, batches in flight, random streams, and where a run goes on from here.
 
 The training loop says when; this says which batch, from where, and what a checkpoint has to know about it.
+
+Tested in ``tests/loops/test_training_epoch_loop.py``.
 """
 
 from __future__ import annotations

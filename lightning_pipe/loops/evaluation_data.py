@@ -10,6 +10,8 @@ Each dataloader has a program of its own, since what feeds a model may look diff
 If ranks have uneven numbers of batches, the batches that all ranks have are evaluated this way. Ranks with more batches
 then continue batch by batch, and the other ranks join them (:mod:`lightning_pipe.loops.turns`). Each row is evaluated
 once.
+
+Tested in ``tests/loops/test_evaluation_loop.py``.
 """
 
 from __future__ import annotations

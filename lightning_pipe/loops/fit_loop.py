@@ -1,4 +1,7 @@
-"""Lightning's fit loop, which goes on from a checkpoint with the batch behind the last one trained."""
+"""Lightning's fit loop, which goes on from a checkpoint with the batch behind the last one trained.
+
+Tested in ``tests/loops/test_training_epoch_loop.py``.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ PyTorch's look for their parent while they wait for indices. Two kinds never do:
 it first looks takes the process that it was handed to for its parent; and one that sends more than a pipe holds waits
 for a reader. Both hold copies of the rank's sockets, by which the other ranks would see that it has gone: they would
 wait for it until their own timeout.
+
+Tested in ``tests/scenarios/faults/test_orphaned_workers.py``.
 """
 
 from __future__ import annotations

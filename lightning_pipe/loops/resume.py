@@ -1,4 +1,7 @@
-"""The point from which a run goes on: behind the last batch trained."""
+"""The point from which a run goes on: behind the last batch trained.
+
+Tested in ``tests/scenarios/checkpoints/test_exact_resume.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""SIGTERM, which one rank may get and another not: all end behind the same batch."""
+"""SIGTERM, which one rank may get and another not: all end behind the same batch.
+
+Tested in ``tests/scenarios/faults/test_signals.py``.
+"""
 
 from __future__ import annotations
 

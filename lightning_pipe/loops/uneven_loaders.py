@@ -1,4 +1,7 @@
-"""Lightning's set-up of loaders, for ranks with uneven numbers of rows, or none."""
+"""Lightning's set-up of loaders, for ranks with uneven numbers of rows, or none.
+
+Tested in ``tests/scenarios/recommenders/test_recsys_uneven_evaluation.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What users see of an error in a pipelined loop: their own exception, with a note that says where."""
+"""What users see of an error in a pipelined loop: their own exception, with a note that says where.
+
+Tested in ``tests/scenarios/faults/test_exceptions.py``.
+"""
 
 from __future__ import annotations
 

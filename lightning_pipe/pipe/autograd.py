@@ -8,6 +8,8 @@ Result's backward keeps the outputs' gradients; Run's then runs all cells backwa
 them. The two are apart since on a GPU autograd has one thread for each device, which runs the nodes whose gradients are
 there: a node that waited in it for the cells would wait for what only this thread can do. The token is on the CPU, so
 that Run waits in the thread that has called backward.
+
+Tested in ``tests/pipe/test_pipe.py``.
 """
 
 from __future__ import annotations

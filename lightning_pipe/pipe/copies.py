@@ -1,4 +1,7 @@
-"""Values on their way from one partition's device to another's: on streams of their own, beside both's compute."""
+"""Values on their way from one partition's device to another's: on streams of their own, beside both's compute.
+
+Tested in ``tests/pipe/test_schedule.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A mini-batch on its way through a pipe: cut, run forward and backward, gradients put together."""
+"""A mini-batch on its way through a pipe: cut, run forward and backward, gradients put together.
+
+Tested in ``tests/pipe/test_pipe.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One partition of a pipe: some layers in a row, and what runs them for a micro-batch."""
+"""One partition of a pipe: some layers in a row, and what runs them for a micro-batch.
+
+Tested in ``tests/pipe/test_pipe.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Makes partitions of layers: on which device each layer is, checked before anything is moved."""
+"""Makes partitions of layers: on which device each layer is, checked before anything is moved.
+
+Tested in ``tests/pipe/test_pipe.py``.
+"""
 
 from __future__ import annotations
 

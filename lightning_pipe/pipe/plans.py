@@ -14,6 +14,8 @@ n keeps n - j micro-batches, however many there are::
 
 Every task has a stage one higher than it needs, so that threads have something in their queues while the calling thread
 retires a micro-batch. The order of what a thread does is the same.
+
+Tested in ``tests/pipe/test_schedule.py``.
 """
 
 from __future__ import annotations

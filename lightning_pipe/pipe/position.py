@@ -1,4 +1,7 @@
-"""What a layer can ask of the forward that it runs in: which micro-batch it is, and whether it runs again."""
+"""What a layer can ask of the forward that it runs in: which micro-batch it is, and whether it runs again.
+
+Tested in ``tests/pipe/test_batch_norm.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which partitions skips lead from and to: checked when a pipe is made."""
+"""Which partitions skips lead from and to: checked when a pipe is made.
+
+Tested in ``tests/pipe/test_skip.py``.
+"""
 
 from __future__ import annotations
 

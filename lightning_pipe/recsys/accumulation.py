@@ -1,4 +1,7 @@
-"""Gradients of several batches in one step of the dense optimiser."""
+"""Gradients of several batches in one step of the dense optimiser.
+
+Tested in ``tests/recsys/test_train_pipeline.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Exchanges samples between ranks: two messages, one of rows and one of ids, whose sizes all ranks know beforehand."""
+"""Exchanges samples between ranks: two messages, one of rows and one of ids, whose sizes all ranks know beforehand.
+
+Tested in ``tests/recsys/test_balancing.py``.
+"""
 
 from __future__ import annotations
 

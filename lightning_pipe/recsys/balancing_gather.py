@@ -5,6 +5,8 @@ has room for as many as there were at most so far; where that is too little, its
 gathered, with enough room for all. That happens at the first batch, and rarely afterwards::
 
     head: [failed, samples, jagged tensors, form]    for each place: workload (a double), ids in each jagged tensor
+
+Tested in ``tests/recsys/test_balancing.py``.
 """
 
 from __future__ import annotations

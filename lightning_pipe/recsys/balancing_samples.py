@@ -5,6 +5,8 @@
 
 A *sample* is a row of every dense tensor and of every jagged one. The rows behind the real samples are padding: they
 stay where they are, at the end.
+
+Tested in ``tests/recsys/test_balancing.py``.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A source is a tree: pieces of the batch at a path, constants, collections of sources, and results of post-processing
 modules. Sources are plain data: they print themselves the same on every rank, so ranks can compare what they found.
+
+Tested in ``tests/recsys/test_record.py``.
 """
 
 from __future__ import annotations

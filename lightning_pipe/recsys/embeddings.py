@@ -1,4 +1,7 @@
-"""What one batch carries from task to task: its splits, requests, features and, at the boundary, its embeddings."""
+"""What one batch carries from task to task: its splits, requests, features and, at the boundary, its embeddings.
+
+Tested in ``tests/recsys/test_rewrite.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Evaluation of a model whose training is under way: by tasks, a plan and a rewrite of its own."""
+"""Evaluation of a model whose training is under way: by tasks, a plan and a rewrite of its own.
+
+Tested in ``tests/recsys/test_train_pipeline.py``.
+"""
 
 from __future__ import annotations
 

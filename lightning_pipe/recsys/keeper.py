@@ -1,4 +1,7 @@
-"""Everything that training a sharded model changes, kept and put back."""
+"""Everything that training a sharded model changes, kept and put back.
+
+Tested in ``tests/strategies/test_table_profile.py``.
+"""
 
 from __future__ import annotations
 

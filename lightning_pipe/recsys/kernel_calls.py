@@ -4,6 +4,8 @@ kernels ──► cat ──► output dist ──► cut ──► user's dense
    ▲         ▲
    │         └ lookup outputs: there on every rank, also where it holds no kernel
    └ kernel outputs: what is behind them belongs to the fused optimiser
+
+Tested in ``tests/recsys/test_gradient_norm.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A sharded module's output, waited for."""
+"""A sharded module's output, waited for.
+
+Tested in ``tests/recsys/test_rewrite.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Decides, once, which sharded modules are pipelined: finds what feeds them and makes all ranks agree on it."""
+"""Decides, once, which sharded modules are pipelined: finds what feeds them and makes all ranks agree on it.
+
+Tested in ``tests/recsys/test_rewrite.py``.
+"""
 
 from __future__ import annotations
 

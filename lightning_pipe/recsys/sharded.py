@@ -1,4 +1,7 @@
-"""The sharded modules of a model, one record each: what it looks up, what its features must be like, how to call it."""
+"""The sharded modules of a model, one record each: what it looks up, what its features must be like, how to call it.
+
+Tested in ``tests/recsys/test_rewrite.py``.
+"""
 
 from __future__ import annotations
 

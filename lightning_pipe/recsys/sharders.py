@@ -3,6 +3,8 @@
 TorchRec's stock sharder hides the row-wise types of pooled tables on CPU, though they run there. Sequences cannot be
 data-parallel: FBGEMM's dense CPU kernel pools them. And an optimiser that moves rows without a gradient would, on a
 replicated table, be another one than on a sharded table.
+
+Tested in ``tests/recsys/test_planning.py``.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@
 
 Between the halves the gradient of every row is known on the rank that owns it, and no table has changed: the place for
 a norm over all gradients. The collectives are all in the first half.
+
+Tested in ``tests/scenarios/recommenders/test_rewrite_equality.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What a :class:`~lightning_pipe.recsys.train_pipeline.TrainPipeline` is given, and cannot train with."""
+"""What a :class:`~lightning_pipe.recsys.train_pipeline.TrainPipeline` is given, and cannot train with.
+
+Tested in ``tests/recsys/test_train_pipeline.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What strategies that look for a plan have in common: their arguments, and what they say of what they found."""
+"""What strategies that look for a plan have in common: their arguments, and what they say of what they found.
+
+Tested in ``tests/scenarios/recommenders/test_recsys_auto.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Batches run through the stages, and what came of them, on every rank."""
+"""Batches run through the stages, and what came of them, on every rank.
+
+Tested in ``tests/strategies/test_llm.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What was chosen of several ways to train in stages, as a table for a terminal."""
+"""What was chosen of several ways to train in stages, as a table for a terminal.
+
+Tested in ``tests/strategies/test_llm_auto.py``.
+"""
 
 from __future__ import annotations
 

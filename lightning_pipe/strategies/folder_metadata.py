@@ -2,6 +2,8 @@
 
 Nothing that is read later is larger than the files of the folder: each piece of a tensor is in a file of the folder, at
 bytes of its own, and a tensor is no larger than its pieces together.
+
+Tested in ``tests/scenarios/checkpoints/test_hostile_checkpoints.py``.
 """
 
 from __future__ import annotations

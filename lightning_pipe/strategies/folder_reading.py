@@ -1,4 +1,7 @@
-"""Reads a checkpoint's folder: what is in it, whether that fits, and a rank's part of it."""
+"""Reads a checkpoint's folder: what is in it, whether that fits, and a rank's part of it.
+
+Tested in ``tests/scenarios/checkpoints/test_hostile_checkpoints.py``.
+"""
 
 from __future__ import annotations
 

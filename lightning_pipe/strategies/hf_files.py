@@ -1,4 +1,7 @@
-"""Files of a folder of Hugging Face's, checked before anything is made of them: sizes, types, names and numbers."""
+"""Files of a folder of Hugging Face's, checked before anything is made of them: sizes, types, names and numbers.
+
+Tested in ``tests/strategies/test_hf_weights.py``.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 An array is made of a type from a fixed list, a shape and bytes that have just its size. A type's size is that of its
 name: the state that a pickle gives it says its byte order, and must not say anything else.
+
+Tested in ``tests/scenarios/checkpoints/test_hostile_checkpoints.py``.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ state goes to the check that the call before it has asked for, never to an objec
 Time and memory are bounded too. Each opcode, text and call is charged to a budget of bytes before it is carried out.
 The memo is a dictionary, so that a large index costs no more than a small one. Keys are plain and small, since the hash
 of a deeply nested tuple overflows the stack. The result is a tree of bounded depth and size, for whoever walks it.
+
+Tested in ``tests/scenarios/fuzzing/test_checkpoint_fuzzing.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Tensors of a pickle of ``torch.save``: views of bytes that are there, with sizes, strides and offsets checked.
 
 Sparse, quantised and nested tensors are refused: no checkpoint of this project needs them.
+
+Tested in ``tests/scenarios/checkpoints/test_hostile_checkpoints.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Values that a pickle may be made of when it is read by :mod:`lightning_pipe.strategies.inert_pickle`."""
+"""Values that a pickle may be made of when it is read by :mod:`lightning_pipe.strategies.inert_pickle`.
+
+Tested in ``tests/scenarios/checkpoints/test_hostile_checkpoints.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Arguments of :class:`~lightning_pipe.strategies.llm.LLMPipelineStrategy`, checked before anything is made of them."""
+"""Arguments of :class:`~lightning_pipe.strategies.llm.LLMPipelineStrategy`, checked before anything is made of them.
+
+Tested in ``tests/strategies/test_llm.py``.
+"""
 
 from __future__ import annotations
 

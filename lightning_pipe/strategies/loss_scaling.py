@@ -1,4 +1,7 @@
-"""Half precision with a loss scaler, where the loss and the gradients are on different ranks."""
+"""Half precision with a loss scaler, where the loss and the gradients are on different ranks.
+
+Tested in ``tests/scenarios/language_models/test_llm_half_precision.py``.
+"""
 
 from __future__ import annotations
 

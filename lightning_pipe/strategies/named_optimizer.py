@@ -1,4 +1,7 @@
-"""An optimiser's state by the names of parameters, since each rank numbers its own."""
+"""An optimiser's state by the names of parameters, since each rank numbers its own.
+
+Tested in ``tests/strategies/test_stage_checkpoint.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The user's ``configure_optimizers`` on a rank that holds only some of the model's parameters."""
+"""The user's ``configure_optimizers`` on a rank that holds only some of the model's parameters.
+
+Tested in ``tests/strategies/test_llm.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a Trainer may ask for and sharded tables cannot do: refused by name when training is set up."""
+"""What a Trainer may ask for and sharded tables cannot do: refused by name when training is set up.
+
+Tested in ``tests/strategies/test_recsys.py``.
+"""
 
 from __future__ import annotations
 

@@ -9,6 +9,8 @@ read and never changed, and a whole file where ``weights_only=False`` is given: 
 folder is trusted, links in it are followed. Not trusted is anything in the folder: neither bytes nor names, sizes or
 kinds of files. What is read is a file of the folder itself, no link, device or pipe. A file that is not as it should be
 ends in one SetupError that names it and its field, in time and memory in proportion to its size.
+
+Tested in ``tests/scenarios/checkpoints/test_hostile_checkpoints.py``.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 The tables stay sharded when training ends, and the module may then go to another trainer, which has a strategy of its
 own: so how it was sharded is kept in the module.
+
+Tested in ``tests/strategies/test_recsys.py``.
 """
 
 from __future__ import annotations

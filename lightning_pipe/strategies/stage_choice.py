@@ -1,6 +1,8 @@
 """Measures a module's layers, simulates every way to train it in stages, and runs the most promising for real.
 
 All ranks come to the same choice: what each measures is gathered, and what is made of it is made once or alike.
+
+Tested in ``tests/strategies/test_llm_auto.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Gradients of a model in stages, made whole: what ranks have parts or copies of is summed, and measured once."""
+"""Gradients of a model in stages, made whole: what ranks have parts or copies of is summed, and measured once.
+
+Tested in ``tests/strategies/test_llm.py``.
+"""
 
 from __future__ import annotations
 

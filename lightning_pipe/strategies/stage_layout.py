@@ -1,4 +1,7 @@
-"""What a checkpoint of stages has where, and parameters that go by several names."""
+"""What a checkpoint of stages has where, and parameters that go by several names.
+
+Tested in ``tests/strategies/test_stage_checkpoint.py``.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Under a trainer it is made once for each module. To try something out it is made over stand-ins of the model's values,
 any number of times, and thrown away.
+
+Tested in ``tests/strategies/test_llm.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Steps run for real, before training and without it: of stand-ins of a model's values, on a batch like training's."""
+"""Steps run for real, before training and without it: of stand-ins of a model's values, on a batch like training's.
+
+Tested in ``tests/strategies/test_llm_auto.py``.
+"""
 
 from __future__ import annotations
 

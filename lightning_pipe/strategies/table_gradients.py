@@ -6,6 +6,8 @@ Lightning does all of it inside ``optimizer_step``, to dense gradients; the tabl
     here                       └ overflow of          └ one norm   └ did it step?
                                  tables: dense too       of all
     tasks         | DenseBackward, FinalizeGrads | OptimStep ................. | EmbBackward: scaled, or not at all
+
+Tested in ``tests/scenarios/recommenders/test_gradient_clipping.py``.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Tensors are views of bytes that are there, arrays of numpy are made of bytes and the name of a type from a fixed list.
 Sizes, strides and offsets are checked against the bytes, entries of the archive against the file and their checksums.
 Nothing is taken from the file's pickle but plain values: see :mod:`lightning_pipe.strategies.inert_pickle`.
+
+Tested in ``tests/scenarios/fuzzing/test_checkpoint_files.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Calls of a module's ``training_step`` that leave no trace: no logged value, no metric, no random number."""
+"""Calls of a module's ``training_step`` that leave no trace: no logged value, no metric, no random number.
+
+Tested in ``tests/scenarios/recommenders/test_recsys_untrained.py``.
+"""
 
 from __future__ import annotations
 

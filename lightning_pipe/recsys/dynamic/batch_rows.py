@@ -1,4 +1,7 @@
-"""The rows that one batch holds in the caches of one module, from its prefetch to the end of its backward."""
+"""The rows that one batch holds in the caches of one module, from its prefetch to the end of its backward.
+
+Tested in ``tests/recsys/dynamic/test_sharded.py``.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ They are of the kind that belongs to the open file (``flock``): POSIX record loc
 descriptor of the file, such as that of a copy of the folder. A forked child shares the open file and would hold the
 lock after its parent was killed, so it closes its descriptor at once; one that executes another program does not
 inherit it. On NFS, Linux turns these locks into the server's.
+
+Tested in ``tests/scenarios/recommenders/test_store_damage.py``.
 """
 
 from __future__ import annotations

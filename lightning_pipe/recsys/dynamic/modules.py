@@ -1,4 +1,7 @@
-"""Embedding modules whose tables have no size: any int64 id has a row, made when it is first seen."""
+"""Embedding modules whose tables have no size: any int64 id has a row, made when it is first seen.
+
+Tested in ``tests/recsys/dynamic/test_sharded.py``.
+"""
 
 from __future__ import annotations
 

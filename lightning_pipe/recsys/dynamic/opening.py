@@ -1,4 +1,7 @@
-"""Gives sharded dynamic modules their rows: caches over what TorchRec's kernels hold, and a store for each module."""
+"""Gives sharded dynamic modules their rows: caches over what TorchRec's kernels hold, and a store for each module.
+
+Tested in ``tests/scenarios/recommenders/test_dynamic_embeddings.py``.
+"""
 
 from __future__ import annotations
 

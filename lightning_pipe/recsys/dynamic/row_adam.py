@@ -2,6 +2,8 @@
 
 As FBGEMM's on a GPU: moments of a row move only when it is looked up, and the bias is corrected by the number of
 batches that the kernel has trained (Kingma and Ba, "Adam", 2015).
+
+Tested in ``tests/scenarios/recommenders/test_dynamic_embeddings.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What trains the tables of a kernel in place of the kernel's own optimiser: where it is kept, and looked for."""
+"""What trains the tables of a kernel in place of the kernel's own optimiser: where it is kept, and looked for.
+
+Tested in ``tests/scenarios/recommenders/test_dynamic_embeddings.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """The slots of a cache: which row each holds, how rows come into them from the store or as new ones, and leave again.
 
 One thread at a time, but for headers and values of rows that somebody has pinned.
+
+Tested in ``tests/scenarios/recommenders/test_row_cache_equality.py``.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ A rank that is killed before it has prepared version *v* opens at *v* - 1, and s
 commit only when all have prepared. A rank that has committed *v* knows that all others have at least prepared it, and
 can roll forward. So the version that all open at is the newest that any rank has committed (two-phase commit; Gray,
 "Notes on Data Base Operating Systems", 1978).
+
+Tested in ``tests/scenarios/recommenders/test_store_kills.py``.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 ``torch.load(weights_only=True)`` runs no code either, but a few bytes can have it allocate any amount of memory. Here
 the pickle is read in Python, by the few opcodes that ``torch.save`` needs for tensors in dictionaries and lists. What
 it calls is replaced by what is in this module, and each tensor's bytes are an uncompressed part of the file.
+
+Tested in ``tests/scenarios/fuzzing/test_store_files.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Batches whose rows are in use: from the prefetch of their rows to the end of their training."""
+"""Batches whose rows are in use: from the prefetch of their rows to the end of their training.
+
+Tested in ``tests/recsys/dynamic/test_row_cache.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """The small files of a store's folder, read as what may be damaged or made to harm: each is of the kinds that it holds.
 
 Checksums find damage. They say nothing of what somebody else has written.
+
+Tested in ``tests/scenarios/fuzzing/test_store_files.py``.
 """
 
 from __future__ import annotations

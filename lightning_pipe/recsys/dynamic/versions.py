@@ -10,6 +10,8 @@
 
 Files that the engine never changes once written are shared between working copy and versions as hard links, so that a
 version costs what has changed since the last.
+
+Tested in ``tests/scenarios/fuzzing/test_store_files.py``.
 """
 
 from __future__ import annotations
