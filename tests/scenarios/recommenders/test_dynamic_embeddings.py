@@ -27,7 +27,7 @@ from lightning_pipe.strategies.checkpoint_export import export_checkpoint
 from tests.distributed import run_ranks
 from tests.patience import HANG
 from tests.recsys.dynamic.dynamic_cases import ADAM, rows_of, same
-from tests.strategies.cases import PLANS, ROW_WISE_ADAGRAD, WIDTH, Batch, Clicks, fit, loader, recsys, trainer
+from tests.strategies.cases import ROW_WISE_ADAGRAD, WIDTH, Batch, Clicks, fit, loader, recsys, trainer
 
 
 class Dynamic(nn.Module):
@@ -71,18 +71,6 @@ def run(store: Path, plan: str, sparse: Any = ROW_WISE_ADAGRAD, **options: Any) 
     finally:
         module.trainer.strategy.sharded_model.close()  # type: ignore[attr-defined]
     return module.losses, state
-
-
-def every_plan(rank: int, world_size: int, path: Path) -> dict[str, Any]:
-    data = loader(24 * world_size)
-    return {plan: run(path / plan, plan, train=data, module={"cache_rows": 48 * world_size}) for plan in PLANS}
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_every_plan_trains_alike_to_the_bit(world_size: int, tmp_path: Path) -> None:
-    for results in run_ranks(every_plan, world_size, tmp_path):
-        for plan in PLANS[1:]:
-            assert same(results[plan], results["serial"]), plan
 
 
 class Keeping(ModelCheckpoint):

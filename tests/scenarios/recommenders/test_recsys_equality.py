@@ -1,16 +1,13 @@
-"""The plans train alike to the bit, and as Lightning's own loop trains the unsharded module."""
+"""Plans train as Lightning's own loop trains the unsharded module; test_every_plan compares them with each other."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_pipe.loops import PipelineTrainingEpochLoop
 from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.strategies.cases import (
@@ -20,98 +17,17 @@ from tests.strategies.cases import (
     SGD,
     Batch,
     Clicks,
-    Dlrm,
-    Memory,
     Mixed,
     Pooled,
-    Processed,
     Sequenced,
     difference,
     fit,
     is_table,
     loader,
     outcome,
-    plans_of,
     recsys,
     state_of,
 )
-
-# The model, the sharding type of each table (None: the planner chooses), the tables' optimiser.
-CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "pooled": (Pooled, {"people": "row_wise", "things": "table_wise"}, ROW_WISE_ADAGRAD),
-    "sequences": (Sequenced, {"past": "row_wise", "people": "column_wise"}, ADAGRAD),
-    "several modules": (Mixed, {"people": "table_row_wise", "things": "row_wise", "tags": "data_parallel"}, ADAGRAD),
-    "processed features": (Processed, {"people": "column_wise", "things": "row_wise"}, SGD),
-    "TorchRec's DLRM": (Dlrm, None, ROW_WISE_ADAGRAD),
-}
-DEPTHS = {"serial": 1, "base": 3, "prefetch": 3, "fused_sparse_dist": 3}
-
-
-class InFlight(Callback):
-    """The most batches in flight."""
-
-    most = 0
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        loop = trainer.fit_loop.epoch_loop
-        assert isinstance(loop, PipelineTrainingEpochLoop)
-        assert loop.ledger is not None
-        self.most = max(self.most, loop.ledger.in_flight)
-
-
-def every_plan(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
-    """Trains each case under each plan.
-
-    Returns:
-        Of each case and plan: losses, lines logged, names of what differs from the serial plan's outcome, the most
-        batches in flight; and names of what training did not change.
-    """
-    results: dict[str, dict[str, Any]] = {}
-    for case, (network, kinds, optimizer) in CASES.items():
-        serial: dict[str, Tensor] = {}
-        results[case] = {}
-        for plan in plans_of(network):
-            module, logger, in_flight = Clicks(network), Memory(), InFlight()
-            before = {name: value.detach().clone() for name, value in module.named_parameters()}
-            used = fit(
-                module,
-                recsys(plan, kinds, optimizer),
-                loader(16 * world_size),
-                logger=logger,
-                callbacks=[in_flight],
-            )
-            state = state_of(used)
-            serial = serial or state
-            results[case][plan] = {
-                "losses": module.losses,
-                "logged": logger.lines,
-                "differs": difference(state, serial),
-                "unchanged": [name for name, value in before.items() if torch.equal(state[name], value)],
-                "in flight": in_flight.most,
-            }
-    return results
-
-
-@pytest.fixture(scope="module", params=[1, 2, 4], ids="world_{}".format)
-def trained(request: pytest.FixtureRequest) -> list[dict[str, dict[str, Any]]]:
-    """What every rank saw."""
-    return run_ranks(every_plan, request.param)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_every_plan_trains_to_the_same_bits(trained: list[dict[str, dict[str, Any]]], case: str) -> None:
-    for rank, results in enumerate(trained):
-        serial = results[case]["serial"]
-        assert len(serial["losses"]) == 8
-        assert [line["loss_step"] for _, line in serial["logged"] if "loss_step" in line] == serial["losses"]
-        for plan in plans_of(CASES[case][0]):
-            outcome = results[case][plan]
-            assert outcome["losses"] == serial["losses"], (rank, plan)
-            assert outcome["logged"] == serial["logged"], (rank, plan)
-            assert outcome["differs"] == [], (rank, plan)
-            assert outcome["unchanged"] == [], (rank, plan)
-            assert outcome["in flight"] == DEPTHS[plan], (rank, plan)
-
 
 # ---------------------------------------------------------------------- Lightning's own loop
 

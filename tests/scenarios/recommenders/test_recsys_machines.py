@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_pipe.engine import exchanges
 from tests.distributed import run_ranks
-from tests.scenarios.recommenders.test_recsys_equality import CASES
+from tests.scenarios.recommenders.test_every_plan import FEATURES
 from tests.strategies.cases import ROW_WISE_ADAGRAD, Clicks, Pooled, difference, fit, loader, recsys, state_of
 
 PLANS = ("serial", "base", "prefetch", "fused_sparse_dist")
@@ -27,7 +27,7 @@ def both_ways(rank: int, world_size: int) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for case in ("pooled", "several modules"):
-        network, kinds, optimizer = CASES[case]
+        feature = FEATURES[case]
         for plan in PLANS:
             states, losses, sent[:] = {}, {}, []
             for where in ("one", "several"):
@@ -36,8 +36,8 @@ def both_ways(rank: int, world_size: int) -> dict[str, Any]:
                     mock.patch.object(exchanges, "_place", return_value=place),
                     mock.patch.multiple(exchanges._Exchanging, all_to_all_single=counted, alltoall_base=counted),
                 ):
-                    module = Clicks(network)
-                    states[where] = state_of(fit(module, recsys(plan, kinds, optimizer), loader(16 * world_size)))
+                    module, strategy = feature.module(), recsys(plan, feature.kinds, feature.optimizer)
+                    states[where] = state_of(fit(module, strategy, loader(16 * world_size)))
                 losses[where] = module.losses
             assert len(losses["one"]) == 8
             differs = difference(states["one"], states["several"])
@@ -46,7 +46,7 @@ def both_ways(rank: int, world_size: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
-def test_every_plan_trains_to_the_same_bits(ranks: int) -> None:
+def test_every_plan_trains_on_several_machines_what_it_trains_on_one(ranks: int) -> None:
     for found in run_ranks(both_ways, ranks):
         for case, outcome in found.items():
             assert outcome == ([], True, ["several"]), case

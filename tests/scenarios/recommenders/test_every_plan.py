@@ -1,0 +1,252 @@
+"""Every plan trains the bits that the serial plan trains: one table of features by plans by numbers of ranks.
+
+A feature is an entry of `FEATURES`. All of them train in one world for each number of ranks, and each cell is a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from lightning_pipe.loops import PipelineTrainingEpochLoop
+from tests.distributed import run_ranks
+from tests.scenarios.recommenders import test_dynamic_embeddings as dynamic
+from tests.scenarios.recommenders.test_gradient_clipping import CLIP
+from tests.scenarios.recommenders.test_half_precision import Overflows, half
+from tests.strategies.cases import (
+    ADAGRAD,
+    PLANS,
+    ROW_WISE_ADAGRAD,
+    SGD,
+    Clicks,
+    Dlrm,
+    Memory,
+    Mixed,
+    Pooled,
+    Processed,
+    Sequenced,
+    difference,
+    fit,
+    loader,
+    recsys,
+    state_of,
+)
+
+KINDS = {"people": "row_wise", "things": "table_wise", "tags": "column_wise"}
+BY_COLUMN = {"people": "column_wise", "things": "row_wise", "tags": "data_parallel"}
+SEQUENCES = {"past": "table_wise", "people": "row_wise"}
+HALF = {"forward": "bf16", "backward": "fp16", "backward_loss_scale": 1024.0}
+BYTES = {"forward": "int8", "backward": "int8"}
+DEPTHS = {"serial": 1, "base": 3, "prefetch": 3, "fused_sparse_dist": 3}
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What is trained.
+
+    Attributes:
+        module: makes the module.
+        kinds: sharding type of each table; None leaves it to the planner.
+        optimizer: of the tables.
+        strategy: further arguments of the strategy.
+        trainer: further arguments of the trainer.
+        rows: of each rank.
+        ranks: numbers of ranks to train on.
+        plans: those that can train it.
+    """
+
+    module: Callable[[], Clicks]
+    kinds: dict[str, str] | None = None
+    optimizer: dict[str, Any] = field(default_factory=lambda: ROW_WISE_ADAGRAD)
+    strategy: dict[str, Any] = field(default_factory=dict)
+    trainer: Callable[[], dict[str, Any]] = dict
+    rows: int = 16
+    ranks: tuple[int, ...] = (1, 2)
+    plans: tuple[str, ...] = PLANS
+
+
+FEATURES = {
+    "pooled": Feature(
+        lambda: Clicks(Pooled), {"people": "row_wise", "things": "table_wise"}, ROW_WISE_ADAGRAD, ranks=(1, 2, 4)
+    ),
+    "sequences": Feature(
+        lambda: Clicks(Sequenced), {"past": "row_wise", "people": "column_wise"}, ADAGRAD, ranks=(1, 2, 4)
+    ),
+    "several modules": Feature(
+        lambda: Clicks(Mixed),
+        {"people": "table_row_wise", "things": "row_wise", "tags": "data_parallel"},
+        ADAGRAD,
+        ranks=(1, 2, 4),
+    ),
+    # Their values are read in the lookup, which this plan has moved.
+    "processed features": Feature(
+        lambda: Clicks(Processed),
+        {"people": "column_wise", "things": "row_wise"},
+        SGD,
+        ranks=(1, 2, 4),
+        plans=tuple(plan for plan in PLANS if plan != "fused_sparse_dist"),
+    ),
+    "TorchRec's DLRM": Feature(lambda: Clicks(Dlrm), ranks=(1, 2, 4)),
+    "16 bits on the wire": Feature(lambda: Clicks(Mixed), KINDS, strategy={"quantized_comms": HALF}),
+    "16 bits on the wire, clipped": Feature(
+        lambda: Clicks(Sequenced),
+        SEQUENCES,
+        strategy={"quantized_comms": HALF},
+        trainer=lambda: {"gradient_clip_val": CLIP},
+    ),
+    "16 bits on the wire, a loss that is scaled": Feature(
+        lambda: Clicks(Mixed), KINDS, strategy={"quantized_comms": HALF}, trainer=lambda: {"plugins": [half()]}
+    ),
+    "8 bits on the wire": Feature(
+        lambda: Clicks(Mixed),
+        {**KINDS, "people": "table_wise"},
+        strategy={"quantized_comms": BYTES, "ids_on_wire": "int32"},
+    ),
+    "ids of 64 bits on the wire": Feature(lambda: Clicks(Mixed), KINDS, strategy={"ids_on_wire": "int64"}),
+    "clipped by norm": Feature(lambda: Clicks(Mixed), BY_COLUMN, trainer=lambda: {"gradient_clip_val": CLIP}),
+    "a scaled loss that overflows": Feature(
+        lambda: Overflows("tables"), BY_COLUMN, trainer=lambda: {"plugins": [half()], "gradient_clip_val": CLIP}
+    ),
+    "bf16": Feature(lambda: Clicks(Pooled), trainer=lambda: {"precision": "bf16-mixed"}),
+    # The last batch is a short one.
+    "balanced batches": Feature(lambda: Clicks(Mixed), KINDS, strategy={"balancer": True}, rows=14),
+    "balanced batches, all rows gathered": Feature(
+        lambda: Clicks(Mixed),
+        KINDS,
+        strategy={
+            "balancer": {"class_path": "lightning_pipe.recsys.BatchBalancer", "init_args": {"exchange": "all_gather"}}
+        },
+        rows=14,
+    ),
+    "replicas of tables": Feature(lambda: Clicks(Pooled), strategy={"replicas": 2}, ranks=(2, 4)),
+    "gradients of two batches": Feature(
+        lambda: Clicks(Sequenced), SEQUENCES, ADAGRAD, trainer=lambda: {"accumulate_grad_batches": 2}
+    ),
+}
+DYNAMIC = "dynamic tables"
+RANKS = (1, 2, 4)
+
+
+class InFlight(Callback):
+    """The most batches in flight."""
+
+    most = 0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        loop = trainer.fit_loop.epoch_loop
+        assert isinstance(loop, PipelineTrainingEpochLoop)
+        assert loop.ledger is not None
+        self.most = max(self.most, loop.ledger.in_flight)
+
+
+@dataclass
+class Cell:
+    """What a rank saw of a feature under a plan.
+
+    Attributes:
+        losses: of each batch.
+        logged: lines.
+        state: all that was trained.
+        in_flight: the most batches in flight; None where it was not looked at.
+        unchanged: names of parameters that training did not change.
+    """
+
+    losses: list[float]
+    logged: Any
+    state: dict[str, Any]
+    in_flight: int | None = None
+    unchanged: list[str] = field(default_factory=list)
+
+
+def train(feature: Feature, plan: str, world_size: int) -> Cell:
+    module, logger, in_flight = feature.module(), Memory(), InFlight()
+    before = {name: value.detach().clone() for name, value in module.named_parameters()}
+    used = fit(
+        module,
+        recsys(plan, feature.kinds, feature.optimizer, **feature.strategy),
+        loader(feature.rows * world_size),
+        logger=logger,
+        callbacks=[in_flight],
+        **feature.trainer(),
+    )
+    state = state_of(used)
+    unchanged = [name for name, value in before.items() if torch.equal(state[name], value)]
+    return Cell(module.losses, logger.lines, state, in_flight.most, unchanged)
+
+
+def train_dynamic(store: Path, plan: str, world_size: int) -> Cell:
+    losses, state = dynamic.run(store, plan, train=loader(24 * world_size), module={"cache_rows": 48 * world_size})
+    return Cell(losses, None, state)
+
+
+def train_all(rank: int, world_size: int, folder: Path) -> dict[tuple[str, str], Cell]:
+    found = {
+        (name, plan): train(feature, plan, world_size)
+        for name, feature in FEATURES.items()
+        if world_size in feature.ranks
+        for plan in feature.plans
+    }
+    if world_size < 4:
+        found |= {(DYNAMIC, plan): train_dynamic(folder / plan, plan, world_size) for plan in PLANS}
+    return found
+
+
+def cells() -> list[Any]:
+    """Name, plan and ranks of each cell but the serial plan's, those of one number of ranks together."""
+    names = {name: (feature.ranks, feature.plans) for name, feature in FEATURES.items()} | {DYNAMIC: ((1, 2), PLANS)}
+    return [
+        pytest.param(ranks, name, plan, id=f"{name}, {plan}, {ranks} ranks")
+        for ranks in RANKS
+        for name, (on, plans) in names.items()
+        if ranks in on
+        for plan in plans
+        if plan != "serial"
+    ]
+
+
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What every rank saw, by number of ranks: each world is started once."""
+    found: dict[int, list[dict[tuple[str, str], Cell]]] = {}
+
+    def on(ranks: int) -> list[dict[tuple[str, str], Cell]]:
+        if ranks not in found:
+            found[ranks] = run_ranks(train_all, ranks, tmp_path_factory.mktemp(f"stores of {ranks}"))
+        return found[ranks]
+
+    return on
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor], name: str) -> list[str]:
+    if name == DYNAMIC:
+        return [] if dynamic.same(one, other) else ["rows"]
+    return difference(one, other)
+
+
+@pytest.mark.parametrize(("ranks", "name", "plan"), cells())
+def test_a_plan_trains_the_bits_of_the_serial_one(trained: Any, ranks: int, name: str, plan: str) -> None:
+    for results in trained(ranks):
+        found, serial = results[name, plan], results[name, "serial"]
+        assert len(serial.losses) > 0
+        assert found.losses == serial.losses
+        assert found.logged == serial.logged
+        assert differing(found.state, serial.state, name) == []
+        if found.in_flight is not None:
+            assert (serial.in_flight, found.in_flight) == (1, DEPTHS[plan])
+        if name != DYNAMIC and not FEATURES[name].trainer():
+            assert found.unchanged == []
+            assert [line["loss_step"] for _, line in found.logged if "loss_step" in line] == found.losses
+
+
+def test_ranks_train_batches_of_their_own(trained: Any) -> None:
+    first, second = trained(2)
+    for name in FEATURES:
+        assert first[name, "serial"].losses != second[name, "serial"].losses, name
