@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 
 from tests.distributed import THREADS, threads_left
+from tests.tiers import TIERS, left_out
 
 # Read when the libraries are loaded, which the tests do after this.
 os.environ["OMP_NUM_THREADS"] = str(THREADS)
@@ -22,16 +23,9 @@ hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")
 
 
-# Tests that are left out unless an option asks for them, by marker: each has an option of its own name.
-TIERS = {
-    "exhaustive": "every combination of what other tests have samples of, and tests in a browser",
-    "long": "minutes of fuzzing or soaking each",
-}
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     for marker, what in TIERS.items():
-        parser.addoption(f"--{marker}", action="store_true", help=f"run the tests marked {marker!r} too: {what}")
+        parser.addoption(f"--{marker}", action="store_true", help=f"run tests that are {marker}, too: {what}")
     parser.addoption(
         "--shuffle", type=int, metavar="SEED", help="run test files, and the tests of each, in random order"
     )
@@ -45,11 +39,10 @@ def pytest_configure(config: pytest.Config) -> None:
 # Before pytest puts tests together that share a fixture's parameter: each is then made once, in any order.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    unwanted = [marker for marker in TIERS if not config.getoption(f"--{marker}")]
-    left_out = [item for item in items if any(item.get_closest_marker(marker) for marker in unwanted)]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+    unwanted = [item for item in items if any(item.get_closest_marker(marker) for marker in left_out(config))]
+    if unwanted:
+        config.hook.pytest_deselected(items=unwanted)
+        items[:] = [item for item in items if item not in unwanted]
     if (seed := config.getoption("--shuffle")) is not None:
         _shuffle(items, random.Random(seed))
 

@@ -253,6 +253,7 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Opened:
     return Opened(browser, written(tmp_path_factory.mktemp("report")))
 
 
+@pytest.mark.exhaustive
 def test_charts_are_drawn_without_an_error_and_without_a_network(opened: Opened) -> None:
     assert opened.bars("cost-chart") == 6  # own and exposed of three tasks; one of them has no length
     assert opened.page.locator("#cost-chart .xerror").count() == 2
@@ -261,6 +262,7 @@ def test_charts_are_drawn_without_an_error_and_without_a_network(opened: Opened)
     assert opened.trouble == []
 
 
+@pytest.mark.exhaustive
 def test_a_bar_says_what_it_is_under_the_mouse(opened: Opened) -> None:
     assert "exposed 0.100 ms, 1.0 % of an iteration" in opened.hover("cost-chart", 0)
     told = opened.hover(
@@ -270,6 +272,7 @@ def test_a_bar_says_what_it_is_under_the_mouse(opened: Opened) -> None:
     assert "rank 1, main" in told
 
 
+@pytest.mark.exhaustive
 def test_the_timeline_names_lanes_and_batches_and_zooms(opened: Opened) -> None:
     chart = opened.page.locator("#timeline-chart")
     ticks = sorted(chart.locator(".ytick text").all(), key=lambda one: one.bounding_box()["y"])
@@ -290,6 +293,7 @@ def test_the_timeline_names_lanes_and_batches_and_zooms(opened: Opened) -> None:
     assert after[1] - after[0] == pytest.approx(0.2 * (before[1] - before[0]), rel=0.1)
 
 
+@pytest.mark.exhaustive
 def test_the_menu_picks_the_question(opened: Opened) -> None:
     chart = opened.page.locator("#what-if-chart")
     chart.locator(".updatemenu-header").click()
@@ -299,6 +303,7 @@ def test_the_menu_picks_the_question(opened: Opened) -> None:
     assert opened.trouble == []
 
 
+@pytest.mark.exhaustive
 def test_no_button_sends_a_chart_away(opened: Opened) -> None:
     buttons = opened.page.locator(".modebar-btn").all()
     titles = {one.get_attribute("data-title") for one in buttons}
@@ -306,6 +311,7 @@ def test_no_button_sends_a_chart_away(opened: Opened) -> None:
     assert not [title for title in titles if "hare" in title or "loud" in title or "Edit" in title]
 
 
+@pytest.mark.exhaustive
 def test_names_are_shown_as_they_are_and_never_run(browser: Any, tmp_path: Path) -> None:
     opened = Opened(browser, written(tmp_path, copy=NASTY, name=NASTY, facts={NASTY: NASTY}))
     assert opened.page.locator("h1").inner_text() == f"Pipeline report: plan {NASTY}"

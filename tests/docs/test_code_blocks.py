@@ -16,6 +16,7 @@ SKIPPED = {"checkpoints.md": 1, "migration.md": 3, "performance.md": 1, "start.m
 REASONS = ("needs CUDA", "needs a second machine", "needs a network", "installs packages", "takes minutes")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)], ids=lambda page: page.stem)
 def test_the_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None:
     with running_in(tmp_path), page_run(page) as run:

@@ -19,6 +19,7 @@ def said(cell: dict[str, Any]) -> str:
     return "".join(line for output in cell["outputs"] for line in output.get("text", ()))
 
 
+@pytest.mark.exhaustive
 def test_it_runs_and_draws_and_says_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import matplotlib.pyplot as plt
 

@@ -91,6 +91,7 @@ def test_every_plan_trains_the_same_to_the_bit_on_two_ranks(two_ranks: Results, 
     holds(two_ranks, case)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", ON_TWO_NODES)
 def test_every_plan_trains_the_same_to_the_bit_on_two_nodes_of_two_ranks(four_ranks: Results, case: str) -> None:
     holds(four_ranks, case)

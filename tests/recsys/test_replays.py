@@ -13,6 +13,7 @@ from lightning_pipe.recsys import ShardedModel, TrainPipeline, recsys_tasks
 from tests.distributed import run_ranks
 from tests.recsys.pipeline_cases import CASES, Case, Feed, same_outputs, sharded, values_of
 from tests.recsys.sharding_cases import CPU
+from tests.tiers import sampled
 
 TASKS = [task.name for task in recsys_tasks()]
 # Not those that look batches up before it is their turn: not in the tables that are put back in between.
@@ -146,7 +147,7 @@ def run_cases(rank: int, world_size: int) -> dict[str, Any]:
     return results
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids="{}_ranks".format)
+@pytest.fixture(scope="module", params=sampled([1, 2], lambda ranks: ranks == 1, "{}_ranks".format))
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_ranks(run_cases, request.param)
 

@@ -40,9 +40,10 @@ from tests.recsys.train_pipeline_cases import (
     pipeline_of,
     replaced,
 )
+from tests.tiers import sampled
 
 
-@pytest.fixture(scope="module", params=["one machine", "two machines"])
+@pytest.fixture(scope="module", params=sampled(["one machine", "two machines"], lambda name: name == "one machine"))
 def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What holds on each rank, wherever they are: ids travel in another way between machines."""
     return run_ranks(everything if request.param == "one machine" else everything_apart, 2)

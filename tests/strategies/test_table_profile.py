@@ -14,6 +14,7 @@ from lightning_pipe.engine import ProfileResult, SetupError
 from lightning_pipe.recsys import recsys_tasks
 from tests.distributed import run_ranks
 from tests.strategies.cases import ADAGRAD, PLANS, Batch, Clicks, Memory, Mixed, fit, loader, recsys, state_of
+from tests.tiers import sampled
 
 TASKS = [task.name for task in recsys_tasks()]
 KINDS = {"people": "row_wise", "things": "data_parallel"}
@@ -124,7 +125,7 @@ def run_cases(rank: int, world_size: int) -> dict[str, Any]:
     return results
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids="{}_ranks".format)
+@pytest.fixture(scope="module", params=sampled([1, 2], lambda ranks: ranks == 1, "{}_ranks".format))
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_ranks(run_cases, request.param)
 

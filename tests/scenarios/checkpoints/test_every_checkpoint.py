@@ -14,6 +14,8 @@ import pytest
 from tests.scenarios.faults.forked_ranks import Here, Nursery, nursery, told
 from tests.scenarios.checkpoints.resuming import EPOCHS, FAMILIES, LOADERS, Setting, from_every_checkpoint, missed_or_twice
 
+pytestmark = pytest.mark.exhaustive
+
 # For hangs.
 TIMEOUT = 1800.0
 

@@ -42,7 +42,7 @@ from tests.strategies.cases import ADAGRAD, Clicks, Sequenced, loader, recsys, t
 from tests.scenarios.recommenders.test_dynamic_embeddings import clicks as dynamic_clicks
 
 # Some seconds of work each, which other work on the machine may make minutes: this is for hangs.
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1800)]
 
 WIDTHS = {"a": 24, "b": 8}
 

@@ -25,6 +25,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from tests.scenarios.faults.forked_ranks import Ended, Here, Nursery, nursery, told
 from tests.scenarios.checkpoints.resuming import BATCHES, EPOCHS, Noted, Setting, run
 
+pytestmark = pytest.mark.exhaustive
+
 # For hangs.
 TIMEOUT = 900.0
 KILLS = 5

@@ -19,6 +19,8 @@ from tests.scenarios.faults.launched import Launched
 from tests.scenarios.faults.training import KINDS
 from tests.strategies.cases import difference
 
+pytestmark = pytest.mark.exhaustive
+
 # A start of all ranks for each, and one more.
 TRAINED = list(KINDS) if os.environ.get("LIGHTNING_PIPE_ALL_FAULTS") == "1" else ["pipeline", "recsys"]
 

@@ -181,6 +181,7 @@ def alone(ranks: Nursery) -> Callable[[str], Ended]:
     return run
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "place"), CASES)
 def test_a_process_trains_again_after_an_exception(kind: str, place: str, alone: Callable[[str], Ended]) -> None:
     ended = alone(kind)

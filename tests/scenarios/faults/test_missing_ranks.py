@@ -13,6 +13,8 @@ import torch.distributed as dist
 from tests.scenarios.faults.forked_ranks import Ended, Here, Nursery, told
 from tests.scenarios.faults.training import BOUND, fit, module
 
+pytestmark = pytest.mark.exhaustive
+
 # How long (seconds) ranks wait for each other: those that are there must arrive within it on a busy machine as well.
 WAIT = 20
 

@@ -23,6 +23,8 @@ from lightning_pipe.strategies.pipeline import PipelineStrategy
 from tests.loops.models import Net, Rows
 from tests.scenarios.faults.forked_ranks import Here, Nursery, nursery, told
 
+pytestmark = pytest.mark.exhaustive
+
 # More than a pipe holds: the thread that sends it waits for a reader.
 _LARGE = 2**20
 

@@ -19,6 +19,8 @@ from tests.scenarios.faults.forked_ranks import Here, Nursery, told
 from tests.scenarios.faults.launched import Launched
 from tests.scenarios.faults.training import BOUND, WHERE, fit, module
 
+pytestmark = pytest.mark.exhaustive
+
 # How long (seconds) ranks wait for each other: where the link is cut, nothing else says so.
 WAIT = 20.0
 

@@ -34,6 +34,7 @@ from tests.strategies.llm_cases import (
     train_with_lightning,
     trainer,
 )
+from tests.tiers import sampled, wanted
 
 STEPS, MICRO = 3, 4
 
@@ -153,9 +154,10 @@ def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def on_four_ranks(rank: int, world: int) -> dict[str, Any]:
+def on_four_ranks(rank: int, world: int, cases: Sequence[str]) -> dict[str, Any]:
     found = {}
-    for case, (model, batches, schedule, options, of_trainer) in CASES.items():
+    for case in cases:
+        model, batches, schedule, options, of_trainer = CASES[case]
         strategy, module = llm(schedule, MICRO, **options), module_of(model)
         all_batches, parts = batches_of(batches), parts_of(options)
         others = options.get("context_parallel_size", 1) * options.get("tensor_parallel_size", 1)
@@ -176,9 +178,13 @@ def on_four_ranks(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
+# One of each dimension, and packed rows.
+OFTEN = ("context", "ring, packed", "tensor", "experts")
+
+
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_ranks(on_four_ranks, 4)
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(on_four_ranks, 4, wanted(request.config, CASES, OFTEN.__contains__))
 
 
 @cache
@@ -216,7 +222,7 @@ def by_name(prediction: Any) -> dict[str, Tensor]:
     return {f"prediction {place}": part for place, part in enumerate(parts)}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sampled(CASES, OFTEN.__contains__))
 def test_training_comes_to_what_one_device_comes_to(case: str, ranks: Any) -> None:
     model, kind, _, options, of_trainer = CASES[case]
     expected = alone(model, kind, parts_of(options) if model == "experts" else 1, of_trainer.get("gradient_clip_val"))
@@ -225,7 +231,7 @@ def test_training_comes_to_what_one_device_comes_to(case: str, ranks: Any) -> No
     assert not ranks_beyond_rounding(found, expected)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "experts" not in case])
+@pytest.mark.parametrize("case", sampled([case for case in CASES if "experts" not in case], OFTEN.__contains__))
 def test_predictions_are_whole_on_every_rank(case: str, ranks: Any) -> None:
     model, kind, _, options, _ = CASES[case]
     parts = parts_of(options)

@@ -6,7 +6,7 @@ Face, run under a trainer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -49,6 +49,7 @@ from tests.strategies.llm_cases import (
     unequal,
     values_of,
 )
+from tests.tiers import sampled, wanted
 
 
 class Case(NamedTuple):
@@ -117,7 +118,7 @@ def batches(packed: bool, count: int) -> list[Any]:
     return packed_batches(count) if packed else row_batches()
 
 
-def run_directly(rank: int, schedule: str, ranks: int) -> Iterator[tuple[Case, Trained]]:
+def run_directly(rank: int, schedule: str, ranks: int, cases: Sequence[Any]) -> Iterator[tuple[Case, Trained]]:
     """All cases of a schedule over the same stages, which begin anew with the same values."""
     spec, group = SCHEDULES[schedule], dist.group.WORLD
     assert group is not None
@@ -138,7 +139,7 @@ def run_directly(rank: int, schedule: str, ranks: int) -> Iterator[tuple[Case, T
     )
     runner = PipelineRunner(split.stages, stages, spec, group, cpu, split.shapes)
     parameters, initial = list(split.kept.parameters()), values_of(split.kept)
-    for case in [case for case in CASES if (case.schedule, case.ranks) == (schedule, ranks)]:
+    for case in [case for case in CASES if case in cases and (case.schedule, case.ranks) == (schedule, ranks)]:
         lengths = Lengths(variable=not case.static, maximum=MAX_LENGTH)
         preparation = BatchPreparation(
             module.model_inputs,
@@ -178,21 +179,28 @@ def run_hf(case: HFCase) -> tuple[Trained, dict[str, torch.Tensor]]:
     return Trained(module.losses, module.gradients, values_of(module.model)), module.initial
 
 
-def run_all(rank: int, world: int) -> dict[Any, Any]:
+def run_all(rank: int, world: int, cases: Sequence[Any]) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for schedule in SCHEDULES:
-        found |= run_directly(rank, schedule, world)
-    found |= {("trainer", case): run_with_trainer(case) for case in TRAINER_CASES if case.ranks == world}
-    found |= {case: run_hf(case) for case in HF_CASES if case.ranks == world}
+        found |= run_directly(rank, schedule, world, cases)
+    found |= {("trainer", case): run_with_trainer(case) for case in TRAINER_CASES if case in cases}
+    found |= {case: run_hf(case) for case in HF_CASES if case in cases}
     return found
 
 
+def often(case: Case | HFCase) -> bool:
+    """Two ranks; as few micro-batches as there are."""
+    return case.ranks == 2 and (isinstance(case, HFCase) or case in TRAINER_CASES or case.microbatches == 4)
+
+
 @pytest.fixture(scope="module")
-def found() -> dict[Any, list[Any]]:
+def found(request: pytest.FixtureRequest) -> dict[Any, list[Any]]:
     """What each rank has come to, for every case."""
     results: dict[Any, list[Any]] = {}
     for world in (2, 4):
-        by_rank = run_ranks(run_all, world)
+        every: list[Case | HFCase] = [*CASES, *TRAINER_CASES, *HF_CASES]
+        cases = [case for case in wanted(request.config, every, often) if case.ranks == world]
+        by_rank = run_ranks(run_all, world, cases) if cases else [{}]
         results |= {case: [one[case] for one in by_rank] for case in by_rank[0]}
     return results
 
@@ -219,7 +227,7 @@ def whole(layers: int, packed: bool, optimizer: str, count: int) -> Reference:
     return Reference.of(lambda: results_of(train_alone(Tiny(layers), optimizer, data, 1), steps=1))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", sampled(CASES, often, str))
 def test_a_pipeline_trains_as_one_device_that_accumulates_the_same_micro_batches_to_the_bit(
     case: Case, found: dict[Any, list[Any]]
 ) -> None:
@@ -230,7 +238,7 @@ def test_a_pipeline_trains_as_one_device_that_accumulates_the_same_micro_batches
     assert not unequal(join(ranks), expected(case))
 
 
-@pytest.mark.parametrize("case", TRAINER_CASES, ids=str)
+@pytest.mark.parametrize("case", sampled(TRAINER_CASES, often, str))
 def test_a_trainer_trains_as_one_device_that_accumulates_the_same_micro_batches_to_the_bit(
     case: Case, found: dict[Any, list[Any]]
 ) -> None:
@@ -242,7 +250,7 @@ def test_each_way_to_train_occurs_under_a_trainer() -> None:
         assert set(values) in ({*SCHEDULES}, {2, 4}, {4, 8}, {False, True}, {*OPTIMIZERS})
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", sampled(CASES, often, str))
 def test_a_pipeline_trains_as_one_device_with_the_whole_batch_within_rounding(
     case: Case, found: dict[Any, list[Any]]
 ) -> None:
@@ -255,7 +263,7 @@ def test_a_pipeline_trains_as_one_device_with_the_whole_batch_within_rounding(
     assert not ranks_beyond_rounding(results, reference)
 
 
-@pytest.mark.parametrize("case", HF_CASES, ids=str)
+@pytest.mark.parametrize("case", sampled(HF_CASES, often, str))
 def test_models_of_hugging_face_train_split_and_untouched(case: HFCase, found: dict[Any, list[Any]]) -> None:
     module = TinyHF(hf_config(case.model_type, case.layers), chunk_tokens=8, optimizer="adamw")
     torch.manual_seed(SEED)

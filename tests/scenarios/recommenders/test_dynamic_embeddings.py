@@ -332,6 +332,7 @@ def start(path: Path, step: int, resume: Path | None) -> int:
     return done.returncode
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_was_killed_goes_on_from_its_checkpoint_to_the_same_end(tmp_path: Path) -> None:
     assert start(tmp_path / "whole", 0, None) == 0
     assert start(tmp_path / "killed", 7, None) == -signal.SIGKILL

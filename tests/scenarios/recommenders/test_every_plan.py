@@ -203,7 +203,13 @@ def cells() -> list[Any]:
     """Name, plan and ranks of each cell but the serial plan's, those of one number of ranks together."""
     names = {name: (feature.ranks, feature.plans) for name, feature in FEATURES.items()} | {DYNAMIC: ((1, 2), PLANS)}
     return [
-        pytest.param(ranks, name, plan, id=f"{name}, {plan}, {ranks} ranks")
+        pytest.param(
+            ranks,
+            name,
+            plan,
+            id=f"{name}, {plan}, {ranks} ranks",
+            marks=(pytest.mark.exhaustive,) if ranks == 4 else (),
+        )
         for ranks in RANKS
         for name, (on, plans) in names.items()
         if ranks in on

@@ -45,6 +45,7 @@ def both_ways(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_every_plan_trains_on_several_machines_what_it_trains_on_one(ranks: int) -> None:
     for found in run_ranks(both_ways, ranks):

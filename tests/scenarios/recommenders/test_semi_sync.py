@@ -10,6 +10,7 @@ import torch
 from tests.distributed import run_ranks
 from tests.recsys.pipeline_cases import difference
 from tests.recsys.semi_sync_cases import RATES, TRAININGS, Trained, by_hand, by_pipeline
+from tests.tiers import sampled
 
 
 def same(one: Trained, other: Trained) -> bool:
@@ -38,7 +39,7 @@ def compare(rank: int, world_size: int) -> dict[str, dict[str, bool]]:
     return found
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids="world_{}".format)
+@pytest.fixture(scope="module", params=sampled([1, 2], lambda ranks: ranks == 1, "world_{}".format))
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, dict[str, bool]]]:
     return run_ranks(compare, request.param)
 
