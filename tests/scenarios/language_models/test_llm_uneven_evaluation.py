@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_pipe.strategies.pipeline_module import PipelineModule
 from tests.distributed import run_ranks
 from tests.rounding import Reference
-from tests.strategies.llm_cases import SEED, Tiny, llm, loader, row_batches, trainer
+from tests.scenarios.language_models.test_llm_dimensions import Experts
+from tests.strategies.llm_cases import SEED, Tiny, TinyHF, hf_config, llm, loader, row_batches, trainer
 
 # Batches of the two parts of the data.
 PARTS = [(3, 0), (0, 1), (1, 4), (7, 10)]
@@ -17,10 +19,16 @@ CASES: dict[str, dict[str, Any]] = {
     "replicated": {"data_parallel_replicate_size": 2},
     "sharded": {"data_parallel_shard_size": 2, "reshard_after_forward": True},
     "one stage, sharded": {"data_parallel_shard_size": 2, "data_parallel_replicate_size": 2},
+    "tensor": {"data_parallel_replicate_size": 2, "tensor_parallel_size": 2},
+    "context": {"data_parallel_shard_size": 2, "context_parallel_size": 2},
+    "ring": {"data_parallel_replicate_size": 2, "context_parallel_size": 2, "context_parallel_method": "ring"},
+    "experts": {"data_parallel_shard_size": 2, "expert_parallel_size": 2},
 }
+# Models that these dimensions can share; the others train `Tiny`.
+OF_HUGGING_FACE = ("tensor", "context", "ring")
 
 
-class Scored(Tiny):
+class Scores(PipelineModule):
     """Logs the loss of all pipelines, which some sum up once more, and what is this pipeline's alone."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -28,6 +36,28 @@ class Scored(Tiny):
         self.log("val_loss", result.loss, batch_size=result.tokens)
         self.log("summed", result.loss, batch_size=result.tokens, sync_dist=True, on_step=True)
         self.log("tokens", float((batch["labels"] != -100).sum()), reduce_fx="sum", sync_dist=True)
+
+
+class Scored(Scores, Tiny): ...
+
+
+class ScoredHF(Scores, TinyHF): ...
+
+
+class ScoredExperts(Scores, Experts): ...
+
+
+def module_of(case: str) -> Any:
+    if case in OF_HUGGING_FACE:
+        return ScoredHF(hf_config("llama") | {"num_key_value_heads": 2})
+    return ScoredExperts() if case == "experts" else Scored()
+
+
+def part_of(case: str, rank: int) -> int:
+    """Which part of the data a rank of four has."""
+    if case == "one stage, sharded":
+        return rank
+    return rank // 2 if case in OF_HUGGING_FACE else rank % 2
 
 
 def batches_of(count: int) -> list[dict[str, torch.Tensor]]:
@@ -38,7 +68,7 @@ def evaluated(case: str, counts: tuple[int, ...], part: int) -> dict[str, Any]:
     first = sum(counts[:part])
     mine = loader(batches_of(sum(counts))[first : first + counts[part]])
     torch.manual_seed(SEED)
-    used, module = trainer(llm("1f1b", 2, **CASES[case]), use_distributed_sampler=False), Scored()
+    used, module = trainer(llm("1f1b", 2, **CASES[case]), use_distributed_sampler=False), module_of(case)
     (metrics,) = used.validate(module, mine, verbose=False)
     return {"metrics": metrics, "predicted": used.predict(module, mine)}
 
@@ -49,7 +79,7 @@ def run_cases(rank: int, world_size: int) -> dict[Any, Any]:
         for counts in PARTS:
             # As many parts of the data as dimensions, of which the others have none.
             parts = 4 if case == "one stage, sharded" else 2
-            found[case, counts] = evaluated(case, (*counts, *(0,) * (parts - 2)), rank % parts)
+            found[case, counts] = evaluated(case, (*counts, *(0,) * (parts - 2)), part_of(case, rank))
     used = trainer(llm("1f1b", 2, data_parallel_replicate_size=2), use_distributed_sampler=False)
     try:
         used.validate(Scored(), loader(batches_of(rank)), verbose=False)
@@ -63,9 +93,9 @@ def ranks() -> list[dict[Any, Any]]:
     return run_ranks(run_cases, 4)
 
 
-def alone(count: int) -> dict[str, Any]:
+def alone(case: str, count: int) -> dict[str, Any]:
     torch.manual_seed(SEED)
-    used, module = trainer("auto"), Scored()
+    used, module = trainer("auto"), module_of(case)
     (metrics,) = used.validate(module, loader(batches_of(count)), verbose=False)
     predicted = used.predict(module, loader(batches_of(count))) or []
     return {**numbers(metrics), **{f"predicted {index}": one for index, one in enumerate(predicted)}}
@@ -80,13 +110,14 @@ def numbers(metrics: Any) -> dict[str, Any]:
 def test_losses_and_predictions_are_those_of_one_device_over_all_batches(
     ranks: Any, case: str, counts: tuple[int, int]
 ) -> None:
-    reference = Reference.of(lambda: alone(sum(counts)))
+    reference = Reference.of(lambda: alone(case, sum(counts)))
     # The ranks of one pipeline have the same.
-    predicted = [one for part in (0, 1) for one in ranks[part][case, counts]["predicted"]]
+    first_ranks = [next(rank for rank in range(4) if part_of(case, rank) == part) for part in (0, 1)]
+    predicted = [one for rank in first_ranks for one in ranks[rank][case, counts]["predicted"]]
     for rank, found in enumerate(ranks):
         of_parts = 4 if case == "one stage, sharded" else 2
         of_part = found[case, counts]["predicted"]
-        assert len(of_part) == ((*counts, 0, 0)[rank % of_parts])
+        assert len(of_part) == (*counts, 0, 0)[part_of(case, rank)]
         metrics = numbers(found[case, counts]["metrics"])
         # Of the data parts of one process each, three are of ranks that hold the same stage.
         metrics["tokens"] = metrics["tokens"] / (4 // of_parts)
