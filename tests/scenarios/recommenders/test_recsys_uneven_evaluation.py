@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torchmetrics.classification import BinaryAUROC
 from lightning_pipe.engine import SetupError
 from tests.distributed import run_ranks
 from tests.rounding import Reference
+from tests.scenarios.recommenders.test_dynamic_embeddings import Dynamic
 from tests.strategies.cases import (
     Batch,
     Clicks,
@@ -93,7 +96,7 @@ def shard(counts: tuple[int, ...], form: str = "files", first: int = 0) -> DataL
 
 
 def evaluated(loaders: Any, network: Any = Pooled, own_loaders: bool = True, **options: Any) -> dict[str, Any]:
-    kinds = {"people": "row_wise"} if network is Sequenced else KINDS
+    kinds = {"people": "row_wise"} if network is Sequenced else None if isinstance(network, partial) else KINDS
     used = trainer(recsys(kinds=kinds, **options), use_distributed_sampler=not own_loaders)
     module = Scored(network)
     found = used.validate(module, loaders, verbose=False)
@@ -159,6 +162,27 @@ def run_cases(rank: int, world_size: int) -> dict[str, Any]:
             results[f"{counts}, {form}"] = evaluated(shard(counts, form))
     for total in TOTALS:
         results[f"{total} in all"] = evaluated(rows_of(0, total), own_loaders=False)
+    return results
+
+
+# Other ways to hold rows and to send them, which the unsharded module does not have.
+OTHER_WAYS: dict[str, dict[str, Any]] = {
+    "bf16 on the wire": {"quantized_comms": {"forward": "bf16"}},
+    "ids of 32 bits on the wire": {"ids_on_wire": "int32"},
+    "a balancer": {"balancer": True},
+    "dynamic tables": {},
+}
+SPLITS = ((5, 6), (1, 10), (0, 11))
+
+
+def run_other_ways(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for name, options in OTHER_WAYS.items():
+        for counts in SPLITS:
+            network: Any = Pooled
+            if name == "dynamic tables":
+                network = partial(Dynamic, folder / str(counts))
+            results[f"{name}, {counts}"] = evaluated(shard(counts), network, **options)
     return results
 
 
@@ -257,6 +281,27 @@ def test_lightnings_sampler_repeats_no_row(ranks: list[dict[str, Any]], total: i
 @pytest.mark.parametrize("network", [Sequenced, Mixed, Processed, Dlrm])
 def test_every_kind_of_sharded_module_is_joined(two: list[dict[str, Any]], network: Any) -> None:
     check(named(two, network.__name__), lambda: rows_of(0, 11), network)
+
+
+@pytest.fixture(scope="module")
+def other_ways(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(run_other_ways, 2, tmp_path_factory.mktemp("stores"))
+
+
+@pytest.mark.parametrize("counts", SPLITS[1:], ids=str)
+@pytest.mark.parametrize("name", OTHER_WAYS)
+def test_uneven_ranks_find_what_even_ones_find(
+    other_ways: list[dict[str, Any]], name: str, counts: tuple[int, int]
+) -> None:
+    even, uneven = (
+        [numbers({**of_rank, "predicted": joined(ranks)}) for of_rank in ranks]
+        for ranks in (named(other_ways, f"{name}, {split}") for split in (SPLITS[0], counts))
+    )
+    for expected, found in zip(even, uneven, strict=True):
+        for metric, value in expected.items():
+            # Rows meet in other batches, whose sums of at most 30 terms are in another order.
+            within = 30 * torch.finfo(torch.float32).eps * float(value.abs().max())
+            assert float((found[metric] - value).abs().max()) <= within, metric
 
 
 @pytest.mark.parametrize("name", ["serial", "base", "batch by batch"])
