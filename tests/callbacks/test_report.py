@@ -248,9 +248,9 @@ class Opened:
         return " ".join(shown.all_text_contents())
 
 
-@pytest.fixture(scope="module")
-def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Opened:
-    return Opened(browser, written(tmp_path_factory.mktemp("report")))
+@pytest.fixture
+def opened(browser: Any, tmp_path: Path) -> Opened:
+    return Opened(browser, written(tmp_path))
 
 
 @pytest.mark.exhaustive

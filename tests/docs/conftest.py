@@ -8,6 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.recsys.conftest import one_rank
+
+__all__ = ["one_rank"]
+
 
 @pytest.fixture(autouse=True)
 def _messages_are_as_loud_as_before() -> Iterator[None]:

@@ -11,8 +11,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.scenarios.checkpoints.resuming import (
+    EPOCHS,
+    FAMILIES,
+    LOADERS,
+    Setting,
+    from_every_checkpoint,
+    missed_or_twice,
+)
 from tests.scenarios.faults.forked_ranks import Here, Nursery, nursery, told
-from tests.scenarios.checkpoints.resuming import EPOCHS, FAMILIES, LOADERS, Setting, from_every_checkpoint, missed_or_twice
 
 pytestmark = pytest.mark.exhaustive
 

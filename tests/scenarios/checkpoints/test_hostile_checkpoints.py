@@ -323,7 +323,10 @@ def test_a_class_of_the_users_needs_the_flag(ranks: list[dict[str, Any]]) -> Non
     for result in ranks:
         for name in ("fit", "validate", "predict"):
             message = result["flag"][name]
-            assert "custom/meta.pt' is refused: it holds tests.scenarios.checkpoints.test_hostile_checkpoints.Custom" in message
+            assert (
+                "custom/meta.pt' is refused: it holds tests.scenarios.checkpoints.test_hostile_checkpoints.Custom"
+                in message
+            )
             assert "Trainer.fit(..., weights_only=False)" in message
         assert result["flag"]["with the flag"] == ["Custom", "Custom"]
 

@@ -37,9 +37,9 @@ from lightning_pipe.strategies.whole_folder import (
 )
 from tests.scenarios.checkpoints.disk_recorder import Point, Recording, recorded
 from tests.scenarios.checkpoints.power_cuts import Replay
+from tests.scenarios.recommenders.test_dynamic_embeddings import clicks as dynamic_clicks
 from tests.strategies import llm_cases
 from tests.strategies.cases import ADAGRAD, Clicks, Sequenced, loader, recsys, trainer
-from tests.scenarios.recommenders.test_dynamic_embeddings import clicks as dynamic_clicks
 
 # Some seconds of work each, which other work on the machine may make minutes: this is for hangs.
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1800)]

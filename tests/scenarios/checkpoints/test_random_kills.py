@@ -22,8 +22,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from tests.scenarios.faults.forked_ranks import Ended, Here, Nursery, nursery, told
 from tests.scenarios.checkpoints.resuming import BATCHES, EPOCHS, Noted, Setting, run
+from tests.scenarios.faults.forked_ranks import Ended, Here, Nursery, nursery, told
 
 pytestmark = pytest.mark.exhaustive
 

@@ -1,0 +1,1 @@
+"""What a checkpoint, a resume or a power cut leaves."""
