@@ -507,6 +507,7 @@ def test_an_error_of_one_ranks_data_ends_both_processes_with_a_message_each_and_
         assert [line for line in lines if line.startswith(prefix + message)], result.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_users_exception_on_one_rank_keeps_its_traceback_and_ends_both_processes(folder: Path) -> None:
     result = run_command(folder, "--model.fails_on_rank", "1")
     assert result.returncode == 1

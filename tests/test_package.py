@@ -69,6 +69,7 @@ def without(*missing: str) -> str:
     return f"import sys; sys.modules.update(dict.fromkeys({missing!r}))\n"
 
 
+@pytest.mark.exhaustive
 def test_the_wheel_has_every_file_of_the_package_that_git_has(wheel: Path) -> None:
     files = run("git", "ls-files", "lightning_pipe", folder=ROOT).splitlines()
     with zipfile.ZipFile(wheel) as packed:
@@ -76,6 +77,7 @@ def test_the_wheel_has_every_file_of_the_package_that_git_has(wheel: Path) -> No
     assert not missing
 
 
+@pytest.mark.exhaustive
 def test_types_and_the_compiled_library_are_in_it(installed: Path) -> None:
     package = installed / "site" / "lightning_pipe"
     assert (package / "py.typed").is_file()
@@ -84,12 +86,14 @@ def test_types_and_the_compiled_library_are_in_it(installed: Path) -> None:
     assert python(installed, code).split() == [str(package / "recsys" / "native.py"), "True"]
 
 
+@pytest.mark.exhaustive
 def test_its_command_is_there(installed: Path) -> None:
     command = installed / "site" / "bin" / "lightning-pipe"
     said = run(sys.executable, str(command), "strategies", folder=installed, PYTHONPATH=str(installed / "site"))
     assert "recsys_prefetch_pipeline" in said
 
 
+@pytest.mark.exhaustive
 def test_language_models_need_no_torchrec_which_is_asked_for_where_it_is_needed(installed: Path) -> None:
     code = without("torchrec", "fbgemm_gpu") + (
         "import lightning.pytorch as pl, lightning_pipe\n"
@@ -107,6 +111,7 @@ def test_language_models_need_no_torchrec_which_is_asked_for_where_it_is_needed(
     assert "install" in " ".join(rest)
 
 
+@pytest.mark.exhaustive
 def test_recommenders_need_no_transformers_which_is_asked_for_where_it_is_needed(installed: Path) -> None:
     code = without("transformers") + (
         "import lightning.pytorch as pl, lightning_pipe\n"

@@ -37,6 +37,11 @@ def sampled(cases: Iterable[T], often: Callable[[T], bool], ids: Callable[[T], s
     ]
 
 
+def sampled_rows(cases: Iterable[tuple[Any, ...]], often: Callable[[tuple[Any, ...]], bool]) -> list[Any]:
+    """As `sampled`, for tests of several parameters."""
+    return [pytest.param(*case, marks=() if often(case) else (pytest.mark.exhaustive,)) for case in cases]
+
+
 def wanted(config: pytest.Config, cases: Iterable[T], often: Callable[[T], bool]) -> list[T]:
     """Those of the cases that this run of pytest has tests of: for a fixture that computes them all at once."""
     return [case for case in cases if "exhaustive" not in left_out(config) or often(case)]

@@ -281,6 +281,7 @@ def test_each_group_goes_on_with_its_own_hyperparameters(ranks: list[dict[str, A
             assert found["rates"] == pytest.approx([0.02 / 8, 0.01 / 8, 0.005 / 8]), name
 
 
+@pytest.mark.exhaustive
 def test_two_stages_go_on_as_four(
     ranks: list[dict[str, Any]], alone: dict[str, Any], folder: Path, second_epoch: Reference
 ) -> None:

@@ -62,6 +62,7 @@ def fill(folder: Path, rows: int) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 def test_rows_are_forgotten_some_at_a_time(ranks: Nursery, tmp_path: Path) -> None:
     used = []
     for rows in (4 * CHUNK, 32 * CHUNK):

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_pipe.engine import SetupError
 from tests.distributed import run_ranks
 from tests.loops.models import Net, Rows, trainer
+from tests.tiers import sampled, sampled_rows
 
 
 class Drawing(Net):
@@ -141,7 +142,15 @@ def is_called(hook: str, batches: int, validation: str) -> bool:
 
 @pytest.mark.parametrize(
     ("hook", "batches", "done", "validation"),
-    [(*moment, validation) for moment in MOMENTS for validation in VALIDATIONS if is_called(*moment[:2], validation)],
+    sampled_rows(
+        [
+            (*moment, validation)
+            for moment in MOMENTS
+            for validation in VALIDATIONS
+            if is_called(*moment[:2], validation)
+        ],
+        lambda case: case[-1] == "every 2",
+    ),
 )
 def test_from_every_hook(hook: str, batches: int, done: int, validation: str, tmp_path: Path) -> None:
     options = VALIDATIONS[validation]
@@ -173,7 +182,10 @@ TWICE = [
 
 
 @pytest.mark.parametrize(("first", "done", "second", "due"), TWICE)
-@pytest.mark.parametrize("loader", [{}, {"num_workers": 1}], ids=["no workers", "1 worker"])
+@pytest.mark.parametrize(
+    "loader",
+    sampled([{}, {"num_workers": 1}], lambda loader: not loader, lambda loader: "1 worker" if loader else "no workers"),
+)
 def test_from_what_a_continued_run_has_written_before_its_first_batch(
     first: str, done: int, second: str, due: bool, loader: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -221,7 +233,10 @@ RAISING = [
 
 @pytest.mark.parametrize(
     ("hook", "batches", "validation"),
-    [(*moment, validation) for moment in RAISING for validation in VALIDATIONS if is_called(*moment, validation)],
+    sampled_rows(
+        [(*moment, validation) for moment in RAISING for validation in VALIDATIONS if is_called(*moment, validation)],
+        lambda case: case[-1] == "every 2",
+    ),
 )
 def test_from_the_checkpoint_of_an_exception(hook: str, batches: int, validation: str, tmp_path: Path) -> None:
     options = VALIDATIONS[validation]
@@ -234,10 +249,10 @@ def test_from_the_checkpoint_of_an_exception(hook: str, batches: int, validation
     assert_goes_on(whole, run(tmp_path / "a.ckpt", **options), done, due="validation" in hook)
 
 
-@pytest.mark.parametrize("options", [EVERY_OTHER, AT_THE_END, NONE], ids=["every 2", "at the end", "none"])
+@pytest.mark.parametrize("validation", sampled(VALIDATIONS, lambda validation: validation == "every 2"))
 @pytest.mark.parametrize("batches", [1, 2, 5, 6, 7])
-def test_from_the_checkpoint_of_a_termination(batches: int, options: dict[str, Any], tmp_path: Path) -> None:
-    ended: list[int] = []
+def test_from_the_checkpoint_of_a_termination(batches: int, validation: str, tmp_path: Path) -> None:
+    options, ended = VALIDATIONS[validation], list[int]()
 
     class Told(Callback):
         def on_train_batch_end(self, used: pl.Trainer, module: Any, *args: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.scenarios.language_models.test_llm_dimensions import Experts
 from tests.strategies.llm_cases import SEED, Tiny, TinyHF, hf_config, llm, loader, row_batches, trainer
+from tests.tiers import sampled, wanted
 
 # Batches of the two parts of the data.
 PARTS = [(3, 0), (0, 1), (1, 4), (7, 10)]
@@ -73,9 +75,9 @@ def evaluated(case: str, counts: tuple[int, ...], part: int) -> dict[str, Any]:
     return {"metrics": metrics, "predicted": used.predict(module, mine)}
 
 
-def run_cases(rank: int, world_size: int) -> dict[Any, Any]:
+def run_cases(rank: int, world_size: int, cases: Sequence[str]) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
-    for case in CASES:
+    for case in cases:
         for counts in PARTS:
             # As many parts of the data as dimensions, of which the others have none.
             parts = 4 if case == "one stage, sharded" else 2
@@ -88,9 +90,13 @@ def run_cases(rank: int, world_size: int) -> dict[Any, Any]:
     return found
 
 
+def often(case: str) -> bool:
+    return case == "replicated"
+
+
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[Any, Any]]:
-    return run_ranks(run_cases, 4)
+def ranks(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
+    return run_ranks(run_cases, 4, wanted(request.config, CASES, often))
 
 
 def alone(case: str, count: int) -> dict[str, Any]:
@@ -106,7 +112,7 @@ def numbers(metrics: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("counts", PARTS, ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sampled(CASES, often))
 def test_losses_and_predictions_are_those_of_one_device_over_all_batches(
     ranks: Any, case: str, counts: tuple[int, int]
 ) -> None:

@@ -34,6 +34,7 @@ def _lines(ranks: Nursery, folder: Path) -> int:
     return ended.value
 
 
+@pytest.mark.exhaustive
 def test_killed_before_any_line_it_has_the_committed_version_and_perhaps_the_prepared_one(
     ranks: Nursery, tmp_path: Path
 ) -> None:
