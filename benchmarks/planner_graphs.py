@@ -28,10 +28,10 @@ from itertools import repeat
 from benchmarks.figures import Figure, add_options, at_most, quartiles, save
 from benchmarks.quiet import QuietRuns
 from lightning_pipe.engine import PipelinePlan, PlanError, SWPipeline, TaskSchedule
-from lightning_pipe.engine.plan_bound import lower_bound
-from lightning_pipe.engine.plan_choice import fastest, most_found
-from lightning_pipe.engine.planner import Candidate, exhaustive_plans, find_plans
-from lightning_pipe.engine.simulation import simulate
+from lightning_pipe.engine.planning.plan_bound import lower_bound
+from lightning_pipe.engine.planning.plan_choice import fastest, most_found
+from lightning_pipe.engine.planning.planner import Candidate, exhaustive_plans, find_plans
+from lightning_pipe.engine.planning.simulation import simulate
 from tests.engine.synthetic import Graph, Kernel, random_graph
 
 LIMIT = 1.03

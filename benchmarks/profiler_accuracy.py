@@ -20,8 +20,8 @@ from typing import NamedTuple
 from benchmarks.figures import Figure, add_options, quartiles, save
 from benchmarks.quiet import QuietRuns
 from lightning_pipe.engine import PipelinePlan, SWPipeline, TaskProfiler, TaskSchedule
-from lightning_pipe.engine.planner import find_plans
-from lightning_pipe.engine.simulation import simulate
+from lightning_pipe.engine.planning.planner import find_plans
+from lightning_pipe.engine.planning.simulation import simulate
 from tests.engine.synthetic import Graph, Kernel, random_graph
 
 AIM = 0.05

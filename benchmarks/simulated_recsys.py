@@ -37,10 +37,10 @@ from benchmarks.figures import save as save_figures
 from benchmarks.recsys_model import batches, forever, ours
 from benchmarks.slow_link import slow_link
 from lightning_pipe.engine import PipelinePlan
-from lightning_pipe.engine.costs import Machine, TaskCost
-from lightning_pipe.engine.costs_yaml import CostsFile, dump_costs
-from lightning_pipe.engine.planner import find_plans
-from lightning_pipe.engine.simulation import simulate
+from lightning_pipe.engine.planning.costs import Machine, TaskCost
+from lightning_pipe.engine.planning.costs_yaml import CostsFile, dump_costs
+from lightning_pipe.engine.planning.planner import find_plans
+from lightning_pipe.engine.planning.simulation import simulate
 from lightning_pipe.recsys.auto_plan import hand_written_plans, recsys_costs, recsys_limits
 from lightning_pipe.recsys.tasks import recsys_tasks
 from lightning_pipe.recsys.traffic import Exchange, SerialTimes, TaskRun, recorded_traffic, serial_times, task_runs

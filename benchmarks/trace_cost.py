@@ -19,8 +19,8 @@ from unittest import mock
 
 from benchmarks.figures import add_options, at_most, save
 from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from lightning_pipe.engine import pipeline as pipeline_module
-from lightning_pipe.engine.executor import Executor, Operation, Slot
+from lightning_pipe.engine.runtime import pipeline as pipeline_module
+from lightning_pipe.engine.runtime.executor import Executor, Operation, Slot
 
 TASKS, PERIODS, ROUNDS = 10, 100, 41
 KEEP = 1000

@@ -27,7 +27,7 @@ from torch.distributed import is_torchelastic_launched
 import lightning_pipe
 from lightning_pipe.cli_plan import main as plan
 from lightning_pipe.engine import PipelineError, SetupError
-from lightning_pipe.engine.shown import printable
+from lightning_pipe.engine.plans.shown import printable
 from lightning_pipe.strategies.registry import STRATEGIES
 
 _TRAINING = {

@@ -14,14 +14,14 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from lightning_pipe.engine import PipelinePlan, PlanError, ProfileResult, TaskSchedule
-from lightning_pipe.engine.costs import RESOURCES, Machine, Resource, TaskCost, without
-from lightning_pipe.engine.costs_yaml import CostsFile, load_costs
-from lightning_pipe.engine.fitted_table import FittedTable
-from lightning_pipe.engine.network import Message, NetworkModel
-from lightning_pipe.engine.plan_file import named, plan_file, read_text
-from lightning_pipe.engine.plan_yaml import build_plan
-from lightning_pipe.engine.quantities import parse_bandwidth, parse_duration
-from lightning_pipe.engine.simulation import SimulatedRun, simulate
+from lightning_pipe.engine.planning.costs import RESOURCES, Machine, Resource, TaskCost, without
+from lightning_pipe.engine.planning.costs_yaml import CostsFile, load_costs
+from lightning_pipe.engine.planning.network import Message, NetworkModel
+from lightning_pipe.engine.planning.simulation import SimulatedRun, simulate
+from lightning_pipe.engine.plans.fitted_table import FittedTable
+from lightning_pipe.engine.plans.plan_file import named, plan_file, read_text
+from lightning_pipe.engine.plans.plan_yaml import build_plan
+from lightning_pipe.engine.plans.quantities import parse_bandwidth, parse_duration
 from lightning_pipe.environment import import_torchrec
 from lightning_pipe.llm.tasks import llm_plan
 from lightning_pipe.loops.default_program import default_plan

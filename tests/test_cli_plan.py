@@ -12,9 +12,9 @@ import yaml
 from lightning_pipe.cli import main
 from lightning_pipe.cli_plan import find_plan, first_break, predict
 from lightning_pipe.engine import PipelinePlan, PipelineTask, ProfileResult, TaskSchedule
-from lightning_pipe.engine.costs import Machine, TaskCost
-from lightning_pipe.engine.network import Message, NetworkModel
-from lightning_pipe.engine.profile import TaskProfile
+from lightning_pipe.engine.planning.costs import Machine, TaskCost
+from lightning_pipe.engine.planning.network import Message, NetworkModel
+from lightning_pipe.engine.profiling.profile import TaskProfile
 
 WORK = {
     "H2DAndShuffle": 1,

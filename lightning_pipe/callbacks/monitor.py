@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from lightning_pipe.callbacks.of_fit import count, group_of_its_own, loop_of, pipeline_of
 from lightning_pipe.callbacks.verdict import StepUse, Verdict, find_verdict, forward_wait
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.exchanges import shares_host
-from lightning_pipe.engine.meter import Meter
+from lightning_pipe.engine.observe.meter import Meter
+from lightning_pipe.engine.ranks.exchanges import shares_host
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.strategies.in_process import InProcessPipelineStrategy
 

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 
 from lightning_pipe.engine import SetupError, SWPipeline
-from lightning_pipe.engine.process_groups import new_group
+from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 
 __all__ = ["checked_path", "count", "group_of_its_own", "leave_group", "loop_of", "numbered", "pipeline_of"]

@@ -31,12 +31,12 @@ from lightning_pipe.callbacks.of_fit import (
 from lightning_pipe.callbacks.report import require_plotly, write_report
 from lightning_pipe.callbacks.what_if import WhatIf, ask_what_if
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, TaskSpan
-from lightning_pipe.engine.agreement import check_agreement
-from lightning_pipe.engine.clocks import measure_offset, to_first_rank
-from lightning_pipe.engine.exchanges import shares_host
-from lightning_pipe.engine.timeline import Bar, Timeline, task_bars
-from lightning_pipe.engine.trace import Trace
-from lightning_pipe.engine.whole_file import whole_file
+from lightning_pipe.engine.observe.clocks import measure_offset, to_first_rank
+from lightning_pipe.engine.observe.timeline import Bar, Timeline, task_bars
+from lightning_pipe.engine.observe.trace import Trace
+from lightning_pipe.engine.plans.whole_file import whole_file
+from lightning_pipe.engine.ranks.agreement import check_agreement
+from lightning_pipe.engine.ranks.exchanges import shares_host
 
 __all__ = ["PipelineProfiler"]
 
@@ -57,7 +57,7 @@ class PipelineProfiler(pl.Callback):
     """Measures what each task costs a step, after chosen optimiser steps. For the strategies ``recsys_*``.
 
     A task costs by how much a step is shorter where it is replayed
-    (:class:`~lightning_pipe.engine.profiler.TaskProfiler`): what runs beside other work may take long and cost nothing.
+    (:class:`~lightning_pipe.engine.profiling.profiler.TaskProfiler`): what runs beside other work may take long and cost nothing.
     The latest batches trained are run again for it, some hundred times; parameters, optimisers, metrics and random
     generators are put back, so training goes on as if nothing had been. All ranks profile at the same step. Rank 0
     shows what it found, its own figures:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from lightning_pipe.engine import SWPipeline, TaskSpan
-from lightning_pipe.engine.clocks import ClockOffset
-from lightning_pipe.engine.plan import MAIN
-from lightning_pipe.engine.timeline import BACKWARD, EVALUATION, FORWARD, RECOMPUTE, TASK, Bar, task_bars
+from lightning_pipe.engine.observe.clocks import ClockOffset
+from lightning_pipe.engine.observe.timeline import BACKWARD, EVALUATION, FORWARD, RECOMPUTE, TASK, Bar, task_bars
+from lightning_pipe.engine.plans.plan import MAIN
 from lightning_pipe.pipe.plans import work_of
 from lightning_pipe.strategies.in_process import InProcessPipelineStrategy
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_pipe.callbacks.timeline import _COLOURS, _ink
 from lightning_pipe.callbacks.what_if import IN_ORDER, WhatIf
 from lightning_pipe.engine import ProfileResult
-from lightning_pipe.engine.timeline import WAITS, Bar, Timeline
+from lightning_pipe.engine.observe.timeline import WAITS, Bar, Timeline
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure

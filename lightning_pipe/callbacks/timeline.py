@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.timeline import (
+from lightning_pipe.engine.observe.timeline import (
     BACKWARD,
     FORWARD,
     INPUT_BACKWARD,
@@ -22,7 +22,7 @@ from lightning_pipe.engine.timeline import (
     Bar,
     Timeline,
 )
-from lightning_pipe.engine.whole_file import whole_file
+from lightning_pipe.engine.plans.whole_file import whole_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -25,9 +25,9 @@ from lightning_pipe.callbacks.of_fit import (
 from lightning_pipe.callbacks.recording import Recording
 from lightning_pipe.callbacks.timeline import draw_timeline, require_matplotlib
 from lightning_pipe.engine import PipelinePlan, SetupError
-from lightning_pipe.engine.clocks import measure_offset, to_first_rank
-from lightning_pipe.engine.timeline import Bar, Timeline
-from lightning_pipe.engine.trace_events import write_trace
+from lightning_pipe.engine.observe.clocks import measure_offset, to_first_rank
+from lightning_pipe.engine.observe.timeline import Bar, Timeline
+from lightning_pipe.engine.observe.trace_events import write_trace
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.strategies.in_process import InProcessPipelineStrategy
 

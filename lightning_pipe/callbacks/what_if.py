@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_pipe.engine import PipelinePlan
-from lightning_pipe.engine.costs import Machine, TaskCost
-from lightning_pipe.engine.network import Message
-from lightning_pipe.engine.simulation import simulate
+from lightning_pipe.engine.planning.costs import Machine, TaskCost
+from lightning_pipe.engine.planning.network import Message
+from lightning_pipe.engine.planning.simulation import simulate
 
 __all__ = ["IN_ORDER", "WhatIf", "ask_what_if"]
 

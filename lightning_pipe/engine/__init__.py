@@ -1,14 +1,14 @@
 """Tasks say what to compute, a plan says when and where, one engine runs them. Pure PyTorch."""
 
-from lightning_pipe.engine.dependencies import Dependency, required_dependencies
-from lightning_pipe.engine.errors import InputError, PipelineError, PlanError, SetupError, TaskError
-from lightning_pipe.engine.pipeline import SWPipeline
-from lightning_pipe.engine.plan import PipelinePlan, TaskSchedule
-from lightning_pipe.engine.profile import ProfileResult, TaskProfile
-from lightning_pipe.engine.profiler import TaskProfiler
-from lightning_pipe.engine.sequencer import submitted
-from lightning_pipe.engine.task import DeclaredIO, IterContext, PipelineTask, State
-from lightning_pipe.engine.trace import TaskSpan
+from lightning_pipe.engine.observe.trace import TaskSpan
+from lightning_pipe.engine.plans.dependencies import Dependency, required_dependencies
+from lightning_pipe.engine.plans.errors import InputError, PipelineError, PlanError, SetupError, TaskError
+from lightning_pipe.engine.plans.plan import PipelinePlan, TaskSchedule
+from lightning_pipe.engine.plans.task import DeclaredIO, IterContext, PipelineTask, State
+from lightning_pipe.engine.profiling.profile import ProfileResult, TaskProfile
+from lightning_pipe.engine.profiling.profiler import TaskProfiler
+from lightning_pipe.engine.runtime.pipeline import SWPipeline
+from lightning_pipe.engine.runtime.sequencer import submitted
 
 __all__ = [
     "DeclaredIO",

@@ -31,7 +31,7 @@ from torch.overrides import (
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.stage_module import PassThrough, StageModule
 
 __all__ = ["checkpoint_layers"]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.context_parallel import chunk_positions
 from lightning_pipe.llm.stage_module import PassThrough, StageModule, is_causal_lm
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from lightning_pipe.engine.errors import InputError
+from lightning_pipe.engine.plans.errors import InputError
 from lightning_pipe.llm.schedules import ScheduleSpec
 from lightning_pipe.llm.simulation import Actions, Kind, simulate
 from lightning_pipe.llm.timed_stage import StageEvent, median_durations

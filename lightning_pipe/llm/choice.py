@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.layer_bench import Pieces
 from lightning_pipe.llm.layer_profile import Footprint, Work
 from lightning_pipe.llm.links import Link

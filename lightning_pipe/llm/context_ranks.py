@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_pipe.engine.errors import InputError
+from lightning_pipe.engine.plans.errors import InputError
 from lightning_pipe.llm.context_parallel import check_sequence, cut_sequence, join_sequence
 from lightning_pipe.llm.padding import SequenceKeys
 from lightning_pipe.llm.ring_attention import RingAttention

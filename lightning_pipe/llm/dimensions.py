@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 
 __all__ = ["Dimensions", "StageMeshes"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_pipe.engine.errors import SetupError
-from lightning_pipe.engine.quantities import parse_size
+from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.plans.quantities import parse_size
 from lightning_pipe.llm.choice import Candidate, Measurements, Prediction, layer_counts, predict
 from lightning_pipe.llm.layer_bench import Pieces
 from lightning_pipe.llm.layer_profile import Footprint, Work

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 
 __all__ = ["from_first"]
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.engine.errors import InputError
+from lightning_pipe.engine.plans.errors import InputError
 from lightning_pipe.llm.context_parallel import attention_of, positions_of
 from lightning_pipe.llm.stage_module import is_causal_lm
 

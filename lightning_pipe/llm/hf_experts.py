@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.moe import MoE
 from lightning_pipe.llm.router_losses import pass_router_logits
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.first_rank import from_first
 from lightning_pipe.llm.layer_bench import LayerBench, LossOf, Piece
 from lightning_pipe.llm.module_config import ModuleConfig

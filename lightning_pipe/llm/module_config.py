@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.stage_module import base_model, is_causal_lm, run_empty
 
 __all__ = ["ModuleConfig", "derive_config"]

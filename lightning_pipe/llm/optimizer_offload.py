@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 
 __all__ = ["OffloadedState"]
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_pipe.engine.errors import InputError
+from lightning_pipe.engine.plans.errors import InputError
 from lightning_pipe.llm.context_ranks import ContextRanks
 from lightning_pipe.llm.hf_documents import HFDocuments
 from lightning_pipe.llm.microbatches import MicroBatches, split_batch

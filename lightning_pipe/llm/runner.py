@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_pipe.engine.errors import InputError
+from lightning_pipe.engine.plans.errors import InputError
 from lightning_pipe.llm.schedule_step import build_evaluation, build_schedule, run_schedule
 from lightning_pipe.llm.schedules import ScheduleSpec
 from lightning_pipe.llm.shapes import StageShape, StageShapes

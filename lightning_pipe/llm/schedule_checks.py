@@ -18,7 +18,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.schedules import ScheduleSpec, count_stages, place_stages, read_actions
 from lightning_pipe.llm.simulation import Actions, actions_of
 

@@ -28,7 +28,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.utils._pytree import tree_map_only
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.schedule_checks import splits_backward
 from lightning_pipe.llm.schedules import ScheduleSpec, construct_schedule, place_stages, stages_of_rank
 from lightning_pipe.llm.stage_module import PassThrough

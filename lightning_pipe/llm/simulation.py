@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineSchedule,
 )
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.schedules import ScheduleSpec, construct_schedule, count_stages, read_actions, stages_of_rank
 
 __all__ = ["KINDS", "Actions", "Kind", "Span", "Timeline", "actions_of", "backward_order", "simulate"]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.module_config import ModuleConfig
 
 __all__ = ["split_at", "split_by_cost", "split_by_ranges", "split_evenly"]

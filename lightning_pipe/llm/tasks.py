@@ -2,7 +2,7 @@
 
 Unlike a recommender's, most of an iteration is one task: a schedule's step, in which neighbours wait for each other. It
 is not cut further here, since the order inside it is the schedule's. None of the tasks can be replayed, so none can be
-profiled by :class:`~lightning_pipe.engine.profiler.TaskProfiler` but for its own time.
+profiled by :class:`~lightning_pipe.engine.profiling.profiler.TaskProfiler` but for its own time.
 """
 
 from __future__ import annotations

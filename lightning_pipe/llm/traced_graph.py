@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.pipelining import pipe_split
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 
 __all__ = ["CutGraph", "Piece", "StageCode", "cut", "whole_layers"]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from lightning_pipe.engine.errors import InputError
+from lightning_pipe.engine.plans.errors import InputError
 from lightning_pipe.llm.traced_graph import CutGraph, Piece
 
 __all__ = ["Trace", "TraceInputs", "TracedPart", "find_tensor", "join_parts", "registered_tensors"]

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_pipe.engine import IterContext, PipelinePlan, PlanError, SWPipeline
-from lightning_pipe.engine.device_clock import DeviceClock
-from lightning_pipe.engine.devices import DeviceStreams
-from lightning_pipe.engine.plan_choice import contenders, fastest, most_found, typical
-from lightning_pipe.engine.trace import Trace
+from lightning_pipe.engine.observe.device_clock import DeviceClock
+from lightning_pipe.engine.observe.trace import Trace
+from lightning_pipe.engine.planning.plan_choice import contenders, fastest, most_found, typical
+from lightning_pipe.engine.runtime.devices import DeviceStreams
 from lightning_pipe.loops.program import TrainingProgram
 
 __all__ = ["AutoProgram", "Exploration", "PlanChoice", "Proposal"]
@@ -45,11 +45,11 @@ class Exploration:
         iterations: timed of each plan in each round.
         rounds: in each of which every plan has its turn.
         found: plans of the planner's to try at most, beside the hand-written ones. No more than all rounds can show to
-            be faster beyond noise (:func:`~lightning_pipe.engine.plan_choice.most_found`): none in fewer than 5 rounds.
+            be faster beyond noise (:func:`~lightning_pipe.engine.planning.plan_choice.most_found`): none in fewer than 5 rounds.
         replan_above: look again at the begin of an epoch, where an iteration of the last one took this many times what
             it took when the plan was chosen; None never to.
         extra_rounds: at most, for those plans that may yet be the fastest after :attr:`rounds`
-            (:func:`~lightning_pipe.engine.plan_choice.contenders`). They train as every other iteration does, so that
+            (:func:`~lightning_pipe.engine.planning.plan_choice.contenders`). They train as every other iteration does, so that
             nothing is lost by them but what the slower ones of them take longer.
 
     Raises:

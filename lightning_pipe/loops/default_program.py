@@ -9,9 +9,9 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, PlanError, State, SWPipeline, TaskSchedule
-from lightning_pipe.engine.plan import MAIN
-from lightning_pipe.engine.plan_file import plan_file
-from lightning_pipe.engine.plan_yaml import build_plan, plan_content
+from lightning_pipe.engine.plans.plan import MAIN
+from lightning_pipe.engine.plans.plan_file import plan_file
+from lightning_pipe.engine.plans.plan_yaml import build_plan, plan_content
 from lightning_pipe.loops.program import EvaluationProgram, TrainingProgram
 
 # The names of the tasks.

@@ -18,7 +18,7 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_pipe.engine.shown import shown
+from lightning_pipe.engine.plans.shown import shown
 from lightning_pipe.loops.random_streams import States, get_states
 from lightning_pipe.loops.resumable_loader import (
     can_resume,

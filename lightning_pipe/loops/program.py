@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning_pipe.engine import IterContext, SetupError, SWPipeline
-from lightning_pipe.engine.record_use import record_use
+from lightning_pipe.engine.runtime.record_use import record_use
 
 
 class TrainingProgram:

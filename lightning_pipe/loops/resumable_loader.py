@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.shown import printable, shown
+from lightning_pipe.engine.plans.shown import printable, shown
 from lightning_pipe.loops.random_streams import get_states, pack_states, set_states, unpack_states
 from lightning_pipe.loops.sampler_state import SamplerState
 from lightning_pipe.loops.shared_order import batches_left, order_of

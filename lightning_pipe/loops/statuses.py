@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from lightning_pipe.engine.process_groups import new_group
+from lightning_pipe.engine.ranks.process_groups import new_group
 
 try:
     import fcntl

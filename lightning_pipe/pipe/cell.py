@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_pipe.engine import InputError, SetupError
-from lightning_pipe.engine.thread_state import ThreadState, capture, entered
+from lightning_pipe.engine.runtime.thread_state import ThreadState, capture, entered
 from lightning_pipe.pipe.loss import MicroLoss
 from lightning_pipe.pipe.partition import Modes, NamedBuffer, Partition
 from lightning_pipe.pipe.position import Position

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.thread_state import capture
+from lightning_pipe.engine.runtime.thread_state import capture
 from lightning_pipe.pipe.cell import Cell, MiniBatch
 from lightning_pipe.pipe.gradients import GradientSums
 from lightning_pipe.pipe.loss import MicroLoss

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_pipe.engine.errors import InputError
+from lightning_pipe.engine.plans.errors import InputError
 
 __all__ = ["Agreement", "communicating_device", "describe_error"]
 

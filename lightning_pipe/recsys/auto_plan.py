@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from lightning_pipe.engine.costs import Machine, Resource, TaskCost
-from lightning_pipe.engine.network import Message
-from lightning_pipe.engine.plan import PipelinePlan
-from lightning_pipe.engine.plan_limits import PlanLimits
-from lightning_pipe.engine.planner import find_plans
-from lightning_pipe.engine.task import PipelineTask
+from lightning_pipe.engine.planning.costs import Machine, Resource, TaskCost
+from lightning_pipe.engine.planning.network import Message
+from lightning_pipe.engine.planning.plan_limits import PlanLimits
+from lightning_pipe.engine.planning.planner import find_plans
+from lightning_pipe.engine.plans.plan import PipelinePlan
+from lightning_pipe.engine.plans.task import PipelineTask
 from lightning_pipe.recsys.plans import ON_WORKERS, PLANS, read_beyond_tables, recsys_plan
 from lightning_pipe.recsys.replica_plan import AVERAGING
 

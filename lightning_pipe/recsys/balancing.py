@@ -21,9 +21,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lightning_pipe.engine.agreement import check_agreement
-from lightning_pipe.engine.errors import InputError, SetupError
-from lightning_pipe.engine.worker import Worker
+from lightning_pipe.engine.plans.errors import InputError, SetupError
+from lightning_pipe.engine.ranks.agreement import check_agreement
+from lightning_pipe.engine.runtime.worker import Worker
 from lightning_pipe.recsys.agreement import Agreement, communicating_device
 from lightning_pipe.recsys.balancing_exchange import ExchangeKind, exchange
 from lightning_pipe.recsys.balancing_gather import Gathered, Gathering, Room, check_workloads

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from lightning_pipe.engine.agreement import check_agreement
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.ranks.agreement import check_agreement
 
 __all__ = ["DenseGradientReducer"]
 

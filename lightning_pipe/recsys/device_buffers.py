@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_pipe.engine.record_use import streams_of_use
+from lightning_pipe.engine.runtime.record_use import streams_of_use
 
 __all__ = ["DeviceBuffers"]
 

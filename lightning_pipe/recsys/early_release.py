@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.recsys.call_arguments import Arguments, CallArguments, Collection, Constant, Postprocessed, Source
 from lightning_pipe.recsys.embeddings import Inputs
 from lightning_pipe.recsys.pieces import walk

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.types import Awaitable
 
-from lightning_pipe.engine.record_use import note_stream
+from lightning_pipe.engine.runtime.record_use import note_stream
 from lightning_pipe.recsys.boundary import Cut, cut_output
 from lightning_pipe.recsys.call_arguments import Arguments, PostprocessResults
 from lightning_pipe.recsys.dynamic.batch_rows import BatchRows, end_step

@@ -35,7 +35,7 @@ class _Kept:
 
 
 class ModelKeeper:
-    """A :class:`~lightning_pipe.engine.profiler.Keeper` of a model and its optimisers: of this rank's shards.
+    """A :class:`~lightning_pipe.engine.profiling.profiler.Keeper` of a model and its optimisers: of this rank's shards.
 
     What is kept is a copy on the host: as much memory as the rank's tables, their optimisers' states, and the dense
     part with its, gradients included. Generators, and what users' code keeps for itself, are not in it.

@@ -15,7 +15,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import CacheParams, KeyValueParams, ShardingType
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.recsys.sharders import COLUMN_TYPES, ONLY_WHEN_ASKED, SHARDING_TYPES, check_names, check_types
 from lightning_pipe.recsys.tables import Table
 

@@ -22,7 +22,7 @@ from torchrec.distributed.types import (
     ShardingType,
 )
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.recsys.agreement import Agreement
 from lightning_pipe.recsys.sharders import check_types
 from lightning_pipe.recsys.tables import Table

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from lightning_pipe.engine import PipelinePlan, PipelineTask, PlanError, State, TaskSchedule
-from lightning_pipe.engine.exchanges import gains_from_messages
-from lightning_pipe.engine.plan import MAIN
-from lightning_pipe.engine.plan_file import plan_file
-from lightning_pipe.engine.plan_yaml import build_plan, plan_content
+from lightning_pipe.engine.plans.plan import MAIN
+from lightning_pipe.engine.plans.plan_file import plan_file
+from lightning_pipe.engine.plans.plan_yaml import build_plan, plan_content
+from lightning_pipe.engine.ranks.exchanges import gains_from_messages
 from lightning_pipe.recsys.balancing_plan import (
     BALANCING,
     balancing_schedule,

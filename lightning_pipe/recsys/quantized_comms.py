@@ -32,7 +32,7 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.recsys.dynamic.modules import DynamicEmbeddingBagCollection
 from lightning_pipe.recsys.tables import Table
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torchrec.distributed.types import NoWait
 
-from lightning_pipe.engine.captured import ByReference
-from lightning_pipe.engine.task import DeclaredIO, IterContext
+from lightning_pipe.engine.plans.task import DeclaredIO, IterContext
+from lightning_pipe.engine.runtime.captured import ByReference
 from lightning_pipe.recsys.balancing import Balance
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.embeddings import Embeddings, Features, Inputs, Requests, Splits

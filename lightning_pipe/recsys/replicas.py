@@ -31,9 +31,9 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.sharding_plan import placement
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan, ShardingType
 
-from lightning_pipe.engine.agreement import check_agreement
-from lightning_pipe.engine.errors import SetupError
-from lightning_pipe.engine.process_groups import new_group
+from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.ranks.agreement import check_agreement
+from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.recsys.tables import Table
 
 __all__ = [

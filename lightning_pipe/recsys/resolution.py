@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe.engine.errors import InputError, SetupError
+from lightning_pipe.engine.plans.errors import InputError, SetupError
 from lightning_pipe.recsys.agreement import Agreement
 from lightning_pipe.recsys.call_arguments import Arguments, CallArguments, PostprocessResults
 from lightning_pipe.recsys.direct import find_directly

@@ -23,7 +23,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe.engine.errors import InputError, SetupError
+from lightning_pipe.engine.plans.errors import InputError, SetupError
 from lightning_pipe.recsys.agreement import Agreement
 from lightning_pipe.recsys.boundary import without_gradient
 from lightning_pipe.recsys.call_arguments import Arguments, CallArguments, PostprocessResults, same_arguments

@@ -20,7 +20,7 @@ from torchrec.distributed.types import ShardedModule, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe.engine.errors import InputError, SetupError
+from lightning_pipe.engine.plans.errors import InputError, SetupError
 from lightning_pipe.recsys.call_arguments import Arguments, CallArguments, PostprocessResults
 from lightning_pipe.recsys.dynamic.sharded import ShardedDynamicModule
 from lightning_pipe.recsys.ids_on_wire import IdsOnWire, sends_int32

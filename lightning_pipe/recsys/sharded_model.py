@@ -13,8 +13,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
-from lightning_pipe.engine.errors import SetupError
-from lightning_pipe.engine.shown import shown
+from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.plans.shown import shown
 from lightning_pipe.recsys.agreement import Agreement
 from lightning_pipe.recsys.data_parallel_tables import DataParallelTables, unwrap_lookups
 from lightning_pipe.recsys.dense_values import broadcast_from_first_rank

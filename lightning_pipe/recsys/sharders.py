@@ -21,7 +21,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.recsys.dynamic.modules import DynamicEmbeddingBagCollection, DynamicEmbeddingCollection
 from lightning_pipe.recsys.dynamic.sharded import DynamicBagSharder, DynamicSequenceSharder
 from lightning_pipe.recsys.output_order import OrderedEmbeddingBagCollection, OrderedEmbeddingCollection

@@ -20,7 +20,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.recsys.agreement import Agreement
 from lightning_pipe.recsys.dense_values import broadcast_from_first_rank, materialise_dense, unfillable
 from lightning_pipe.recsys.dynamic.opening import check_data_type, in_kernel, open_rows

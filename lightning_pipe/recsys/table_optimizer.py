@@ -24,7 +24,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torch import nn
 from torchrec import optim as torchrec_optim
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 
 __all__ = ["SparseOptimizer", "TableOptimizer", "class_name", "resolve_table_optimizer"]
 

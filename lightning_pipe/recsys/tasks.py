@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lightning_pipe.engine import IterContext, PipelineTask, State
-from lightning_pipe.engine.record_use import record_use
+from lightning_pipe.engine.runtime.record_use import record_use
 from lightning_pipe.recsys.balancing import BatchBalancer
 from lightning_pipe.recsys.balancing_plan import BALANCING
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer

@@ -16,8 +16,8 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from lightning_pipe.engine.errors import InputError
-from lightning_pipe.engine.process_groups import new_group
+from lightning_pipe.engine.plans.errors import InputError
+from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.recsys.agreement import communicating_device
 
 __all__ = ["TokenCount", "token_weighted_mean"]

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe.engine import PlanError, TaskSpan
-from lightning_pipe.engine.network import CollectiveKind, Message
+from lightning_pipe.engine.planning.network import CollectiveKind, Message
 
 __all__ = ["Exchange", "SerialTimes", "TaskRun", "recorded_traffic", "serial_times", "task_runs"]
 

@@ -15,10 +15,10 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.optim.keyed import KeyedOptimizer
 
 from lightning_pipe.engine import IterContext, PipelineError, PipelinePlan, SetupError, SWPipeline, TaskError
-from lightning_pipe.engine.agreement import check_agreement
-from lightning_pipe.engine.exchanges import exchanging
-from lightning_pipe.engine.flags import check_flags
-from lightning_pipe.engine.process_groups import new_group
+from lightning_pipe.engine.plans.flags import check_flags
+from lightning_pipe.engine.ranks.agreement import check_agreement
+from lightning_pipe.engine.ranks.exchanges import exchanging
+from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.recsys.accumulation import Accumulation
 from lightning_pipe.recsys.balancing import BalanceReport, BatchBalancer, make_balancer
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.recsys.embeddings import Embeddings
 from lightning_pipe.recsys.gradient_norm import clip_by_global_norm
 from lightning_pipe.recsys.replicas import refuse_norm

@@ -16,10 +16,10 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from lightning_pipe.engine import PipelinePlan, SetupError
-from lightning_pipe.engine.fitted_table import FittedTable
-from lightning_pipe.engine.plan_choice import typical
-from lightning_pipe.engine.plan_limits import PlanLimits
-from lightning_pipe.engine.whole_file import whole_file
+from lightning_pipe.engine.planning.plan_choice import typical
+from lightning_pipe.engine.planning.plan_limits import PlanLimits
+from lightning_pipe.engine.plans.fitted_table import FittedTable
+from lightning_pipe.engine.plans.whole_file import whole_file
 from lightning_pipe.loops.auto_program import Exploration, PlanChoice
 
 __all__ = [

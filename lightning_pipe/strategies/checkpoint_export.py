@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.whole_file import whole_file
+from lightning_pipe.engine.plans.whole_file import whole_file
 from lightning_pipe.strategies.checkpoint_folder import DYNAMIC_ROWS, META
 from lightning_pipe.strategies.folder_reading import (
     EXPORTED_FROM,

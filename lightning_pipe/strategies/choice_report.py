@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console, Group
 from rich.text import Text
 
-from lightning_pipe.engine.fitted_table import FittedTable
+from lightning_pipe.engine.plans.fitted_table import FittedTable
 from lightning_pipe.llm.choice import Candidate, Prediction
 from lightning_pipe.strategies.stage_choice import StageChoice
 

@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_pipe.engine import InputError, SetupError, SWPipeline
-from lightning_pipe.engine.agreement import check_agreement
-from lightning_pipe.engine.process_groups import new_group
+from lightning_pipe.engine.ranks.agreement import check_agreement
+from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.llm.compiled_layers import keep_backward_buffers
 from lightning_pipe.llm.context_ranks import ContextMethod, length_multiple
 from lightning_pipe.llm.deferred import DeferredInit, deferred_init

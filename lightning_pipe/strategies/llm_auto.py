@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.whole_file import whole_file
+from lightning_pipe.engine.plans.whole_file import whole_file
 from lightning_pipe.llm.choice import Candidate
 from lightning_pipe.llm.dimensions import Dimensions
 from lightning_pipe.llm.schedule_checks import splits_backward

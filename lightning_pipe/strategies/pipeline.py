@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pipe.engine import PipelinePlan, SetupError, SWPipeline
-from lightning_pipe.engine.plan_limits import PlanLimits
-from lightning_pipe.engine.shown import shown
+from lightning_pipe.engine.planning.plan_limits import PlanLimits
+from lightning_pipe.engine.plans.shown import shown
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.auto_program import AutoProgram, PlanChoice
 from lightning_pipe.loops.batch_source import Uneven

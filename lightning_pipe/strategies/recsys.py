@@ -27,10 +27,10 @@ from lightning_pipe.engine import (
     SWPipeline,
     TaskSpan,
 )
-from lightning_pipe.engine.agreement import check_agreement
-from lightning_pipe.engine.exchanges import exchanging
-from lightning_pipe.engine.flags import check_flags
-from lightning_pipe.engine.process_groups import new_group
+from lightning_pipe.engine.plans.flags import check_flags
+from lightning_pipe.engine.ranks.agreement import check_agreement
+from lightning_pipe.engine.ranks.exchanges import exchanging
+from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.auto_program import AutoProgram, PlanChoice
 from lightning_pipe.loops.batch_source import Uneven

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.process_groups import new_group
+from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.recsys.replicas import make_replica_groups
 from lightning_pipe.recsys.sharding import ShardedModel, shard_model
 from lightning_pipe.strategies.quiet import quiet_torchrec

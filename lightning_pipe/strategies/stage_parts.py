@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.agreement import check_agreement
+from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.llm.context_ranks import ContextRanks
 from lightning_pipe.llm.deferred import DeferredInit, is_deferred
 from lightning_pipe.llm.dimensions import Dimensions, StageMeshes

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torchmetrics import Metric
 
-from lightning_pipe.engine.captured import Captured, capture
+from lightning_pipe.engine.runtime.captured import Captured, capture
 from lightning_pipe.loops.random_streams import get_states, set_states
 
 __all__ = ["leaving_no_trace"]

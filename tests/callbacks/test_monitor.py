@@ -19,7 +19,7 @@ from lightning_pipe.callbacks.monitor import PipelineMonitor
 from lightning_pipe.callbacks.trace import PipelineTrace
 from lightning_pipe.callbacks.verdict import StepUse, Verdict, find_verdict
 from lightning_pipe.engine import PipelinePlan, PipelineTask, SetupError, TaskSchedule
-from lightning_pipe.engine.meter import Meter
+from lightning_pipe.engine.observe.meter import Meter
 from lightning_pipe.recsys.plans import recsys_plan
 from lightning_pipe.recsys.tasks import recsys_tasks
 from tests.strategies.cases import Memory

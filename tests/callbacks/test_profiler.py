@@ -20,8 +20,9 @@ from lightning_pipe.callbacks.cost_figure import cost_figure, log_figure
 from lightning_pipe.callbacks.monitor import PipelineMonitor
 from lightning_pipe.callbacks.profiler import PipelineProfiler
 from lightning_pipe.callbacks.verdict import find_verdict
-from lightning_pipe.engine import ProfileResult, SetupError, exchanges
-from lightning_pipe.engine.profile import TaskProfile
+from lightning_pipe.engine import ProfileResult, SetupError
+from lightning_pipe.engine.profiling.profile import TaskProfile
+from lightning_pipe.engine.ranks import exchanges
 from tests.distributed import run_ranks
 from tests.strategies.cases import Clicks, Memory, difference, fit, loader, recsys, state_of
 

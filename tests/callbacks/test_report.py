@@ -13,11 +13,11 @@ import pytest
 from lightning_pipe.callbacks.report import write_report
 from lightning_pipe.callbacks.what_if import WhatIf, ask_what_if
 from lightning_pipe.engine import PipelinePlan, PipelineTask, PlanError, ProfileResult, SetupError, TaskSchedule
-from lightning_pipe.engine.costs import Machine, TaskCost
-from lightning_pipe.engine.network import Message, NetworkModel
-from lightning_pipe.engine.profile import TaskProfile
-from lightning_pipe.engine.simulation import simulate
-from lightning_pipe.engine.timeline import Timeline, task_bars
+from lightning_pipe.engine.observe.timeline import Timeline, task_bars
+from lightning_pipe.engine.planning.costs import Machine, TaskCost
+from lightning_pipe.engine.planning.network import Message, NetworkModel
+from lightning_pipe.engine.planning.simulation import simulate
+from lightning_pipe.engine.profiling.profile import TaskProfile
 
 pytest.importorskip("plotly", reason="Plotly, which draws the report, is not installed")
 

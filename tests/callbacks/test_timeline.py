@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from lightning_pipe.callbacks.cost_figure import cost_figure
 from lightning_pipe.callbacks.timeline import draw_timeline, require_matplotlib
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.dependencies import Dependency
-from lightning_pipe.engine.profile import ProfileResult, TaskProfile
-from lightning_pipe.engine.timeline import TASK, Bar, Timeline
+from lightning_pipe.engine.observe.timeline import TASK, Bar, Timeline
+from lightning_pipe.engine.plans.dependencies import Dependency
+from lightning_pipe.engine.profiling.profile import ProfileResult, TaskProfile
 
 
 def task(name: str, iteration: int, start: float, end: float, lane: str = "main", rank: int = 0) -> Bar:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_pipe.callbacks import BubbleMonitor, PipelineTrace
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.clocks import ClockOffset, measure_offset
+from lightning_pipe.engine.observe.clocks import ClockOffset, measure_offset
 from lightning_pipe.strategies import InProcessPipelineStrategy, PipelineStrategy
 from tests.distributed import run_ranks
 from tests.engine.trace_event_rules import violations

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, State, TaskSchedule, submitted
-from lightning_pipe.engine.dependencies import required_dependencies
+from lightning_pipe.engine.plans.dependencies import required_dependencies
 
 FIELDS = ("batch", "x", "y", "t")
 STATES = (State("t"), State("u"))  # one spelled like a field: they are different things

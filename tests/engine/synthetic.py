@@ -2,7 +2,7 @@
 
 For real, network, disk and copies are links that make a thread wait on a timer, shared fairly by all who use them at
 once, and compute is a kernel that releases the interpreter lock and has a core for a known time, on as many of the
-cores as the graph's machine has. A task's function takes what its :class:`~lightning_pipe.engine.costs.TaskCost` says.
+cores as the graph's machine has. A task's function takes what its :class:`~lightning_pipe.engine.planning.costs.TaskCost` says.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_pipe.engine import IterContext, PipelineTask, State
-from lightning_pipe.engine.costs import Machine, Resource, TaskCost
-from lightning_pipe.engine.plan_limits import PlanLimits
+from lightning_pipe.engine.planning.costs import Machine, Resource, TaskCost
+from lightning_pipe.engine.planning.plan_limits import PlanLimits
 
 # How much of what a wait was late by is taken over into what later ones are expected to be late by.
 _LEARNT = 0.1

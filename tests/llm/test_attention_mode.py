@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.attention_mode import CheckedAttention, OwnMasks, check_mask_heads
 from lightning_pipe.llm.context_ranks import ContextMethod
 from lightning_pipe.llm.deferred import fake_copy

@@ -12,7 +12,7 @@ import torch._functorch.config
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.overrides import TorchFunctionMode
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.activation_checkpoint import checkpoint_layers
 from lightning_pipe.llm.compiled_layers import compile_layers, keep_backward_buffers
 from lightning_pipe.llm.schedule_checks import check_combination

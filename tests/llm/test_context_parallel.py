@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_pipe.engine.errors import InputError
+from lightning_pipe.engine.plans.errors import InputError
 from lightning_pipe.llm.context_parallel import FullAttention, chunk_positions, cut_sequence
 from lightning_pipe.llm.padding import SequenceKeys, block_diagonal_mask
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.activation_checkpoint import checkpoint_layers
 from lightning_pipe.llm.deferred import fake_copy
 from lightning_pipe.llm.expert_parallel import check_experts, parallelise_experts, spread_parameters

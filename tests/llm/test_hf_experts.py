@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, PretrainedConfig, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.deferred import fake_copy
 from lightning_pipe.llm.hf_experts import skip_experts, tap_routers
 from lightning_pipe.llm.module_config import derive_config

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.deferred import deferred_init, is_deferred
 from lightning_pipe.llm.layer_costs import LayerCosts, measure_costs
 from lightning_pipe.llm.module_config import ModuleConfig, derive_config

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.module_config import ModuleConfig, derive_config
 from lightning_pipe.llm.split import split_at
 

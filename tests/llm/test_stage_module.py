@@ -28,7 +28,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from lightning_pipe.engine.errors import InputError, SetupError
+from lightning_pipe.engine.plans.errors import InputError, SetupError
 from lightning_pipe.llm.module_config import ModuleConfig, derive_config
 from lightning_pipe.llm.split import split_at, split_evenly
 from lightning_pipe.llm.stage_module import (

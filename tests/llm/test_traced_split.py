@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_leaves
 
-from lightning_pipe.engine.errors import InputError, SetupError
+from lightning_pipe.engine.plans.errors import InputError, SetupError
 from lightning_pipe.llm.deferred import deferred_init, fake_copy
 from lightning_pipe.llm.schedule_step import build_schedule, run_schedule
 from lightning_pipe.llm.schedules import SCHEDULES, stages_of_rank

@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 
-from lightning_pipe.engine.costs import Machine, TaskCost
-from lightning_pipe.engine.network import Message
-from lightning_pipe.engine.simulation import simulate
-from lightning_pipe.engine.task import PipelineTask
+from lightning_pipe.engine.planning.costs import Machine, TaskCost
+from lightning_pipe.engine.planning.network import Message
+from lightning_pipe.engine.planning.simulation import simulate
+from lightning_pipe.engine.plans.task import PipelineTask
 from lightning_pipe.recsys.auto_plan import hand_written_plans, propose_plans, recsys_costs, recsys_machine
 from lightning_pipe.recsys.plans import PLANS
 from lightning_pipe.recsys.tasks import DENSE_PARAMETERS, recsys_tasks

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe.engine.record_use import record_use
+from lightning_pipe.engine.runtime.record_use import record_use
 from lightning_pipe.recsys.device_buffers import DeviceBuffers
 from tests.recsys.batch_memory_cases import Copying, copied, copying
 from tests.recsys.pipeline_cases import CASES, PLANS, STEPS, outcome, sharded, train

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe.engine.errors import InputError, SetupError
+from lightning_pipe.engine.plans.errors import InputError, SetupError
 from lightning_pipe.recsys.ids_on_wire import SentAsInt32, check_ids_on_wire, sends_int32
 from lightning_pipe.recsys.rewrite import ModelRewrite
 from lightning_pipe.recsys.traffic import recorded_traffic

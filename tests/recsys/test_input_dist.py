@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe.engine.errors import InputError, SetupError
+from lightning_pipe.engine.plans.errors import InputError, SetupError
 from lightning_pipe.recsys.input_dist import fusing, kjt_all_to_alls
 from lightning_pipe.recsys.rewrite import ModelRewrite
 from tests.distributed import run_ranks

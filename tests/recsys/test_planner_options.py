@@ -12,7 +12,7 @@ from torchrec.distributed.fused_params import BoundsCheckMode
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import CacheAlgorithm
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.recsys.planner_options import read_constraints, read_topology
 from lightning_pipe.recsys.table_optimizer import SparseOptimizer, resolve_table_optimizer
 from lightning_pipe.recsys.tables import Table, find_tables

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torchrec.distributed.types import ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.recsys import quantized_comms
 from lightning_pipe.recsys.quantized_comms import QuantizedComms
 from lightning_pipe.recsys.rewrite import ModelRewrite

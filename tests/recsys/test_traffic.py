@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe.engine import PlanError, TaskSpan
-from lightning_pipe.engine.network import Message
+from lightning_pipe.engine.planning.network import Message
 from lightning_pipe.recsys import TrainPipeline
 from lightning_pipe.recsys.traffic import Exchange, TaskRun, recorded_traffic, serial_times, task_runs
 from tests.distributed import run_ranks

@@ -21,7 +21,8 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.streamable import Pipelineable
 
-from lightning_pipe.engine import PipelineTask, exchanges
+from lightning_pipe.engine import PipelineTask
+from lightning_pipe.engine.ranks import exchanges
 from lightning_pipe.recsys import ShardedModel, TrainPipeline, recsys_tasks
 from lightning_pipe.recsys.kernels import fused_kernels
 from tests.patience import HANG

@@ -12,7 +12,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 
-from lightning_pipe.engine.errors import PipelineError, SetupError
+from lightning_pipe.engine.plans.errors import PipelineError, SetupError
 from lightning_pipe.recsys.agreement import Agreement
 from lightning_pipe.recsys.dynamic.row_store import RowStore, RunPart, StoreState
 

@@ -13,7 +13,7 @@ from itertools import repeat
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.recsys import native
 from lightning_pipe.recsys.dynamic.row_store import Keys
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_pipe.engine.errors import InputError, SetupError
+from lightning_pipe.engine.plans.errors import InputError, SetupError
 from lightning_pipe.recsys import native
 from lightning_pipe.recsys.dynamic.normal_quantile import normal_quantile
 from lightning_pipe.recsys.dynamic.row_store import Keys

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.recsys.agreement import Agreement
 from lightning_pipe.recsys.dynamic.commit import open_together
 from lightning_pipe.recsys.dynamic.initial_values import Constant, InitialValues, Normal, Uniform

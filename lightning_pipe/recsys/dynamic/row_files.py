@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from lightning_pipe.engine.errors import SetupError
-from lightning_pipe.engine.syncing import sync_name, write_file
+from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.plans.syncing import sync_name, write_file
 from lightning_pipe.recsys.dynamic.durable import checksum, open_regular
 from lightning_pipe.recsys.dynamic.tensor_file import read_tensors
 

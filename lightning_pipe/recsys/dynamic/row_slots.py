@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning_pipe.engine.errors import InputError
+from lightning_pipe.engine.plans.errors import InputError
 from lightning_pipe.recsys.dynamic.eviction import Policy, victims
 from lightning_pipe.recsys.dynamic.id_map import LAST_TICK, IdMap, Slots, distinct
 from lightning_pipe.recsys.dynamic.initial_values import InitialValues

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.recsys.agreement import Agreement
 from lightning_pipe.recsys.dynamic.batch_rows import BatchRows
 from lightning_pipe.recsys.dynamic.commit import commit_together

@@ -22,7 +22,7 @@ from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 from torchrec.distributed.types import Awaitable, LazyAwaitable, ParameterSharding, ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe.engine.errors import InputError, SetupError
+from lightning_pipe.engine.plans.errors import InputError, SetupError
 from lightning_pipe.recsys.dynamic.batch_rows import BatchRows, end_step
 from lightning_pipe.recsys.dynamic.mixing import mix, with_values
 from lightning_pipe.recsys.dynamic.modules import (

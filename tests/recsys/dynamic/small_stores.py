@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.recsys.dynamic.rocksdb_store import RocksDbStore
 from lightning_pipe.recsys.dynamic.row_store import Records
 

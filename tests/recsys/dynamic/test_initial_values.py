@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pipe.engine.errors import InputError, SetupError
+from lightning_pipe.engine.plans.errors import InputError, SetupError
 from lightning_pipe.recsys import native
 from lightning_pipe.recsys.dynamic.initial_values import Constant, Distribution, InitialValues, Normal, Uniform
 

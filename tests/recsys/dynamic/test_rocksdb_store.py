@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.recsys.dynamic import rocksdb_store
 from lightning_pipe.recsys.dynamic.rocksdb_store import RocksDbStore
 from lightning_pipe.recsys.dynamic.row_store import Keys, RunPart, StoreState

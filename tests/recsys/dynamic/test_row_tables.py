@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_pipe.engine.errors import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.recsys.dynamic import rocksdb_store
 from lightning_pipe.recsys.dynamic.initial_values import InitialValues
 from lightning_pipe.recsys.dynamic.rocksdb_store import RocksDbStore

@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from lightning.fabric.plugins.io import torch_io
 from lightning.pytorch.callbacks import Callback
 
-from lightning_pipe.engine.executor import Executor
+from lightning_pipe.engine.runtime.executor import Executor
 from tests.scenarios.faults.forked_ranks import Ended, Here, Nursery, told
 from tests.scenarios.faults.training import BOUND, KINDS, WHERE, fit, module
 

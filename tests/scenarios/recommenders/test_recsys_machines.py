@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from lightning_pipe.engine import exchanges
+from lightning_pipe.engine.ranks import exchanges
 from tests.distributed import run_ranks
 from tests.scenarios.recommenders.test_every_plan import FEATURES
 from tests.strategies.cases import ROW_WISE_ADAGRAD, Clicks, Pooled, difference, fit, loader, recsys, state_of

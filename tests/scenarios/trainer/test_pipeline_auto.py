@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipe.engine import PipelinePlan, PlanError, SetupError, plan_file
+from lightning_pipe.engine import PipelinePlan, PlanError, SetupError
+from lightning_pipe.engine.plans import plan_file
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.loops.default_program import default_plan
 from lightning_pipe.strategies import PipelineStrategy

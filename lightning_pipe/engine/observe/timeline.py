@@ -1,0 +1,253 @@
+"""What ran when, on all ranks: bars in lanes, the arrows between those that depend on each other, the critical path.
+
+A lane is a thread of a rank, or a stream of its device. A bar is a task's run, or a part of one: a micro-batch's way
+through a stage lies inside the run of the task that is a whole schedule. Seconds of one clock throughout.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from lightning_pipe.engine.observe.trace import TaskSpan
+from lightning_pipe.engine.plans.dependencies import Dependency
+from lightning_pipe.engine.plans.plan import MAIN
+
+TASK, DEVICE, EVALUATION = "task", "device", "evaluation"
+FORWARD, BACKWARD = "forward", "backward"
+INPUT_BACKWARD, WEIGHT_BACKWARD = "input_backward", "weight_backward"
+RECOMPUTE = "recompute"  # a forward once more, for its backward
+WAITS = ("wait_forward", "wait_backward")
+
+Arrow = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One thing that took time.
+
+    Args:
+        rank: where.
+        lane: the thread group's name; ``"stream NAME"`` for work on a device.
+        name: what it is called: the task's name, or its kind.
+        kind: ``"task"``; ``"device"``, the same task on its stream; ``"evaluation"``; of a micro-batch ``"forward"``,
+            ``"backward"``, ``"input_backward"``, ``"weight_backward"``, ``"recompute"``, ``"wait_forward"`` or
+            ``"wait_backward"``.
+        start: seconds.
+        end: seconds.
+        iteration: that it was for; ``None`` where that is not known.
+        microbatch: of a micro-batch, its index.
+        stage: of a micro-batch, the index of the stage it went through.
+        pipeline: of a micro-batch, which of several data-parallel pipelines.
+    """
+
+    rank: int
+    lane: str
+    name: str
+    kind: str
+    start: float
+    end: float
+    iteration: int | None = None
+    microbatch: int | None = None
+    stage: int | None = None
+    pipeline: int = 0
+
+
+def task_bars(spans: Iterable[TaskSpan], rank: int) -> list[Bar]:
+    """A bar for each span, and one more for its work on a device."""
+    bars = []
+    for span in spans:
+        bars.append(Bar(rank, span.thread, span.task, TASK, span.start, span.end, span.iteration))
+        if span.device_start is not None and span.device_end is not None:
+            lane = f"stream {span.stream or 'current'}"
+            bars.append(Bar(rank, lane, span.task, DEVICE, span.device_start, span.device_end, span.iteration))
+    return bars
+
+
+class Timeline:
+    """Bars of all ranks, on one clock.
+
+    Args:
+        bars: in any order.
+        dependencies: of the plan, which is every rank's.
+
+    Attributes:
+        bars: by rank, lane and start; of two that start at once, the longer comes first.
+    """
+
+    def __init__(self, bars: Iterable[Bar], dependencies: Sequence[Dependency] = ()) -> None:
+        found = list(bars)
+        order = {key: position for position, key in enumerate(_lanes(found))}
+        self.bars = tuple(sorted(found, key=lambda bar: (order[bar.rank, bar.lane], bar.start, -bar.end)))
+        self._needs: dict[str, list[Dependency]] = defaultdict(list)
+        for one in dependencies:
+            self._needs[one.downstream].append(one)
+
+    @cached_property
+    def lanes(self) -> tuple[tuple[int, str], ...]:
+        """Rank and lane: by rank, the main thread first, other threads, then streams."""
+        return tuple(dict.fromkeys((bar.rank, bar.lane) for bar in self.bars))
+
+    @cached_property
+    def arrows(self) -> tuple[Arrow, ...]:
+        """Positions of bars where the second depends on the first: by the plan, or as a micro-batch goes on."""
+        return (*self._arrows_of_tasks(), *self._arrows_of_microbatches())
+
+    @cached_property
+    def outer(self) -> frozenset[int]:
+        """Positions of bars that others lie inside of: in their lane, or work on micro-batches in another thread."""
+        found = set(self._held)
+        open_bars: list[int] = []
+        for position, bar in enumerate(self.bars):
+            while open_bars and not _inside(bar, self.bars[open_bars[-1]]):
+                open_bars.pop()
+            if open_bars:
+                found.add(open_bars[-1])
+            open_bars.append(position)
+        return frozenset(found)
+
+    @cached_property
+    def _held(self) -> dict[int, list[int]]:
+        """Tasks of main threads that wait while other threads of their rank are at micro-batches, and that work."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for rank in {bar.rank for bar in self.bars if bar.stage is not None and bar.lane != MAIN}:
+            tasks = [p for p, bar in enumerate(self.bars) if (bar.rank, bar.lane, bar.kind) == (rank, MAIN, TASK)]
+            begins = [self.bars[position].start for position in tasks]
+            for position, bar in enumerate(self.bars):
+                if bar.rank == rank and bar.stage is not None and bar.lane != MAIN:
+                    before = bisect_right(begins, bar.start) - 1
+                    if before >= 0 and bar.end <= self.bars[tasks[before]].end:
+                        found[tasks[before]].append(position)
+        return found
+
+    @cached_property
+    def critical(self) -> frozenset[int]:
+        """Positions of the bars on the critical path: had one of them been shorter, the end would have come sooner.
+
+        Found from the end: before each bar on the path comes the one that ended last of those it had to wait for, which
+        are what it depends on, what its lane did before, and behind a schedule of micro-batches the last work in it of
+        every rank, since those exchange their losses there. One path for all ranks that arrows join, else one for each
+        rank: what else holds ranks together, as collectives do, is not known here.
+        """
+        return frozenset(position for step in self._path for position in step if position is not None)
+
+    @cached_property
+    def critical_steps(self) -> tuple[Arrow, ...]:
+        """The critical path as pairs of bars, each of which follows the other on it."""
+        return tuple((source, target) for source, target in self._path if source is not None)
+
+    @cached_property
+    def _path(self) -> list[tuple[int | None, int]]:
+        leaves = [p for p, bar in enumerate(self.bars) if p not in self.outer and bar.kind not in WAITS]
+        before: dict[int, list[int]] = defaultdict(list)
+        for source, target in self.arrows:
+            if not self.outer.intersection((source, target)):
+                before[target].append(source)
+        last = self._last_of_schedules(leaves)
+        for one, following in pairwise(leaves):
+            if self._lane(one) == self._lane(following):
+                before[following].append(one)
+                if self.bars[one].stage is not None and self.bars[following].stage is None:
+                    before[following].extend(last[self._schedule(one)])
+        for task, held in self._held.items():
+            in_lane = [p for p in leaves if self._lane(p) == self._lane(task)]
+            for one in in_lane:
+                if self.bars[one].start >= self.bars[task].end:
+                    before[one].append(max(held, key=lambda p: self.bars[p].end))
+                    break
+            earlier = [p for p in in_lane if self.bars[p].end <= self.bars[task].start]
+            for one in held:
+                before[one].extend(earlier[-1:])
+        path: list[tuple[int | None, int]] = []
+        seen: set[int] = set()
+        for ranks in self._joined_ranks():
+            of_ranks = (p for p in leaves if self.bars[p].rank in ranks)
+            at: int | None = max(of_ranks, key=lambda p: self.bars[p].end, default=None)
+            while at is not None and at not in seen:
+                seen.add(at)
+                # An end that comes later, on another rank, is a clock's error, if it is not another's end altogether.
+                candidates = [p for p in before[at] if self.bars[p].end <= self.bars[at].end]
+                previous = max(candidates, key=lambda p: self.bars[p].end, default=None)
+                path.append((previous, at))
+                at = previous
+        return path
+
+    def _last_of_schedules(self, leaves: Iterable[int]) -> dict[tuple[int, int | None], list[int]]:
+        """Of each schedule of micro-batches, what each rank did last in it."""
+        last: dict[tuple[int, int | None], dict[int, int]] = defaultdict(dict)
+        for position in leaves:  # in each lane by start
+            if self.bars[position].stage is not None:
+                of_rank, rank = last[self._schedule(position)], self.bars[position].rank
+                if rank not in of_rank or self.bars[of_rank[rank]].end <= self.bars[position].end:
+                    of_rank[rank] = position
+        return defaultdict(list, {schedule: list(of_rank.values()) for schedule, of_rank in last.items()})
+
+    def _schedule(self, position: int) -> tuple[int, int | None]:
+        return self.bars[position].pipeline, self.bars[position].iteration
+
+    def _lane(self, position: int) -> tuple[int, str]:
+        return self.bars[position].rank, self.bars[position].lane
+
+    def _arrows_of_tasks(self) -> list[Arrow]:
+        found: list[Arrow] = []
+        for kind in (TASK, DEVICE):
+            where = {
+                (bar.rank, bar.name, bar.iteration): position
+                for position, bar in enumerate(self.bars)
+                if bar.kind == kind and bar.iteration is not None
+            }
+            for (rank, task, iteration), target in where.items():
+                for one in self._needs[task]:
+                    source = where.get((rank, one.upstream, iteration - one.distance))
+                    if source is not None:
+                        found.append((source, target))
+        return found
+
+    def _arrows_of_microbatches(self) -> list[Arrow]:
+        where = {
+            (bar.pipeline, bar.iteration, bar.microbatch, bar.stage, bar.kind): position
+            for position, bar in enumerate(self.bars)
+            if bar.stage is not None and bar.kind not in WAITS
+        }
+        found: list[Arrow] = []
+        for (pipeline, iteration, microbatch, stage, kind), target in where.items():
+            assert stage is not None
+            for other, needed in _needs(stage, kind):
+                source = where.get((pipeline, iteration, microbatch, other, needed))
+                if source is not None:
+                    found.append((source, target))
+        return found
+
+    def _joined_ranks(self) -> list[set[int]]:
+        joined = {bar.rank: {bar.rank} for bar in self.bars}
+        for source, target in self.arrows:
+            one, other = joined[self.bars[source].rank], joined[self.bars[target].rank]
+            if one is not other:
+                one |= other
+                for rank in other:
+                    joined[rank] = one
+        return list({id(ranks): ranks for ranks in joined.values()}.values())
+
+
+def _needs(stage: int, kind: str) -> list[tuple[int, str]]:
+    """What a micro-batch has gone through before: stages, and what they did."""
+    if kind == FORWARD:
+        return [(stage - 1, FORWARD)]
+    if kind == WEIGHT_BACKWARD:
+        return [(stage, INPUT_BACKWARD)]
+    if kind == RECOMPUTE:
+        return [(stage, FORWARD)]
+    return [(stage, FORWARD), (stage, RECOMPUTE), (stage + 1, BACKWARD), (stage + 1, INPUT_BACKWARD)]
+
+
+def _inside(bar: Bar, other: Bar) -> bool:
+    return (bar.rank, bar.lane) == (other.rank, other.lane) and other.start <= bar.start and bar.end <= other.end
+
+
+def _lanes(bars: Iterable[Bar]) -> list[tuple[int, str]]:
+    keys = dict.fromkeys((bar.rank, bar.lane) for bar in bars)
+    return sorted(keys, key=lambda key: (key[0], key[1] != MAIN, key[1].startswith("stream ")))

@@ -1,0 +1,131 @@
+"""A timeline as a file that ui.perfetto.dev and chrome://tracing open: Chrome's trace event format, as JSON.
+
+Source: "Trace Event Format", the Chromium project's document. A rank is a process there, a lane a thread; bars are
+complete events ("X"), which must lie inside each other or apart; an arrow is a flow ("s" to "f") that starts and ends
+at times when the bars it joins are open.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_pipe.engine.observe.timeline import TASK, Bar, Timeline
+from lightning_pipe.engine.plans.whole_file import whole_file
+
+__all__ = ["trace_events", "write_trace"]
+
+_TICK = 1e-3  # microseconds: times have three decimals
+
+
+def write_trace(timeline: Timeline, path: Path, notes: Mapping[str, Any]) -> None:
+    """Write *timeline* to *path*, whole or not at all.
+
+    Args:
+        timeline: the bars.
+        path: of the file, whose folder is made if it is not there.
+        notes: shown beside the trace; plain values.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with whole_file(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
+        json.dump(trace_events(timeline, notes), file, separators=(",", ":"))
+
+
+def trace_events(timeline: Timeline, notes: Mapping[str, Any]) -> dict[str, Any]:
+    """*timeline* as the format's object: names first, then all events by time, which counts from the first bar.
+
+    Args:
+        timeline: the bars.
+        notes: shown beside the trace; plain values.
+    """
+    # Numbers begin with 1, of ranks too: process 0 and thread 0 are the idle ones of an operating system.
+    threads = {lane: index for index, lane in enumerate(timeline.lanes, 1)}
+    origin = min((bar.start for bar in timeline.bars), default=0.0)
+    times = _times(timeline, origin)
+    events = [
+        _slice(bar, threads[bar.rank, bar.lane], times[position], position in timeline.critical)
+        for position, bar in enumerate(timeline.bars)
+    ]
+    events.extend(_flows(timeline, threads, times))
+    # Where times are equal, what encloses comes before what lies inside, and slices before flows that refer to them.
+    events.sort(key=lambda event: (event["ts"], event["ph"] != "X", -event.get("dur", 0.0)))
+    return {
+        "traceEvents": [*_names(timeline, threads), *events],
+        "displayTimeUnit": "ms",
+        "otherData": dict(notes),
+    }
+
+
+def _names(timeline: Timeline, threads: Mapping[tuple[int, str], int]) -> Iterator[dict[str, Any]]:
+    for rank in sorted({rank for rank, _ in threads}):
+        yield _metadata("process_name", rank, {"name": f"rank {rank}"})
+        yield _metadata("process_sort_index", rank, {"sort_index": rank})
+    for (rank, lane), thread in threads.items():
+        yield _metadata("thread_name", rank, {"name": lane}, thread)
+        yield _metadata("thread_sort_index", rank, {"sort_index": thread}, thread)
+
+
+def _metadata(name: str, rank: int, args: dict[str, Any], thread: int = 0) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": rank + 1, "tid": thread, "args": args}
+
+
+def _times(timeline: Timeline, origin: float) -> list[tuple[float, float]]:
+    """Start and end of each bar in microseconds, cut so that those of a lane lie inside each other or apart.
+
+    They do already where a thread is noted. On a stream that two threads submit to, work of the one can be noted
+    around a part of the other's.
+    """
+    times: list[tuple[float, float]] = []
+    enclosing: list[tuple[float, tuple[int, str]]] = []
+    for bar in timeline.bars:
+        start, end = round((bar.start - origin) * 1e6, 3), round((bar.end - origin) * 1e6, 3)
+        lane = (bar.rank, bar.lane)
+        while enclosing and (enclosing[-1][1] != lane or enclosing[-1][0] <= start):
+            enclosing.pop()
+        if enclosing:
+            end = min(end, enclosing[-1][0])
+        end = max(start, end)
+        times.append((start, end))
+        enclosing.append((end, lane))
+    return times
+
+
+def _slice(bar: Bar, thread: int, time: tuple[float, float], critical: bool) -> dict[str, Any]:
+    known = {"iteration": bar.iteration, "microbatch": bar.microbatch, "stage": bar.stage}
+    name = bar.name if bar.microbatch is None else f"{bar.name} {bar.microbatch}"
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": bar.kind,
+        "pid": bar.rank + 1,
+        "tid": thread,
+        "ts": time[0],
+        "dur": round(time[1] - time[0], 3),
+        "args": {key: value for key, value in known.items() if value is not None} | {"critical": critical},
+    }
+
+
+def _flows(
+    timeline: Timeline, threads: Mapping[tuple[int, str], int], times: list[tuple[float, float]]
+) -> Iterator[dict[str, Any]]:
+    for number, (source, target) in enumerate(timeline.arrows):
+        (begin, end), arrival = times[source], times[target][0]
+        # A flow starts inside the bar that it comes from, and not after it has arrived, which clocks may make it seem.
+        departure = round(max(begin, min(end - _TICK, arrival)), 3)
+        if departure > arrival:
+            continue
+        one, other = timeline.bars[source], timeline.bars[target]
+        kind = {"name": "plan" if one.kind == TASK else one.kind, "cat": "dependency", "id": number}
+        yield {"ph": "s", **kind, "pid": one.rank + 1, "tid": threads[one.rank, one.lane], "ts": departure}
+        yield {
+            "ph": "f",
+            "bp": "e",
+            **kind,
+            "pid": other.rank + 1,
+            "tid": threads[other.rank, other.lane],
+            "ts": arrival,
+        }

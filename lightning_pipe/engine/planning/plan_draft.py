@@ -1,0 +1,219 @@
+"""Plans as a search handles them: the few numbers that make a plan for given tasks, and what it would take.
+
+A draft says for each task its stage, its thread and its place in the period. Two drafts that differ only in how early a
+worker gets its tasks, or in the numbers of the workers, are one: a worker gets a task as early as dependencies allow,
+and workers are numbered as they come.
+
+Tested in ``tests/engine/planning/test_planner.py``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lightning_pipe.engine.planning.costs import Machine, TaskCost, checked_costs, duration
+from lightning_pipe.engine.planning.plan_limits import PlanLimits
+from lightning_pipe.engine.planning.simulation import simulate
+from lightning_pipe.engine.plans.dependencies import Dependency, required_dependencies
+from lightning_pipe.engine.plans.plan import MAIN, PipelinePlan, TaskSchedule
+from lightning_pipe.engine.plans.task import PipelineTask
+
+MAIN_THREAD = 0
+
+
+class Draft(NamedTuple):
+    """A plan in numbers, by the index of the task.
+
+    Args:
+        stages: of each task.
+        threads: of each task, 0 the main thread, workers from 1.
+        order: the tasks in the order in which a period submits them.
+    """
+
+    stages: tuple[int, ...]
+    threads: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @property
+    def workers(self) -> int:
+        """How many worker threads it has."""
+        return max(self.threads)
+
+
+class PlanSpace:
+    """All drafts for a set of tasks within limits, and what each would take.
+
+    Args:
+        tasks: in the order in which a serial iteration runs them.
+        costs: of every task.
+        limits: what drafts may do.
+        machine: what they run on.
+        stale: required dependencies that they give up.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[PipelineTask],
+        costs: Mapping[str, TaskCost],
+        limits: PlanLimits,
+        machine: Machine,
+        stale: Iterable[Dependency] = (),
+    ) -> None:
+        limits.check(tasks)
+        self.tasks = list(tasks)
+        self.names = [task.name for task in tasks]
+        self.costs = checked_costs(tasks, costs, machine)
+        self.limits = limits
+        self.machine = machine
+        self.stale = tuple(stale)
+        index = {name: position for position, name in enumerate(self.names)}
+        self.waits = [
+            (index[d.upstream], index[d.downstream], d.distance) for d in required_dependencies(tasks, self.stale)
+        ]
+        self.first = [(index[first], index[then]) for first, then in limits.submitted_before]
+        self.movable = tuple(index[name] for name in self.names if name in limits.on_workers)
+        self.by_caller = frozenset(index[name] for name in limits.by_caller)
+        self.on_main = [name for name in self.names if name not in limits.on_workers]
+        self._seconds: dict[Draft, float] = {}
+
+    # ------------------------------------------------------------------ drafts
+
+    def draft(self, stages: Sequence[int], threads: Sequence[int], wanted: Sequence[int]) -> Draft | None:
+        """The draft whose order comes closest to *wanted*, all tasks in some order; None where there can be none."""
+        if not self.allows(stages):
+            return None
+        before = [(up, down) for up, down, distance in self.waits if stages[up] + distance == stages[down]]
+        before += self.first
+        # First what each thread does in which order, then each worker's tasks as early as that allows.
+        rank = {task: place for place, task in enumerate(wanted)}
+        once = _sorted(len(self.names), before, rank.__getitem__)
+        if once is None:
+            return None
+        threads = _renumbered(threads)
+        place = {task: position for position, task in enumerate(once)}
+        in_thread: dict[int, int] = {}
+        for task in once:
+            if threads[task] in in_thread:
+                before.append((in_thread[threads[task]], task))
+            in_thread[threads[task]] = task
+        order = _sorted(
+            len(self.names), before, lambda task: (threads[task] == MAIN_THREAD, threads[task], place[task])
+        )
+        assert order is not None  # all of these agree with the order found before
+        return Draft(tuple(stages), threads, tuple(order))
+
+    def allows(self, stages: Sequence[int]) -> bool:
+        """Whether tasks may run that far ahead."""
+        return (
+            all(0 <= stage < self.limits.max_in_flight for stage in stages)
+            and all(stages[task] == 0 for task in self.by_caller)
+            and all(stages[down] <= stages[up] + distance for up, down, distance in self.waits)
+        )
+
+    def draft_of(self, plan: PipelinePlan) -> Draft | None:
+        """The draft of a plan for the same tasks; None where it is outside the limits, or says more than a draft."""
+        if plan.deps or plan.cross_iter_deps or any(where.globally_ordered for where in plan.schedule.values()):
+            return None
+        groups = {group: number for number, group in enumerate(plan.thread_groups)}
+        threads = [groups[plan.schedule[name].thread_group] for name in self.names]
+        if any(thread != MAIN_THREAD and task not in self.movable for task, thread in enumerate(threads)):
+            return None
+        order = [self.names.index(name) for name in plan.order]
+        return self.draft([plan.schedule[name].stage for name in self.names], threads, order)
+
+    # ------------------------------------------------------------------ what they are and take
+
+    def plan(self, draft: Draft, name: str = "auto") -> PipelinePlan:
+        """The plan of a draft; its workers are called after the resources that they work on."""
+        groups = self._group_names(draft)
+        pairs = []
+        for task, stage, thread in zip(self.tasks, draft.stages, draft.threads, strict=True):
+            stream = None
+            if task.name not in self.limits.by_caller:
+                stream = self.limits.streams.get(self.costs[task.name].resource)
+            pairs.append((task, TaskSchedule(stage, stream, groups[thread])))
+        return PipelinePlan(
+            pairs,
+            stale=[(d.upstream, d.downstream, d.distance) for d in self.stale],
+            name=name,
+            order=[self.names[task] for task in draft.order],
+        )
+
+    def seconds(self, draft: Draft) -> float:
+        """What an iteration takes, by simulation."""
+        found = self._seconds.get(draft)
+        if found is None:
+            name = "stale" if self.stale else "auto"
+            found = simulate(self.plan(draft, name), self.costs, self.machine).seconds_per_iteration
+            self._seconds[draft] = found
+        return found
+
+    @property
+    def simulated(self) -> int:
+        """How many drafts were simulated so far."""
+        return len(self._seconds)
+
+    def held(self, task: int) -> float:
+        """For how long a run holds its thread."""
+        cost = self.costs[self.names[task]]
+        return cost.launch if self.machine.by_device(cost) else duration(self.names[task], cost)
+
+    def busiest_thread(self, threads: Sequence[int]) -> float:
+        """Seconds per iteration for which the busiest of the threads is held."""
+        held = [0.0] * (max(threads) + 1)
+        held[MAIN_THREAD] = self.machine.between_periods
+        for task, thread in enumerate(threads):
+            held[thread] += self.held(task)
+        return max(held)
+
+    def crowding(self, draft: Draft) -> int:
+        """Threads that compute beyond the cores there are: they share them evenly, but wait for each other's slices."""
+        if self.machine.device_streams:
+            return 0
+        computing = {
+            thread
+            for name, thread in zip(self.names, draft.threads, strict=True)
+            if self.costs[name].resource == "compute" and self.costs[name].seconds
+        }
+        return max(0, len(computing) - math.floor(self.machine.cores))
+
+    def _group_names(self, draft: Draft) -> dict[int, str]:
+        names = {MAIN_THREAD: MAIN}
+        for thread in range(1, draft.workers + 1):
+            used = dict.fromkeys(
+                self.costs[name].resource
+                for name, where in zip(self.names, draft.threads, strict=True)
+                if where == thread
+            )
+            wanted = "_".join(used)
+            same = sum(name.rstrip("0123456789") == wanted for name in names.values())
+            names[thread] = f"{wanted}{same + 1}" if same else wanted
+        return names
+
+
+def _renumbered(threads: Sequence[int]) -> tuple[int, ...]:
+    numbers = {MAIN_THREAD: MAIN_THREAD}
+    return tuple(numbers.setdefault(thread, len(numbers)) for thread in threads)
+
+
+def _sorted(count: int, before: Iterable[tuple[int, int]], rank: Callable[[int], Any]) -> list[int] | None:
+    """The tasks in a topological order; where that leaves a choice, the lowest rank first. None if there is a cycle."""
+    after: list[list[int]] = [[] for _ in range(count)]
+    missing = [0] * count
+    for up, down in before:
+        after[up].append(down)
+        missing[down] += 1
+    ready = [(rank(task), task) for task in range(count) if not missing[task]]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        task = heapq.heappop(ready)[1]
+        order.append(task)
+        for other in after[task]:
+            missing[other] -= 1
+            if not missing[other]:
+                heapq.heappush(ready, (rank(other), other))
+    return order if len(order) == count else None

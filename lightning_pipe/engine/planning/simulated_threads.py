@@ -1,0 +1,320 @@
+"""The threads and streams of a pipeline as processes: what a simulation runs.
+
+Each does what its counterpart does in :class:`~lightning_pipe.engine.runtime.pipeline.SWPipeline`, with the lists of waits of
+:class:`~lightning_pipe.engine.runtime.executor.Operation`; only the work is replaced by the time that it takes::
+
+    main      fetch │ order: own tasks, others into their worker's queue │ join the oldest iteration │ next period
+    worker    take from the queue │ wait for other workers' tasks │ wait for background work │ work │ signal
+    stream    take what threads submitted │ wait for other streams' events │ work │ event (device with streams)
+    network   background work, from the end of the task that submits it
+
+Tested in ``tests/engine/planning/test_simulation.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Generator, Hashable, Mapping
+from typing import Literal, NamedTuple
+
+from lightning_pipe.engine.planning.costs import Machine, Resource, TaskCost, awaited, loads
+from lightning_pipe.engine.planning.processes import Clock, Process, SharedResource, Signal, Work
+from lightning_pipe.engine.plans.plan import MAIN, PipelinePlan
+from lightning_pipe.engine.runtime.executor import Operation
+
+# Two states are the same if what is left of all work is, to this part of an iteration's whole work.
+_RESOLUTION = 1e-9
+
+Body = Generator[Signal | Work, None, None]
+Kind = Literal["thread", "device", "background"]
+
+
+class Span(NamedTuple):
+    """One piece of work of the simulation.
+
+    Args:
+        task: name of the task.
+        iteration: index of the iteration it ran for.
+        kind: what it holds: its thread, its stream on the device, or neither, in the background.
+        lane: the thread group; the stream, ``"current"`` where the plan names none; the resource of background work.
+        start: when its function was entered, or its work came to its turn (seconds since the first period began).
+        end: when that was over.
+        cause: what its work had to wait for last, if anything.
+    """
+
+    task: str
+    iteration: int
+    kind: Kind
+    lane: str
+    start: float
+    end: float
+    cause: Span | None
+
+
+class _Entry(NamedTuple):
+    """What a worker or a stream is given to do: a task, or, without one, to join all streams and retire."""
+
+    op: Operation | None
+    iteration: int
+    ticket: int | None = None
+
+
+class _Queue:
+    """The entries of one worker or stream."""
+
+    __slots__ = ("done", "entries", "filled", "per_period")
+
+    def __init__(self, per_period: int) -> None:
+        self.entries: deque[_Entry] = deque()
+        self.filled = Signal()
+        self.done = 0
+        self.per_period = per_period
+
+
+class SimulatedThreads:
+    """One run of a plan.
+
+    Args:
+        plan: what to run.
+        costs: of every task, checked.
+        machine: what the tasks share.
+
+    Attributes:
+        work: every piece of work, in the order of the ends.
+        retired: when each iteration was retired, in seconds since the first period began.
+        last_cause: what the latest retirement waited for.
+        repeats_after: the iterations after which everything repeats, 0 where that was not seen.
+    """
+
+    def __init__(self, plan: PipelinePlan, costs: Mapping[str, TaskCost], machine: Machine) -> None:
+        self.plan = plan
+        self.costs = costs
+        self.machine = machine
+        operations = [Operation(plan, name, i, machine.device_streams) for i, name in enumerate(plan.tasks)]
+        by_name = {op.name: op for op in operations}
+        self.order = [by_name[name] for name in plan.order]
+        self.on_workers = [op for op in operations if op.group != MAIN]
+        self.on_named_streams = [op for op in operations if op.stream is not None]
+        self.waits_for: dict[str, list[str]] = {name: [] for name in plan.tasks}
+        for submitter, waiter in awaited(costs):
+            self.waits_for[waiter].append(submitter)
+
+        work = [load for cost in costs.values() for load in loads(cost, machine)]
+        # Sorted, since what is done at the same moment goes on in their order.
+        used = sorted({load.resource for load in work})
+        self.resources = {name: SharedResource(name, machine.lanes_of(name)) for name in used}
+        self.caller = SharedResource("caller", 1)
+        self.clock = Clock([*self.resources.values(), self.caller])
+        self.signals: dict[Hashable, Signal] = {}
+        self.queues: dict[Hashable, _Queue] = {}
+        for group in plan.thread_groups:
+            if group != MAIN:
+                thread = Process(group)
+                self.queues[group] = _Queue(sum(op.group == group for op in operations))
+                self.clock.start(thread, self._worker(thread, group))
+        if machine.device_streams:
+            for name in (None, *plan.streams):
+                stream = Process(("stream", name))
+                self.queues[stream.name] = _Queue(sum(op.stream == name for op in operations) + (name is None))
+                self.clock.start(stream, self._stream(stream))
+        self.tickets = itertools.count()
+
+        self.work: list[Span] = []
+        self.retired: list[float] = []
+        self.last_cause: Span | None = None  # of the latest retirement
+        self.states: dict[Hashable, int] = {}
+        self.resolution = _RESOLUTION * (sum(load.seconds for load in work) or 1.0)
+        self.repeats_after = 0
+
+    def run(self, at_least: int, at_most: int) -> None:
+        """Run until everything repeats, but at least and at most so many iterations."""
+        main = Process(MAIN)
+        self.clock.start(main, self._main(main, at_least, at_most))
+        self.clock.run()
+
+    # ------------------------------------------------------------------ threads and streams
+
+    def _main(self, main: Process, at_least: int, at_most: int) -> Body:
+        for period in itertools.count(-self.plan.max_stage):
+            if self.machine.between_periods:
+                yield Work(self.caller, self.machine.between_periods)
+            for op in self.order:
+                iteration = period + op.stage
+                if iteration < 0:
+                    continue
+                entry = _Entry(op, iteration, next(self.tickets) if op.ordered else None)
+                if op.group == MAIN:
+                    yield from self._run(main, entry, op)
+                else:
+                    self._put(op.group, entry, main)
+            if period < 0:
+                continue
+            for op in self.on_workers:
+                yield from self._wait("done", op.index, period)
+            if self.machine.device_streams:
+                self._put(("stream", None), _Entry(None, period), main)
+            else:
+                self._retire(main)
+            if period + 1 == at_most or (self._repeats(period) and period + 1 >= at_least):
+                return
+
+    def _worker(self, thread: Process, group: str) -> Body:
+        queue = self.queues[group]
+        while True:
+            entry = yield from self._next(queue)
+            assert entry.op is not None
+            span = yield from self._run(thread, entry, entry.op)
+            self._set(span, "done", entry.op.index, entry.iteration)
+            queue.done += 1
+
+    def _run(self, thread: Process, entry: _Entry, op: Operation) -> Generator[Signal | Work, None, Span]:
+        """One run of a task in its thread, which on a device with streams may only submit the work."""
+        for upstream, distance in op.cpu_waits:
+            if entry.iteration >= distance:
+                yield from self._wait("done", upstream, entry.iteration - distance)
+        if entry.ticket:
+            yield from self._wait("submitted", entry.ticket - 1)
+        cost = self.costs[op.name]
+        if not self.machine.by_device(cost):
+            span = yield from self._perform(thread, entry, op, "thread", op.group)
+        else:
+            start, cause = self.clock.now, thread.cause
+            if cost.launch:
+                yield self._share("host", cost.launch)
+            span = self._note(thread, entry, op, "thread", op.group, start, cause)
+        if entry.ticket is not None:
+            self._set(span, "submitted", entry.ticket)
+        if self.machine.device_streams:
+            self._put(("stream", op.stream), entry, thread)
+        return span
+
+    def _stream(self, stream: Process) -> Body:
+        queue = self.queues[stream.name]
+        while True:
+            entry = yield from self._next(queue)
+            op = entry.op
+            if op is None:
+                for other in self.on_named_streams:
+                    yield from self._wait("event", other.index, entry.iteration)
+                self._retire(stream)
+            else:
+                for upstream, distance in op.device_waits:
+                    if entry.iteration >= distance:
+                        yield from self._wait("event", upstream, entry.iteration - distance)
+                if self.machine.by_device(self.costs[op.name]):
+                    yield from self._perform(stream, entry, op, "device", op.stream or "current")
+                self._set(stream.cause, "event", op.index, entry.iteration)
+            queue.done += 1
+
+    def _perform(
+        self, process: Process, entry: _Entry, op: Operation, kind: Kind, lane: str
+    ) -> Generator[Signal | Work, None, Span]:
+        """The work of one run, done by a thread or a stream."""
+        cost = self.costs[op.name]
+        start = self.clock.now
+        for submitter in self.waits_for[op.name]:
+            yield from self._wait("background", submitter, entry.iteration)
+        cause = process.cause
+        if cost.seconds:
+            yield self._share(cost.resource, cost.seconds)
+        if cost.background and cost.waited_by == op.name:
+            if kind == "thread" and entry.ticket is not None:
+                self._set(cause, "submitted", entry.ticket)  # a turn is passed on before such a wait
+            self._submit(entry, op, cause)
+            yield from self._wait("background", op.name, entry.iteration)
+            return self._note(process, entry, op, kind, lane, start, process.cause)
+        span = self._note(process, entry, op, kind, lane, start, cause)
+        if cost.background:
+            self._submit(entry, op, span)
+        return span
+
+    def _submit(self, entry: _Entry, op: Operation, cause: Span | None) -> None:
+        background = Process((op.name, entry.iteration))
+        background.cause = cause
+        self.clock.start(background, self._background(background, entry, op))
+
+    def _background(self, process: Process, entry: _Entry, op: Operation) -> Body:
+        cost, start, cause = self.costs[op.name], self.clock.now, process.cause
+        assert isinstance(cost.background, float | int)
+        yield self._share(cost.background_resource, cost.background)
+        span = self._note(process, entry, op, "background", cost.background_resource, start, cause)
+        self._set(span, "background", op.name, entry.iteration)
+
+    # ------------------------------------------------------------------ what they do
+
+    def _share(self, resource: Resource, seconds: float) -> Work:
+        return Work(self.resources[resource], seconds)
+
+    def _wait(self, *key: Hashable) -> Body:
+        signal = self._signal(key)
+        if not signal.is_set:
+            yield signal
+
+    def _set(self, cause: Span | None, *key: Hashable) -> None:
+        signal = self._signal(key)
+        if not signal.is_set:
+            self.clock.set(signal, cause)
+
+    def _signal(self, key: Hashable) -> Signal:
+        signal = self.signals.get(key)
+        if signal is None:
+            signal = self.signals[key] = Signal()
+        return signal
+
+    def _put(self, queue: Hashable, entry: _Entry, by: Process) -> None:
+        self.queues[queue].entries.append(entry)
+        if not self.queues[queue].filled.is_set:
+            self.clock.set(self.queues[queue].filled, by.cause)
+
+    def _next(self, queue: _Queue) -> Generator[Signal | Work, None, _Entry]:
+        if not queue.entries:
+            queue.filled = Signal()
+            yield queue.filled
+        return queue.entries.popleft()
+
+    def _note(
+        self, process: Process, entry: _Entry, op: Operation, kind: Kind, lane: str, start: float, cause: Span | None
+    ) -> Span:
+        span = Span(op.name, entry.iteration, kind, lane, start, self.clock.now, cause)
+        self.work.append(span)
+        process.cause = span
+        return span
+
+    def _retire(self, process: Process) -> None:
+        self.retired.append(self.clock.now)
+        self.last_cause = process.cause
+
+    def _repeats(self, period: int) -> bool:
+        """Whether an earlier period ended in the same state; everything then goes on as it went on from there."""
+        queues = tuple(queue.done - period * queue.per_period for queue in self.queues.values())
+        left = []
+        for resource in self.resources.values():
+            for process, seconds in resource.remaining(self.clock.now):
+                name = process.name
+                if isinstance(name, tuple) and isinstance(name[1], int):  # background work
+                    name = (name[0], name[1] - period)
+                left.append((repr(name), round(seconds / self.resolution)))
+        before = self.states.setdefault((queues, *sorted(left)), period)
+        self.repeats_after = period - before
+        return before < period
+
+
+def critical_cycle(last: Span | None) -> tuple[Span, ...]:
+    """What the steady state's time consists of: back along the causes, then once around.
+
+    Args:
+        last: where to start.
+
+    Returns:
+        In their order, the spans between two of one task, far from the end, where the trail goes around in circles.
+    """
+    trail = []
+    while last is not None:
+        trail.append(last)
+        last = last.cause
+    for begin in range(len(trail) // 2, len(trail)):
+        for end in range(begin + 1, len(trail)):
+            if (trail[begin].task, trail[begin].kind) == (trail[end].task, trail[end].kind):
+                return tuple(reversed(trail[begin:end]))
+    return ()

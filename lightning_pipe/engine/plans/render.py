@@ -1,0 +1,85 @@
+"""A plan as text: the table of its tasks, and the timeline of its periods."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+
+from lightning_pipe.engine.plans.fitted_table import FittedTable
+
+if TYPE_CHECKING:
+    from lightning_pipe.engine.plans.plan import PipelinePlan
+
+# Where the output is no terminal, and COLUMNS does not say.
+_COLUMNS = 120
+
+
+def plan_table(plan: PipelinePlan) -> str:
+    """One row a task, in the order in which a period submits them, as wide as the terminal allows."""
+    notes = []
+    table = _table()
+    for column in ("task", "stage", "stream", "thread group", "waits for"):
+        table.add_column(column, justify="right" if column == "stage" else "left", no_wrap=column != "waits for")
+    for name in plan.order:
+        where = plan.schedule[name]
+        waits = [
+            d.upstream + (f"[i-{d.distance}]" if d.distance else "") for d in plan.dependencies if d.downstream == name
+        ]
+        group = where.thread_group + ("*" if where.globally_ordered else "")
+        table.add_row(name, str(where.stage), where.stream or "current", group, ", ".join(dict.fromkeys(waits)))
+    if any(where.globally_ordered for where in plan.schedule.values()):
+        notes.append("* globally ordered: its collectives are submitted in the order of this table, on every rank.")
+    if any(d.distance for d in plan.dependencies):
+        notes.append("[i-n]: of the n-th iteration before its own.")
+    if plan.stale:
+        notes.append("Given up (stale): " + "; ".join(map(str, plan.stale)) + ".")
+    title = f"plan {plan.name}: {plan.pipeline_depth} batches in flight at most"
+    return _text(shutil.get_terminal_size((_COLUMNS, 24)).columns, title, table, *notes)
+
+
+def plan_timeline(plan: PipelinePlan, iterations: int) -> str:
+    """Which iteration each task runs for in each period, for a run of *iterations* batches; never wrapped.
+
+    Time runs down inside a period (submission order) and to the right over periods; iteration 0 is trained in period 0.
+    A line separates thread groups and streams: only what stands in different blocks can overlap.
+    """
+    table = _table()
+    table.add_column("thread group")
+    table.add_column("stream")
+    table.add_column("task")
+    periods = range(-plan.max_stage, iterations)
+    for period in periods:
+        table.add_column(str(period), justify="right")
+    last_block = None
+    for group in plan.thread_groups:
+        for name in plan.order:
+            where = plan.schedule[name]
+            if where.thread_group != group:
+                continue
+            block = (group, where.stream or "current")
+            batches = [period + where.stage for period in periods]
+            cells = [str(batch) if 0 <= batch < iterations else "·" for batch in batches]
+            if block != last_block:
+                table.add_section()
+            table.add_row(*(block if block != last_block else ("", "")), name, *cells)
+            last_block = block
+    title = f"timeline of {plan.name}: the batch that each task works on, period by period"
+    return _text(10_000, title, table)
+
+
+def _table() -> FittedTable:
+    return FittedTable(box=box.SIMPLE, padding=(0, 1))
+
+
+def _text(width: int, *parts: str | FittedTable) -> str:
+    # No markup: a name may hold square brackets.
+    console = Console(file=io.StringIO(), width=width, color_system=None, markup=False, highlight=False, emoji=False)
+    for part in parts:
+        console.print(part)
+    output = console.file
+    assert isinstance(output, io.StringIO)
+    return "\n".join(line.rstrip() for line in output.getvalue().rstrip().splitlines())

@@ -1,0 +1,1 @@
+"""Measures what each task costs, by replaying it."""

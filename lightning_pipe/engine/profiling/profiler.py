@@ -1,0 +1,307 @@
+"""Measures what each task really costs an iteration: by replaying it, which leaves everything but its work.
+
+    round    | all run | A replayed | all run | B replayed | ...      each pair on one state of the machine
+    exposed(A) = median over rounds of (time of all) - (time with A replayed)
+
+A task that runs beside others, in a thread or on a stream of its own, may take long and cost nothing; what it costs is
+what it is exposed by.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_pipe.engine.observe.trace import TaskSpan
+from lightning_pipe.engine.plans.errors import PlanError, SetupError
+from lightning_pipe.engine.plans.task import IterContext, PipelineTask
+from lightning_pipe.engine.profiling.profile import ProfileResult, TaskProfile
+from lightning_pipe.engine.runtime.captured import Captured, capture
+from lightning_pipe.engine.runtime.pipeline import SWPipeline
+
+__all__ = ["Keeper", "TaskProfiler"]
+
+_RESAMPLES = 2000
+# A task is taken along by another that is replayed where this share of its own time, or less, is left.
+_LEFT = 0.5
+
+
+class Keeper(Protocol):
+    """Keeps what an iteration changes: parameters, states of optimisers, buffers, random generators."""
+
+    def keep(self) -> Any:
+        """All of it, as it is now."""
+        ...
+
+    def put_back(self, kept: Any) -> None:
+        """Make it as it was."""
+        ...
+
+
+class TaskProfiler:
+    """Profiles the tasks of a pipeline. Every rank makes the same calls.
+
+    It trains the same few batches over and over, and puts everything back that a :class:`Keeper` keeps. The pipeline
+    must have no period open; what is in flight is trained first.
+
+    Args:
+        pipeline: whose tasks and plan are measured.
+        batches: on the host, as a loader gives them. Several are better than one: the same rows again and again are
+            found in caches where others are not.
+        keeper: keeps what iterations change; None where nothing is to be put back.
+        rounds: how often each task is measured.
+        iterations: of each measurement.
+
+    Raises:
+        PlanError: there is no batch, or a number is too small.
+    """
+
+    def __init__(
+        self,
+        pipeline: SWPipeline,
+        batches: Sequence[Any],
+        keeper: Keeper | None = None,
+        *,
+        rounds: int = 7,
+        iterations: int = 10,
+    ) -> None:
+        if not batches or rounds < 1 or iterations < 1:
+            raise PlanError(
+                f"a profile was asked for over {len(batches)} batches, in {rounds} rounds of {iterations} iterations;"
+                " needed is at least one of each"
+            )
+        self._pipeline = pipeline
+        # Copies: what an iteration changes of its batch, the next one must not see.
+        self._batches = [capture(batch) for batch in batches]
+        self._keeper = keeper
+        self._rounds = rounds
+        self._iterations = iterations
+        self._source = _Cycle(self._batches)
+
+    def profile(self, task: str | PipelineTask) -> TaskProfile:
+        """The times of one task.
+
+        Raises:
+            PlanError: there is no such task, or it cannot be replayed.
+            SetupError: it has effects that it does not declare.
+        """
+        name = task if isinstance(task, str) else task.name
+        plan = self._pipeline.plan
+        if name not in plan.tasks:
+            raise PlanError(f"the plan has no task {name!r}; its tasks are {', '.join(plan.tasks)}")
+        if reason := plan.tasks[name].not_replayable:
+            raise PlanError(f"task {name!r} cannot be replayed, since {reason}; profile_many() gives its own time")
+        return self.profile_many([name]).tasks[name]
+
+    def profile_many(self, tasks: Sequence[str | PipelineTask] | None = None, *, check: bool = True) -> ProfileResult:
+        """The times of tasks, all of them by default; of those that cannot be replayed the own time alone.
+
+        Args:
+            tasks: of the plan.
+            check: run :meth:`check` for each of them before: two serial iterations a task.
+
+        Raises:
+            PlanError: there is no such task, or ranks profile different ones.
+            SetupError: a task has effects that it does not declare.
+        """
+        plan = self._pipeline.plan
+        names = [one if isinstance(one, str) else one.name for one in (list(plan.tasks) if tasks is None else tasks)]
+        for name in names:
+            if name not in plan.tasks:
+                raise PlanError(f"the plan has no task {name!r}; its tasks are {', '.join(plan.tasks)}")
+        measured = [name for name in names if not plan.tasks[name].not_replayable]
+        # Ranks that run other numbers of iterations would wait for each other for ever.
+        asked = {"rounds": self._rounds, "iterations": self._iterations, "batches": len(self._batches), "check": check}
+        described = [("tasks", ", ".join(names)), *((name, str(value)) for name, value in asked.items())]
+        self._pipeline.check_agreement(described, "profile")
+        with self._kept():
+            if check:
+                for name in measured:
+                    self._check(name)
+            return self._measure(names, measured)
+
+    def check(self, task: str | PipelineTask) -> None:
+        """See that a replay of a task leaves its later tasks what a run of it leaves them.
+
+        Two serial iterations train one batch from one state, the second one with the task replayed.
+
+        Raises:
+            SetupError: a later task found something else: the task has effects that it does not declare.
+        """
+        with self._kept():
+            self._check(task if isinstance(task, str) else task.name)
+
+    # ------------------------------------------------------------------ measuring
+
+    def _measure(self, names: Sequence[str], measured: Sequence[str]) -> ProfileResult:
+        pipeline = self._pipeline
+        pipeline.drain()
+        for _ in range(pipeline.plan.pipeline_depth + len(self._batches)):
+            self._iterate()
+        all_run: list[float] = []
+        own: dict[str, list[float]] = {name: [] for name in pipeline.plan.tasks}
+        saved: dict[str, list[float]] = {name: [] for name in measured}
+        own_without: dict[str, dict[str, list[float]]] = {
+            name: {other: [] for other in pipeline.plan.tasks} for name in measured
+        }
+        for _ in range(self._rounds):
+            for name in measured or [""]:
+                all_run.append(self._time(own))
+                if not name:
+                    continue
+                pipeline.enable_shortcut(name, key=self._key())
+                # Captured once for each batch; until the next one that trains is replayed all through.
+                for _ in range(len(self._batches) + pipeline.plan.pipeline_depth):
+                    self._iterate()
+                saved[name].append(all_run[-1] - self._time(own_without[name]))
+                pipeline.disable_shortcut(name)
+                for _ in range(pipeline.plan.pipeline_depth):
+                    self._iterate()
+        medians = {name: statistics.median(times) for name, times in own.items() if times}
+        tasks: dict[str, TaskProfile] = {}
+        for name in names:
+            if name in saved:
+                low, high = _interval(saved[name])
+                left = {other: statistics.median(times) for other, times in own_without[name].items() if times}
+                along = _taken_along(name, medians, left)
+                exposed = statistics.median(saved[name])
+                tasks[name] = TaskProfile(medians.get(name, 0.0), exposed, low, high, along)
+            else:
+                reason = f"not replayed: {pipeline.plan.tasks[name].not_replayable}"
+                tasks[name] = TaskProfile(medians.get(name, 0.0), not_measured=reason)
+        seconds = statistics.median(all_run)
+        return ProfileResult(pipeline.plan.name, seconds, tasks, self._rounds, self._iterations)
+
+    def _time(self, own: Mapping[str, list[float]]) -> float:
+        """Mean seconds of some iterations; each task's own times are added to *own*."""
+        self._pipeline.start_trace()
+        self._synchronize()
+        begun = time.perf_counter()
+        for _ in range(self._iterations):
+            self._iterate()
+        self._synchronize()
+        seconds = (time.perf_counter() - begun) / self._iterations
+        spans: list[TaskSpan] = self._pipeline.stop_trace()
+        for span in spans:
+            own[span.task].append(span.end - span.start)
+        return seconds
+
+    def _iterate(self) -> IterContext:
+        return self._pipeline.progress(self._source)
+
+    def _key(self) -> Callable[[IterContext], int]:
+        """Of an iteration, by its batch: which one of them it is."""
+        # Iterations are numbered as they are started, and batches are given in turn.
+        offset = (self._source.given - self._pipeline.started) % len(self._batches)
+        return lambda ctx: (ctx.iter_idx + offset) % len(self._batches)
+
+    def _synchronize(self) -> None:
+        if self._pipeline.device.type == "cuda":
+            torch.cuda.synchronize(self._pipeline.device)
+
+    # ------------------------------------------------------------------ state
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        pipeline = self._pipeline
+        pipeline.drain()
+        kept = None if self._keeper is None else self._keeper.keep()
+        try:
+            yield
+        finally:
+            # A pipeline that failed has nothing in flight that could be trained.
+            pipeline.abandon()
+            if not pipeline.failed:
+                pipeline.disable_shortcut()
+            if self._keeper is not None:
+                self._keeper.put_back(kept)
+
+    def _check(self, name: str) -> None:
+        pipeline = self._pipeline
+        pipeline.drain()
+        kept = None if self._keeper is None else self._keeper.keep()
+        names = list(pipeline.plan.tasks)
+        later = names[names.index(name) + 1 :]
+        pipeline.enable_shortcut(name, rehearse=True)
+        found = []
+        try:
+            for _ in range(2):
+                with pipeline.watched(later, _written(pipeline.plan.tasks)) as seen:
+                    pipeline.run_one_serial_iter(self._batches[0].give())
+                found.append(seen)
+                if self._keeper is not None:
+                    self._keeper.put_back(kept)
+        finally:
+            if not pipeline.failed:
+                pipeline.disable_shortcut(name)
+        _compare(name, found[0], found[1])
+
+
+# What each later task wrote: by task and field, the tensors in it.
+Seen = dict[tuple[str, str], list[Tensor]]
+
+
+def _written(tasks: Mapping[str, PipelineTask]) -> Callable[[str, IterContext], Seen]:
+    def read(name: str, ctx: IterContext) -> Seen:
+        # What is under way may be in what a declared effect owns: its buffers hold anything yet.
+        owned = {field for io in tasks[name].io for field in io.fields}
+        fields = [field for field in tasks[name].writes if field in vars(ctx) and field not in owned]
+        return {(name, field): capture(getattr(ctx, field)).tensors() for field in fields}
+
+    return read
+
+
+def _compare(name: str, first: Seen, second: Seen) -> None:
+    for (task, field), tensors in first.items():
+        others = second.get((task, field), [])
+        if len(tensors) != len(others) or not all(map(_close, tensors, others)):
+            raise SetupError(
+                f"task {name!r} has effects that it does not declare: where it was replayed, {task!r} wrote another"
+                f" {field!r}. Declare them, with PipelineTask(..., io=[DeclaredIO(capture, restore)]), or say that it"
+                " cannot be replayed (not_replayable)"
+            )
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.is_floating_point():
+        return torch.allclose(one, other, rtol=1e-5, atol=1e-6, equal_nan=True)
+    return torch.equal(one, other)
+
+
+def _taken_along(name: str, own: Mapping[str, float], left: Mapping[str, float]) -> tuple[str, ...]:
+    most = max(own.values(), default=0.0)
+    return tuple(
+        other
+        for other, seconds in own.items()
+        # What is short by itself says nothing.
+        if other != name and seconds > 0.01 * most and left.get(other, seconds) < _LEFT * seconds
+    )
+
+
+def _interval(values: Sequence[float]) -> tuple[float, float]:
+    """In which the median lies with 95 % confidence: the bootstrap's percentiles (Efron, 1979)."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(_RESAMPLES))
+    return medians[int(0.025 * _RESAMPLES)], medians[int(0.975 * _RESAMPLES) - 1]
+
+
+class _Cycle(Iterator[Any]):
+    """Some batches, one after the other, for ever."""
+
+    def __init__(self, batches: Sequence[Captured]) -> None:
+        self._batches = batches
+        self.given = 0
+
+    def __next__(self) -> Any:
+        batch = self._batches[self.given % len(self._batches)]
+        self.given += 1
+        return batch.give()

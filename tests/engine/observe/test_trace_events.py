@@ -1,0 +1,182 @@
+"""Timelines as Chrome's trace events, held against the format's rules."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_pipe.engine.observe.timeline import TASK, Bar, Timeline
+from lightning_pipe.engine.observe.trace_events import trace_events, write_trace
+from lightning_pipe.engine.plans.dependencies import Dependency
+from tests.engine.trace_event_rules import violations
+
+
+def task(name: str, iteration: int, start: float, end: float, lane: str = "main", rank: int = 0) -> Bar:
+    return Bar(rank, lane, name, TASK, start, end, iteration)
+
+
+def part(kind: str, stage: int, start: float, end: float) -> Bar:
+    return Bar(stage, "main", kind, kind, start, end, 0, 2, stage)
+
+
+def timeline() -> Timeline:
+    """Two ranks; rank 1's clock is wrong by 10 µs, so that its forward seems to begin before rank 0's has ended."""
+    return Timeline(
+        [
+            task("copy", 1, 100.0, 100.001, "w"),
+            task("step", 0, 100.0005, 100.004),
+            part("forward", 0, 100.001, 100.002),
+            task("step", 0, 100.0, 100.004, rank=1),
+            part("wait_forward", 1, 100.001, 100.00199),
+            part("forward", 1, 100.00199, 100.003),
+            task("step", 1, 100.004, 100.004),
+        ],
+        [Dependency("copy", "step"), Dependency("step", "step", 1)],
+    )
+
+
+def events(phase: str, trace: dict[str, Any]) -> list[dict[str, Any]]:
+    return [event for event in trace["traceEvents"] if event["ph"] == phase]
+
+
+def test_a_timeline_keeps_the_formats_rules() -> None:
+    assert violations(json.loads(json.dumps(trace_events(timeline(), {"plan": "p"})))) == []
+
+
+def test_bars_become_slices_in_microseconds_of_their_ranks_and_lanes() -> None:
+    trace = trace_events(timeline(), {"plan": "p"})
+    slices = {
+        (event["pid"], event["tid"], event["name"], event["args"]["iteration"]): event for event in events("X", trace)
+    }
+    assert len(slices) == 7
+    assert (slices[1, 2, "copy", 1]["ts"], slices[1, 2, "copy", 1]["dur"]) == (0.0, 1000.0)
+    forward = slices[2, 3, "forward 2", 0]
+    assert (forward["ts"], forward["dur"], forward["cat"]) == (1990.0, 1010.0, "forward")
+    assert forward["args"] == {"iteration": 0, "microbatch": 2, "stage": 1, "critical": True}
+    assert trace["otherData"] == {"plan": "p"}
+
+
+def test_ranks_and_lanes_have_their_names() -> None:
+    named = events("M", trace_events(timeline(), {}))
+    assert [event["args"]["name"] for event in named if event["name"] == "process_name"] == ["rank 0", "rank 1"]
+    threads = {event["tid"]: event["args"]["name"] for event in named if event["name"] == "thread_name"}
+    assert threads == {1: "main", 2: "w", 3: "main"}
+
+
+def test_dependencies_become_flows_from_the_end_of_one_slice_to_the_beginning_of_the_other() -> None:
+    trace = trace_events(timeline(), {})
+    starts = {event["id"]: event for event in events("s", trace)}
+    found = {(starts[e["id"]]["tid"], starts[e["id"]]["ts"], e["tid"], e["ts"]) for e in events("f", trace)}
+    assert found == {(1, 3999.999, 1, 4000.0), (2, 999.999, 1, 4000.0), (1, 1990.0, 3, 1990.0)}
+
+
+def test_an_arrow_that_clocks_turn_around_is_left_out() -> None:
+    trace = trace_events(Timeline([part("forward", 0, 1.0, 2.0), part("forward", 1, 0.5, 0.9)]), {})
+    assert events("s", trace) == events("f", trace) == []
+    assert violations(trace) == []
+
+
+def test_what_overlaps_on_a_stream_is_cut_so_that_it_nests() -> None:
+    bars = [
+        Bar(0, "stream a", name, "device", start, end) for name, start, end in (("x", 0, 2), ("y", 1, 3), ("z", 2, 4))
+    ]
+    trace = trace_events(Timeline(bars), {})
+    assert violations(trace) == []
+    assert [event["dur"] for event in events("X", trace)] == [2e6, 1e6, 2e6]
+
+
+def test_a_timeline_without_bars_is_a_trace_too() -> None:
+    assert violations(trace_events(Timeline([]), {})) == []
+
+
+def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "trace.json"
+    write_trace(timeline(), path, {"plan": "p"})
+    assert violations(json.loads(path.read_text())) == []
+    with pytest.raises(TypeError):
+        write_trace(timeline(), path, {"plan": object()})
+    assert violations(json.loads(path.read_text())) == []
+    assert [file.name for file in path.parent.iterdir()] == ["trace.json"]
+
+
+# ---------------------------------------------------------------------- the rules themselves
+
+
+def drop(phase: str, key: str) -> Callable[[dict[str, Any]], None]:
+    def change(trace: dict[str, Any]) -> None:
+        del events(phase, trace)[0][key]
+
+    return change
+
+
+def put(phase: str, key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(trace: dict[str, Any]) -> None:
+        events(phase, trace)[0][key] = value
+
+    return change
+
+
+def reverse(trace: dict[str, Any]) -> None:
+    trace["traceEvents"].reverse()
+
+
+def take_away(phase: str) -> Callable[[dict[str, Any]], None]:
+    def change(trace: dict[str, Any]) -> None:
+        trace["traceEvents"].remove(events(phase, trace)[0])
+
+    return change
+
+
+def add(**event: Any) -> Callable[[dict[str, Any]], None]:
+    def change(trace: dict[str, Any]) -> None:
+        trace["traceEvents"].append({"pid": 1, "tid": 1, "ts": 5000.0, "name": "added", **event})
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        put("X", "ph", "?"),
+        drop("X", "name"),
+        drop("X", "dur"),
+        put("X", "dur", -1),
+        put("X", "ts", "0"),
+        put("X", "ts", float("nan")),
+        put("X", "pid", "rank 0"),
+        put("X", "args", 3),
+        put("X", "tid", 77),
+        put("M", "name", "title"),
+        put("M", "args", {}),
+        take_away("M"),
+        reverse,
+        take_away("s"),
+        take_away("f"),
+        drop("f", "bp"),
+        put("s", "ts", 0.0),
+        put("f", "name", "another"),
+        add(ph="B"),
+        add(ph="E"),
+        add(ph="i", s="everywhere"),
+        add(ph="X", ts=3999.0, dur=2000.0),
+        put("s", "dur", 1),
+        lambda trace: trace.update(displayTimeUnit="s"),
+        lambda trace: trace.pop("traceEvents"),
+    ],
+)
+def test_the_rules_find_what_breaks_them(change: Callable[[dict[str, Any]], None]) -> None:
+    trace = copy.deepcopy(trace_events(timeline(), {}))
+    change(trace)
+    assert violations(trace)
+
+
+def test_the_rules_allow_what_is_not_written_here() -> None:
+    trace = trace_events(timeline(), {})
+    for event in ({"ph": "B"}, {"ph": "i", "s": "g", "ts": 5001.0}, {"ph": "E", "ts": 5002.0}):
+        add(**event)(trace)
+    assert violations(trace) == []

@@ -1,0 +1,87 @@
+"""Files of costs: what they say, and what is wrong with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_pipe.engine import PlanError
+from lightning_pipe.engine.planning.costs import TaskCost
+from lightning_pipe.engine.planning.costs_yaml import CostsFile, dump_costs, load_costs
+from lightning_pipe.engine.planning.network import Message
+
+FULL = CostsFile(
+    {
+        "Copy": TaskCost(0.0004, "copy", launch=0.00001),
+        "Exchange": TaskCost(0.0001, background=Message("all_to_all", 2e6), waited_by="Train"),
+        "Lookup": TaskCost(0.0002, background=0.0003, waited_by="Lookup"),
+        "Fetch": TaskCost(0.0002, background=0.0003, background_resource="disk", waited_by="Train"),
+        "Train": TaskCost(0.005, "host"),
+    },
+    between_periods=0.0002,
+    cores=1.5,
+    device_streams=True,
+    latency=30e-6,
+    bandwidth=1e9,
+)
+
+
+def test_costs_come_back_as_they_were_written() -> None:
+    found = load_costs(dump_costs(FULL))
+    assert found.latency == pytest.approx(FULL.latency)
+    assert replace(found, latency=FULL.latency) == FULL
+    assert FULL.has_messages
+
+
+def test_only_tasks_are_needed_and_a_number_is_milliseconds() -> None:
+    found = load_costs("tasks: {Train: 5, Send: {all_reduce: 2MB}, Rest: {}}")
+    assert found.tasks == {
+        "Train": TaskCost(0.005),
+        "Send": TaskCost(0.0, background=Message("all_reduce", 2e6)),
+        "Rest": TaskCost(0.0),
+    }
+    assert found == CostsFile(found.tasks)
+    assert not load_costs("tasks: {Train: 5, Send: {background_ms: 2}}").has_messages
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tasks: [", "not valid YAML"),
+        ("- 5", "is a mapping of .*; found list"),
+        ("", "is a mapping of .*; found NoneType"),
+        ("cores: 2", "'tasks' map each task to its cost; found None"),
+        ("tasks: {}", "'tasks' map each task"),
+        ("tasks: {Train: 5}\ntask: {}", "unknown key 'task'; known keys are between_ms"),
+        ("tasks: {Train: 5, Train: 6}", r"says 'Train' twice \(line 1\)"),
+        ("tasks: {Train: fast}", "task 'Train' of the costs has 'fast'; write its milliseconds"),
+        ("tasks: {Train: {milliseconds: 5}}", "task 'Train' of the costs has the unknown key 'milliseconds'"),
+        ("tasks: {Train: -5}", "task 'Train' of the costs has ms -5; write a number from 0"),
+        ("tasks: {Train: {ms: .inf}}", "ms inf; write a number from 0"),
+        ("tasks: {Train: {ms: .nan}}", "ms nan; write a number from 0"),
+        ("tasks: {Train: {ms: true}}", "ms True; write a number from 0"),
+        ("tasks: {Train: {background_ms: x}}", "background_ms 'x'; write a number from 0"),
+        ("tasks: {Train: {launch_ms: -1}}", "launch_ms -1; write a number from 0"),
+        ("tasks: {Train: {ms: 5, resource: gpu}}", "'Train' of the costs is wrong: .* 'gpu'; the resources are"),
+        ("tasks: {Train: {all_to_all: 2 apples}}", "'Train' of the costs: the size is '2 apples'"),
+        ("tasks: {Train: {all_to_all: 1MB, all_reduce: 1MB}}", "has all_to_all and all_reduce; .* give one"),
+        ("tasks: {Train: {ms: 5, waited_by: Rest}}", "waited_by 'Rest', but submits nothing"),
+        (
+            "tasks: {Train: {all_to_all: 2MB, waited_by: [Rest]}}",
+            r"is waited_by \['Rest'\]; write the name of one task",
+        ),
+        ("tasks: {1: 5, '1': 6}", "the task '1' twice, as text and as a number"),
+        (f"tasks: {'[' * 5000}", "more than 16 levels; a file of costs needs 4"),
+        ("tasks: {Train: 5}\nbetween_ms: -1", "between_ms -1; write a number from 0"),
+        ("tasks: {Train: 5}\ncores: two", "cores 'two'; write a number from 0"),
+        ("tasks: {Train: 5}\ndevice_streams: 1", "device_streams 1; write true or false"),
+        ("tasks: {Train: 5}\nnetwork: fast", "network 'fast'; write a mapping of latency and bandwidth"),
+        ("tasks: {Train: 5}\nnetwork: {ranks: 2}", "the network of the costs has the unknown key 'ranks'"),
+        ("tasks: {Train: 5}\nnetwork: {latency: 5}", "the time is '5'; needed is a number from 0 with its unit"),
+        ("tasks: {Train: 5}\nnetwork: {bandwidth: 0}", "the bandwidth is '0'"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_what_was_found_and_what_is_needed(text: str, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        load_costs(text)

@@ -1,0 +1,428 @@
+"""The simulator against figures worked out by hand, and against what must hold for any plan."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, PlanError, State, SWPipeline, TaskSchedule
+from lightning_pipe.engine.planning.costs import Machine, TaskCost, awaited
+from lightning_pipe.engine.planning.network import Message, NetworkModel
+from lightning_pipe.engine.planning.plan_bound import lower_bound
+from lightning_pipe.engine.planning.plan_draft import PlanSpace
+from lightning_pipe.engine.planning.plan_search import neighbours, scheduled_drafts
+from lightning_pipe.engine.planning.simulation import SimulatedRun, simulate
+from tests.engine.random_plans import World, build, random_schedules, random_tasks
+from tests.engine.synthetic import Graph, random_graph
+from tests.engine.within import within
+from tests.patience import HANG
+
+ROOMY = Machine(cores=100, lanes={"copy": 100, "network": 100, "disk": 100, "host": 100})
+
+
+def nothing(ctx: IterContext) -> None:
+    """The task's function: simulations never call it."""
+
+
+def task(name: str, reads: Iterable[str] = (), writes: Iterable[str] = ()) -> PipelineTask:
+    return PipelineTask(name, nothing, reads=reads, writes=writes)
+
+
+def chain(*names: str) -> list[PipelineTask]:
+    """Each reads what the one before writes."""
+    return [task(name, [f"x{index}"], [f"x{index + 1}"]) for index, name in enumerate(names)]
+
+
+def seconds(plan: PipelinePlan, costs: Mapping[str, Any], machine: Machine | None = None, **options: Any) -> float:
+    return run(plan, costs, machine, **options).seconds_per_iteration
+
+
+def run(plan: PipelinePlan, costs: Mapping[str, Any], machine: Machine | None = None, **options: Any) -> SimulatedRun:
+    full = {name: cost if isinstance(cost, TaskCost) else TaskCost(cost) for name, cost in costs.items()}
+    return simulate(plan, full, machine, **options)
+
+
+def drafts(graph: Graph, machine: Machine | None = None, most: int = 12) -> list[PipelinePlan]:
+    """Plans of all sorts for *graph*, good and bad."""
+    space = PlanSpace(graph.tasks, graph.costs, graph.limits, machine or graph.machine)
+    scheduled = list(islice(scheduled_drafts(space, 0.0), 4))
+    around = [other for draft in scheduled for other in islice(neighbours(space, draft), 0, 60, 7)]
+    found = [space.plan(draft) for draft in [*scheduled, *around][:most]]
+    assert found
+    return found
+
+
+# ---------------------------------------------------------------------- worked out by hand
+
+
+@pytest.mark.parametrize(("ahead", "expected"), [(3.0, 5.0), (7.0, 7.0)])
+def test_work_ahead_in_a_worker_costs_what_it_takes_longer_than_the_rest(ahead: float, expected: float) -> None:
+    fetch, train = chain("fetch", "train")
+    plan = PipelinePlan([(fetch, TaskSchedule(1, thread_group="w")), (train, TaskSchedule())])
+    assert seconds(plan, {"fetch": ahead, "train": 5.0}) == pytest.approx(expected)
+
+
+def test_work_ahead_on_the_main_thread_gains_nothing() -> None:
+    fetch, train = chain("fetch", "train")
+    plan = PipelinePlan([(fetch, TaskSchedule(1)), (train, TaskSchedule())])
+    assert seconds(plan, {"fetch": 3.0, "train": 5.0}) == pytest.approx(8.0)
+
+
+def test_a_worker_gets_its_task_when_the_main_thread_has_come_to_it() -> None:
+    tasks = [task("long"), task("side"), task("rest")]
+    schedule = [(tasks[0], TaskSchedule()), (tasks[1], TaskSchedule(thread_group="w")), (tasks[2], TaskSchedule())]
+    costs = {"long": 4.0, "side": 6.0, "rest": 1.0}
+    # The iteration is joined at the end of its period: 4 seconds until side begins, then 6.
+    assert seconds(PipelinePlan(schedule), costs) == pytest.approx(10.0)
+    assert seconds(PipelinePlan(schedule, order=["side", "long", "rest"]), costs) == pytest.approx(6.0)
+
+
+def test_a_worker_goes_on_into_the_next_period() -> None:
+    tasks = [task("side", writes=["x"]), task("train"), task("use", ["x"])]
+    plan = PipelinePlan(
+        [(tasks[0], TaskSchedule(2, thread_group="w")), (tasks[1], TaskSchedule()), (tasks[2], TaskSchedule())]
+    )
+    assert seconds(plan, {"side": 6.0, "train": 5.0, "use": 0.5}) == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(1, 8.0), (1.5, 4 / 0.75), (2, 4.0), (3, 4.0)])
+def test_threads_share_cores_evenly(cores: float, expected: float) -> None:
+    plan = PipelinePlan(
+        [(task("here"), TaskSchedule()), (task("there"), TaskSchedule(thread_group="w"))], order=["there", "here"]
+    )
+    assert seconds(plan, {"here": 4.0, "there": 4.0}, Machine(cores=cores)) == pytest.approx(expected)
+
+
+def test_who_is_done_leaves_the_core_to_the_others() -> None:
+    tasks = [task("here"), task("one"), task("two")]
+    schedules = [TaskSchedule(), TaskSchedule(thread_group="w"), TaskSchedule(thread_group="v")]
+    plan = PipelinePlan(zip(tasks, schedules, strict=True), order=["one", "two", "here"])
+    # Two cores for three: the short ones are done when each has had 5 at 2/3, the long one has 5 left at full speed.
+    assert seconds(plan, {"here": 10.0, "one": 5.0, "two": 5.0}) == pytest.approx(7.5 + 5.0)
+
+
+def test_two_transfers_share_the_network_but_not_with_the_disk() -> None:
+    def of(resource: Any) -> float:
+        plan = PipelinePlan(
+            [(task("here"), TaskSchedule()), (task("there"), TaskSchedule(thread_group="w"))], order=["there", "here"]
+        )
+        return seconds(plan, {"here": TaskCost(3.0, "network"), "there": TaskCost(3.0, resource)})
+
+    assert of("network") == pytest.approx(6.0)
+    assert of("disk") == pytest.approx(3.0)
+    assert Machine(lanes={"network": 2}).lanes_of("network") == 2
+
+
+@pytest.mark.parametrize(("background", "expected"), [(4.0, 9.0), (6.0, 9.0), (9.0, 12.0)])
+def test_background_work_costs_what_of_it_is_waited_for(background: float, expected: float) -> None:
+    start, other, wait = task("start", writes=["h"]), task("other"), task("wait", ["h"])
+    plan = PipelinePlan([(one, TaskSchedule()) for one in (start, other, wait)])
+    costs = {"start": TaskCost(1.0, "host", background, "network", "wait"), "other": 6.0, "wait": 2.0}
+    assert seconds(plan, costs) == pytest.approx(expected)
+
+
+def test_a_task_can_wait_for_its_own_background_work() -> None:
+    plan = PipelinePlan([(task("lookup"), TaskSchedule()), (task("train"), TaskSchedule())])
+    costs = {"lookup": TaskCost(2.0, "compute", 3.0, "network", "lookup"), "train": 4.0}
+    result = run(plan, costs)
+    assert result.seconds_per_iteration == pytest.approx(9.0)
+    assert result.busy == pytest.approx({"compute": 6 / 9 / 2, "network": 3 / 9})
+    assert result.exposed == pytest.approx({"lookup": 5.0, "train": 4.0})
+
+
+def test_background_work_nobody_waits_for_still_takes_its_share() -> None:
+    plan = PipelinePlan([(task("send"), TaskSchedule()), (task("fetch"), TaskSchedule())])
+    costs = {"send": TaskCost(1.0, "host", 2.0), "fetch": TaskCost(5.0, "network")}
+    # It has half of the network for 4 seconds, in which fetch advances by 2; 3 are left.
+    assert seconds(plan, costs) == pytest.approx(1.0 + 4.0 + 3.0)
+
+
+def test_work_nobody_waits_for_cannot_fall_behind_for_ever() -> None:
+    plan = PipelinePlan([(task("send"), TaskSchedule())])
+    found = run(plan, {"send": TaskCost(1.0, "compute", 9.0)})
+    assert found.seconds_per_iteration == pytest.approx(9.0)
+    assert found.busy["network"] == pytest.approx(1.0)
+
+
+def test_state_that_is_handed_on_is_waited_for() -> None:
+    read, write = task("read", [State("tables"), "x"], ["y"]), task("write", ["y"], [State("tables")])
+    plan = PipelinePlan([(read, TaskSchedule(1, thread_group="r")), (write, TaskSchedule(0, thread_group="w"))])
+    # They are in different threads, and yet there is one after the other.
+    result = run(plan, {"read": 3.0, "write": 4.0})
+    assert result.seconds_per_iteration == pytest.approx(7.0)
+    assert sorted(result.critical_tasks) == ["read", "write"]
+
+
+def test_a_turn_in_the_global_order_is_held_while_a_task_works_and_not_while_it_waits() -> None:
+    one, two = task("one"), task("two")
+    plan = PipelinePlan(
+        [
+            (one, TaskSchedule(thread_group="v", globally_ordered=True)),
+            (two, TaskSchedule(thread_group="w", globally_ordered=True)),
+        ]
+    )
+    assert seconds(plan, {"one": 3.0, "two": 4.0}) == pytest.approx(7.0)
+    waiting = {"one": TaskCost(1.0, "host", 6.0, "network", "one"), "two": TaskCost(2.0, "disk")}
+    assert seconds(plan, waiting) == pytest.approx(7.0)
+    waiting["two"] = TaskCost(8.0, "disk")
+    assert seconds(plan, waiting) == pytest.approx(9.0)
+
+
+def test_the_main_thread_has_its_own_time_between_periods() -> None:
+    plan = PipelinePlan([(task("train"), TaskSchedule())])
+    assert seconds(plan, {"train": 2.0}, Machine(between_periods=0.5)) == pytest.approx(2.5)
+
+
+def test_exposed_is_what_a_task_still_costs() -> None:
+    fetch, train, step = chain("fetch", "train", "step")
+    plan = PipelinePlan([(fetch, TaskSchedule(1, thread_group="w")), (train, TaskSchedule()), (step, TaskSchedule())])
+    result = run(plan, {"fetch": 7.0, "train": 4.0, "step": 1.0})
+    assert result.exposed == pytest.approx({"fetch": 2.0, "train": 0.0, "step": 0.0})
+    assert result.critical_tasks == ("fetch",)
+
+
+def test_what_is_replayed_costs_nothing_and_waits_for_no_background_work() -> None:
+    start, other, wait = task("start", writes=["h"]), task("other"), task("wait", ["h"])
+    plan = PipelinePlan([(one, TaskSchedule()) for one in (start, other, wait)])
+    costs = {"start": TaskCost(1.0, "host", 8.0, "network", "wait"), "other": 9.0, "wait": 2.0}
+    assert run(plan, costs).exposed == pytest.approx({"start": 1.0, "other": 1.0, "wait": 2.0})
+    costs["other"] = 6.0
+    # The exchange takes 2 longer than what is beside it. Who does not start it saves that as well; of who does not wait
+    # for it one is left, since the network needs 8 for every iteration all the same, and the rest takes 7.
+    assert run(plan, costs).exposed == pytest.approx({"start": 3.0, "other": 0.0, "wait": 3.0})
+
+
+def test_spans_are_those_of_a_trace() -> None:
+    fetch, train = chain("fetch", "train")
+    plan = PipelinePlan([(fetch, TaskSchedule(1, "memcpy", "w")), (train, TaskSchedule())])
+    spans = run(plan, {"fetch": 3.0, "train": TaskCost(5.0, background=1.0)}, at_least=4).spans
+    assert [span.start_order for span in spans] == sorted(span.start_order for span in spans)
+    assert {order for span in spans for order in (span.start_order, span.end_order)} == set(range(2 * len(spans)))
+    of = {(span.task, span.iteration, span.thread): span for span in spans}
+    assert (of["fetch", 1, "w"].start, of["fetch", 1, "w"].end, of["fetch", 1, "w"].stream) == (3.0, 6.0, "memcpy")
+    assert (of["train", 0, "main"].start, of["train", 0, "main"].end) == (3.0, 8.0)
+    assert (of["train", 0, "network"].start, of["train", 0, "network"].end) == (8.0, 9.0)
+    assert of["train", 0, "main"].end_order < of["train", 0, "network"].start_order
+
+
+# ---------------------------------------------------------------------- devices with streams
+
+DEVICE = Machine(cores=1, device_streams=True)
+
+
+def test_tasks_on_other_streams_overlap_although_one_thread_submits_all() -> None:
+    copy, train = chain("copy", "train")
+    plan = PipelinePlan([(copy, TaskSchedule(1, "memcpy")), (train, TaskSchedule())])
+    costs = {"copy": TaskCost(3.0, "copy"), "train": 5.0}
+    assert seconds(plan, costs, DEVICE) == pytest.approx(5.0)
+    assert seconds(plan, costs) == pytest.approx(8.0)  # streams mean nothing on a CPU
+
+
+def test_a_stream_keeps_its_order_and_waits_for_other_streams_events() -> None:
+    copy, train = chain("copy", "train")
+    costs = {"copy": TaskCost(3.0, "copy"), "train": 5.0}
+    same_batch = PipelinePlan([(copy, TaskSchedule(0, "memcpy")), (train, TaskSchedule())])
+    # The thread runs ahead: the next copy begins while this batch trains.
+    result = run(same_batch, costs, DEVICE, at_least=4)
+    assert result.seconds_per_iteration == pytest.approx(5.0)
+    device = {(span.task, span.iteration): (span.device_start, span.device_end) for span in result.spans}
+    assert device["copy", 0] == (0.0, 3.0)
+    assert device["train", 0] == (3.0, 8.0)
+    assert device["copy", 1] == (3.0, 6.0)
+    assert device["train", 1] == (8.0, 13.0)
+    current = PipelinePlan([(copy, TaskSchedule(1)), (train, TaskSchedule())])
+    assert seconds(current, costs, DEVICE) == pytest.approx(8.0)
+
+
+def test_kernels_share_the_device() -> None:
+    plan = PipelinePlan([(task("here"), TaskSchedule()), (task("there"), TaskSchedule(stream="side"))])
+    assert seconds(plan, {"here": 4.0, "there": 4.0}, DEVICE) == pytest.approx(8.0)
+
+
+def test_an_iteration_is_done_when_every_stream_is() -> None:
+    plan = PipelinePlan([(task("here"), TaskSchedule()), (task("there"), TaskSchedule(stream="side"))])
+    assert seconds(plan, {"here": 2.0, "there": TaskCost(4.0, "copy")}, DEVICE) == pytest.approx(4.0)
+
+
+def test_a_thread_works_beside_the_device() -> None:
+    plan = PipelinePlan([(task("log"), TaskSchedule()), (task("train"), TaskSchedule())])
+    assert seconds(plan, {"log": TaskCost(3.0, "host"), "train": 5.0}, DEVICE) == pytest.approx(5.0)
+    assert seconds(plan, {"log": TaskCost(6.0, "disk"), "train": 5.0}, DEVICE) == pytest.approx(6.0)
+
+
+def test_a_thread_that_submits_more_slowly_than_the_device_works_is_what_counts() -> None:
+    plan = PipelinePlan([(one, TaskSchedule()) for one in chain("a", "b")])
+    costs = {"a": TaskCost(1.0, launch=3.0), "b": TaskCost(2.0, launch=0.5)}
+    assert seconds(plan, costs, DEVICE) == pytest.approx(3.5)
+
+
+def test_a_thread_does_what_is_no_work_of_the_device_and_waits_for_exchanges() -> None:
+    start, wait, train = chain("start", "wait", "train")
+    plan = PipelinePlan([(start, TaskSchedule()), (wait, TaskSchedule()), (train, TaskSchedule())])
+    costs = {
+        "start": TaskCost(1.0, background=4.0, waited_by="wait"),
+        "wait": TaskCost(0.5, "host"),
+        "train": TaskCost(3.0),
+    }
+    # The thread waits for the exchange, which begins when the device has come to it, after the training before.
+    assert seconds(plan, costs, DEVICE) == pytest.approx(1.0 + 4.0 + 0.5 + 3.0)
+
+
+# ---------------------------------------------------------------------- networks
+
+
+def test_collectives_take_what_the_formulas_say() -> None:
+    network = NetworkModel(latency=1e-3, bandwidth=1e6, ranks=4)
+    assert network.seconds(Message("all_to_all", 8e6)) == pytest.approx(3e-3 + 6.0)
+    assert network.seconds(Message("all_reduce", 8e6)) == pytest.approx(6e-3 + 12.0)
+    assert network.seconds(Message("broadcast", 8e6)) == pytest.approx(5e-3 + 12.0)
+    assert network.seconds(Message("broadcast", 1.0)) == pytest.approx(2e-3 + 2e-6)
+    assert NetworkModel(1e-3, 1e6, 1).seconds(Message("all_reduce", 8e6)) == 0
+
+
+def test_more_ranks_take_longer_up_to_thousands() -> None:
+    start, other, wait = task("start", writes=["h"]), task("other"), task("wait", ["h"])
+    plan = PipelinePlan([(one, TaskSchedule()) for one in (start, other, wait)])
+    costs = {
+        "start": TaskCost(1e-3, "host", Message("all_to_all", 20e6), "network", "wait"),
+        "other": 6e-3,
+        "wait": 2e-3,
+    }
+    times = [
+        seconds(plan, costs, Machine(network=NetworkModel(5e-6, 1e9, ranks))) for ranks in (2, 4, 16, 256, 1024, 4096)
+    ]
+    assert times == sorted(times)
+    assert times[0] == pytest.approx(3e-3 + 5e-6 + 10e-3)
+    assert times[-1] == pytest.approx(3e-3 + 4095 * 5e-6 + 20e-3 * 4095 / 4096)
+
+
+# ---------------------------------------------------------------------- what holds for any plan
+
+
+# What goes on in the background overlaps with what comes in between, in a serial plan too.
+WITHOUT_BACKGROUND = [seed for seed in range(16) if not list(awaited(random_graph(seed).costs))]
+
+
+@pytest.mark.parametrize("seed", WITHOUT_BACKGROUND)
+def test_a_serial_plan_takes_the_sum_of_its_costs(seed: int) -> None:
+    graph = random_graph(seed)
+    plan = PipelinePlan([(one, TaskSchedule()) for one in graph.tasks])
+    total = sum(cost.seconds for cost in graph.costs.values())
+    result = simulate(plan, graph.costs, graph.machine)
+    assert result.is_steady
+    assert result.seconds_per_iteration == pytest.approx(total)
+    assert result.exposed == pytest.approx({name: cost.seconds for name, cost in graph.costs.items()})
+    assert sorted(result.critical_tasks) == sorted(graph.costs)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_nothing_is_faster_than_the_bound_and_the_steady_state_is_the_mean_over_many_iterations(seed: int) -> None:
+    graph = random_graph(seed)
+    for plan in drafts(graph):
+        bound = lower_bound(graph.tasks, graph.costs, plan.pipeline_depth, graph.machine)
+        result = simulate(plan, graph.costs, graph.machine)
+        assert result.is_steady
+        assert result.seconds_per_iteration >= bound.seconds * (1 - 1e-9)
+        assert max(result.busy.values()) <= 1 + 1e-9
+        retired = simulate(plan, graph.costs, graph.machine, at_least=120).retired
+        assert (retired[-1] - retired[39]) / (len(retired) - 40) == pytest.approx(
+            result.seconds_per_iteration, rel=0.02
+        )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_where_nothing_is_shared_more_work_never_takes_less_time_and_a_cycle_of_causes_explains_it(seed: int) -> None:
+    graph = random_graph(seed)
+    draw = random.Random(seed)
+    for plan in drafts(graph, ROOMY, most=6):
+        result = simulate(plan, graph.costs, ROOMY)
+        name = draw.choice(list(graph.costs))
+        cost = graph.costs[name]
+        more = TaskCost(cost.seconds + 2e-3, cost.resource, cost.background, waited_by=cost.waited_by)
+        slower = simulate(plan, {**graph.costs, name: more}, ROOMY).seconds_per_iteration
+        assert slower >= result.seconds_per_iteration * (1 - 1e-9)
+        assert all(exposed >= -1e-9 for exposed in result.exposed.values())
+        around = result.critical
+        lengths = sum(
+            graph.costs[span.task].seconds if span.kind == "thread" else span.end - span.start for span in around
+        )
+        iterations = lengths / result.seconds_per_iteration
+        assert iterations == pytest.approx(round(iterations), abs=1e-6)
+        assert round(iterations) >= 1
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_threads_do_in_the_simulation_what_they_do_in_the_pipeline(data: st.DataObject) -> None:
+    tasks = data.draw(random_tasks())
+    arguments = data.draw(random_schedules(tasks))
+    plan = build(World(), tasks, arguments)
+    costs = {name: TaskCost(data.draw(st.integers(0, 5)) * 1e-3, "disk") for name in plan.tasks}
+    iterations = 6
+
+    def real() -> dict[str, list[tuple[str, int]]]:
+        with SWPipeline(plan) as pipeline:
+            pipeline.start_trace()
+            source = iter(range(100))
+            for _ in range(iterations):
+                pipeline.progress(source)
+            pipeline.drain()
+            spans = sorted(pipeline.stop_trace(), key=lambda span: span.start_order)
+        return {
+            group: [(span.task, span.iteration) for span in spans if span.thread == group]
+            for group in plan.thread_groups
+        }
+
+    found = within(HANG, real, plan)
+    simulated = simulate(plan, costs, at_least=iterations, at_most=iterations).spans
+    for group, expected in found.items():
+        order = [(span.task, span.iteration) for span in simulated if span.thread == group]
+        started = [work for work in expected if work in order]
+        assert order == started[: len(order)]
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+def test_costs_that_do_not_fit_say_what_does() -> None:
+    first, second = task("first", writes=["x"]), task("second", ["x"])
+    apart = task("apart")
+    plan = PipelinePlan([(one, TaskSchedule()) for one in (first, second, apart)])
+    good: dict[str, Any] = {"first": 1.0, "second": 1.0, "apart": 1.0}
+    with pytest.raises(PlanError, match="no cost is given for second, apart"):
+        run(plan, {"first": 1.0})
+    with pytest.raises(PlanError, match=r"unknown task 'third'.*first, second, apart"):
+        run(plan, {**good, "third": 1.0})
+    with pytest.raises(PlanError, match=r"'first' is waited for by 'apart', which does not depend on it.*second"):
+        run(plan, {**good, "first": TaskCost(1.0, background=1.0, waited_by="apart")})
+    with pytest.raises(PlanError, match="has no network; give it a NetworkModel"):
+        run(plan, {**good, "first": TaskCost(1.0, background=Message("all_reduce", 8.0))})
+    with pytest.raises(PlanError, match="at least 5 and at most 4"):
+        run(plan, good, at_least=5, at_most=4)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TaskCost(-1.0), "seconds -1.0"),
+        (lambda: TaskCost(float("nan")), "seconds nan"),
+        (lambda: TaskCost(1.0, "gpu"), "resource 'gpu'.*compute, copy"),  # type: ignore[arg-type]
+        (lambda: Machine(cores=0), "0 lanes of compute"),
+        (lambda: Machine(lanes={"network": -1}), "-1 lanes of network"),
+        (lambda: Machine(between_periods=-1), "between_periods -1"),
+        (lambda: Message("gather", 1), "kind 'gather'"),  # type: ignore[arg-type]
+        (lambda: Message("broadcast", -1), "-1 bytes"),
+        (lambda: NetworkModel(-1, 1, 1), "latency -1"),
+        (lambda: NetworkModel(0, 0, 1), "bandwidth 0"),
+        (lambda: NetworkModel(0, 1, 0), "0 ranks"),
+    ],
+)
+def test_figures_that_mean_nothing_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        make()

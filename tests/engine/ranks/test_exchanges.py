@@ -1,0 +1,260 @@
+"""All-to-alls between machines: what Gloo's do, as messages that every rank is ready for before it sends any."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipe.engine.ranks import exchanges
+from lightning_pipe.engine.ranks.exchanges import exchanging, gains_from_messages
+from lightning_pipe.engine.ranks.process_groups import new_group
+from tests.distributed import run_ranks
+
+
+def _apart(rank: int) -> None:
+    """This rank takes itself for one of a machine of its own."""
+    exchanges._place = lambda: f"machine {rank}"
+
+
+def _given_up(group: Any) -> Any:
+    return group._given_up
+
+
+def _exchanged(group: dist.ProcessGroup, tensor: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    output = torch.full((sum(received), *tensor.shape[1:]), -1, dtype=tensor.dtype)
+    dist.all_to_all_single(output, tensor, received, sent, group=group)
+    return output
+
+
+def compared(rank: int, world_size: int) -> list[bool]:
+    _apart(rank)
+    plain = new_group()
+    group = exchanging(plain)
+    assert group is not plain
+    equal = []
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)  # all ranks know what all send
+        rows = torch.randint(0, 4, (world_size, world_size), generator=generator) * (seed % 3 + 1)
+        sent, received = rows[rank].tolist(), rows[:, rank].tolist()
+        of_row: tuple[int, ...] = ((), (3,), (2, 2))[seed % 3]
+        tensor = torch.arange(sum(sent) * 100).float()[: sum(sent)].reshape(-1, *(1 for _ in of_row)) + rank * 1000
+        tensor = tensor.expand(-1, *of_row).contiguous().to((torch.int64, torch.int32, torch.float32)[seed % 3])
+        equal.append(torch.equal(_exchanged(group, tensor, sent, received), _exchanged(plain, tensor, sent, received)))
+    even = torch.arange(world_size * 2) + 10 * rank
+    output = torch.empty_like(even)
+    dist.all_to_all_single(output, even, group=group)
+    equal.append(output.tolist() == [10 * other + 2 * rank + one for other in range(world_size) for one in range(2)])
+    return equal
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_they_move_what_gloos_do(ranks: int) -> None:
+    for equal in run_ranks(compared, ranks):
+        assert equal == [True] * 21
+
+
+def several(rank: int, world_size: int) -> None:
+    _apart(rank)
+    group = exchanging(new_group())
+    sizes = [100_000, 1, 0, 5000]
+    sent = [torch.full((2 * size,), 10 * rank + index) for index, size in enumerate(sizes)]
+    received = [torch.empty(2 * size, dtype=torch.int64) for size in sizes]
+    works = [dist.all_to_all_single(*pair, group=group, async_op=True) for pair in zip(received, sent, strict=True)]
+    total = torch.tensor([rank + 1])
+    dist.all_reduce(total, group=group)  # among them, on the same group
+    # Each rank waits in another order; the second is never waited for.
+    for index in ([0, 2, 3], [3, 0, 2])[rank]:
+        assert isinstance(works[index], dist.Work)
+        works[index].wait()
+        assert works[index].is_completed()
+        assert received[index].tolist() == [index] * sizes[index] + [10 + index] * sizes[index]
+    assert int(total) == 3
+    assert not works[1].is_completed()
+
+
+def test_several_are_under_way_at_once_beside_other_collectives() -> None:
+    run_ranks(several, 2)
+
+
+def given_up(rank: int, world_size: int) -> None:
+    _apart(rank)
+    group = exchanging(new_group())
+    for number in range(30):
+        sent = torch.full((2 * world_size,), float(number))
+        for _ in range(3):
+            dist.all_to_all_single(torch.empty_like(sent), sent.clone(), group=group, async_op=True)
+        assert len(_given_up(group)) == 3  # their memory is still written to
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        assert torch.equal(received, sent)
+        assert not _given_up(group)
+
+
+def test_those_that_nobody_waits_for_leave_nothing() -> None:
+    run_ranks(given_up, 2)
+
+
+class Waited:
+    """One message of an exchange."""
+
+    def __init__(self, work: Any, tensors: tuple[Tensor, ...], waits: list[bool]) -> None:
+        self._work, self._tensors, self._waits = work, [weakref.ref(one) for one in tensors], waits
+
+    def wait(self) -> None:
+        self._waits.append(all(one() is not None for one in self._tensors))
+        self._work.wait()
+
+
+def waits_of_given_up(rank: int, world_size: int) -> tuple[int, list[bool]]:
+    """Messages of exchanges that nobody waits for, and for each wait whether their memory was there."""
+    _apart(rank)
+    group = exchanging(new_group())
+    sent = torch.zeros(2 * world_size)
+    for _ in range(3):
+        dist.all_to_all_single(torch.empty_like(sent), sent.clone(), group=group, async_op=True)
+    waits: list[bool] = []
+    messages = 0
+    for number, (works, tensors) in _given_up(group).items():
+        messages += len(works)
+        _given_up(group)[number] = [Waited(work, tensors, waits) for work in works], tensors
+    del works, tensors
+    dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
+    return messages, waits
+
+
+def test_those_that_nobody_waits_for_have_ended_before_their_memory_is_freed() -> None:
+    # To two others, and from two.
+    assert run_ranks(waits_of_given_up, 3) == [(3 * 4, [True] * 12)] * 3
+
+
+def with_gradients(rank: int, world_size: int) -> None:
+    _apart(rank)
+    sent = (torch.arange(2.0 * world_size) + 10 * rank).requires_grad_()
+    plain = new_group()
+    received = _exchanged(exchanging(plain), sent, [2] * world_size, [2] * world_size)
+    assert not received.requires_grad
+    assert torch.equal(received, _exchanged(plain, sent, [2] * world_size, [2] * world_size))
+
+
+def test_they_know_of_no_gradients() -> None:
+    run_ranks(with_gradients, 2)
+
+
+def taken_for_the_group(rank: int, world_size: int) -> None:
+    _apart(rank)
+    plain = new_group([2, 0] if world_size == 3 else None)
+    if rank == 1:
+        return
+    group = exchanging(plain)
+    assert group == plain
+    assert hash(group) == hash(plain)
+    assert group != dist.group.WORLD
+    assert dist.get_rank(group) == dist.get_rank(plain)
+    assert dist.get_backend(group) == "gloo"
+    assert dist.get_process_group_ranks(group) == [0, 2]
+    assert group.size() == 2
+
+
+def test_they_are_the_group_to_whoever_asks() -> None:
+    run_ranks(taken_for_the_group, 3)
+
+
+def where(rank: int, world_size: int) -> list[bool]:
+    group = new_group()
+    found = [gains_from_messages(group), exchanging(group) is not group]
+    exchanges._place = lambda: f"machine {rank // 2}"
+    found += [gains_from_messages(group), exchanging(group) is not group]
+    return found
+
+
+def test_processes_of_one_machine_keep_gloos(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_ranks(where, 2) == [[False, False, False, False]] * 2
+    assert run_ranks(where, 3) == [[False, False, True, True]] * 3
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # which looks at each collective
+    assert run_ranks(where, 3, fresh=True) == [[False] * 4] * 3  # PyTorch reads it when it is imported
+
+
+def refused(rank: int, world_size: int, call: Callable[[dist.ProcessGroup], Any]) -> str:
+    _apart(rank)
+    group = exchanging(new_group())
+    with pytest.raises(ValueError, match=r"all-to-all|sends itself") as raised:
+        call(group)
+    assert not _given_up(group)
+    even = torch.arange(2)
+    dist.all_to_all_single(torch.empty_like(even), even, group=group)  # it is of use as before
+    return str(raised.value)
+
+
+def uneven(group: dist.ProcessGroup) -> None:
+    dist.all_to_all_single(torch.empty(3), torch.empty(3), group=group)
+
+
+def too_many(group: dist.ProcessGroup) -> None:
+    dist.all_to_all_single(torch.empty(4), torch.empty(4), [2, 2], [2, 3], group=group)
+
+
+def gaps(group: dist.ProcessGroup) -> None:
+    dist.all_to_all_single(torch.empty(4), torch.empty(4, 2)[:, 0], group=group)
+
+
+def to_itself(group: dist.ProcessGroup) -> None:
+    mine = group.rank()
+    splits = [[1, 3], [3, 1]]
+    dist.all_to_all_single(torch.empty(4), torch.empty(4), splits[mine], splits[1 - mine], group=group)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (uneven, "the input of an all-to-all has 3 rows, which 2 ranks cannot have as many of each; give splits"),
+        (too_many, r"4 rows, and splits \[2, 3\]; needed are 2 numbers that add up to 4"),
+        (gaps, r"strides \(2,\); needed is one without gaps"),
+        (to_itself, r"sends itself \[3\] and is to receive \[1\]"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_sent(
+    call: Callable[[dist.ProcessGroup], Any], says: str
+) -> None:
+    for message in run_ranks(partial(refused, call=call), 2):
+        assert pytest.raises(ValueError, match=says).matches(ValueError(message))
+
+
+def left(rank: int, world_size: int) -> str:
+    _apart(rank)
+    plain = new_group()
+    group = exchanging(plain)
+    if rank == 1:
+        dist.destroy_process_group(plain)
+        return ""
+    with pytest.raises(RuntimeError) as raised:
+        dist.all_to_all_single(torch.empty(2), torch.empty(2), group=group)
+    return str(raised.value)
+
+
+def late(rank: int, world_size: int) -> str:
+    _apart(rank)
+    dist.barrier()  # the group has to be made within the same time
+    group = exchanging(new_group(timeout=timedelta(seconds=5)))
+    if rank == 1:
+        dist.barrier()
+        return ""
+    with pytest.raises(RuntimeError) as raised:
+        dist.all_to_all_single(torch.empty(2), torch.empty(2), group=group)
+    dist.barrier()
+    return str(raised.value)
+
+
+def test_a_rank_that_has_left_is_an_error_at_once() -> None:
+    assert "onnection" in run_ranks(left, 2)[0]
+
+
+def test_a_rank_that_does_not_come_is_an_error_after_the_groups_timeout() -> None:
+    assert "imed out" in run_ranks(late, 2)[0]

@@ -1,0 +1,516 @@
+"""One task's run: its thread, its stream, its waits, its failure."""
+
+from __future__ import annotations
+
+import _thread
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_pipe.engine import (
+    IterContext,
+    PipelineError,
+    PipelinePlan,
+    PipelineTask,
+    State,
+    SWPipeline,
+    TaskError,
+    TaskSchedule,
+    submitted,
+)
+from lightning_pipe.engine.runtime.sequencer import SubmissionSequencer
+from tests.engine.fake_device import FakeEvent, fake_device
+from tests.engine.within import within
+from tests.patience import HANG
+
+Function = Callable[[IterContext], None]
+
+
+def nothing(ctx: IterContext) -> None:
+    pass
+
+
+def chain(*steps: tuple[str, Function, TaskSchedule]) -> PipelinePlan:
+    """A plan whose tasks each read what the one before wrote."""
+    return PipelinePlan(
+        [
+            (PipelineTask(name, fn, reads=[f"out{index}"], writes=[f"out{index + 1}"]), where)
+            for index, (name, fn, where) in enumerate(steps)
+        ]
+    )
+
+
+def train(pipeline: SWPipeline, data: Iterator[int]) -> None:
+    """Until the data ends."""
+    with suppress(StopIteration):
+        while True:
+            pipeline.progress(data)
+
+
+def worker_names() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_pipe-")]
+
+
+# ---------------------------------------------------------------------- threads
+
+
+def test_a_task_runs_in_the_thread_of_its_group() -> None:
+    ran: dict[str, str] = {}
+
+    def note(name: str) -> Function:
+        return lambda ctx: ran.__setitem__(name, threading.current_thread().name)
+
+    plan = chain(
+        ("a", note("a"), TaskSchedule(thread_group="io")),
+        ("b", note("b"), TaskSchedule()),
+        ("c", note("c"), TaskSchedule(thread_group="io")),
+    )
+    with SWPipeline(plan) as pipeline:
+        pipeline.progress(iter([0]))
+    assert ran == {"a": "lightning_pipe-io", "b": threading.current_thread().name, "c": "lightning_pipe-io"}
+
+
+def test_a_worker_runs_beside_the_main_thread() -> None:
+    """Each waits for the other: only possible at the same time."""
+    meeting = threading.Barrier(2)
+
+    def meet(ctx: IterContext) -> None:
+        meeting.wait()
+
+    plan = PipelinePlan(
+        [
+            (PipelineTask("ahead", meet), TaskSchedule(thread_group="w")),
+            (PipelineTask("train", meet), TaskSchedule()),
+        ]
+    )
+
+    def run() -> int:
+        with SWPipeline(plan) as pipeline:
+            return pipeline.progress(iter([0])).iter_idx
+
+    assert within(HANG, run) == 0
+
+
+def test_a_task_on_a_worker_sees_the_settings_of_the_thread_that_submitted_it() -> None:
+    seen: list[tuple[bool, str]] = []
+    plan = chain(
+        (
+            "w",
+            lambda ctx: seen.append((torch.is_grad_enabled(), torch.empty(1).device.type)),
+            TaskSchedule(thread_group="w"),
+        )
+    )
+    with SWPipeline(plan) as pipeline:
+        data = iter(range(3))
+        pipeline.progress(data)
+        with torch.no_grad(), torch.device("meta"):
+            pipeline.progress(data)
+        pipeline.progress(data)
+    assert seen == [(True, "cpu"), (False, "meta"), (True, "cpu")]
+
+
+# ---------------------------------------------------------------------- two-phase order
+
+
+def test_a_stream_waits_for_an_event_only_after_it_was_recorded() -> None:
+    """The upstream worker is held back until the downstream one is waiting; the fake refuses an unrecorded event."""
+    downstream_waits = threading.Event()
+    order: list[str] = []
+
+    with fake_device() as device:
+        record = FakeEvent.record
+
+        def upstream(ctx: IterContext) -> None:
+            downstream_waits.wait(HANG)
+            device.launch(("up", ctx.iter_idx))
+
+        def downstream(ctx: IterContext) -> None:
+            order.append("down")
+            device.launch(("down", ctx.iter_idx))
+
+        def noted(self: FakeEvent, stream: Any) -> None:
+            record(self, stream)
+            order.append("recorded")
+
+        plan = chain(
+            ("up", upstream, TaskSchedule(stream="copy", thread_group="w1")),
+            ("down", downstream, TaskSchedule(stream="dist", thread_group="w2")),
+        )
+        pipeline = SWPipeline(plan, device="cuda")
+        signal = pipeline._executor.open(IterContext(iter_idx=0)).done[0]
+        wait = signal.wait
+
+        def wait_and_tell(timeout: float | None = None) -> bool:
+            downstream_waits.set()
+            return wait(timeout)
+
+        signal.wait = wait_and_tell  # type: ignore[method-assign]
+        FakeEvent.record = noted  # type: ignore[method-assign]
+        try:
+            within(HANG, lambda: pipeline.progress(iter([0])))
+        finally:
+            FakeEvent.record = record  # type: ignore[method-assign]
+            pipeline.close()
+        assert order == ["recorded", "down", "recorded"]
+        assert ("up", 0) in device.ran_after["down", 0]
+
+
+def test_the_signal_of_a_task_is_set_after_its_event_was_recorded() -> None:
+    with fake_device() as device:
+        plan = chain(("up", lambda ctx: device.launch(("up", 0)), TaskSchedule(stream="copy", thread_group="w")))
+        pipeline = SWPipeline(plan, device="cuda")
+        slot = pipeline._executor.open(IterContext(iter_idx=0))
+        recorded_before_signal: list[bool] = []
+        signal = slot.done[0]
+        tell = signal.set
+
+        def set_and_note() -> None:
+            recorded_before_signal.append(slot.events[0].before is not None)
+            tell()
+
+        signal.set = set_and_note  # type: ignore[method-assign]
+        within(HANG, lambda: pipeline.progress(iter([0])))
+        pipeline.close()
+        assert recorded_before_signal == [True]
+
+
+@pytest.mark.parametrize("group", ["main", "w"])
+def test_a_task_without_a_stream_runs_on_the_stream_current_where_it_was_submitted(group: str) -> None:
+    with fake_device() as device:
+        plan = chain(("a", lambda ctx: device.launch(("a", ctx.iter_idx)), TaskSchedule(thread_group=group)))
+        mine = device.Stream()
+        with SWPipeline(plan, device="cuda") as pipeline, device.stream(mine):
+            pipeline.progress(iter([0]))
+        assert device.ran_on["a", 0] is mine
+
+
+@pytest.mark.parametrize("group", ["main", "w"])
+def test_what_was_retired_comes_before_what_the_caller_launches_next(group: str) -> None:
+    with fake_device() as device:
+        where = TaskSchedule(stage=1, stream="copy", thread_group=group)
+        plan = chain(("a", lambda ctx: device.launch(("a", ctx.iter_idx)), where))
+        with SWPipeline(plan, device="cuda") as pipeline:
+            data = iter(range(3))
+            pipeline.progress(data)
+            assert ("a", 0) in device.default.before
+            # The batch that is still in flight is not waited for.
+            assert ("a", 1) not in device.default.before
+            assert ("a", 1) in device.ran_after
+
+
+def test_a_serial_iteration_runs_on_the_current_stream_after_all_that_other_streams_have() -> None:
+    with fake_device() as device:
+        plan = chain(("a", lambda ctx: device.launch(("a", ctx.iter_idx)), TaskSchedule(1, "copy", "w")))
+        with SWPipeline(plan, device="cuda") as pipeline:
+            pipeline.fill_pipeline(iter([0]))
+            pipeline.abandon()
+            pipeline.run_one_serial_iter(1)
+            assert device.ran_on["a", 1] is device.default
+            assert ("a", 0) in device.ran_after["a", 1]
+            pipeline.progress(iter([2]))
+            assert ("a", 1) in device.ran_after["a", 2]
+
+
+# ---------------------------------------------------------------------- global order
+
+
+def test_a_task_that_says_it_has_submitted_lets_the_next_submit_while_it_still_waits() -> None:
+    log: list[str] = []
+    second_has_submitted = threading.Event()
+
+    def first(ctx: IterContext) -> None:
+        log.append("first submits")
+        submitted()
+        second_has_submitted.wait()
+        log.append("first has waited")
+
+    def second(ctx: IterContext) -> None:
+        log.append("second submits")
+        second_has_submitted.set()
+
+    plan = PipelinePlan(
+        [
+            (PipelineTask("first", first), TaskSchedule(thread_group="w", globally_ordered=True)),
+            (PipelineTask("second", second), TaskSchedule(globally_ordered=True)),
+        ]
+    )
+
+    def run() -> None:
+        with SWPipeline(plan) as pipeline:
+            pipeline.progress(iter([0]))
+
+    within(HANG, run)
+    assert log == ["first submits", "second submits", "first has waited"]
+
+
+def test_the_turn_comes_in_the_plans_order_though_an_earlier_task_becomes_ready_last() -> None:
+    log: list[str] = []
+    free = threading.Event()
+
+    def blocked(ctx: IterContext) -> None:
+        free.wait()
+
+    plan = PipelinePlan(
+        [
+            (PipelineTask("blocked", blocked, writes=["x"]), TaskSchedule(thread_group="w1")),
+            (
+                PipelineTask("first", lambda ctx: log.append("first"), reads=["x"]),
+                TaskSchedule(thread_group="w1", globally_ordered=True),
+            ),
+            (
+                PipelineTask("second", lambda ctx: log.append("second")),
+                TaskSchedule(thread_group="w2", globally_ordered=True),
+            ),
+            (PipelineTask("release", lambda ctx: free.set()), TaskSchedule()),
+        ]
+    )
+
+    def run() -> None:
+        with SWPipeline(plan) as pipeline:
+            pipeline.progress(iter([0]))
+
+    within(HANG, run)
+    assert log == ["first", "second"]
+
+
+# ---------------------------------------------------------------------- failure
+
+
+def fail_at(iteration: int) -> Function:
+    def fn(ctx: IterContext) -> None:
+        if ctx.iter_idx == iteration:
+            raise ValueError("broken row")
+
+    return fn
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("group", ["main", "w1", "w2"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_failing_task_is_raised_in_the_main_thread_with_where_and_why(stage: int, group: str, ordered: bool) -> None:
+    trained: list[int] = []
+    plan = chain(
+        ("copy", nothing, TaskSchedule(1, thread_group="w1", globally_ordered=ordered)),
+        ("bad", fail_at(2), TaskSchedule(stage, thread_group=group, globally_ordered=ordered)),
+        ("other", nothing, TaskSchedule(0, thread_group="w2", globally_ordered=ordered)),
+        ("train", lambda ctx: trained.append(ctx.iter_idx), TaskSchedule(globally_ordered=ordered)),
+    )
+
+    def run() -> None:
+        with SWPipeline(plan) as pipeline:
+            data = iter(range(100))
+            with pytest.raises(TaskError) as caught:
+                train(pipeline, data)
+            error = caught.value
+            assert (error.task, error.iteration, error.stage, error.rank) == ("bad", 2, stage, 0)
+            assert "task 'bad' of iteration 2" in str(error)
+            assert isinstance(error.__cause__, ValueError)
+            with pytest.raises(TaskError, match="broken row"):
+                pipeline.progress(data)
+            pipeline.abandon()
+            with pytest.raises(TaskError, match="broken row"):
+                pipeline.run_one_serial_iter(0)
+
+    within(HANG, run)
+    assert trained == list(range(len(trained)))
+    assert len(trained) <= 2  # the batch that failed is not trained
+    assert worker_names() == []
+
+
+@pytest.mark.parametrize("group", ["main", "w2"])
+def test_a_task_that_waits_for_one_that_fails_does_not_run(group: str) -> None:
+    somebody_waits = threading.Event()
+    ran: list[str] = []
+
+    def bad(ctx: IterContext) -> None:
+        somebody_waits.wait(HANG)
+        raise ValueError("broken row")
+
+    plan = chain(
+        ("bad", bad, TaskSchedule(thread_group="w1")),
+        ("next", lambda ctx: ran.append("next"), TaskSchedule(thread_group=group)),
+        ("last", lambda ctx: ran.append("last"), TaskSchedule()),
+    )
+    pipeline = SWPipeline(plan)
+    signal = pipeline._executor.open(IterContext(iter_idx=0)).done[0]
+    wait = signal.wait
+
+    def wait_and_tell(timeout: float | None = None) -> bool:
+        somebody_waits.set()
+        return wait(timeout)
+
+    signal.wait = wait_and_tell  # type: ignore[method-assign]
+    with pipeline, pytest.raises(TaskError, match="task 'bad'"):
+        within(HANG, lambda: pipeline.progress(iter([0])))
+    assert ran == []
+
+
+@pytest.mark.parametrize("group", ["main", "w2"])
+def test_a_task_whose_turn_comes_after_a_failure_does_not_submit(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    second_waits = threading.Event()
+    ran: list[str] = []
+
+    def bad(ctx: IterContext) -> None:
+        second_waits.wait(HANG)
+        raise ValueError("broken row")
+
+    plan = PipelinePlan(
+        [
+            (PipelineTask("bad", bad), TaskSchedule(thread_group="w1", globally_ordered=True)),
+            (
+                PipelineTask("second", lambda ctx: ran.append("second")),
+                TaskSchedule(thread_group=group, globally_ordered=True),
+            ),
+        ]
+    )
+    begin = SubmissionSequencer.begin
+
+    def begin_and_tell(self: SubmissionSequencer, ticket: int) -> None:
+        if ticket:
+            second_waits.set()
+        begin(self, ticket)
+
+    monkeypatch.setattr(SubmissionSequencer, "begin", begin_and_tell)
+
+    def run() -> None:
+        with SWPipeline(plan) as pipeline, pytest.raises(TaskError, match="broken row"):
+            pipeline.progress(iter([0]))
+
+    within(HANG, run)
+    assert ran == []
+
+
+def test_a_task_that_raises_stop_iteration_does_not_end_the_data() -> None:
+    def stop(ctx: IterContext) -> None:
+        raise StopIteration
+
+    with SWPipeline(chain(("bad", stop, TaskSchedule()))) as pipeline, pytest.raises(TaskError, match="StopIteration"):
+        pipeline.progress(iter([0]))
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("good", [0, 1, 4])
+def test_a_failing_data_iterator_is_raised_with_the_iteration_it_was_to_feed(good: int, stage: int) -> None:
+    def data() -> Iterator[int]:
+        yield from range(good)
+        raise OSError("disk gone")
+
+    plan = chain(("copy", nothing, TaskSchedule(stage, thread_group="w")), ("train", nothing, TaskSchedule()))
+
+    def run() -> None:
+        with SWPipeline(plan) as pipeline:
+            iterator = data()
+            with pytest.raises(TaskError, match=r"'data iterator'.*disk gone") as caught:
+                train(pipeline, iterator)
+            assert (caught.value.iteration, caught.value.stage) == (good, stage)
+            assert isinstance(caught.value.__cause__, OSError)
+
+    within(HANG, run)
+    assert worker_names() == []
+
+
+def interrupt(ctx: IterContext) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_is_raised_as_it_is_and_ends_the_pipeline() -> None:
+    plan = chain(("w", nothing, TaskSchedule(1, thread_group="w")), ("train", interrupt, TaskSchedule()))
+    with SWPipeline(plan) as pipeline:
+        data = iter(range(5))
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.progress(data)
+        with pytest.raises(PipelineError, match=r"task 'train' of iteration 0.*KeyboardInterrupt"):
+            pipeline.progress(data)
+    assert worker_names() == []
+
+
+def test_an_interrupt_while_the_main_thread_waits_for_a_worker_leaves_nothing_behind() -> None:
+    plan = chain(
+        ("slow", lambda ctx: _thread.interrupt_main(), TaskSchedule(thread_group="w")),
+        ("train", nothing, TaskSchedule()),
+    )
+    # A shell's background jobs ignore the signal, and Python then leaves it so.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), SWPipeline(plan) as pipeline:
+            train(pipeline, iter(range(100_000)))
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert worker_names() == []
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def test_a_task_comes_after_the_one_of_an_earlier_iteration_and_not_after_one_that_took_its_place() -> None:
+    """Iteration i + 1 begins before i is trained, whose task comes after one of i - 1: three have to be told apart."""
+    with fake_device() as device:
+
+        def launch(name: str) -> Function:
+            return lambda ctx: device.launch((name, ctx.iter_idx))
+
+        plan = PipelinePlan(
+            [
+                (PipelineTask("up", launch("up")), TaskSchedule(1, "a")),
+                (PipelineTask("down", launch("down")), TaskSchedule(0, "b")),
+            ],
+            cross_iter_deps=[("up", "down", 1)],
+        )
+        with SWPipeline(plan, device="cuda") as pipeline:
+            train(pipeline, iter(range(6)))
+        for index in range(6):
+            upstream = {work for work in device.ran_after["down", index] if work[0] == "up"}
+            assert upstream == {("up", earlier) for earlier in range(index)}
+
+
+def test_a_task_waits_for_a_worker_at_an_earlier_iteration() -> None:
+    ran = [threading.Event() for _ in range(5)]
+    too_early: list[bool] = []
+    plan = PipelinePlan(
+        [
+            # Time for the other to run, if it did not wait: more of it makes no difference otherwise.
+            (
+                PipelineTask("up", lambda ctx: too_early.append(ran[ctx.iter_idx + 1].wait(0.1))),
+                TaskSchedule(0, None, "w"),
+            ),
+            (PipelineTask("down", lambda ctx: ran[ctx.iter_idx].set()), TaskSchedule(1)),
+        ],
+        cross_iter_deps=[("up", "down", 1)],
+        order=["up", "down"],
+    )
+    with SWPipeline(plan) as pipeline:
+        train(pipeline, iter(range(4)))
+    assert too_early == [False] * 4
+    assert [one.is_set() for one in ran] == [True] * 4 + [False]
+
+
+def test_outliving_state_written_on_a_worker_is_there_for_the_next_iteration() -> None:
+    total = {"sum": 0}
+    seen: list[int] = []
+
+    def add(ctx: IterContext) -> None:
+        total["sum"] += ctx.batch
+
+    plan = PipelinePlan(
+        [
+            (PipelineTask("read", lambda ctx: seen.append(total["sum"]), reads=[State("sum")]), TaskSchedule()),
+            (
+                PipelineTask("add", add, reads=["batch", State("sum")], writes=[State("sum")]),
+                TaskSchedule(thread_group="w"),
+            ),
+        ]
+    )
+
+    def run() -> None:
+        with SWPipeline(plan) as pipeline:
+            data = iter([1, 2, 3])
+            for _ in range(3):
+                pipeline.progress(data)
+
+    within(HANG, run)
+    assert seen == [0, 1, 3]

@@ -1,0 +1,461 @@
+"""Periods: what each call trains, from the first batch to the last, and in steps."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from lightning_pipe.engine import (
+    IterContext,
+    PipelinePlan,
+    PipelineTask,
+    PlanError,
+    SWPipeline,
+    TaskError,
+    TaskSchedule,
+)
+from tests.engine.within import within
+from tests.patience import HANG
+
+Log = list[tuple[str, int]]
+
+
+def make_plan(log: Log, *, workers: bool = False, ahead: int = 2, **arguments: Any) -> PipelinePlan:
+    """Copy at stage *ahead*, input at half of that, forward and step at 0."""
+
+    def note(name: str) -> Callable[[IterContext], None]:
+        def fn(ctx: IterContext) -> None:
+            log.append((name, ctx.iter_idx))
+            setattr(ctx, name, ctx.batch)
+
+        return fn
+
+    group = "w" if workers else "main"
+    return PipelinePlan(
+        [
+            (PipelineTask("copy", note("copy"), reads=["batch"], writes=["copy"]), TaskSchedule(ahead)),
+            (
+                PipelineTask("input", note("input"), reads=["copy"], writes=["input"]),
+                TaskSchedule(ahead // 2, thread_group=group),
+            ),
+            (PipelineTask("forward", note("forward"), reads=["input"], writes=["forward"]), TaskSchedule()),
+            (PipelineTask("step", note("step"), reads=["forward"]), TaskSchedule()),
+        ],
+        **arguments,
+    )
+
+
+def train(pipeline: SWPipeline, data: Iterator[Any]) -> list[Any]:
+    """The batches trained until the data ends."""
+    batches = []
+    while True:
+        try:
+            batches.append(pipeline.progress(data).batch)
+        except StopIteration:
+            return batches
+
+
+@pytest.fixture(params=[False, True], ids=["main", "workers"])
+def workers(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("count", range(6))
+def test_every_batch_is_trained_once_and_in_order_however_few_there_are(count: int, workers: bool) -> None:
+    log: Log = []
+    with SWPipeline(make_plan(log, workers=workers)) as pipeline:
+        assert train(pipeline, iter(range(count))) == list(range(count))
+    for name in ("copy", "input", "forward", "step"):
+        assert [work for work in log if work[0] == name] == [(name, index) for index in range(count)]
+
+
+def test_a_period_runs_each_task_for_the_iteration_its_stage_is_ahead() -> None:
+    log: Log = []
+    with SWPipeline(make_plan(log)) as pipeline:
+        data = iter(range(9))
+        pipeline.fill_pipeline(data)
+        assert log == [("copy", 0), ("copy", 1), ("input", 0)]
+        pipeline.fill_pipeline(data)  # a second time does nothing
+        log.clear()
+        assert pipeline.progress(data).iter_idx == 0
+        assert log == [("copy", 2), ("input", 1), ("forward", 0), ("step", 0)]
+
+
+@pytest.mark.parametrize("depth", [3, 5])
+def test_no_more_batches_are_in_flight_than_the_stages_need(depth: int) -> None:
+    log: Log = []
+    counts: list[int] = []
+
+    def data() -> Iterator[int]:
+        for batch in range(6):
+            counts.append(len(pipeline.in_flight))
+            yield batch
+
+    with SWPipeline(make_plan(log, pipeline_depth=depth)) as pipeline:
+        iterator = data()
+        while True:
+            try:
+                pipeline.begin(iterator)
+            except StopIteration:
+                break
+            counts.append(len(pipeline.in_flight))
+            pipeline.finish()
+    assert max(counts) == 3
+
+
+def test_batches_in_flight_are_listed_oldest_first() -> None:
+    with SWPipeline(make_plan([])) as pipeline:
+        data = iter("abcdef")
+        pipeline.progress(data)
+        assert [(ctx.iter_idx, ctx.batch) for ctx in pipeline.in_flight] == [(1, "b"), (2, "c")]
+
+
+def test_fetching_from_empty_data_stops_at_once() -> None:
+    with SWPipeline(make_plan([])) as pipeline:
+        for call in (pipeline.fill_pipeline, pipeline.begin, pipeline.begin_serial, pipeline.progress):
+            with pytest.raises(StopIteration):
+                call(iter(()))
+        assert train(pipeline, iter([7])) == [7]
+
+
+def test_an_iterator_that_has_ended_is_not_asked_again() -> None:
+    class Once:
+        ended = False
+
+        def __init__(self) -> None:
+            self.left = [0, 1, 2]
+
+        def __iter__(self) -> Once:
+            return self
+
+        def __next__(self) -> int:
+            assert not self.ended, "asked again after its end"
+            if not self.left:
+                self.ended = True
+                raise StopIteration
+            return self.left.pop(0)
+
+    with SWPipeline(make_plan([])) as pipeline:
+        data = Once()
+        assert train(pipeline, data) == [0, 1, 2]
+        assert train(pipeline, data) == []
+
+
+def test_a_second_iterator_follows_on_from_one_that_has_not_ended(workers: bool) -> None:
+    with SWPipeline(make_plan([], workers=workers)) as pipeline:
+        first, second = iter("abcdef"), iter("uvw")
+        assert pipeline.progress(first).batch == "a"
+        assert train(pipeline, second) == ["b", "c", "u", "v", "w"]
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_a_second_iterator_after_one_that_has_ended_runs_all_stages(left: int, workers: bool) -> None:
+    """With *left* batches still in flight; those of the second start when they are trained."""
+    log: Log = []
+    with SWPipeline(make_plan(log, workers=workers)) as pipeline:
+        first, second = iter("abcd"), iter("xyz")
+        trained = [pipeline.progress(first).batch for _ in range(4 - left)]
+        assert trained + train(pipeline, second) == list("abcdxyz")
+    for name in ("copy", "input", "forward", "step"):
+        assert [work for work in log if work[0] == name] == [(name, index) for index in range(7)]
+
+
+def test_draining_trains_what_is_in_flight_and_the_same_data_can_go_on(workers: bool) -> None:
+    with SWPipeline(make_plan([], workers=workers)) as pipeline:
+        data = iter("abcdef")
+        assert pipeline.progress(data).batch == "a"
+        assert [ctx.batch for ctx in pipeline.drain()] == ["b", "c"]
+        assert pipeline.drain() == []
+        assert train(pipeline, data) == ["d", "e", "f"]
+
+
+def test_abandoned_batches_are_not_trained_and_the_pipeline_goes_on(workers: bool) -> None:
+    log: Log = []
+    with SWPipeline(make_plan(log, workers=workers)) as pipeline:
+        data = iter("abcdefgh")
+        pipeline.progress(data)
+        assert pipeline.abandon() == 2
+        assert pipeline.in_flight == ()
+        assert pipeline.abandon() == 0
+        assert pipeline.begin(data).batch == "d"
+        pipeline.run_until("forward")
+        assert pipeline.abandon() == 3
+        assert train(pipeline, data) == ["g", "h"]
+    assert [work for work in log if work[0] == "step"] == [("step", index) for index in (0, 6, 7)]
+
+
+def test_serial_iterations_run_in_the_calling_thread_in_serial_order(workers: bool) -> None:
+    log: Log = []
+    with SWPipeline(make_plan(log, workers=workers)) as pipeline:
+        data = iter("abcdef")
+        assert pipeline.begin_serial(data).batch == "a"
+        pipeline.run_until("input")
+        assert log == [("copy", 0), ("input", 0)]
+        assert pipeline.finish().iter_idx == 0
+        assert pipeline.run_one_serial_iter("s").iter_idx == 1
+        assert pipeline.run_one_serial_iter("t", idx=10).iter_idx == 10
+        ctx = pipeline.progress(data)
+        assert (ctx.batch, ctx.iter_idx) == ("b", 11)
+        with pytest.raises(PlanError, match=r"2 batches in flight.*call drain\(\) first"):
+            pipeline.begin_serial(data)
+        with pytest.raises(PlanError, match="2 batches in flight"):
+            pipeline.run_one_serial_iter("u")
+        pipeline.drain()
+        assert pipeline.run_one_serial_iter("u").iter_idx == 14
+
+
+class Batch:
+    """Something that a weak reference can watch."""
+
+
+@pytest.mark.parametrize("serial", [False, True])
+def test_the_memory_of_a_retired_iteration_is_freed(workers: bool, serial: bool) -> None:
+    references: list[weakref.ref[Batch]] = []
+
+    def fetch() -> Batch:
+        batch = Batch()
+        references.append(weakref.ref(batch))
+        return batch
+
+    gc.collect()
+    gc.disable()  # by reference counts alone, at once
+    try:
+        with SWPipeline(make_plan([], workers=workers)) as pipeline:
+            iterator = iter(fetch, None)  # no generator: it would hold the batch it gave last
+            for index in range(6):
+                if serial:
+                    pipeline.run_one_serial_iter(next(iterator))
+                else:
+                    pipeline.progress(iterator)
+                assert references[index]() is None
+                assert sum(reference() is not None for reference in references) <= 3
+    finally:
+        gc.enable()
+
+
+def test_abandoned_batches_are_freed(workers: bool) -> None:
+    batch = Batch()
+    reference = weakref.ref(batch)
+    with SWPipeline(make_plan([], workers=workers)) as pipeline:
+        pipeline.fill_pipeline(iter([batch]))
+        del batch
+        pipeline.abandon()
+        gc.collect()
+        assert reference() is None
+
+
+# ---------------------------------------------------------------------- in steps
+
+
+def test_running_until_a_task_runs_all_before_it_and_nothing_twice(workers: bool) -> None:
+    log: Log = []
+    with SWPipeline(make_plan(log, workers=workers, ahead=0)) as pipeline:
+        data = iter(range(2))
+        assert pipeline.begin(data).iter_idx == 0
+        pipeline.run_until("forward")
+        assert log == [("copy", 0), ("input", 0), ("forward", 0)]
+        pipeline.run_until("copy")
+        pipeline.run_until("forward")
+        assert len(log) == 3
+        assert pipeline.finish().iter_idx == 0
+        assert log[3:] == [("step", 0)]
+
+
+def test_a_task_that_the_caller_runs_is_not_run_by_the_engine(workers: bool) -> None:
+    log: Log = []
+    with SWPipeline(make_plan(log, workers=workers, ahead=0)) as pipeline:
+        pipeline.start_trace()
+        pipeline.begin(iter([0]))
+        ctx = pipeline.begin_task("forward")
+        assert log == [("copy", 0), ("input", 0)]
+        assert ctx.input == 0
+        ctx.forward = "by hand"
+        pipeline.end_task("forward")
+        pipeline.finish()
+        assert log == [("copy", 0), ("input", 0), ("step", 0)]
+        spans = {span.task: span for span in pipeline.stop_trace()}
+        assert spans["input"].end_order < spans["forward"].start_order < spans["step"].start_order
+
+
+def test_a_task_that_the_caller_begins_waits_for_the_worker_it_depends_on() -> None:
+    free = threading.Event()
+
+    def wait(ctx: IterContext) -> None:
+        free.wait()
+
+    plan = PipelinePlan(
+        [
+            (PipelineTask("w", wait, writes=["x"]), TaskSchedule(thread_group="w")),
+            (PipelineTask("between", lambda ctx: free.set()), TaskSchedule()),
+            (PipelineTask("mine", lambda ctx: None, reads=["x"]), TaskSchedule()),
+        ]
+    )
+
+    def run() -> int:
+        with SWPipeline(plan) as pipeline:
+            pipeline.start_trace()
+            pipeline.begin(iter([0]))
+            pipeline.begin_task("mine")
+            pipeline.end_task("mine")
+            pipeline.finish()
+            spans = {span.task: span for span in pipeline.stop_trace()}
+            assert spans["w"].end_order < spans["mine"].start_order
+            return len(spans)
+
+    assert within(HANG, run) == 3
+
+
+def test_a_worker_that_failed_is_raised_when_the_caller_begins_a_task_that_needs_it() -> None:
+    def fail(ctx: IterContext) -> None:
+        raise ValueError("broken row")
+
+    plan = PipelinePlan(
+        [
+            (PipelineTask("w", fail, writes=["x"]), TaskSchedule(thread_group="w")),
+            (PipelineTask("mine", lambda ctx: None, reads=["x"]), TaskSchedule()),
+        ]
+    )
+    with SWPipeline(plan) as pipeline:
+        pipeline.begin(iter([0]))
+        with pytest.raises(TaskError, match=r"task 'w'.*broken row"):
+            pipeline.begin_task("mine")
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        TaskSchedule(1),
+        TaskSchedule(thread_group="w"),
+        TaskSchedule(stream="copy"),
+        TaskSchedule(globally_ordered=True),
+    ],
+)
+def test_a_task_that_needs_the_engine_cannot_be_run_by_the_caller(where: TaskSchedule) -> None:
+    with SWPipeline(PipelinePlan([(PipelineTask("a", lambda ctx: None), where)])) as pipeline:
+        pipeline.begin(iter(range(3)))
+        with pytest.raises(PlanError, match=r"task 'a' is scheduled as .* can be run by the caller"):
+            pipeline.begin_task("a")
+
+
+# ---------------------------------------------------------------------- misuse
+
+
+def test_beginning_a_period_inside_another_is_refused() -> None:
+    with SWPipeline(make_plan([])) as pipeline:
+        data = iter(range(9))
+        pipeline.begin(data)
+        for call in (
+            lambda: pipeline.begin(data),
+            lambda: pipeline.begin_serial(data),
+            lambda: pipeline.progress(data),
+            lambda: pipeline.run_one_serial_iter(0),
+            lambda: pipeline.fill_pipeline(data),
+            lambda: pipeline.drain(),
+        ):
+            with pytest.raises(PlanError, match=r"period of iteration 0 is open; call finish\(\)"):
+                call()
+        assert pipeline.finish().iter_idx == 0
+        assert pipeline.progress(data).iter_idx == 1
+
+
+def test_a_step_outside_a_period_is_refused() -> None:
+    with SWPipeline(make_plan([])) as pipeline:
+        data = iter(range(9))
+        for _ in range(2):  # before the first period, and between two
+            for call in (
+                lambda: pipeline.run_until("step"),
+                lambda: pipeline.begin_task("step"),
+                lambda: pipeline.finish(),
+            ):
+                with pytest.raises(PlanError, match=r"no period is open; call begin\(data_iter\) first"):
+                    call()
+            pipeline.progress(data)
+
+
+def test_a_task_begun_must_be_ended_before_anything_else() -> None:
+    with SWPipeline(make_plan([])) as pipeline:
+        pipeline.begin(iter(range(9)))
+        with pytest.raises(PlanError, match="'step' was not begun"):
+            pipeline.end_task("step")
+        pipeline.begin_task("forward")
+        for call in (
+            lambda: pipeline.run_until("step"),
+            lambda: pipeline.begin_task("forward"),
+            lambda: pipeline.finish(),
+        ):
+            with pytest.raises(PlanError, match=r"task 'forward' of iteration 0 is begun; call end_task\('forward'\)"):
+                call()
+        with pytest.raises(PlanError, match="'step' was not begun"):
+            pipeline.end_task("step")
+        pipeline.end_task("forward")
+        with pytest.raises(PlanError, match="task 'forward' of iteration 0 has run already"):
+            pipeline.begin_task("forward")
+        assert pipeline.finish().iter_idx == 0
+
+
+def test_a_task_that_the_plan_does_not_have_is_named_with_those_it_has() -> None:
+    with SWPipeline(make_plan([])) as pipeline:
+        pipeline.begin(iter(range(9)))
+        with pytest.raises(PlanError, match="no task 'sing'; its tasks are copy, input, forward, step"):
+            pipeline.run_until("sing")
+
+
+# ---------------------------------------------------------------------- trace and end
+
+
+def test_a_trace_holds_what_ran_while_it_was_on() -> None:
+    with SWPipeline(make_plan([], workers=True)) as pipeline:
+        data = iter(range(9))
+        assert pipeline.stop_trace() == []
+        pipeline.progress(data)
+        pipeline.start_trace()
+        pipeline.progress(data)
+        pipeline.drain()
+        spans = pipeline.stop_trace()
+        pipeline.progress(data)
+    assert {(span.task, span.iteration, span.thread) for span in spans} == {
+        *(("copy", index, "main") for index in (3,)),
+        *(("input", index, "w") for index in (2, 3)),
+        *((name, index, "main") for name in ("forward", "step") for index in (1, 2, 3)),
+    }
+
+
+def test_no_thread_outlives_close_and_a_closed_pipeline_says_so() -> None:
+    pipeline = SWPipeline(make_plan([], workers=True))
+    pipeline.begin(iter(range(9)))
+    pipeline.close()
+    pipeline.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("lightning_pipe-")]
+    assert pipeline.in_flight == ()
+    with pytest.raises(PlanError, match="pipeline 'plan' is closed; build a new one"):
+        pipeline.progress(iter([1]))
+    with pytest.raises(PlanError, match="pipeline 'plan' is closed"):
+        pipeline.finish()
+
+
+def test_a_pipeline_that_is_forgotten_leaves_no_thread() -> None:
+    pipeline = SWPipeline(make_plan([], workers=True))
+    pipeline.progress(iter(range(3)))
+    (thread,) = [thread for thread in threading.enumerate() if thread.name.startswith("lightning_pipe-")]
+    del pipeline
+    gc.collect()
+    within(HANG, thread.join)
+
+
+def test_plans_are_compared_once_and_before_the_first_batch_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        "lightning_pipe.engine.runtime.pipeline.check_agreement", lambda *arguments: asked.append(arguments)
+    )
+    plan = make_plan([])
+    with SWPipeline(plan) as pipeline:
+        with pytest.raises(StopIteration):
+            pipeline.progress(iter(()))
+        assert asked == [(plan.description(), "plan", None)]
+        train(pipeline, iter(range(3)))
+        assert len(asked) == 1
