@@ -43,8 +43,8 @@ from benchmarks.slow_link import slow_link
 from examples.recsys_movielens.data import MovieLensData, RatingDataset
 from examples.recsys_movielens.model import MovieLensDLRM
 from lightning_pipe.engine import IterContext, PipelinePlan, SWPipeline
-from lightning_pipe.loops.auto_program import PlanChoice
-from lightning_pipe.loops.program import TrainingProgram
+from lightning_pipe.loops.programs.auto_program import PlanChoice
+from lightning_pipe.loops.programs.program import TrainingProgram
 from lightning_pipe.recsys.plans import recsys_plan
 from lightning_pipe.strategies import RecsysPipelineStrategy
 

@@ -1,9 +1,9 @@
 """Lightning's loops, driven by the engine: hooks, callbacks and loggers see an ordinary loop."""
 
+from lightning_pipe.loops.data.ledger import InFlightLedger, LedgerEntry
 from lightning_pipe.loops.evaluation_loop import PipelineEvaluationLoop, PipelinePredictionLoop
 from lightning_pipe.loops.fit_loop import PipelineFitLoop
-from lightning_pipe.loops.ledger import InFlightLedger, LedgerEntry
-from lightning_pipe.loops.program import EvaluationProgram, TrainingProgram
+from lightning_pipe.loops.programs.program import EvaluationProgram, TrainingProgram
 from lightning_pipe.loops.training_epoch_loop import PipelineTrainingEpochLoop
 
 __all__ = [

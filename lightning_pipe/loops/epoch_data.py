@@ -16,15 +16,15 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 
-from lightning_pipe.loops.batch_hooks import BatchHooks
-from lightning_pipe.loops.batch_source import AgreedSource, BatchSource, Fetched, Source, Uneven
-from lightning_pipe.loops.ledger import InFlightLedger
-from lightning_pipe.loops.persistent_workers import forget_workers
-from lightning_pipe.loops.random_streams import RandomStreams, get_states, set_states
-from lightning_pipe.loops.resumable_loader import State, end_of_epoch, is_resumable, load_states, snapshot
-from lightning_pipe.loops.resume import ResumePoint
-from lightning_pipe.loops.statuses import StatusGroup
-from lightning_pipe.loops.termination import AgreedTermination
+from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fetched, Source, Uneven
+from lightning_pipe.loops.data.ledger import InFlightLedger
+from lightning_pipe.loops.data.persistent_workers import forget_workers
+from lightning_pipe.loops.data.random_streams import RandomStreams, get_states, set_states
+from lightning_pipe.loops.data.resumable_loader import State, end_of_epoch, is_resumable, load_states, snapshot
+from lightning_pipe.loops.data.resume import ResumePoint
+from lightning_pipe.loops.data.statuses import StatusGroup
+from lightning_pipe.loops.data.termination import AgreedTermination
+from lightning_pipe.loops.programs.batch_hooks import BatchHooks
 
 
 class EpochData:

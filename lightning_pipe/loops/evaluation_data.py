@@ -32,14 +32,14 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import IterableDataset
 
 from lightning_pipe.engine import InputError, TaskError
-from lightning_pipe.loops.batch_hooks import BatchHooks
-from lightning_pipe.loops.batch_source import AgreedSource, BatchSource, Fetched, Source, given_again
-from lightning_pipe.loops.default_program import default_evaluation
-from lightning_pipe.loops.program import EvaluationProgram
-from lightning_pipe.loops.random_streams import RandomStreams
-from lightning_pipe.loops.statuses import StatusGroup
+from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fetched, Source, given_again
+from lightning_pipe.loops.data.random_streams import RandomStreams
+from lightning_pipe.loops.data.statuses import StatusGroup
+from lightning_pipe.loops.programs.batch_hooks import BatchHooks
+from lightning_pipe.loops.programs.default_program import default_evaluation
+from lightning_pipe.loops.programs.program import EvaluationProgram
+from lightning_pipe.loops.programs.user_errors import note_lost_rank, user_error
 from lightning_pipe.loops.turns import Logged, Turn, log_for_others, recorded_logs
-from lightning_pipe.loops.user_errors import note_lost_rank, user_error
 
 __all__ = ["BringsEvaluation", "EvaluationData", "JoinsEvaluation"]
 

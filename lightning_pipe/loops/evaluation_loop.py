@@ -18,14 +18,14 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipe.engine import InputError
+from lightning_pipe.loops.data.persistent_workers import starting_without_a_draw, workers_wait
+from lightning_pipe.loops.data.random_streams import States, get_states
+from lightning_pipe.loops.data.termination import AgreedTermination
+from lightning_pipe.loops.data.uneven_loaders import uneven_loaders
 from lightning_pipe.loops.evaluation_data import EvaluationData
-from lightning_pipe.loops.hook_calls import quick_hook_calls
-from lightning_pipe.loops.persistent_workers import starting_without_a_draw, workers_wait
-from lightning_pipe.loops.random_streams import States, get_states
-from lightning_pipe.loops.termination import AgreedTermination
+from lightning_pipe.loops.programs.hook_calls import quick_hook_calls
+from lightning_pipe.loops.programs.user_errors import note_lost_rank
 from lightning_pipe.loops.turns import align_metrics
-from lightning_pipe.loops.uneven_loaders import uneven_loaders
-from lightning_pipe.loops.user_errors import note_lost_rank
 
 __all__ = ["PipelineEvaluationLoop", "PipelinePredictionLoop", "install_evaluation_loops"]
 

@@ -19,8 +19,8 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipe.engine.plans.shown import shown
-from lightning_pipe.loops.random_streams import States, get_states
-from lightning_pipe.loops.resumable_loader import (
+from lightning_pipe.loops.data.random_streams import States, get_states
+from lightning_pipe.loops.data.resumable_loader import (
     can_resume,
     end_of_epoch,
     is_resumable,
@@ -28,8 +28,8 @@ from lightning_pipe.loops.resumable_loader import (
     resumable,
     share_samplers,
 )
-from lightning_pipe.loops.resume import ResumePoint, failing_together
-from lightning_pipe.loops.shared_order import of_other_ranks
+from lightning_pipe.loops.data.resume import ResumePoint, failing_together
+from lightning_pipe.loops.data.shared_order import of_other_ranks
 
 _KEY = "lightning_pipe"
 _WITHOUT_END = 2**62

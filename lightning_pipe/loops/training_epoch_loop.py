@@ -15,17 +15,17 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipe.engine import IterContext, TaskError
-from lightning_pipe.loops.default_program import default_program
+from lightning_pipe.loops.data.ledger import InFlightLedger
+from lightning_pipe.loops.data.random_streams import get_states, set_states
+from lightning_pipe.loops.data.resume import ResumePoint
+from lightning_pipe.loops.data.termination import AgreedTermination
 from lightning_pipe.loops.epoch_data import EpochData
 from lightning_pipe.loops.fit_loop import PipelineFitLoop
-from lightning_pipe.loops.hook_calls import is_watched, quick_hook_calls
-from lightning_pipe.loops.ledger import InFlightLedger
-from lightning_pipe.loops.program import TrainingProgram
+from lightning_pipe.loops.programs.default_program import default_program
+from lightning_pipe.loops.programs.hook_calls import is_watched, quick_hook_calls
+from lightning_pipe.loops.programs.program import TrainingProgram
+from lightning_pipe.loops.programs.user_errors import note_lost_rank, user_error
 from lightning_pipe.loops.quick_results import QuickClosureResult, QuickResults
-from lightning_pipe.loops.random_streams import get_states, set_states
-from lightning_pipe.loops.resume import ResumePoint
-from lightning_pipe.loops.termination import AgreedTermination
-from lightning_pipe.loops.user_errors import note_lost_rank, user_error
 
 Transfer = Callable[[Any], Any]
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.runtime.forks import keep_garbage_from_forks
-from lightning_pipe.loops.batch_source import Uneven
-from lightning_pipe.loops.orphaned_workers import ending_with_rank
+from lightning_pipe.loops.data.batch_source import Uneven
+from lightning_pipe.loops.data.orphaned_workers import ending_with_rank
 from lightning_pipe.loops.turns import Turn, UnevenEvaluation
 
 

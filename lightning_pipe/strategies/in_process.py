@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from lightning_pipe.engine import PlanError, SetupError, TaskSpan
 from lightning_pipe.engine.plans.flags import check_flags
 from lightning_pipe.loops import PipelineTrainingEpochLoop
+from lightning_pipe.loops.data.orphaned_workers import ending_with_rank
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.interrupted_save import install_interrupted_saves
-from lightning_pipe.loops.orphaned_workers import ending_with_rank
 from lightning_pipe.pipe import Pipe
 from lightning_pipe.pipe.batch_norm import undefer_batch_norm
 from lightning_pipe.pipe.partitioning import Checkpoint, check_checkpoint

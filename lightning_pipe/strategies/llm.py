@@ -39,11 +39,11 @@ from lightning_pipe.llm.schedule_checks import check_combination, check_microbat
 from lightning_pipe.llm.schedules import ScheduleSpec, count_stages, find_schedule
 from lightning_pipe.llm.tasks import llm_evaluation_plan, llm_plan
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
-from lightning_pipe.loops.batch_source import Uneven
+from lightning_pipe.loops.data.batch_source import Uneven
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.interrupted_save import install_interrupted_saves
+from lightning_pipe.loops.programs.zero_grad_first import ZeroGradFirst
 from lightning_pipe.loops.turns import UnevenEvaluation
-from lightning_pipe.loops.zero_grad_first import ZeroGradFirst
 from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
 from lightning_pipe.strategies.llm_arguments import check_arguments
 from lightning_pipe.strategies.optimizer_setup import empty_optimizers_allowed, refuse_fused

@@ -16,9 +16,11 @@ from lightning_pipe.engine import PipelinePlan, SetupError, SWPipeline
 from lightning_pipe.engine.planning.plan_limits import PlanLimits
 from lightning_pipe.engine.plans.shown import shown
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
-from lightning_pipe.loops.auto_program import AutoProgram, PlanChoice
-from lightning_pipe.loops.batch_source import Uneven
-from lightning_pipe.loops.default_program import (
+from lightning_pipe.loops.data.batch_source import Uneven
+from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
+from lightning_pipe.loops.interrupted_save import install_interrupted_saves
+from lightning_pipe.loops.programs.auto_program import AutoProgram, PlanChoice
+from lightning_pipe.loops.programs.default_program import (
     TRAIN,
     TRANSFER,
     default_evaluation,
@@ -26,8 +28,6 @@ from lightning_pipe.loops.default_program import (
     default_tasks,
     plans_to_try,
 )
-from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
-from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.loops.turns import UnevenEvaluation
 from lightning_pipe.strategies.auto import AUTO, IN_FLIGHT, exploration_of, refuse_without_auto, tell_choice
 from lightning_pipe.strategies.base import DistributedStrategy, reading_plain_types
@@ -53,7 +53,7 @@ class PipelineStrategy(DistributedStrategy):
         plan: ``"copy_ahead"``, ``"serial"`` (a batch is moved when its turn comes), the path of a plan in YAML, or a
             plan, of the tasks ``H2D`` and ``TrainBatch``; or ``"auto"``.
         exploration: of ``"auto"``: ``iterations``, ``rounds``, ``extra_rounds``, ``found`` and ``replan_above`` of
-            :class:`~lightning_pipe.loops.auto_program.Exploration`.
+            :class:`~lightning_pipe.loops.programs.auto_program.Exploration`.
         max_in_flight: of ``"auto"``: the most batches in flight, each of which takes its memory.
         save_plan: of ``"auto"``: where to write the plan that was chosen, in YAML, for *plan* to name later.
         uneven_batches: where some ranks have fewer batches, end the epoch with the ``shortest``, or raise an ``error``.

@@ -32,11 +32,11 @@ from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.exchanges import exchanging
 from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
-from lightning_pipe.loops.auto_program import AutoProgram, PlanChoice
-from lightning_pipe.loops.batch_source import Uneven
-from lightning_pipe.loops.default_program import default_evaluation
+from lightning_pipe.loops.data.batch_source import Uneven
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.interrupted_save import install_interrupted_saves
+from lightning_pipe.loops.programs.auto_program import AutoProgram, PlanChoice
+from lightning_pipe.loops.programs.default_program import default_evaluation
 from lightning_pipe.loops.turns import Turn, UnevenEvaluation
 from lightning_pipe.recsys.auto_plan import hand_written_plans, propose_plans
 from lightning_pipe.recsys.balancing import BalanceReport, BatchBalancer, make_balancer
@@ -136,7 +136,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             part in the others' lookups, so that each row is evaluated once; such batches are not pipelined. ``error``
             refuses to validate and test, and leaves Lightning's sampler, which repeats rows.
         exploration: of ``"auto"``: ``iterations``, ``rounds``, ``extra_rounds``, ``found`` and ``replan_above`` of
-            :class:`~lightning_pipe.loops.auto_program.Exploration`.
+            :class:`~lightning_pipe.loops.programs.auto_program.Exploration`.
         max_in_flight: of ``"auto"``: the most batches in flight, each of which takes its memory.
         save_plan: of ``"auto"``: where to write the plan that was chosen, in YAML, for ``plan`` to name later.
         pipelined_evaluation: validate, test and predict under the same plan, as far as it concerns them; or without,

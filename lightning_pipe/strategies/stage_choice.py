@@ -42,7 +42,7 @@ from lightning_pipe.llm.padding import SequenceKeys, pad_microbatch
 from lightning_pipe.llm.rank_memory import Sharing
 from lightning_pipe.llm.schedule_checks import splits_backward
 from lightning_pipe.llm.schedules import ScheduleSpec
-from lightning_pipe.loops.user_errors import note_lost_rank
+from lightning_pipe.loops.programs.user_errors import note_lost_rank
 from lightning_pipe.strategies.checkpoint_folder import gather, on_all_ranks
 from lightning_pipe.strategies.optimizer_bytes import by_piece, optimizer_bytes
 from lightning_pipe.strategies.pipeline_module import PipelineModule

@@ -15,7 +15,7 @@ from lightning.pytorch.trainer import call
 from torch.optim import Optimizer
 
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, SWPipeline, TaskProfiler
-from lightning_pipe.loops.random_streams import get_states, set_states
+from lightning_pipe.loops.data.random_streams import get_states, set_states
 from lightning_pipe.recsys.balancing import BatchBalancer
 from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.embeddings import Embeddings

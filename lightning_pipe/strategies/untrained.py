@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torchmetrics import Metric
 
 from lightning_pipe.engine.runtime.captured import Captured, capture
-from lightning_pipe.loops.random_streams import get_states, set_states
+from lightning_pipe.loops.data.random_streams import get_states, set_states
 
 __all__ = ["leaving_no_trace"]
 

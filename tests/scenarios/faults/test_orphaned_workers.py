@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_pipe.loops.orphaned_workers import _PERIOD, ending_with_rank
+from lightning_pipe.loops.data.orphaned_workers import _PERIOD, ending_with_rank
 from lightning_pipe.strategies.pipeline import PipelineStrategy
 from tests.loops.models import Net, Rows
 from tests.scenarios.faults.forked_ranks import Here, Nursery, nursery, told

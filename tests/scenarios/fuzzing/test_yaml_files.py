@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from lightning_pipe.cli import main
 from lightning_pipe.engine import PipelinePlan, PlanError, SetupError
 from lightning_pipe.llm.schedules import read_actions
-from lightning_pipe.loops.default_program import default_plan
+from lightning_pipe.loops.programs.default_program import default_plan
 from lightning_pipe.recsys.plans import recsys_plan
 from lightning_pipe.recsys.tasks import recsys_tasks
 from tests.scenarios.fuzzing.bounded import open_bounded

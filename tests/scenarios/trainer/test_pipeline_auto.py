@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_pipe.engine import PipelinePlan, PlanError, SetupError
 from lightning_pipe.engine.plans import plan_file
 from lightning_pipe.loops import PipelineTrainingEpochLoop
-from lightning_pipe.loops.default_program import default_plan
+from lightning_pipe.loops.programs.default_program import default_plan
 from lightning_pipe.strategies import PipelineStrategy
 from tests.distributed import run_ranks
 from tests.loops.models import Net, Rows

@@ -13,7 +13,7 @@ from lightning_pipe.callbacks import PipelineProfiler
 from lightning_pipe.engine import PipelinePlan, PlanError, SetupError, SWPipeline, TaskProfiler
 from lightning_pipe.llm.tasks import llm_evaluation_plan, llm_plan
 from lightning_pipe.loops import PipelineTrainingEpochLoop
-from lightning_pipe.loops.default_program import default_evaluation, default_plan
+from lightning_pipe.loops.programs.default_program import default_evaluation, default_plan
 from tests.loops.models import Net
 from tests.loops.models import trainer as quiet
 from tests.strategies.cases import fit

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, PlanError, TaskSchedule
-from lightning_pipe.loops.auto_program import AutoProgram, Exploration, PlanChoice, _Clock
+from lightning_pipe.loops.programs.auto_program import AutoProgram, Exploration, PlanChoice, _Clock
 
 
 class Clock:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.engine.plans.shown import printable, shown
-from lightning_pipe.loops.watched_generators import NUMPY, PYTHON
+from lightning_pipe.loops.data.watched_generators import NUMPY, PYTHON
 
 # The loader's; on_before_batch_transfer's; those of the hooks that move a batch to the device and change it there.
 Stream = Literal["fetch", "prepare", "transfer"]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_pipe.engine import InputError
-from lightning_pipe.loops.statuses import Statuses
+from lightning_pipe.loops.data.statuses import Statuses
 
 __all__ = ["AgreedSource", "BatchSource", "Fetched", "Source", "Uneven", "given_again"]
 

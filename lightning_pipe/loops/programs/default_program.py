@@ -12,7 +12,7 @@ from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, PlanE
 from lightning_pipe.engine.plans.plan import MAIN
 from lightning_pipe.engine.plans.plan_file import plan_file
 from lightning_pipe.engine.plans.plan_yaml import build_plan, plan_content
-from lightning_pipe.loops.program import EvaluationProgram, TrainingProgram
+from lightning_pipe.loops.programs.program import EvaluationProgram, TrainingProgram
 
 # The names of the tasks.
 TRANSFER, TRAIN = "H2D", "TrainBatch"

@@ -6,7 +6,7 @@ becomes one that Lightning takes for stateful, and that gives the very batches t
 
 What a dataset draws in worker processes begins anew where training is taken up: workers are.
 
-Tested in ``tests/loops/test_shared_order.py``.
+Tested in ``tests/loops/data/test_shared_order.py``.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.plans.shown import printable, shown
-from lightning_pipe.loops.random_streams import get_states, pack_states, set_states, unpack_states
-from lightning_pipe.loops.sampler_state import SamplerState
-from lightning_pipe.loops.shared_order import batches_left, order_of
+from lightning_pipe.loops.data.random_streams import get_states, pack_states, set_states, unpack_states
+from lightning_pipe.loops.data.sampler_state import SamplerState
+from lightning_pipe.loops.data.shared_order import batches_left, order_of
 
 __all__ = [
     "State",

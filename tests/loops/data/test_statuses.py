@@ -15,8 +15,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from lightning_pipe.loops import statuses
-from lightning_pipe.loops.statuses import Heard, ReducedStatuses, StatusBoard, Statuses, StatusGroup, statuses_of
+from lightning_pipe.loops.data import statuses
+from lightning_pipe.loops.data.statuses import Heard, ReducedStatuses, StatusBoard, Statuses, StatusGroup, statuses_of
 from tests.distributed import run_ranks
 from tests.patience import HANG
 
@@ -165,7 +165,7 @@ def test_a_rank_that_has_left_is_an_error_on_the_others() -> None:
 
 OTHER_RANK = """
 import os, signal, sys
-from lightning_pipe.loops.statuses import StatusBoard
+from lightning_pipe.loops.data.statuses import StatusBoard
 board = StatusBoard(os.open(sys.argv[1], os.O_RDWR), 1, 2, 1200.0)
 board.tell(5, True)
 print(board.hear(), flush=True)

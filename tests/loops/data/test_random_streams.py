@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.loops.random_streams import (
+from lightning_pipe.loops.data.random_streams import (
     RandomStreams,
     Stream,
     get_states,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lightning_pipe.loops.batch_source import Fetched
+from lightning_pipe.loops.data.batch_source import Fetched
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_pipe.loops.watched_generators import NUMPY, PYTHON, WatchedGenerator, _Numpy, _Python
+from lightning_pipe.loops.data.watched_generators import NUMPY, PYTHON, WatchedGenerator, _Numpy, _Python
 
 PYTHONS: dict[str, Callable[[], Any]] = {
     "random": random.random,

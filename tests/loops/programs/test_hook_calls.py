@@ -19,7 +19,7 @@ from lightning.pytorch.trainer import call
 from torch.utils.data import DataLoader
 
 from lightning_pipe.loops import PipelineTrainingEpochLoop
-from lightning_pipe.loops.hook_calls import quick_hook_calls
+from lightning_pipe.loops.programs.hook_calls import quick_hook_calls
 
 PLACES = [
     (call, "_call_callback_hooks"),

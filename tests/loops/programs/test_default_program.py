@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from lightning_pipe.loops.default_program import default_program
+from lightning_pipe.loops.programs.default_program import default_program
 from tests.loops.models import trainer
 
 

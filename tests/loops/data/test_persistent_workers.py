@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
-from lightning_pipe.loops.persistent_workers import forget_workers, starting_without_a_draw, workers_wait
+from lightning_pipe.loops.data.persistent_workers import forget_workers, starting_without_a_draw, workers_wait
 from tests.loops.models import Rows
 
 made: list[DataLoader[Any]] = []

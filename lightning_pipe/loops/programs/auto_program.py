@@ -27,7 +27,7 @@ from lightning_pipe.engine.observe.device_clock import DeviceClock
 from lightning_pipe.engine.observe.trace import Trace
 from lightning_pipe.engine.planning.plan_choice import contenders, fastest, most_found, typical
 from lightning_pipe.engine.runtime.devices import DeviceStreams
-from lightning_pipe.loops.program import TrainingProgram
+from lightning_pipe.loops.programs.program import TrainingProgram
 
 __all__ = ["AutoProgram", "Exploration", "PlanChoice", "Proposal"]
 

@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_pipe.loops import PipelineTrainingEpochLoop
-from lightning_pipe.loops.resumable_loader import resumable
-from lightning_pipe.loops.shared_order import batches_left, of_other_ranks, order_of
+from lightning_pipe.loops.data.resumable_loader import resumable
+from lightning_pipe.loops.data.shared_order import batches_left, of_other_ranks, order_of
 from lightning_pipe.strategies.pipeline import PipelineStrategy
 from tests.distributed import run_ranks
 from tests.loops.models import Net, Rows, trainer

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.plans.shown import printable, shown
-from lightning_pipe.loops.random_streams import States, get_states, pack_states, set_states, unpack_states
+from lightning_pipe.loops.data.random_streams import States, get_states, pack_states, set_states, unpack_states
 
 # Whose work may run ahead.
 _STREAMS = {"fetch", "prepare", "transfer"}

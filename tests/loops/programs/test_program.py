@@ -14,7 +14,7 @@ from lightning_pipe.engine import (
     SWPipeline,
     TaskSchedule,
 )
-from lightning_pipe.loops.program import TrainingProgram
+from lightning_pipe.loops.programs.program import TrainingProgram
 
 
 class Log:

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_pipe.loops.batch_source import BatchSource, Fetched
-from lightning_pipe.loops.ledger import InFlightLedger, LedgerEntry
+from lightning_pipe.loops.data.batch_source import BatchSource, Fetched
+from lightning_pipe.loops.data.ledger import InFlightLedger, LedgerEntry
 
 
 def numbered(count: int) -> Callable[[], Fetched]:

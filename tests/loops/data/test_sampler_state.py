@@ -13,7 +13,7 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.loops.sampler_state import SamplerState
+from lightning_pipe.loops.data.sampler_state import SamplerState
 from tests.loops.models import Rows
 
 

@@ -16,8 +16,8 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_pipe.loops.hook_calls import is_watched
-from lightning_pipe.loops.random_streams import RandomStreams, Stream
+from lightning_pipe.loops.data.random_streams import RandomStreams, Stream
+from lightning_pipe.loops.programs.hook_calls import is_watched
 
 _PREPARES = ("on_before_batch_transfer",)
 _TRANSFERS = ("transfer_batch_to_device", "on_after_batch_transfer")
