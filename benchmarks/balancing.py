@@ -41,7 +41,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from benchmarks.figures import Figure, add_options, at_most, interval, quartiles, save
 from lightning_pipe.recsys import TrainPipeline, shard_model
-from lightning_pipe.recsys.partition import imbalance, loads_of, partition
+from lightning_pipe.recsys.balancing.partition import imbalance, loads_of, partition
 
 LIMIT, PARTITION_LIMIT = 1.10, 15.0  # ratio, ms
 WAYS = ("unbalanced", "balanced", "perfect")

@@ -41,9 +41,9 @@ from benchmarks.slow_store import SlowStore
 from lightning_pipe.callbacks.timeline import draw_timeline
 from lightning_pipe.engine.observe.timeline import Timeline, task_bars
 from lightning_pipe.recsys import ShardedModel, TrainPipeline, shard_model
-from lightning_pipe.recsys.dynamic import opening
-from lightning_pipe.recsys.dynamic.mixing import mix
-from lightning_pipe.recsys.dynamic.modules import DynamicEmbeddingBagCollection, DynamicTable
+from lightning_pipe.recsys.dynamic.store.mixing import mix
+from lightning_pipe.recsys.dynamic.tables import opening
+from lightning_pipe.recsys.modules.dynamic_modules import DynamicEmbeddingBagCollection, DynamicTable
 
 AHEAD = 3  # batches, of the deepest plan
 DRAWN = 4  # batches

@@ -51,7 +51,7 @@ from lightning_pipe.llm.bubble import measure_step
 from lightning_pipe.llm.live_bytes import LiveBytes
 from lightning_pipe.llm.schedules import SCHEDULES
 from lightning_pipe.llm.simulation import actions_of
-from lightning_pipe.recsys.train_pipeline import TrainPipeline
+from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
 
 BATCHES = (256, 512, 1024, 2048, 4096)
 TABLES = (2, 4, 8, 16, 32)

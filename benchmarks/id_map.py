@@ -30,11 +30,11 @@ from torch import Tensor
 
 from benchmarks.figures import Figure, add_options, at_most, quartiles, save
 from benchmarks.quiet import QuietRuns
-from lightning_pipe.recsys import native
-from lightning_pipe.recsys.dynamic.id_map import IdMap
-from lightning_pipe.recsys.dynamic.initial_values import InitialValues, Normal, Uniform
-from lightning_pipe.recsys.dynamic.row_cache import RowCache
-from lightning_pipe.recsys.dynamic.row_store import Keys, Records, RowStore, RunPart, StoreState
+from lightning_pipe.recsys.dynamic.cache.id_map import IdMap
+from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues, Normal, Uniform
+from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
+from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records, RowStore, RunPart, StoreState
+from lightning_pipe.recsys.kernels import native
 
 LIMIT = 25.0  # ns an id
 

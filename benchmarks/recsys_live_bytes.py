@@ -41,8 +41,8 @@ from torchrec import KeyedJaggedTensor
 
 from benchmarks.figures import Figure, add_options, at_most, quartiles, save
 from benchmarks.recsys_model import Batch, batches, ours
-from lightning_pipe.recsys.sharding import ShardedModel
-from lightning_pipe.recsys.train_pipeline import TrainPipeline
+from lightning_pipe.recsys.sharding.shard import ShardedModel
+from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
 
 PLANS = ("base", "prefetch", "early_prefetch", "fused_sparse_dist")
 LIMIT = 1.1

@@ -49,7 +49,7 @@ from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSpa
 from benchmarks.figures import Figure, add_options, at_most, interval, quartiles, save
 from benchmarks.recsys_turns import CPU, Arm, Ours, Parts, Training, Workload
 from benchmarks.slow_link import slow_link
-from lightning_pipe.recsys.auto_plan import propose_plans
+from lightning_pipe.recsys.tasks.auto_plan import propose_plans
 
 BEHIND_LOOKUP = Path(__file__).with_name("ids_behind_lookup.yaml")
 BY_HAND: dict[str, str | Path] = {

@@ -41,7 +41,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipeline
 from benchmarks import loop_cost
 from benchmarks.figures import Figure, add_options, median_ratio, save
 from benchmarks.recsys_model import EPS, RATE, Batch, Model, batches, forever, ours, seed_tables, theirs
-from lightning_pipe.recsys.train_pipeline import TrainPipeline
+from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
 from lightning_pipe.strategies import PipelineStrategy, RecsysPipelineStrategy
 
 PEERS: dict[str, Any] = {"base": TrainPipelineSparseDist, "serial": TrainPipelineBase}

@@ -24,9 +24,9 @@ from torchrec.distributed.types import ShardingPlan
 
 from benchmarks.recsys_model import Batch, Model, batches, ours, theirs
 from lightning_pipe.engine import IterContext, PipelinePlan
-from lightning_pipe.recsys.ids_on_wire import IdsOnWire
-from lightning_pipe.recsys.sharded_model import ShardedModel
-from lightning_pipe.recsys.train_pipeline import TrainPipeline
+from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire
+from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
+from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
 
 CPU = torch.device("cpu")
 EXCHANGE = ("EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch")

@@ -33,9 +33,9 @@ import lmdb
 import numpy as np
 import torch
 
-from lightning_pipe.recsys.dynamic.record_bytes import join_keys, join_records, split_keys, split_records
-from lightning_pipe.recsys.dynamic.rocksdb_store import RocksDbStore
-from lightning_pipe.recsys.dynamic.row_store import Keys, Records
+from lightning_pipe.recsys.dynamic.store.record_bytes import join_keys, join_records, split_keys, split_records
+from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
+from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
 
 TABLE = "rows"
 Figures = dict[tuple[str, str], list[float]]

@@ -41,10 +41,17 @@ from lightning_pipe.engine.planning.costs import Machine, TaskCost
 from lightning_pipe.engine.planning.costs_yaml import CostsFile, dump_costs
 from lightning_pipe.engine.planning.planner import find_plans
 from lightning_pipe.engine.planning.simulation import simulate
-from lightning_pipe.recsys.auto_plan import hand_written_plans, recsys_costs, recsys_limits
-from lightning_pipe.recsys.tasks import recsys_tasks
-from lightning_pipe.recsys.traffic import Exchange, SerialTimes, TaskRun, recorded_traffic, serial_times, task_runs
-from lightning_pipe.recsys.train_pipeline import TrainPipeline
+from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, recsys_costs, recsys_limits
+from lightning_pipe.recsys.tasks.traffic import (
+    Exchange,
+    SerialTimes,
+    TaskRun,
+    recorded_traffic,
+    serial_times,
+    task_runs,
+)
+from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
+from lightning_pipe.recsys.tasks.training import recsys_tasks
 
 SIZES: dict[str, dict[str, Any]] = {
     "small": {"tables": 8, "rows": 50_000, "width": 32, "pooling": 5, "batch": 256, "dense": 16, "mlp": [128, 64]},

@@ -52,8 +52,8 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from benchmarks.figures import Figure, add_options, at_most, interval, median_ratio, save
 from benchmarks.recsys_model import EPS, RATE, Batch, Model, batches
-from lightning_pipe.recsys.sharding import shard_model
-from lightning_pipe.recsys.train_pipeline import TrainPipeline
+from lightning_pipe.recsys.sharding.shard import shard_model
+from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
 from lightning_pipe.strategies import RecsysPipelineStrategy
 
 IMPORT_LIMIT, STEP_LIMIT = 0.3, 1.1

@@ -160,10 +160,10 @@ def _recsys_plan(plan: str, named: Set[object] = frozenset()) -> PipelinePlan:
     """The plan of that name or in that file, which says by the tasks that it names whether samples are balanced, and
     tables have replicas."""
     import_torchrec()  # here, since other commands do without it
-    from lightning_pipe.recsys.balancing_plan import BALANCING
-    from lightning_pipe.recsys.plans import recsys_plan
-    from lightning_pipe.recsys.replica_plan import AVERAGING
-    from lightning_pipe.recsys.tasks import recsys_tasks
+    from lightning_pipe.recsys.plans.named import recsys_plan
+    from lightning_pipe.recsys.plans.with_balancer import BALANCING
+    from lightning_pipe.recsys.plans.with_replicas import AVERAGING
+    from lightning_pipe.recsys.tasks.training import recsys_tasks
 
     return recsys_plan(plan, recsys_tasks(balanced=not named.isdisjoint(BALANCING), replicated=AVERAGING in named))
 
@@ -197,7 +197,7 @@ def _from_profile(text: str, tasks: Sequence[str]) -> _Costs:
     if "EmbInputDistWait" in tasks:
         import torch
 
-        from lightning_pipe.recsys.auto_plan import recsys_costs
+        from lightning_pipe.recsys.tasks.auto_plan import recsys_costs
 
         costs = recsys_costs(own, peers=True, device=torch.device("cpu"))
     note = ""

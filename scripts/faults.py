@@ -87,16 +87,16 @@ FAULTS = [
         "loops/data/test_statuses.py::test_a_rank_that_tells_and_ends_while_it_is_looked_at_was_heard",
     ),
     Fault(
-        "recsys/dense_reduction.py",
+        "recsys/dense/dense_reduction.py",
         "left, self._left = self._left, []",
         "left, self._left = [], []",
-        "recsys/test_dense_reduction.py::test_reductions_left_over_are_waited_for_before_the_next_step_uses_their_memory",
+        "recsys/dense/test_dense_reduction.py::test_reductions_left_over_are_waited_for_before_the_next_step_uses_their_memory",
     ),
     Fault(
-        "recsys/tasks.py",
+        "recsys/tasks/training.py",
         "discard(embeddings)\n        self._tables_in_training = False",
         "discard(embeddings)",
-        "recsys/test_tasks.py::test_after_a_batch_is_given_up_in_mid_training_the_next_lookup_brings_learning_rates_again",
+        "recsys/tasks/test_training.py::test_after_a_batch_is_given_up_in_mid_training_the_next_lookup_brings_learning_rates_again",
     ),
     Fault(
         "engine/ranks/exchanges.py",
@@ -166,16 +166,16 @@ FAULTS = [
         "pipe/test_randomness.py::test_a_loss_draws_the_same_however_layers_are_shared_out_and_not_what_a_layer_draws",
     ),
     Fault(
-        "recsys/dynamic/row_files.py",
+        "recsys/dynamic/store/row_files.py",
         "checksum(file)) != listed.crc32",
         "checksum(file)) > listed.crc32",
-        "recsys/dynamic/test_row_files.py",
+        "recsys/dynamic/store/test_row_files.py",
     ),
     Fault(
-        "recsys/dynamic/row_cache.py",
+        "recsys/dynamic/cache/row_cache.py",
         "step - others[0][1].step > ttl:",
         "step - others[0][1].step != ttl:",
-        "recsys/dynamic/test_row_cache.py",
+        "recsys/dynamic/cache/test_row_cache.py",
     ),
 ]
 

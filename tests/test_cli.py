@@ -20,8 +20,8 @@ import lightning_pipe
 from lightning_pipe import cli
 from lightning_pipe.cli import main
 from lightning_pipe.engine import PipelinePlan
-from lightning_pipe.recsys.plans import PLANS, recsys_plan
-from lightning_pipe.recsys.tasks import recsys_tasks
+from lightning_pipe.recsys.plans.named import PLANS, recsys_plan
+from lightning_pipe.recsys.tasks.training import recsys_tasks
 from lightning_pipe.strategies.registry import STRATEGIES
 from tests.patience import HANG
 from tests.running_in import running_in

@@ -311,7 +311,7 @@ def _what_if(
     trainer: pl.Trainer, profile: ProfileResult, plan: PipelinePlan, spans: Sequence[TaskSpan], one_host: bool
 ) -> WhatIf | None:
     """Predictions, where all tasks have a time: by the profile, or else by what ran before it."""
-    from lightning_pipe.recsys.auto_plan import hand_written_plans, recsys_costs, recsys_machine
+    from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, recsys_costs, recsys_machine
 
     times: dict[str, list[float]] = defaultdict(list)
     for span in spans:

@@ -9,23 +9,23 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning_pipe.recsys.plans import PLANS, recsys_plan
+from lightning_pipe.recsys.plans.named import PLANS, recsys_plan
 
 if TYPE_CHECKING:
-    from lightning_pipe.recsys.balancing import BatchBalancer
-    from lightning_pipe.recsys.dynamic.modules import (
+    from lightning_pipe.recsys.balancing.balancer import BatchBalancer
+    from lightning_pipe.recsys.batches.token_weighted_loss import TokenCount, token_weighted_mean
+    from lightning_pipe.recsys.dynamic.store.row_files import read_rows
+    from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizer
+    from lightning_pipe.recsys.modules.dynamic_modules import (
         DynamicEmbeddingBagCollection,
         DynamicEmbeddingCollection,
         DynamicTable,
     )
-    from lightning_pipe.recsys.dynamic.row_files import read_rows
-    from lightning_pipe.recsys.replicas import make_replica_groups
-    from lightning_pipe.recsys.rewrite import ModelRewrite
-    from lightning_pipe.recsys.sharding import ShardedModel, shard_model
-    from lightning_pipe.recsys.table_optimizer import SparseOptimizer
-    from lightning_pipe.recsys.tasks import RecsysActions, recsys_tasks
-    from lightning_pipe.recsys.token_weighted_loss import TokenCount, token_weighted_mean
-    from lightning_pipe.recsys.train_pipeline import TrainPipeline
+    from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
+    from lightning_pipe.recsys.sharding.replicas import make_replica_groups
+    from lightning_pipe.recsys.sharding.shard import ShardedModel, shard_model
+    from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
+    from lightning_pipe.recsys.tasks.training import RecsysActions, recsys_tasks
 
 __all__ = [
     "PLANS",

@@ -38,23 +38,23 @@ from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.loops.programs.auto_program import AutoProgram, PlanChoice
 from lightning_pipe.loops.programs.default_program import default_evaluation
 from lightning_pipe.loops.turns import Turn, UnevenEvaluation
-from lightning_pipe.recsys.auto_plan import hand_written_plans, propose_plans
-from lightning_pipe.recsys.balancing import BalanceReport, BatchBalancer, make_balancer
-from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
-from lightning_pipe.recsys.device_buffers import DeviceBuffers
-from lightning_pipe.recsys.ids_on_wire import IdsOnWire, check_ids_on_wire
-from lightning_pipe.recsys.kernel_calls import check_tables_wait
-from lightning_pipe.recsys.kernels import evaluating, prefetches_set_aside
-from lightning_pipe.recsys.loss_check import check_finite_loss
-from lightning_pipe.recsys.optimizers import base_learning_rate, learning_rate_factor, take_tables_out
-from lightning_pipe.recsys.plans import evaluation_plan, looks_ahead, needs_input_group, recsys_plan
-from lightning_pipe.recsys.quantized_comms import QuantizedComms
-from lightning_pipe.recsys.replicas import refuse_norm
-from lightning_pipe.recsys.rewrite import ModelRewrite
-from lightning_pipe.recsys.sharding import ShardedModel
-from lightning_pipe.recsys.table_schedule import TableSchedule
-from lightning_pipe.recsys.tasks import RecsysActions, recsys_tasks
-from lightning_pipe.recsys.transfer import check_movable
+from lightning_pipe.recsys.balancing.balancer import BalanceReport, BatchBalancer, make_balancer
+from lightning_pipe.recsys.batches.device_buffers import DeviceBuffers
+from lightning_pipe.recsys.batches.transfer import check_movable
+from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
+from lightning_pipe.recsys.kernels.fused import evaluating, prefetches_set_aside
+from lightning_pipe.recsys.kernels.kernel_calls import check_tables_wait
+from lightning_pipe.recsys.kernels.loss_check import check_finite_loss
+from lightning_pipe.recsys.kernels.optimizers import base_learning_rate, learning_rate_factor, take_tables_out
+from lightning_pipe.recsys.kernels.table_schedule import TableSchedule
+from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire, check_ids_on_wire
+from lightning_pipe.recsys.modules.quantized_comms import QuantizedComms
+from lightning_pipe.recsys.plans.named import evaluation_plan, looks_ahead, needs_input_group, recsys_plan
+from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
+from lightning_pipe.recsys.sharding.replicas import refuse_norm
+from lightning_pipe.recsys.sharding.shard import ShardedModel
+from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, propose_plans
+from lightning_pipe.recsys.tasks.training import RecsysActions, recsys_tasks
 from lightning_pipe.strategies.auto import AUTO, IN_FLIGHT, exploration_of, refuse_without_auto, tell_choice
 from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy, on_all_ranks
 from lightning_pipe.strategies.refusals import (
@@ -118,16 +118,16 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             checkpoints, and when training ends; plans that look batches up ahead are refused.
         quantized_comms: what embeddings and their gradients are on their way between ranks: ``forward`` and
             ``backward``, each ``fp32``, ``fp16``, ``bf16`` or ``int8``, and options; see
-            :class:`~lightning_pipe.recsys.quantized_comms.QuantizedComms`.
+            :class:`~lightning_pipe.recsys.modules.quantized_comms.QuantizedComms`.
         ids_on_wire: what ids are on theirs: ``"int64"``; ``"auto"``, int32 for each module whose tables have rows that
             few; or ``"int32"``, which refuses a module with a larger table.
         validate_ids: check that every id is inside its table before the lookup; costs a pass over the ids.
         detect_nan: check the loss on all ranks together; costs a small all-reduce and, on a GPU, a synchronisation.
         balancer: exchange samples between ranks in training, so that all have about as much to do: ``True``, or the
-            arguments of :class:`~lightning_pipe.recsys.balancing.BatchBalancer`, or one of these. What it does for the
+            arguments of :class:`~lightning_pipe.recsys.balancing.balancer.BatchBalancer`, or one of these. What it does for the
             batches is in :attr:`balance_report`.
         copy_in_place: copy batches into device memory of batches that nobody holds any more, in place of asking the
-            allocator for each; see :class:`~lightning_pipe.recsys.device_buffers.DeviceBuffers`.
+            allocator for each; see :class:`~lightning_pipe.recsys.batches.device_buffers.DeviceBuffers`.
         free_features_early: let go of a batch's ids and weights once the input dist has sent them, where only pipelined
             sharded modules are fed by them. Steps, hooks and callbacks may still read keys, lengths and batch sizes; to
             use ids is an error.

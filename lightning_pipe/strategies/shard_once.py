@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.process_groups import new_group
-from lightning_pipe.recsys.replicas import make_replica_groups
-from lightning_pipe.recsys.sharding import ShardedModel, shard_model
+from lightning_pipe.recsys.sharding.replicas import make_replica_groups
+from lightning_pipe.recsys.sharding.shard import ShardedModel, shard_model
 from lightning_pipe.strategies.quiet import quiet_torchrec
 
 __all__ = ["shard_once"]
@@ -48,7 +48,7 @@ def shard_once(
 
     Args:
         module: holds unsharded TorchRec modules, or is what this function has sharded before.
-        asked: arguments of :func:`~lightning_pipe.recsys.sharding.shard_model`; ``replicas`` and ``sync_every`` are the
+        asked: arguments of :func:`~lightning_pipe.recsys.sharding.shard.shard_model`; ``replicas`` and ``sync_every`` are the
             numbers that its groups are made of. None asks for nothing.
         device: where tables and dense parameters live.
         timeout: of the process group to shard over, which is made here: all ranks, for as long as the module lives.

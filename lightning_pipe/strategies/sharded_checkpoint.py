@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.recsys.sharding import ShardedModel
+from lightning_pipe.recsys.sharding.shard import ShardedModel
 from lightning_pipe.strategies.checkpoint_folder import DYNAMIC_ROWS, WriteFolder, on_all_ranks, write_folder
 from lightning_pipe.strategies.folder_reading import fill_from_folder, misfits, read_metadata, read_rest
 

@@ -21,8 +21,8 @@ from lightning.pytorch.plugins import Precision
 from torch.optim import Optimizer
 
 from lightning_pipe.engine import IterContext, SetupError
-from lightning_pipe.recsys.gradient_norm import clip_by_global_norm
-from lightning_pipe.recsys.sharding import ShardedModel
+from lightning_pipe.recsys.kernels.gradient_norm import clip_by_global_norm
+from lightning_pipe.recsys.sharding.shard import ShardedModel
 from lightning_pipe.strategies.refusals import CLIPS_BY_VALUE, loss_scaler
 
 

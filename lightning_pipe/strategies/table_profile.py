@@ -16,15 +16,15 @@ from torch.optim import Optimizer
 
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, SWPipeline, TaskProfiler
 from lightning_pipe.loops.data.random_streams import get_states, set_states
-from lightning_pipe.recsys.balancing import BatchBalancer
-from lightning_pipe.recsys.dense_reduction import DenseGradientReducer
-from lightning_pipe.recsys.embeddings import Embeddings
-from lightning_pipe.recsys.gradient_norm import clip_by_global_norm
-from lightning_pipe.recsys.keeper import ModelKeeper
-from lightning_pipe.recsys.plans import recsys_plan
-from lightning_pipe.recsys.rewrite import ModelRewrite
-from lightning_pipe.recsys.sharding import ShardedModel
-from lightning_pipe.recsys.tasks import RecsysActions, recsys_tasks
+from lightning_pipe.recsys.balancing.balancer import BatchBalancer
+from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
+from lightning_pipe.recsys.kernels.gradient_norm import clip_by_global_norm
+from lightning_pipe.recsys.plans.named import recsys_plan
+from lightning_pipe.recsys.rewrite.embeddings import Embeddings
+from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
+from lightning_pipe.recsys.sharding.shard import ShardedModel
+from lightning_pipe.recsys.tasks.keeper import ModelKeeper
+from lightning_pipe.recsys.tasks.training import RecsysActions, recsys_tasks
 from lightning_pipe.strategies.refusals import loss_scaler
 from lightning_pipe.strategies.untrained import leaving_no_trace
 

@@ -11,7 +11,7 @@ import yaml
 from torchrec.distributed.train_pipeline import train_pipelines
 
 from lightning_pipe.recsys import PLANS, recsys_plan, recsys_tasks
-from lightning_pipe.recsys.plans import evaluation_plan
+from lightning_pipe.recsys.plans.named import evaluation_plan
 from tests.recsys.pipeline_cases import CASES, outcome
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plans.md").read_text(encoding="utf-8")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from lightning_pipe.llm.tasks import llm_plan
-from lightning_pipe.recsys.plans import recsys_plan
-from lightning_pipe.recsys.tasks import recsys_tasks
+from lightning_pipe.recsys.plans.named import recsys_plan
+from lightning_pipe.recsys.tasks.training import recsys_tasks
 from lightning_pipe.strategies.registry import STRATEGIES
 from tests.docs.pages import DOCS
 

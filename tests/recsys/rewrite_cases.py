@@ -42,7 +42,7 @@ from torchrec.modules.mc_modules import (
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe.recsys.rewrite import ModelRewrite
+from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 
 FEATURES = ["f0", "f1", "f2"]
 ROWS = 24

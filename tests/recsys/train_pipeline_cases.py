@@ -24,7 +24,7 @@ from torchrec.streamable import Pipelineable
 from lightning_pipe.engine import PipelineTask
 from lightning_pipe.engine.ranks import exchanges
 from lightning_pipe.recsys import ShardedModel, TrainPipeline, recsys_tasks
-from lightning_pipe.recsys.kernels import fused_kernels
+from lightning_pipe.recsys.kernels.fused import fused_kernels
 from tests.patience import HANG
 from tests.recsys.pipeline_cases import (
     CASES,
@@ -581,7 +581,7 @@ def around_tasks(run: Callable[[PipelineTask, Any], None]) -> Iterator[None]:
             for task in recsys_tasks(*args, **kwargs)
         ]
 
-    with mock.patch("lightning_pipe.recsys.train_pipeline.recsys_tasks", tasks):
+    with mock.patch("lightning_pipe.recsys.tasks.train_pipeline.recsys_tasks", tasks):
         yield
 
 

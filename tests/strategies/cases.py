@@ -25,7 +25,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe.recsys.table_optimizer import SparseOptimizer
+from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizer
 from lightning_pipe.strategies.recsys import RecsysPipelineStrategy
 
 PLANS = ("serial", "base", "prefetch", "fused_sparse_dist")  # those that train the same

@@ -18,8 +18,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from lightning_pipe.engine import PlanError, SetupError, TaskSpan
-from lightning_pipe.recsys.plans import recsys_plan
-from lightning_pipe.recsys.tasks import recsys_tasks
+from lightning_pipe.recsys.plans.named import recsys_plan
+from lightning_pipe.recsys.tasks.training import recsys_tasks
 from lightning_pipe.strategies import RecsysPipelineStrategy
 from tests.rounding import Reference
 from tests.strategies.cases import (

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_pipe
 from lightning_pipe.llm.schedules import SCHEDULES
-from lightning_pipe.recsys.plans import PLANS
+from lightning_pipe.recsys.plans.named import PLANS
 from lightning_pipe.strategies import PipelineStrategy, RecsysPipelineStrategy
 from lightning_pipe.strategies.registry import STRATEGIES, register
 from tests.loops.models import Net

@@ -1,6 +1,6 @@
 """Telling the caching allocator that a stream uses memory which another stream allocated.
 
-Tested in ``tests/recsys/test_device_buffers.py``.
+Tested in ``tests/recsys/batches/test_device_buffers.py``.
 """
 
 from __future__ import annotations

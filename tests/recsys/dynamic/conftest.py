@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_pipe.recsys import native
+from lightning_pipe.recsys.kernels import native
 from tests.scenarios.faults.forked_ranks import Nursery, nursery
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.recsys import ShardedModel, TrainPipeline, shard_model
-from lightning_pipe.recsys.dynamic.modules import (
+from lightning_pipe.recsys.modules.dynamic_modules import (
     DynamicEmbeddingBagCollection,
     DynamicEmbeddingCollection,
     DynamicTable,

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 import lightning_pipe.recsys.dynamic
-from lightning_pipe.recsys.agreement import Agreement
-from lightning_pipe.recsys.dynamic.commit import commit_together, open_together
-from lightning_pipe.recsys.dynamic.rocksdb_store import RocksDbStore
-from lightning_pipe.recsys.dynamic.row_store import Keys, Records, RowStore
+from lightning_pipe.recsys.batches.agreement import Agreement
+from lightning_pipe.recsys.dynamic.store.commit import commit_together, open_together
+from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
+from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records, RowStore
 from tests.patience import HANG
 from tests.scenarios.faults.forked_ranks import Ended, Here
 

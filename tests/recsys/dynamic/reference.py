@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_pipe.recsys.dynamic.initial_values import InitialValues
+from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
 
 WIDTH = 3
 

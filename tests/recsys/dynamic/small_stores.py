@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.recsys.dynamic.rocksdb_store import RocksDbStore
-from lightning_pipe.recsys.dynamic.row_store import Records
+from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
+from lightning_pipe.recsys.dynamic.store.row_store import Records
 
 WIDTH = 40
 EDGES = np.array([0, -1, 1, 2**63 - 1, -(2**63), 255, 256, -256, 2**40, -(2**40)])

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_pipe.recsys.dynamic.initial_values import InitialValues
-from lightning_pipe.recsys.dynamic.row_cache import RowCache, Ticket
+from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
+from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache, Ticket
 from tests.recsys.dynamic.memory_store import MemoryStore
 
 CAPACITY = 4

@@ -20,9 +20,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_pipe.engine import PipelinePlan, PipelineTask, SetupError, TaskSchedule
-from lightning_pipe.recsys.dynamic.rocksdb_store import RocksDbStore
-from lightning_pipe.recsys.dynamic.row_files import Rows, read_rows, write_rows
-from lightning_pipe.recsys.dynamic.row_store import RunPart
+from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
+from lightning_pipe.recsys.dynamic.store.row_files import Rows, read_rows, write_rows
+from lightning_pipe.recsys.dynamic.store.row_store import RunPart
 from lightning_pipe.strategies import whole_folder
 from lightning_pipe.strategies.auto import write_plan
 from lightning_pipe.strategies.background_save import BackgroundSave

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_pipe.recsys.rewrite import ModelRewrite
+from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from tests.scenarios.faults.training import loader
 
 # The batch that has the fault.

@@ -24,9 +24,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.recsys.dynamic.row_files import Columns, Rows, check_rows, read_rows, write_rows
-from lightning_pipe.recsys.dynamic.row_store import RunPart
-from lightning_pipe.recsys.dynamic.versions import VersionedFolder
+from lightning_pipe.recsys.dynamic.store.row_files import Columns, Rows, check_rows, read_rows, write_rows
+from lightning_pipe.recsys.dynamic.store.row_store import RunPart
+from lightning_pipe.recsys.dynamic.store.versions import VersionedFolder
 from tests.scenarios.fuzzing.bounded import Outcome, open_bounded
 
 COLUMNS: Columns = [((3,), torch.float32), ((), torch.float32)]

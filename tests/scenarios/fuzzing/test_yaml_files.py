@@ -26,8 +26,8 @@ from lightning_pipe.cli import main
 from lightning_pipe.engine import PipelinePlan, PlanError, SetupError
 from lightning_pipe.llm.schedules import read_actions
 from lightning_pipe.loops.programs.default_program import default_plan
-from lightning_pipe.recsys.plans import recsys_plan
-from lightning_pipe.recsys.tasks import recsys_tasks
+from lightning_pipe.recsys.plans.named import recsys_plan
+from lightning_pipe.recsys.tasks.training import recsys_tasks
 from tests.scenarios.fuzzing.bounded import open_bounded
 
 PLAN = recsys_plan("semi_sync", recsys_tasks()).to_yaml()

@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.recsys.dynamic.modules import DynamicEmbeddingBagCollection, DynamicTable
+from lightning_pipe.recsys.modules.dynamic_modules import DynamicEmbeddingBagCollection, DynamicTable
 from tests.distributed import run_ranks
 from tests.recsys.dynamic.dynamic_cases import KEYS, SGD, WIDTH, Batch, Model, batch, same, shard, tables, train
 

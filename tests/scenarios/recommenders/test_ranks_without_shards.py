@@ -12,7 +12,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from lightning_pipe.engine import InputError, PlanError, SetupError
-from lightning_pipe.recsys.kernels import fused_kernels
+from lightning_pipe.recsys.kernels.fused import fused_kernels
 from tests.distributed import run_ranks
 from tests.recsys.pipeline_cases import DEPTHS, Case, difference, outcome, sharded
 from tests.recsys.rewrite_cases import ROWS, Batch, batches
@@ -73,13 +73,13 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         if rank == 1:
             raise SetupError("a kernel of another kind")
 
-    with mock.patch("lightning_pipe.recsys.rewrite.can_follow_rates", return_value=rank != 1):
+    with mock.patch("lightning_pipe.recsys.rewrite.model_rewrite.can_follow_rates", return_value=rank != 1):
         try:
             with pipeline_of(sharded(CASE), "fused_sparse_dist"):
                 found["ahead"] = "no error"
         except PlanError as error:
             found["ahead"] = str(error)
-    with mock.patch("lightning_pipe.recsys.rewrite.check_capturable", not_capturable):
+    with mock.patch("lightning_pipe.recsys.rewrite.model_rewrite.check_capturable", not_capturable):
         try:
             with pipeline_of(sharded(CASE), "base", max_norm=1.0):
                 found["clipped"] = "no error"

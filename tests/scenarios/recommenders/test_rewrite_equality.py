@@ -11,7 +11,7 @@ import torch
 import torchrec
 from torch import nn
 
-from lightning_pipe.recsys.rewrite import ModelRewrite
+from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from tests.distributed import run_ranks
 from tests.recsys.rewrite_cases import (
     Bags,

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pipe.recsys.dynamic.eviction import Policy
-from lightning_pipe.recsys.dynamic.initial_values import InitialValues, Normal
-from lightning_pipe.recsys.dynamic.row_cache import RowCache, Ticket
+from lightning_pipe.recsys.dynamic.cache.eviction import Policy
+from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues, Normal
+from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache, Ticket
 from tests.patience import HANG
 from tests.recsys.dynamic.memory_store import MemoryStore
 from tests.recsys.dynamic.reference import OPTIMIZERS, Begun, Reference, columns_of

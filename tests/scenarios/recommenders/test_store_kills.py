@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_pipe.recsys.dynamic.row_store import StoreState
+from lightning_pipe.recsys.dynamic.store.row_store import StoreState
 from tests.recsys.dynamic.killed_ranks import Kill, Seen, expected, make, noted, see, train_alone, was_killed
 from tests.scenarios.faults.forked_ranks import Here, Nursery, told
 

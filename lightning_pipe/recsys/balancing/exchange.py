@@ -1,0 +1,111 @@
+"""Exchanges samples between ranks: two messages, one of rows and one of ids, whose sizes all ranks know beforehand.
+
+Tested in ``tests/recsys/balancing/test_balancer.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipe.recsys.balancing.gather import Gathered
+from lightning_pipe.recsys.balancing.partition import Ranks
+from lightning_pipe.recsys.balancing.samples import Samples
+from lightning_pipe.recsys.batches.agreement import communicating_device
+
+__all__ = ["ExchangeKind", "exchange"]
+
+ExchangeKind = Literal["all_to_all", "all_gather"]
+
+# Bytes that go from each rank to each: [source, destination].
+_Sizes = npt.NDArray[np.int64]
+
+
+def exchange(
+    samples: Samples, gathered: Gathered, assignment: Ranks, group: dist.ProcessGroup, kind: ExchangeKind
+) -> Any:
+    """The batch with the samples that this rank is to have, in the order of their numbers. A collective.
+
+    Args:
+        samples: of this rank's batch.
+        gathered: of all ranks.
+        assignment: the rank of each sample, as many to a rank as it has.
+        group: of all ranks.
+        kind: ``all_to_all`` sends each rank what it needs; ``all_gather`` sends everything to all, for backends and
+            networks where that is faster.
+    """
+    ranks, me = group.size(), group.rank()
+    source = gathered.source
+    own = np.flatnonzero(source == me)
+    order = np.argsort(assignment[own], kind="stable")
+    pairs = source.astype(np.int64) * ranks + assignment
+
+    def sizes(weights: npt.NDArray[np.int64] | None = None) -> _Sizes:
+        counted = np.bincount(pairs, weights=weights, minlength=ranks * ranks)
+        return counted.astype(np.int64).reshape(ranks, ranks)
+
+    totals = [sizes(ids) for ids in gathered.totals]
+    of_streams = [totals[place] * each for place, each in samples.stream_bytes]
+    device = samples.device
+    picks = torch.from_numpy(order).to(device)
+    through = _Through(group, kind, device)
+    rows = through.send(samples.pack_rows(picks), sizes() * samples.row_bytes)
+    streams = samples.pack_streams(picks, [int(table[me].sum()) for table in totals])
+    ids = None
+    if streams:
+        split = [stream.split(size[me].tolist()) for stream, size in zip(streams, of_streams, strict=True)]
+        ids = through.send(
+            torch.cat([part for to_rank in zip(*split, strict=True) for part in to_rank]), sum(of_streams)
+        )
+    received_rows = rows()
+    received: list[Tensor] = []
+    if ids is not None:
+        # From each rank its part of every stream, one after the other.
+        parts = ids().split([int(size[rank, me]) for rank in range(ranks) for size in of_streams])
+        received = [torch.cat(parts[place :: len(of_streams)]) for place in range(len(of_streams))]
+    return samples.with_samples(received_rows, received)
+
+
+class _Through:
+    """One of the two ways."""
+
+    def __init__(self, group: dist.ProcessGroup, kind: ExchangeKind, device: torch.device) -> None:
+        self._group, self._kind, self._device = group, kind, device
+        self._via = communicating_device(group, device)
+
+    def send(self, sent: Tensor, sizes: Any) -> Callable[[], Tensor]:
+        """Submit bytes, in the order of their destinations; what is returned waits for those of all sources."""
+        me = self._group.rank()
+        sent = sent.to(self._via)
+        if not sizes.sum():
+            return lambda: torch.empty(0, dtype=torch.uint8, device=self._device)
+        if self._kind == "all_to_all":
+            received = sent.new_empty(int(sizes[:, me].sum()))
+            work = dist.all_to_all_single(
+                received, sent, sizes[:, me].tolist(), sizes[me].tolist(), group=self._group, async_op=True
+            )
+
+            def wait() -> Tensor:
+                work.wait()
+                return received.to(self._device)
+
+            return wait
+        longest = int(sizes.sum(1).max())
+        padded = torch.cat([sent, sent.new_zeros(longest - len(sent))])
+        everything = sent.new_empty(self._group.size(), longest)
+        work = dist.all_gather(list(everything), padded, group=self._group, async_op=True)
+        begins = sizes[:, :me].sum(1).tolist()
+
+        def pick() -> Tensor:
+            work.wait()
+            ends = [begin + size for begin, size in zip(begins, sizes[:, me].tolist(), strict=True)]
+            parts = [row[begin:end] for row, begin, end in zip(everything, begins, ends, strict=True)]
+            return torch.cat(parts).to(self._device)
+
+        return pick

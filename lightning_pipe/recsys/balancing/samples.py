@@ -1,0 +1,372 @@
+"""Takes the samples out of a batch as bytes, and puts a batch together from the bytes of others.
+
+    batch ── dense tensors, lengths ──► rows:    one line of R bytes a sample            ┐ in the order in which
+          ── ids, weights ────────────► streams: for each sample the bytes of its ids    ┘ samples are asked for
+
+A *sample* is a row of every dense tensor and of every jagged one. The rows behind the real samples are padding: they
+stay where they are, at the end.
+
+Tested in ``tests/recsys/balancing/test_balancer.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from lightning_pipe.engine.plans.errors import InputError
+from lightning_pipe.recsys.batches.pieces import PIECES, Path, children, describe, field_names
+
+__all__ = ["Samples", "take_apart"]
+
+_PLAIN = (str, bytes, int, float, complex, bool, type(None))
+
+
+@dataclass
+class _Jagged:
+    """A jagged tensor, seen as samples x keys of lists.
+
+    Args:
+        piece: what it is in the batch.
+        lengths: rows x keys, int.
+        streams: the values, and the weights where there are some; each has an entry an id.
+        totals: ids of each row.
+    """
+
+    piece: KeyedJaggedTensor | JaggedTensor
+    lengths: Tensor
+    streams: list[Tensor]
+    totals: Tensor
+
+
+class Samples:
+    """A batch taken apart; :func:`take_apart` makes it.
+
+    Args:
+        batch: what was taken apart.
+        rows: of every tensor in it, the padding included.
+        real: how many of these are samples; they come first.
+        dense: its dense and keyed tensors.
+        jagged: its jagged ones.
+        description: of a sample's form, (name, value) entries: what must be the same on every rank.
+    """
+
+    def __init__(
+        self,
+        batch: Any,
+        rows: int,
+        real: int,
+        dense: list[Tensor | KeyedTensor],
+        jagged: list[_Jagged],
+        description: list[tuple[str, str]],
+    ) -> None:
+        self._batch = batch
+        self.rows, self.real = rows, real
+        self._dense = dense
+        self._jagged = jagged
+        self.description = description
+
+    @property
+    def device(self) -> torch.device:
+        """Where the samples are."""
+        tensors = [_tensor(one) for one in self._dense] + [one.lengths for one in self._jagged]
+        return tensors[0].device
+
+    @property
+    def totals(self) -> list[Tensor]:
+        """For each jagged tensor the number of ids of each real sample."""
+        return [one.totals[: self.real] for one in self._jagged]
+
+    def ids(self) -> Tensor:
+        """How many ids each real sample has, of all keyed jagged tensors together.
+
+        Raises:
+            InputError: there is none.
+        """
+        totals = [one.totals[: self.real] for one in self._jagged if isinstance(one.piece, KeyedJaggedTensor)]
+        if not totals:
+            raise InputError(
+                "the batch has no KeyedJaggedTensor, whose ids a sample's workload is counted by; give the balancer a"
+                " workload function that says what each sample costs"
+            )
+        return torch.stack(totals).sum(0)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        dense = (_tensor(one) for one in self._dense)
+        lengths = (one.lengths for one in self._jagged)
+        return sum(_bytes_each(one) for one in (*dense, *lengths))
+
+    @property
+    def stream_bytes(self) -> list[tuple[int, int]]:
+        """For each stream the jagged tensor it belongs to, by its place, and the bytes of each of its entries."""
+        return [(place, _bytes_each(one)) for place, jagged in enumerate(self._jagged) for one in jagged.streams]
+
+    # ------------------------------------------------------------------ to bytes
+
+    def pack_rows(self, order: Tensor) -> Tensor:
+        """The rows of real samples in *order*, as bytes, one after the other."""
+        columns = [_as_bytes(_tensor(one).detach().index_select(0, order)) for one in self._dense]
+        columns += [_as_bytes(one.lengths.index_select(0, order)) for one in self._jagged]
+        return torch.cat(columns, dim=1).reshape(-1)
+
+    def pack_streams(self, order: Tensor, totals: Sequence[int]) -> list[Tensor]:
+        """The streams of real samples in *order*, as bytes; *totals* are the ids of these in each jagged tensor."""
+        packed: list[Tensor] = []
+        for jagged, total in zip(self._jagged, totals, strict=True):
+            picks = _by_sample(jagged, order, total)
+            packed += [_as_bytes(stream.detach().index_select(0, picks)).reshape(-1) for stream in jagged.streams]
+        return packed
+
+    # ------------------------------------------------------------------ from bytes
+
+    def with_samples(self, rows: Tensor, streams: Sequence[Tensor]) -> Any:
+        """The batch with other real samples in it, as many as there were; what is no sample stays.
+
+        Args:
+            rows: as :meth:`pack_rows` makes them.
+            streams: as :meth:`pack_streams` makes them.
+        """
+        made: dict[int, Any] = {}
+        table, begin = rows.view(self.real, self.row_bytes), 0
+
+        def columns(like: Tensor) -> Tensor:
+            nonlocal begin
+            width = _bytes_each(like)
+            taken = table[:, begin : begin + width].clone(memory_format=torch.contiguous_format)
+            begin += width
+            real = taken.view(-1).view(like.dtype).view(self.real, *like.shape[1:])
+            return real if self.real == self.rows else torch.cat([real, like.detach()[self.real :]])
+
+        for one in self._dense:
+            own = columns(_tensor(one))
+            made[id(one)] = own if isinstance(one, Tensor) else KeyedTensor(one.keys(), one.length_per_key(), own)
+        left = iter(streams)
+        for jagged in self._jagged:
+            lengths = columns(jagged.lengths)
+            values = [next(left).view(like.dtype).view(-1, *like.shape[1:]) for like in jagged.streams]
+            made[id(jagged.piece)] = self._jagged_piece(jagged, lengths, values)
+        return _rebuilt(self._batch, made, {})
+
+    def _jagged_piece(self, jagged: _Jagged, lengths: Tensor, by_sample: list[Tensor]) -> Any:
+        if self.real < self.rows:
+            padding = torch.arange(self.real, self.rows, device=lengths.device)
+            picks = _by_sample(jagged, padding, int(jagged.totals[self.real :].sum()))
+            by_sample = [torch.cat([one, was[picks]]) for one, was in zip(by_sample, jagged.streams, strict=True)]
+        starts = _offsets(lengths.reshape(-1)).view_as(lengths).t().reshape(-1)
+        by_key = lengths.t().reshape(-1)
+        if lengths.shape[1] != 1:
+            picks = _segments(starts, by_key, len(by_sample[0]))
+            by_sample = [one.index_select(0, picks) for one in by_sample]
+        values, weights = (*by_sample, None)[:2]
+        piece = jagged.piece
+        if isinstance(piece, KeyedJaggedTensor):
+            return KeyedJaggedTensor(piece.keys(), values, weights, lengths=by_key, stride=self.rows)
+        return JaggedTensor(values, weights, lengths=by_key)
+
+
+def take_apart(batch: Any, real: int | None = None, keep: Collection[str] = ()) -> Samples:
+    """Find the samples of *batch*.
+
+    Args:
+        batch: a tensor, a jagged or keyed one, or anything :func:`~lightning_pipe.recsys.batches.pieces.walk` goes through.
+        real: how many rows are samples; the others, at the end, are padding. None: all of them.
+        keep: parts that have no row a sample, as errors call them (``batch.class_weights``).
+
+    Raises:
+        InputError: there is no part of a name in *keep*; parts have different numbers of rows; or a part has samples
+            that cannot be exchanged: a plain list of one entry a sample, an array that is no tensor, a nested or sparse
+            tensor, features with a batch size per feature.
+    """
+    pieces: dict[int, tuple[str, Any]] = {}
+    others: list[tuple[str, Any]] = []
+    kept: set[str] = set()
+    for path, value in _walk(batch, (), (), keep):
+        name = describe(path)
+        if name in keep:
+            kept.add(name)
+            continue
+        if not isinstance(value, PIECES):
+            others.append((name, value))
+        elif not isinstance(value, Tensor) or value.dim():
+            pieces.setdefault(id(value), (name, value))
+    found = list(pieces.values())
+    if missing := [name for name in keep if name not in kept]:
+        raise InputError(
+            f"the balancer's keep names {', '.join(missing)}, which the batch, a {type(batch).__name__}, does not have;"
+            " needed are names of its parts, as 'batch.class_weights' or \"batch['weights'][0]\""
+        )
+    if not found:
+        raise InputError(
+            f"the batch, a {type(batch).__name__}, holds no tensor with a row a sample; nothing can balance it"
+        )
+    first, of_first = next(
+        ((name, one) for name, one in found if isinstance(one, (KeyedJaggedTensor, JaggedTensor))), found[0]
+    )
+    rows = _rows(first, of_first)
+    for name, one in found:
+        if (has := _rows(name, one)) != rows:
+            raise InputError(
+                f"{name} has {has} row(s), but {first} has {rows}; needed is a row for each sample in every part of a"
+                f" batch that is balanced. If {name} belongs to the batch as a whole, name it in the balancer's keep"
+            )
+    for name, value in others:
+        if _per_sample(value, rows):
+            raise InputError(
+                f"{name} is a {type(value).__name__} of {rows} entries, as many as there are samples, which are"
+                f" exchanged as tensors only. Make it a tensor; or, if it belongs to the batch as a whole, name it in"
+                f" the balancer's keep"
+            )
+    real = rows if real is None else real
+    if not 0 <= real <= rows:
+        raise InputError(
+            f"the batch is said to have {real} samples, but {first} has {rows} row(s); needed are 0 to {rows}"
+        )
+    jagged = [_jagged_of(name, one, rows) for name, one in found if isinstance(one, (KeyedJaggedTensor, JaggedTensor))]
+    dense = [one for _, one in found if isinstance(one, (Tensor, KeyedTensor))]
+    return Samples(batch, rows, real, dense, jagged, [(name, _form(one)) for name, one in found])
+
+
+# ---------------------------------------------------------------------- the parts of a batch
+
+
+def _walk(value: Any, path: Path, parents: tuple[int, ...], keep: Collection[str]) -> Iterator[tuple[Path, Any]]:
+    yield path, value
+    if isinstance(value, PIECES) or id(value) in parents or describe(path) in keep:
+        return
+    for step, child in children(value):
+        yield from _walk(child, (*path, step), (*parents, id(value)), keep)
+
+
+def _rows(name: str, piece: Any) -> int:
+    if isinstance(piece, KeyedJaggedTensor):
+        if piece.variable_stride_per_key():
+            raise InputError(
+                f"{name} has a batch size per feature, so that no list of it belongs to one sample; needed is one batch"
+                " size for all features, or no balancer"
+            )
+        return piece.stride()
+    if isinstance(piece, JaggedTensor):
+        return len(piece.lengths())
+    tensor = _tensor(piece)
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise InputError(f"{name} is a nested or sparse tensor; needed is a dense one, or TorchRec's jagged tensors")
+    return len(tensor)
+
+
+def _per_sample(value: Any, rows: int) -> bool:
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return rows > 0 and len(value) == rows and all(isinstance(one, _PLAIN) for one in value)
+    shape = getattr(value, "shape", None)  # NumPy's and others' arrays
+    return isinstance(shape, tuple) and len(shape) > 0 and shape[0] == rows
+
+
+def _jagged_of(name: str, piece: Any, rows: int) -> _Jagged:
+    # Of a CPU's batch alone: a GPU would be waited for.
+    if not piece.lengths().is_cuda:
+        total, ids = int(piece.lengths().sum()), len(piece.values())
+        if total != ids or bool((piece.lengths() < 0).any()):
+            raise InputError(
+                f"{name} has {ids} ids, and its lengths add up to {total}, the least being"
+                f" {int(piece.lengths().min())}; needed are lengths of 0 or more that add up to the ids: mend where the"
+                " batch is made"
+            )
+    weights = piece.weights_or_none()
+    streams = [piece.values()] if weights is None else [piece.values(), weights]
+    lengths = piece.lengths().view(-1, rows) if rows else piece.lengths().view(_keys(piece), 0)
+    return _Jagged(piece, lengths.t(), streams, lengths.sum(0, dtype=torch.int64))
+
+
+def _keys(piece: Any) -> int:
+    return len(piece.keys()) if isinstance(piece, KeyedJaggedTensor) else 1
+
+
+def _form(piece: Any) -> str:
+    if isinstance(piece, Tensor):
+        return f"tensor of {piece.dtype}, rows of {list(piece.shape[1:])}"
+    if isinstance(piece, KeyedTensor):
+        return f"keyed tensor of {piece.values().dtype}, {dict(zip(piece.keys(), piece.length_per_key(), strict=True))}"
+    weights, values = piece.weights_or_none(), piece.values()
+    kept = "no weights" if weights is None else f"weights of {weights.dtype}{list(weights.shape[1:])}"
+    keys = piece.keys() if isinstance(piece, KeyedJaggedTensor) else "no keys"
+    return (
+        f"jagged, {keys}, values of {values.dtype}{list(values.shape[1:])}, {kept}, lengths of {piece.lengths().dtype}"
+    )
+
+
+def _tensor(piece: Tensor | KeyedTensor) -> Tensor:
+    return piece.values() if isinstance(piece, KeyedTensor) else piece
+
+
+def _rebuilt(value: Any, made: Mapping[int, Any], seen: dict[int, Any]) -> Any:
+    """*value* with what was made in the place of its pieces; what holds none of them stays the object it is."""
+    if id(value) in made:
+        return made[id(value)]
+    if isinstance(value, PIECES) or id(value) in seen:
+        return seen.get(id(value), value)
+    seen[id(value)] = value  # also ends a cycle
+    parts = [(step, child, _rebuilt(child, made, seen)) for step, child in children(value)]
+    if any(child is not new for _, child, new in parts):
+        seen[id(value)] = _with_parts(value, [new for _, _, new in parts])
+    return seen[id(value)]
+
+
+def _with_parts(value: Any, parts: list[Any]) -> Any:
+    build: Callable[..., Any] = type(value)
+    if isinstance(value, Mapping):
+        entries = dict(zip(value, parts, strict=True))
+        if not isinstance(value, MutableMapping):
+            return build(entries)
+        mapping = copy.copy(value)
+        mapping.update(entries)
+        return mapping
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return build(*parts)
+    if isinstance(value, Sequence):
+        return build(parts)
+    made = copy.copy(value)  # not made anew: some fields may not be arguments
+    for name, part in zip((name for name in field_names(value) if hasattr(value, name)), parts, strict=True):
+        object.__setattr__(made, name, part)
+    return made
+
+
+# ---------------------------------------------------------------------- segments and bytes
+
+
+def _by_sample(jagged: _Jagged, order: Tensor, total: int) -> Tensor:
+    """Where the ids of samples are in the streams: sample by sample, and key by key in each."""
+    keys_first = jagged.lengths.t().reshape(-1)
+    starts = _offsets(keys_first).view(jagged.lengths.shape[1], -1).t()
+    picked = jagged.lengths.index_select(0, order)
+    return _segments(starts.index_select(0, order).reshape(-1), picked.reshape(-1), total)
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return torch.cumsum(lengths, 0, dtype=torch.int64) - lengths
+
+
+def _segments(starts: Tensor, lengths: Tensor, total: int) -> Tensor:
+    """The numbers from each start on, as many as its length, one after the other; *total* is the sum of the lengths."""
+    shifts = torch.repeat_interleave(starts - _offsets(lengths), lengths, output_size=total)
+    return shifts + torch.arange(total, device=starts.device)
+
+
+def _bytes_each(tensor: Tensor) -> int:
+    return tensor.element_size() * tensor[:0].flatten(1).shape[1] if tensor.dim() > 1 else tensor.element_size()
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Rows x bytes of a row."""
+    return (
+        tensor.contiguous()
+        .reshape(-1)
+        .view(torch.uint8)
+        .view(len(tensor), -1 if tensor.numel() else _bytes_each(tensor))
+    )

@@ -1,0 +1,1 @@
+"""The dense parameters: their values, and their gradients over ranks and batches."""

@@ -1,0 +1,4 @@
+"""Rows in memory: slots, eviction, new rows.
+
+An eviction rule belongs here.
+"""

@@ -1,0 +1,287 @@
+"""Rows in RocksDB, a log-structured merge tree, through the package rocksdict.
+
+Its files of records are never changed once written, so a version of the store is a folder of hard links to them
+(RocksDB's checkpoint), and the working copy is opened from such links. Writes in between go to memory and, in the
+background, to new files, without a log: they may be lost, and nothing is written twice for a commit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rocksdict import (
+    BlockBasedOptions,
+    Cache,
+    Checkpoint,
+    DBCompressionType,
+    Options,
+    Rdict,
+    ReadOptions,
+    WriteBatch,
+    WriteOptions,
+)
+
+from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.recsys.dynamic.store.record_bytes import (
+    join_keys,
+    join_records,
+    split_keys,
+    split_records,
+)
+from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records, RowStore, RunPart, StoreState
+from lightning_pipe.recsys.dynamic.store.versions import VersionedFolder
+
+__all__ = ["RocksDbStore"]
+
+# Fewer keys than this are not worth a thread of their own.
+_KEYS_PER_READER = 256
+# Seconds that one reader takes for a record where it waits for the disk, alone and as one of several. From memory it is
+# 3 to 5 µs alone; there several are no faster, since they wait for the interpreter, and take cores from the training.
+_WAITS_ALONE, _WAITS_AS_ONE_OF_SEVERAL = 10e-6, 40e-6
+_MB = 1 << 20
+# Of a scan at a time, however wide its records are.
+_SCAN_BYTES = 4 * _MB
+
+
+class RocksDbStore(RowStore):
+    """A :class:`~lightning_pipe.recsys.dynamic.store.row_store.RowStore` in RocksDB; its docstring says what all share.
+
+    Memory: twice ``write_buffer``, ``block_cache``, and for each record some 1.5 bytes of filters and indexes.
+
+    Args:
+        path: of the rank's folder.
+        widths: bytes of a record, by table.
+        description: what must be the same whenever the store is opened.
+        readers: threads that share the keys of a read while reads wait for the disk, which serves several at once.
+        write_buffer: bytes written before they go to a file.
+        block_cache: bytes of blocks kept in memory, beside the system's own cache of the files.
+        direct: read past the system's cache, where the machine's memory is needed for other things.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        widths: Mapping[str, int],
+        description: Any = None,
+        *,
+        readers: int = 8,
+        write_buffer: int = 64 * _MB,
+        block_cache: int = 32 * _MB,
+        direct: bool = False,
+    ) -> None:
+        self._widths = dict(widths)
+        self._numbers = {table: number for number, table in enumerate(sorted(widths))}
+        described = {"widths": self._widths, "tables": description}
+        self._folder = VersionedFolder(Path(path), "rocksdb", described, shared=".sst")
+        self._options = _options(write_buffer, block_cache, direct)
+        self._unlogged = WriteOptions()
+        self._unlogged.disable_wal = True  # type: ignore[method-assign, assignment]  # its stub is wrong
+        self._open: Rdict | None = None
+        self._readers = readers
+        self._pool: ThreadPoolExecutor | None = None
+        self._waits = True  # whether the last read waited for the disk
+
+    @property
+    def state(self) -> StoreState:
+        return self._folder.state
+
+    def join(self, part: RunPart) -> None:
+        self._folder.join(part)
+
+    def settle(self, version: int) -> None:
+        if self._open is not None:
+            raise SetupError(
+                f"settle({version}) came after the store was settled at {self.state.committed}; needed is one call:"
+                " open the store again"
+            )
+        self._folder.settle(version)
+        with self._engine_errors():
+            self._open = Rdict(str(self._folder.working), self._options)
+        if self._readers > 1:
+            self._pool = ThreadPoolExecutor(self._readers, thread_name_prefix="lightning_pipe store")
+
+    def read(self, table: str, keys: Keys) -> tuple[Records, npt.NDArray[np.bool_]]:
+        width = self._widths[table]
+        # Neighbours are in the same block.
+        order = np.argsort(keys)
+        with self._engine_errors():
+            values = self._get(split_keys(self._numbers[table], keys[order]))
+        records = np.empty((len(keys), width), np.uint8)
+        found = np.ones(len(keys), np.bool_)
+        if None in values:
+            there = np.fromiter((value is not None for value in values), np.bool_, len(values))
+            found[order] = there
+            order = order[there]
+            values = [value for value in values if value is not None]
+        records[order] = self._joined(values, width)
+        return records, found
+
+    def write(self, table: str, keys: Keys, records: Records) -> None:
+        batch = WriteBatch(raw_mode=True)
+        _all(map(batch.put, split_keys(self._numbers[table], keys), split_records(records)))
+        self._write(batch)
+
+    def erase(self, table: str, keys: Keys) -> None:
+        batch = WriteBatch(raw_mode=True)
+        _all(map(batch.delete, split_keys(self._numbers[table], keys)))
+        self._write(batch)
+
+    def prepare(self, version: int, notes: Mapping[str, str] | None = None) -> None:
+        database = self._database
+
+        def fill(folder: Path) -> None:
+            with self._engine_errors():
+                database.flush()
+                Checkpoint(database).create_checkpoint(str(folder))
+
+        self._folder.prepare(version, notes or {}, fill)
+
+    def commit(self, version: int) -> None:
+        self._folder.commit(version)
+
+    def notes(self) -> dict[str, str]:
+        return self._folder.notes()
+
+    def scan(self, table: str, chunk: int = 65536) -> Iterator[tuple[Keys, Records]]:
+        width = self._widths[table]
+        options = self._range(table)
+        last = _first(self._numbers[table])
+        items = self._database.items(from_key=last, read_opt=options)
+        chunk = min(chunk, max(1, _SCAN_BYTES // width))
+        while part := list(islice(items, chunk)):
+            keys, values = zip(*part, strict=True)
+            last = keys[-1]
+            joined = join_keys(keys), self._joined(values, width)
+            del part, keys, values  # before the next are read
+            yield joined
+            del joined
+        self._expect_end(options, last)
+
+    def count(self, table: str) -> int:
+        options = self._range(table)
+        total, last = 0, _first(self._numbers[table])
+        keys: Iterator[Any] = self._database.keys(from_key=last, read_opt=options)
+        while part := list(islice(keys, 65536)):
+            total, last = total + len(part), part[-1]
+        self._expect_end(options, last)
+        return total
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+        if self._open is not None:
+            # It writes what may be lost, and the disk may be full.
+            with suppress(Exception):
+                self._open.close()
+            self._open = None
+        self._folder.close()
+
+    # ------------------------------------------------------------------ helpers
+
+    @property
+    def _database(self) -> Rdict:
+        if self._open is None:
+            raise SetupError("the store of rows is closed or not settled; needed is an open one: call settle() first")
+        return self._open
+
+    def _get(self, keys: list[bytes]) -> list[bytes | None]:
+        get: Callable[[Any], Any] = self._database.get  # lets go of the interpreter while it reads
+        most = min(self._readers, len(keys) // _KEYS_PER_READER)
+        readers = most if most > 1 and self._waits and self._pool is not None else 1
+        begun = time.perf_counter()
+        found: list[bytes | None]
+        if readers == 1 or self._pool is None:
+            found = get(keys) if keys else []
+        else:
+            size = -(-len(keys) // readers)
+            parts = [keys[begin : begin + size] for begin in range(0, len(keys), size)]
+            found = [value for values in self._pool.map(get, parts) for value in values]
+        if len(keys) >= _KEYS_PER_READER:
+            each = (time.perf_counter() - begun) * readers / len(keys)
+            self._waits = each > (_WAITS_ALONE if readers == 1 else _WAITS_AS_ONE_OF_SEVERAL)
+        return found
+
+    def _write(self, batch: WriteBatch) -> None:
+        with self._engine_errors():
+            self._database.write(batch, self._unlogged)
+
+    def _joined(self, values: Any, width: int) -> Records:
+        try:
+            return join_records(values, width)
+        except ValueError as error:
+            raise self._folder.damaged(str(error)) from error
+
+    def _range(self, table: str) -> ReadOptions:
+        options = ReadOptions()
+        options.set_iterate_upper_bound(_first(self._numbers[table] + 1))
+        options.set_readahead_size(2 * _MB)
+        return options
+
+    def _expect_end(self, options: ReadOptions, last: bytes) -> None:
+        """Iteration ends at a damaged block as it does at the end: one more step tells them apart."""
+        step = self._database.iter(options)
+        step.seek(last)
+        if step.valid():
+            step.next()
+        with self._engine_errors():
+            step.status()
+
+    @contextmanager
+    def _engine_errors(self) -> Iterator[None]:
+        """RocksDB's errors come as plain exceptions with a text."""
+        try:
+            yield
+        except (SetupError, OSError):
+            raise
+        except Exception as error:
+            text = str(error)
+            if "orruption" in text or "No such file" in text:
+                raise self._folder.damaged(text) from error
+            if type(error) is Exception:
+                raise self._folder.unwritable(text) from error
+            raise
+
+
+def _options(write_buffer: int, block_cache: int, direct: bool) -> Options:
+    blocks = BlockBasedOptions()
+    blocks.set_block_cache(Cache(block_cache))
+    # A key that is not there costs no read.
+    blocks.set_bloom_filter(10, False)
+    blocks.set_format_version(5)
+    options = Options(raw_mode=True)
+    options.create_if_missing(True)
+    options.set_block_based_table_factory(blocks)
+    # Numbers that were trained hardly get smaller.
+    options.set_compression_type(DBCompressionType.none())
+    options.set_write_buffer_size(write_buffer)
+    options.set_level_compaction_dynamic_level_bytes(True)
+    options.set_max_background_jobs(2)
+    options.set_max_open_files(512)
+    options.set_keep_log_file_num(1)
+    options.set_bytes_per_sync(_MB)
+    if direct:
+        options.set_use_direct_reads(True)
+        options.set_use_direct_io_for_flush_and_compaction(True)
+    else:
+        options.set_advise_random_on_open(True)
+    return options
+
+
+def _first(number: int) -> bytes:
+    """No key of the table with this number is less."""
+    return number.to_bytes(2, "big") + bytes(8)
+
+
+def _all(calls: Iterator[Any]) -> None:
+    """Makes the calls of a ``map`` without a loop in Python."""
+    deque(calls, maxlen=0)

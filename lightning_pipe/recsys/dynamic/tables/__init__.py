@@ -1,0 +1,1 @@
+"""Embedding modules without a size, over a cache and a store."""

@@ -1,0 +1,237 @@
+"""Gives sharded dynamic modules their rows: caches over what TorchRec's kernels hold, and a store for each module.
+
+Tested in ``tests/scenarios/recommenders/test_dynamic_embeddings.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
+
+from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.recsys.batches.agreement import Agreement
+from lightning_pipe.recsys.dynamic.cache.initial_values import Constant, InitialValues, Normal, Uniform
+from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
+from lightning_pipe.recsys.dynamic.cache.row_headers import BYTES
+from lightning_pipe.recsys.dynamic.store.commit import open_together
+from lightning_pipe.recsys.dynamic.store.mixing import unmix
+from lightning_pipe.recsys.dynamic.store.row_store import Keys, RowStore
+from lightning_pipe.recsys.dynamic.tables.row_tables import RowTables
+from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
+from lightning_pipe.recsys.dynamic.tables.slot_lookup import look_slots_up, skip_to_kernel
+from lightning_pipe.recsys.kernels.row_adam import RowAdam
+from lightning_pipe.recsys.kernels.table_optimizer import TableOptimizer
+from lightning_pipe.recsys.modules.dynamic_modules import DynamicTable, Storage
+
+__all__ = ["check_data_type", "in_kernel", "open_rows"]
+
+
+def check_data_type(config: BaseEmbeddingConfig, device: torch.device) -> None:
+    """Raises SetupError for a dynamic table whose rows have a type that FBGEMM has no kernel for on *device*."""
+    if device.type == "cpu" and config.data_type == DataType.BF16:
+        raise SetupError(
+            f"dynamic table {config.name!r} has data_type=DataType.BF16, for which FBGEMM has no kernel on a CPU;"
+            " needed is DataType.FP32 or DataType.FP16, or a GPU"
+        )
+
+
+def in_kernel(optimizer: TableOptimizer, device: torch.device) -> TableOptimizer:
+    """What a fused kernel is to be told of a dynamic table's optimiser: it has none where a row optimiser stands in."""
+    if not _needs_row_adam(optimizer, device):
+        return optimizer
+    return TableOptimizer(torch.optim.SGD, {"lr": optimizer.learning_rate}, torch.optim.SGD, False)
+
+
+def _needs_row_adam(optimizer: TableOptimizer, device: torch.device) -> bool:
+    return device.type == "cpu" and "betas" in optimizer.hyper_parameters
+
+
+def open_rows(
+    name: str,
+    module: ShardedDynamicModule,
+    optimizers: Mapping[str, TableOptimizer],
+    seed: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> RowTables:
+    """Opens the store of a module and makes its caches. All ranks call it together.
+
+    Args:
+        name: of the module, for messages.
+        module: sharded; its caches are set.
+        optimizers: of each table.
+        seed: of initial values, where the module has none of its own.
+        group: the ranks that the module is sharded over.
+        device: of its tables.
+
+    Raises:
+        SetupError: on every rank, if any cannot open its store, or the cache is too small for the ranks.
+    """
+    agreement = Agreement(group, device)
+    ranks, storage = group.size(), module.storage
+    row_optimizers = _row_optimizers(module, optimizers, device)
+    columns: dict[str, list[Tensor]] = {}
+    tables_of_keys: list[str] = []
+    for table, features, tensors in module.table_columns():
+        columns[table] = tensors
+        tables_of_keys += [table] * len(features)
+    for table, tensors in columns.items():
+        if not len(tensors[0]):
+            raise SetupError(
+                f"dynamic table {table!r} of module {name!r} has cache_rows="
+                f"{module.dynamic_tables[table].cache_rows} for {ranks} ranks; needed is at least one for each, and the"
+                " rows of all batches in flight"
+            )
+    description = {
+        table: {
+            "optimizer": optimizers[table].name,
+            "columns": [[list(tensor.shape[1:]), str(tensor.dtype)] for tensor in tensors],
+        }
+        for table, tensors in columns.items()
+    }
+    path = storage.path / f"ranks-{ranks}" / f"rank-{agreement.rank}"
+    widths = {table: record_width(tensors) for table, tensors in columns.items()}
+    store = open_together(lambda: open_store(path, widths, description), agreement)
+    lock = threading.Lock()
+    try:
+        own_seed = seed if storage.seed is None else storage.seed
+        values = {table: _initial_values(module.dynamic_tables[table], own_seed) for table in columns}
+        caches = {
+            table: _cache(module.dynamic_tables[table], tensors, store, lock, storage, values[table])
+            for table, tensors in columns.items()
+        }
+        rows = RowTables(
+            caches,
+            tables_of_keys,
+            store=store,
+            agreement=agreement,
+            ranks=ranks,
+            description=description,
+            row_optimizers=row_optimizers,
+            commit_every=storage.commit_every,
+            seed=own_seed,
+            reseed=partial(_reseed, list(values.values())) if storage.seed is None else None,
+            existing=storage.existing,
+        )
+    except BaseException:
+        store.close()
+        raise
+    module.use_rows(rows)
+    for lookup in module._lookups:
+        for kernel in lookup._emb_modules:  # type: ignore[union-attr]  # a ModuleList
+            look_slots_up(kernel.emb_module)
+        skip_to_kernel(lookup)
+    return rows
+
+
+def open_store(path: Path, widths: Mapping[str, int], description: Any) -> RowStore:
+    """A rank's store, not settled yet.
+
+    Raises:
+        SetupError: its package is missing; and what the store raises.
+    """
+    try:
+        from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
+    except ImportError as error:
+        raise SetupError(
+            f"dynamic tables keep their rows in RocksDB, whose package cannot be imported: {error}; install"
+            " lightning-pipe[dynamic]"
+        ) from error
+    return RocksDbStore(path, widths, description)
+
+
+def record_width(columns: list[Tensor]) -> int:
+    """Bytes of a row in the store: its header, and its part of each column."""
+    return BYTES + sum(column[:1].numel() * column.element_size() for column in columns)
+
+
+def _row_optimizers(
+    module: ShardedDynamicModule, optimizers: Mapping[str, TableOptimizer], device: torch.device
+) -> list[RowAdam]:
+    found = []
+    for lookup in module._lookups:
+        for kernel in lookup._emb_modules:  # type: ignore[union-attr]  # a ModuleList
+            names = [table.name for table in kernel._config.embedding_tables]
+            own = [
+                optimizers[name].hyper_parameters if _needs_row_adam(optimizers[name], device) else None
+                for name in names
+            ]
+            if any(one is not None for one in own):
+                found.append(RowAdam(kernel.emb_module, own))
+    return found
+
+
+def _cache(
+    table: DynamicTable,
+    columns: list[Tensor],
+    store: RowStore,
+    store_lock: threading.Lock,
+    storage: Storage,
+    values: InitialValues,
+) -> RowCache:
+    return RowCache(
+        table.name,
+        columns,
+        store,
+        store_lock=store_lock,
+        initial=values,
+        state_fill=[0.0] * (len(columns) - 1),
+        policy=table.eviction if isinstance(table.eviction, str) else partial(_score_ids, table.eviction),
+        ids_of=_ids_of,
+        admission_threshold=table.admission_threshold,
+        ttl=table.ttl,
+        check_nan=storage.check_nan,
+    )
+
+
+def _initial_values(table: DynamicTable, seed: int) -> InitialValues:
+    return InitialValues(table.name, table.embedding_dim, _initial(table), seed=seed)
+
+
+def _reseed(values: Sequence[InitialValues], seed: int) -> None:
+    for one in values:
+        one.reseed(seed)
+
+
+def _initial(table: DynamicTable) -> Any:
+    given = table.initial
+    if given is None:
+        bound = 1 / math.sqrt(table.embedding_dim)
+        return Uniform(-bound, bound)
+    if callable(given):
+        return partial(_of_ids, given)
+    kinds = {"uniform": Uniform, "normal": Normal, "constant": Constant}
+    where = f"initial of dynamic table {table.name!r}"
+    if len(given) != 1 or next(iter(given)) not in kinds:
+        raise SetupError(
+            f"{where} is {dict(given)}; needed is one of {{'uniform': [low, high]}}, {{'normal': [mean, std]}} and"
+            " {'constant': value}, or a function of ids"
+        )
+    kind, arguments = next(iter(given.items()))
+    try:
+        return kinds[kind](*(arguments if isinstance(arguments, (list, tuple)) else [arguments]))
+    except TypeError as error:
+        raise SetupError(f"{where} is {dict(given)}: {error}; mend the numbers") from error
+
+
+def _ids_of(mixed: Keys) -> Keys:
+    ids: Keys = unmix(torch.from_numpy(mixed)).numpy()
+    return ids
+
+
+def _score_ids(function: Callable[..., Any], mixed: Keys, counts: Any, last_seen: Any) -> Any:
+    return function(_ids_of(mixed), counts, last_seen)
+
+
+def _of_ids(function: Callable[[Tensor], Tensor], mixed: Tensor) -> Tensor:
+    """Users know ids as they are, and not how they are spread over ranks."""
+    return function(unmix(mixed))

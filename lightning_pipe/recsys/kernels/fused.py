@@ -1,0 +1,144 @@
+"""What FBGEMM's fused lookup kernels need from their caller when nothing is trained.
+
+Under inference mode the fused lookups have no CPU kernel; under ``no_grad`` they work. And each lookup of an optimiser
+that counts steps (row-wise Adagrad, Adam) advances the count, which only training may do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+
+from lightning_pipe.recsys.kernels.row_optimizer import row_optimizer
+
+__all__ = [
+    "count_step",
+    "counted_as",
+    "evaluating",
+    "fused_kernels",
+    "moves_rows_at_zero_gradient",
+    "newest_prefetches",
+    "prefetch_again",
+    "prefetches_of_kernels_set_aside",
+    "prefetches_set_aside",
+    "take_back_step",
+]
+
+
+def fused_kernels(module: torch.nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+    """The fused lookup kernels inside a sharded module, each once."""
+    found: dict[int, SplitTableBatchedEmbeddingBagsCodegen] = {}
+    for child in module.modules():
+        for lookup in getattr(child, "_lookups", ()):  # a plain list: not among the child's modules
+            for kernel in lookup.modules():
+                if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen):
+                    found[id(kernel)] = kernel
+    return list(found.values())
+
+
+def moves_rows_at_zero_gradient(module: torch.nn.Module) -> bool:
+    """Whether the optimiser of any fused kernel inside a sharded module changes a row whose gradient is zero.
+
+    By its momentum, by weight decay, or by a division of zero by zero.
+    """
+    return any(_moves_at_zero(kernel) for kernel in fused_kernels(module))
+
+
+def _moves_at_zero(kernel: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
+    if row_optimizer(kernel) is not None:
+        return True
+    if kernel.optimizer in (EmbOptimType.SGD, EmbOptimType.EXACT_SGD):
+        divides_by_zero = False
+    elif kernel.optimizer in (EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD):
+        divides_by_zero = kernel.optimizer_args.eps == 0
+    else:
+        return True
+    return divides_by_zero or kernel.optimizer_args.weight_decay != 0
+
+
+def count_step(module: torch.nn.Module) -> None:
+    """Counts a lookup that was not run, as one in training counts itself, where the kernels' optimisers count."""
+    for kernel in fused_kernels(module):
+        if kernel.iter_cpu.item() > 0:  # an optimiser that counts has counted a lookup before
+            kernel.iter_cpu.add_(1)
+            kernel.iter.add_(1)
+
+
+def newest_prefetches(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor | None]:
+    """For each kernel with a cache where the rows prefetched last are in it, None for others."""
+    queues = [kernel.lxu_cache_locations_list for module in modules for kernel in fused_kernels(module)]
+    return [queue[-1] if queue else None for queue in queues]
+
+
+def prefetch_again(modules: Iterable[torch.nn.Module], locations: Iterable[torch.Tensor | None]) -> None:
+    """Tells kernels with a cache that rows are in it, which were prefetched before."""
+    kernels = [kernel for module in modules for kernel in fused_kernels(module)]
+    for kernel, where in zip(kernels, locations, strict=True):
+        if where is not None:
+            kernel.lxu_cache_locations_list.append(where)
+            kernel.timesteps_prefetched.append(kernel.timestep)
+
+
+def take_back_step(module: torch.nn.Module) -> None:
+    """Takes one lookup back from the counters of a sharded module's kernels: its backward is not going to run."""
+    for kernel in fused_kernels(module):
+        if kernel.iter_cpu.item() > 0:  # an optimiser that counts has counted the lookup
+            kernel.iter_cpu.sub_(1)
+            kernel.iter.sub_(1)
+
+
+@contextmanager
+def prefetches_set_aside(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Within it the lookups of ``modules`` fetch rows for themselves, though rows were fetched ahead for others.
+
+    A kernel with a cache keeps what was prefetched in a queue, and each lookup takes the first, whichever batch it is
+    for. Lookups between the prefetch of a training batch and its lookup would take that batch's.
+    """
+    with prefetches_of_kernels_set_aside([kernel for module in modules for kernel in fused_kernels(module)]):
+        yield
+
+
+@contextmanager
+def prefetches_of_kernels_set_aside(kernels: Sequence[SplitTableBatchedEmbeddingBagsCodegen]) -> Iterator[None]:
+    """:func:`prefetches_set_aside`, of kernels."""
+    queues = [(kernel, kernel.timesteps_prefetched, kernel.lxu_cache_locations_list) for kernel in kernels]
+    for kernel in kernels:
+        kernel.timesteps_prefetched, kernel.lxu_cache_locations_list = [], []
+    try:
+        yield
+    finally:
+        for kernel, timesteps, locations in queues:
+            kernel.timesteps_prefetched, kernel.lxu_cache_locations_list = timesteps, locations
+
+
+@contextmanager
+def counted_as(kernel: SplitTableBatchedEmbeddingBagsCodegen, count: int) -> Iterator[None]:
+    """Within it the next lookup is the ``count``-th for training, where the kernel's optimiser counts; afterwards the
+    counter is as it was."""
+    steps, steps_on_cpu = kernel.iter.clone(), kernel.iter_cpu.clone()
+    if count > 0:
+        kernel.iter.fill_(count - 1)
+        kernel.iter_cpu.fill_(count - 1)
+    try:
+        yield
+    finally:
+        kernel.iter.copy_(steps)
+        kernel.iter_cpu.copy_(steps_on_cpu)
+
+
+@contextmanager
+def evaluating(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Within it the lookups of ``modules`` run outside inference mode, without grad, and leave their counters alone."""
+    kernels = [kernel for module in modules for kernel in fused_kernels(module)]
+    with torch.inference_mode(False), torch.no_grad():
+        counters = [(kernel, kernel.iter.clone(), kernel.iter_cpu.clone()) for kernel in kernels]
+        try:
+            yield
+        finally:
+            for kernel, steps, steps_on_cpu in counters:
+                kernel.iter.copy_(steps)
+                kernel.iter_cpu.copy_(steps_on_cpu)

@@ -1,0 +1,142 @@
+"""The norm of all gradients, those of sharded tables included, and clipping by it.
+
+The gradient of a table is never there as a tensor: it is known from the gradients of a kernel's outputs, to be added up
+for each row that was looked up. The transpose of a lookup is a lookup: a row's gradient is a bag of output gradients,
+one for each place where its id was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import PoolingMode
+from torch import nn
+
+from lightning_pipe.recsys.kernels.kernel_calls import KernelCall, KernelGradients
+
+__all__ = ["clip_by_global_norm", "row_gradients", "table_norm"]
+
+
+@torch.no_grad()
+def table_norm(
+    gradients: KernelGradients,
+    replicated: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> torch.Tensor:
+    """The 2-norm of the gradients of all tables of all ranks, as if no table were sharded. A collective.
+
+    Args:
+        gradients: of the outputs of this rank's kernels.
+        replicated: gradients of the tables that every rank holds, averaged over ranks: each counts once.
+        group: the ranks that the tables are sharded over.
+        device: of this rank.
+
+    Returns:
+        A scalar in double precision, the same on every rank.
+    """
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    by_kernel: dict[int, list[tuple[KernelCall, torch.Tensor]]] = {}
+    for call, gradient in zip(gradients.calls, gradients.gradients, strict=True):
+        by_kernel.setdefault(id(call.kernel), []).append((call, gradient))
+    for calls in by_kernel.values():
+        for _, rows in row_gradients(calls):
+            square += _square(rows)
+    if group.size() > 1:
+        dist.all_reduce(square, group=group)
+    for gradient in replicated:
+        square += _square(gradient)
+    return square.sqrt()
+
+
+def clip_by_global_norm(parameters: Iterable[nn.Parameter], tables: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` with the tables as further parameters.
+
+    Args:
+        parameters: dense ones, whose gradients are averaged over ranks; they are scaled here.
+        tables: norm of the tables' gradients.
+        max_norm: the norm that all gradients together may have.
+
+    Returns:
+        What the tables' gradients are to be scaled by, a scalar of at most 1.
+    """
+    parameters = list(parameters)
+    dense = torch.nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
+    total = torch.linalg.vector_norm(torch.stack([dense.to(tables), tables])).float()
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    return torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as PyTorch has it
+
+
+@torch.no_grad()
+def row_gradients(calls: Sequence[tuple[KernelCall, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The gradients of the rows that one kernel looked up.
+
+    Args:
+        calls: its calls in one step, and the gradient of each one's output.
+
+    Returns:
+        For each width of its tables: rows, counted through all its tables, and their gradients (rows x columns).
+    """
+    kernel = calls[0][0].kernel
+    tables = kernel.feature_table_map
+    widths = [kernel.embedding_specs[table][1] for table in tables]
+    found = []
+    for width in sorted(set(widths)):
+        features = [feature for feature, own in enumerate(widths) if own == width]
+        parts = [_places(call, gradient, features, widths) for call, gradient in calls]
+        rows = torch.cat([part[0] for part in parts])
+        if rows.numel():
+            found.append(_add_up(rows, parts))
+    return found
+
+
+# Rows of tables, the bag whose output each went into, its weight there, and the gradients of the bags.
+_Places = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _places(call: KernelCall, gradient: torch.Tensor, features: list[int], widths: list[int]) -> _Places:
+    """Where the ids of some features, of tables of one width, went."""
+    kernel, count, width = call.kernel, call.indices.numel(), widths[features[0]]
+    batch = (call.offsets.numel() - 1) // len(widths)
+    lengths = call.offsets.diff()
+    bags = torch.repeat_interleave(lengths, output_size=count)
+    rows = call.indices.long() + kernel.hash_size_cumsum[bags // max(batch, 1)]
+    weights = torch.ones(count, device=rows.device) if call.weights is None else call.weights.detach().float()
+    if kernel.pooling_mode == PoolingMode.NONE:
+        # Each id has an output of its own; all tables of such a kernel have one width.
+        return rows, torch.arange(count, device=rows.device), weights, gradient.reshape(count, width).float()
+    if kernel.pooling_mode == PoolingMode.MEAN:
+        weights = weights / lengths[bags]
+    ends = list(accumulate(widths, initial=0))
+    columns = [gradient[:, ends[feature] : ends[feature] + width] for feature in features]
+    gradients = torch.stack(columns).reshape(len(features) * batch, width).float()
+    if len(features) == len(widths):
+        return rows, bags, weights, gradients
+    place = torch.full((len(widths),), -1, device=rows.device)
+    place[features] = torch.arange(len(features), device=rows.device)
+    place_of_id = place[bags // max(batch, 1)]
+    here = place_of_id >= 0
+    return rows[here], (place_of_id * batch + bags % max(batch, 1))[here], weights[here], gradients
+
+
+def _add_up(rows: torch.Tensor, parts: Sequence[_Places]) -> tuple[torch.Tensor, torch.Tensor]:
+    starts = accumulate((len(part[3]) for part in parts[:-1]), initial=0)
+    bags = torch.cat([part[1] + start for part, start in zip(parts, starts, strict=True)])
+    # A stable order, so that sums do not depend on the sort.
+    rows, order = rows.sort(stable=True)
+    rows, counts = torch.unique_consecutive(rows, return_counts=True)
+    sums = nn.functional.embedding_bag(
+        bags[order],
+        torch.cat([part[3] for part in parts]),
+        counts.cumsum(0) - counts,
+        mode="sum",
+        per_sample_weights=torch.cat([part[2] for part in parts])[order],
+    )
+    return rows, sums
+
+
+def _square(gradient: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(gradient, dtype=torch.float64).square()

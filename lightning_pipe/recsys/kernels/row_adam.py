@@ -1,0 +1,81 @@
+"""Adam over the rows that a batch looked up, for kernels that FBGEMM does not have: those on a CPU.
+
+As FBGEMM's on a GPU: moments of a row move only when it is looked up, and the bias is corrected by the number of
+batches that the kernel has trained (Kingma and Ba, "Adam", 2015).
+
+Tested in ``tests/scenarios/recommenders/test_dynamic_embeddings.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lightning_pipe.recsys.kernels.gradient_norm import row_gradients
+from lightning_pipe.recsys.kernels.kernel_calls import KernelCall
+from lightning_pipe.recsys.kernels.row_optimizer import set_row_optimizer
+
+__all__ = ["RowAdam"]
+
+
+class RowAdam:
+    """Trains the tables of one kernel, whose own optimiser is left alone but for its learning rate.
+
+    Args:
+        kernel: FBGEMM's, with SGD for its optimiser.
+        hyper_parameters: of each of its tables ``betas`` of the moments and ``eps``, added to the root of the second;
+            None for a table that SGD is right for.
+
+    Attributes:
+        states: of each table the two moments, rows x columns, zeros at first; nothing under SGD.
+        steps: how many batches were trained.
+    """
+
+    def __init__(self, kernel: Any, hyper_parameters: Sequence[Mapping[str, Any] | None]) -> None:
+        self._kernel = kernel
+        self._hyper_parameters = list(hyper_parameters)
+        self._weights = [weights.detach() for weights in kernel.split_embedding_weights()]
+        self.states = [
+            [] if own is None else [torch.zeros_like(weights, dtype=torch.float32) for _ in range(2)]
+            for weights, own in zip(self._weights, self._hyper_parameters, strict=True)
+        ]
+        self.steps = 0
+        set_row_optimizer(kernel, self)
+
+    @torch.no_grad()
+    def step(self, calls: Sequence[tuple[KernelCall, torch.Tensor]]) -> None:
+        """Trains the rows that one batch looked up.
+
+        Args:
+            calls: the kernel's calls, and the gradient of each one's output.
+        """
+        self.steps += 1
+        rate = self._kernel.get_learning_rate()
+        # By feature; several may be of one table.
+        starts = dict(zip(self._kernel.feature_table_map, self._kernel.hash_size_cumsum.tolist(), strict=False))
+        for rows, gradients in row_gradients(calls):
+            for table, weights in enumerate(self._weights):
+                bounds = torch.tensor([starts[table], starts[table] + len(weights)], device=rows.device)
+                here = slice(*torch.searchsorted(rows, bounds).tolist())
+                if here.start < here.stop:
+                    self._step_table(table, weights, rows[here] - starts[table], gradients[here], rate)
+
+    def _step_table(
+        self, table: int, weights: torch.Tensor, rows: torch.Tensor, gradients: torch.Tensor, rate: float
+    ) -> None:
+        own, states = self._hyper_parameters[table], self.states[table]
+        held = weights.index_select(0, rows)
+        if own is None:
+            weights.index_copy_(0, rows, (held.float() - rate * gradients).to(held.dtype))
+            return
+        first, second = (state.index_select(0, rows) for state in states)
+        beta1, beta2 = own["betas"]
+        first.lerp_(gradients, 1 - beta1)
+        second.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
+        states[0].index_copy_(0, rows, first)
+        states[1].index_copy_(0, rows, second)
+        first_bias, second_bias = 1 - beta1**self.steps, 1 - beta2**self.steps
+        change = (first / first_bias).div_((second / second_bias).sqrt_().add_(own["eps"]))
+        weights.index_copy_(0, rows, (held.float() - rate * change).to(held.dtype))

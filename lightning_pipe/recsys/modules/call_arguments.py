@@ -1,0 +1,164 @@
+"""How the arguments of a sharded module's call come out of a batch: what record, direct and fx all find.
+
+A source is a tree: pieces of the batch at a path, constants, collections of sources, and results of post-processing
+modules. Sources are plain data: they print themselves the same on every rank, so ranks can compare what they found.
+
+Tested in ``tests/recsys/rewrite/test_record.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_pipe.recsys.batches.pieces import Path, describe, follow, same_piece
+
+__all__ = [
+    "Arguments",
+    "CallArguments",
+    "Collection",
+    "Constant",
+    "Piece",
+    "PostprocessResults",
+    "Postprocessed",
+    "Source",
+]
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of one call: by position, by name
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The object at a path of the batch."""
+
+    path: Path
+
+    def get(self, batch: Any, results: PostprocessResults) -> Any:
+        return follow(self.path, batch)
+
+    def __str__(self) -> str:
+        return describe(self.path)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same value for every batch."""
+
+    value: Any
+
+    def get(self, batch: Any, results: PostprocessResults) -> Any:
+        return self.value
+
+    def __str__(self) -> str:
+        return repr(self.value)
+
+
+@dataclass(frozen=True)
+class Collection:
+    """A list, tuple or dict of sources."""
+
+    kind: type
+    keys: tuple[Any, ...]
+    sources: tuple[Source, ...]
+
+    def get(self, batch: Any, results: PostprocessResults) -> Any:
+        values = [source.get(batch, results) for source in self.sources]
+        return dict(zip(self.keys, values, strict=True)) if self.kind is dict else self.kind(values)
+
+    def __str__(self) -> str:
+        return f"{self.kind.__name__}({', '.join(map(str, self.sources))})"
+
+
+@dataclass(frozen=True)
+class Postprocessed:
+    """A place in the result of a post-processing module, which is run once for each batch."""
+
+    name: str
+    arguments: CallArguments
+    path: Path = ()
+
+    def get(self, batch: Any, results: PostprocessResults) -> Any:
+        return follow(self.path, results.get(self.name, self.arguments, batch))
+
+    def __str__(self) -> str:
+        return f"{self.name}({self.arguments})" + describe(self.path).removeprefix("batch")
+
+
+Source = Piece | Constant | Collection | Postprocessed
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """The arguments of one call."""
+
+    positional: tuple[Source, ...] = ()
+    named: dict[str, Source] = field(default_factory=dict)
+
+    def get(self, batch: Any, results: PostprocessResults) -> Arguments:
+        """The call's arguments for ``batch``; post-processing runs at the first use and is kept in ``results``."""
+        positional = tuple(source.get(batch, results) for source in self.positional)
+        return positional, {name: source.get(batch, results) for name, source in self.named.items()}
+
+    def postprocesses(self) -> dict[str, CallArguments]:
+        """Every post-processing module behind these arguments, innermost first, with its own arguments."""
+        found: dict[str, CallArguments] = {}
+        pending: list[Source] = [*self.positional, *self.named.values()]
+        while pending:
+            source = pending.pop()
+            if isinstance(source, Collection):
+                pending.extend(source.sources)
+            elif isinstance(source, Postprocessed):
+                found = {**source.arguments.postprocesses(), **found, source.name: source.arguments}
+        return found
+
+    def __str__(self) -> str:
+        named = (f"{name}={source}" for name, source in self.named.items())
+        return ", ".join([*map(str, self.positional), *named])
+
+
+class PostprocessResults:
+    """What the post-processing modules made of one batch. It belongs to that batch: iterations overlap.
+
+    Args:
+        modules: the modules' own (not replaced) forwards by name.
+    """
+
+    def __init__(self, modules: dict[str, Callable[..., Any]]) -> None:
+        self._modules = modules
+        self._calls: dict[str, tuple[tuple[Any, ...], dict[str, Any], Any]] = {}
+
+    def get(self, name: str, arguments: CallArguments, batch: Any) -> Any:
+        if name not in self._calls:
+            positional, named = arguments.get(batch, self)
+            self._calls[name] = positional, named, self._modules[name](*positional, **named)
+        return self._calls[name][2]
+
+    def matches(self, name: str, positional: tuple[Any, ...], named: dict[str, Any]) -> bool:
+        """Whether ``name`` was run on just these objects, so that its result can stand for a second run."""
+        return name in self._calls and same_arguments(self._calls[name][:2], (positional, named))
+
+    def result(self, name: str) -> Any:
+        return self._calls[name][2]
+
+    def everything(self) -> list[Any]:
+        return [result for _, _, result in self._calls.values()]
+
+
+def same_arguments(one: Arguments, other: Arguments) -> bool:
+    """Whether two calls pass the same pieces; whether by position or by name does not matter."""
+    return _same_value(_in_one_list(*one), _in_one_list(*other))
+
+
+def _in_one_list(positional: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
+    return [*positional, *(named[name] for name in sorted(named))]
+
+
+def _same_value(one: Any, other: Any) -> bool:
+    if isinstance(one, (list, tuple)) and type(one) is type(other):
+        return len(one) == len(other) and all(map(_same_value, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same_value(one[key], other[key]) for key in one)
+    if one is None or isinstance(one, (bool, int, float, str)):
+        return type(one) is type(other) and one == other
+    return same_piece(one, other)

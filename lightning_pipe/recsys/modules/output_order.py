@@ -1,0 +1,175 @@
+"""Sharded modules whose outputs have the order of the unsharded ones.
+
+TorchRec orders a sharded module's outputs by where its tables lie. A model that asks for each output by its key does
+not notice; one that takes ``KeyedTensor.values()`` for one feature vector would silently feed its dense layers permuted
+columns, and other ones for another number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import register_pytree_node
+from torchrec.distributed.embedding import EmbeddingCollectionContext, ShardedEmbeddingCollection
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
+from torchrec.distributed.types import Awaitable, LazyAwaitable, ParameterSharding
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, get_embedding_names_by_table
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from lightning_pipe.recsys.modules.inputs import FeatureForm, check_first, conform, without_weights
+from lightning_pipe.recsys.modules.row_means import RowMeans, divide
+
+__all__ = ["OrderedEmbeddingBagCollection", "OrderedEmbeddingCollection", "OrderedKeyedTensor"]
+
+
+def _names(configs: list[Any]) -> list[str]:
+    return [name for names in get_embedding_names_by_table(configs) for name in names]
+
+
+class OrderedKeyedTensor(KeyedTensor):
+    """A ``KeyedTensor`` with its columns in another order, in which they are copied when first asked for as a whole.
+
+    Models that take each feature by its key, as most do, never pay for the copy.
+
+    Args:
+        source: the columns as they are.
+        names: its keys in the order wanted.
+    """
+
+    def __init__(self, source: KeyedTensor, names: list[str]) -> None:
+        lengths = dict(zip(source.keys(), source.length_per_key(), strict=True))
+        super().__init__(names, [lengths[name] for name in names], source.values(), source.key_dim())
+        self.source = source
+        self._ordered: torch.Tensor | None = None
+
+    # KeyedTensor's own methods read this attribute.
+    @property
+    def _values(self) -> torch.Tensor:
+        if self._ordered is None:
+            columns = self.source.to_dict()
+            self._ordered = torch.cat([columns[name] for name in self._keys], dim=self._key_dim)
+        return self._ordered
+
+    @_values.setter
+    def _values(self, values: torch.Tensor) -> None:
+        """What the base class is made with is the source's."""
+
+    # Once the copy is made it is the one that users may have changed in place.
+    def __getitem__(self, key: str) -> torch.Tensor:
+        found: torch.Tensor = self.source[key] if self._ordered is None else super().__getitem__(key)
+        return found
+
+    def to_dict(self) -> dict[str, torch.Tensor]:
+        if self._ordered is not None:
+            return super().to_dict()
+        columns = self.source.to_dict()
+        return {name: columns[name] for name in self._keys}
+
+    def size_in_bytes(self) -> int:
+        return self.source.size_in_bytes()
+
+    def device(self) -> torch.device:
+        return self.source.device()
+
+    def record_stream(self, stream: Any) -> None:
+        self.source.record_stream(stream)
+        if self._ordered is not None:
+            self._ordered.record_stream(stream)
+
+
+# As a plain KeyedTensor is: its values, and its keys and lengths.
+register_pytree_node(
+    OrderedKeyedTensor,
+    lambda tensor: ([tensor.values()], (tensor.keys(), tensor.length_per_key())),
+    lambda values, context: KeyedTensor(context[0], context[1], next(iter(values))),
+    serialized_type_name="lightning_pipe.recsys.modules.output_order.OrderedKeyedTensor",
+)
+
+
+class OrderedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
+    """Pooled embeddings with their columns in the unsharded order, and the means of row-sharded tables right."""
+
+    def __init__(
+        self,
+        module: EmbeddingBagCollectionInterface,
+        table_name_to_parameter_sharding: dict[str, ParameterSharding],
+        *arguments: Any,
+        **named: Any,
+    ) -> None:
+        super().__init__(module, table_name_to_parameter_sharding, *arguments, **named)
+        self._row_means = RowMeans(
+            self._embedding_bag_configs, table_name_to_parameter_sharding, self._embedding_names, self._embedding_dims
+        )
+        self._has_mean_pooling_callback = False  # TorchRec's own division
+
+    def input_dist(
+        self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KJTList]]:
+        """TorchRec's; lengths of bags are known here."""
+        features = features if self._is_weighted else without_weights(features)
+        features = _in_first_form(self, self._embedding_bag_configs, features)
+        if self._row_means.needed:
+            ctx.divisor = self._row_means.divisor(features)
+        return super().input_dist(ctx, features)
+
+    def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[torch.Tensor]) -> LazyAwaitable[KeyedTensor]:
+        """TorchRec's, in order."""
+        return self._finished(ctx, super().output_dist(ctx, output))
+
+    def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
+        """TorchRec's, in order."""
+        return self._finished(ctx, super().compute_and_output_dist(ctx, input))
+
+    def _finished(
+        self, ctx: EmbeddingBagCollectionContext, awaitable: LazyAwaitable[KeyedTensor]
+    ) -> LazyAwaitable[KeyedTensor]:
+        if ctx.divisor is not None:
+            awaitable.callbacks.append(partial(divide, divisor=ctx.divisor))
+        awaitable.callbacks.append(self._reorder)
+        return awaitable
+
+    def _reorder(self, found: KeyedTensor) -> KeyedTensor:
+        wanted = _names(self._embedding_bag_configs)
+        return found if found.keys() == wanted else OrderedKeyedTensor(found, wanted)
+
+
+class OrderedEmbeddingCollection(ShardedEmbeddingCollection):
+    """Sequence embeddings as a dictionary in the unsharded order."""
+
+    def input_dist(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
+        """TorchRec's, of features in the first batch's form."""
+        return super().input_dist(ctx, _in_first_form(self, self._embedding_configs, without_weights(features)))
+
+    def output_dist(
+        self, ctx: EmbeddingCollectionContext, output: list[torch.Tensor]
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """TorchRec's, in order."""
+        return self._ordered(super().output_dist(ctx, output))
+
+    def compute_and_output_dist(
+        self, ctx: EmbeddingCollectionContext, input: KJTList
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """TorchRec's, in order."""
+        return self._ordered(super().compute_and_output_dist(ctx, input))
+
+    def _ordered(self, awaitable: LazyAwaitable[dict[str, JaggedTensor]]) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        awaitable.callbacks.append(lambda found: {name: found[name] for name in _names(self._embedding_configs)})
+        return awaitable
+
+
+def _in_first_form(
+    module: torch.nn.Module, configs: Sequence[BaseEmbeddingConfig], features: KeyedJaggedTensor
+) -> KeyedJaggedTensor:
+    """As the module's first batch, in evaluation or training, had them: TorchRec's input dist knows no other."""
+    name = getattr(module, "_module_fqn", None) or type(module).__name__
+    form = module.__dict__.get("_first_form")
+    if form is not None:
+        return conform(str(name), features, form)
+    check_first(str(name), features, [feature for config in configs for feature in config.feature_names])
+    module.__dict__["_first_form"] = FeatureForm.of(features)
+    return features

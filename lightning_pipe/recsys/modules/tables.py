@@ -1,0 +1,194 @@
+"""The embedding tables of a module, found before it is sharded, or the reason why they cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from torch import nn
+from torchrec.distributed.types import ShardedModule
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
+from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection, ITEPEmbeddingCollection
+from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
+from torchrec.modules.mc_modules import ManagedCollisionCollection, ManagedCollisionModule
+from torchrec.modules.object_pool import ObjectPool
+
+from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.recsys.kernels.table_optimizer import TableOptimizer
+from lightning_pipe.recsys.modules.dynamic_modules import (
+    DynamicEmbeddingBagCollection,
+    DynamicEmbeddingCollection,
+    is_dynamic_type,
+)
+
+__all__ = ["TABLE_MODULES", "Table", "find_tables"]
+
+TABLE_MODULES = (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    FeatureProcessedEmbeddingBagCollection,
+    DynamicEmbeddingBagCollection,
+    DynamicEmbeddingCollection,
+)
+_REFUSED: tuple[type[nn.Module], ...] = (
+    BaseManagedCollisionEmbeddingCollection,
+    ManagedCollisionCollection,
+    ManagedCollisionModule,
+    EmbeddingTower,
+    EmbeddingTowerCollection,
+    ITEPEmbeddingBagCollection,
+    ITEPEmbeddingCollection,
+    FusedEmbeddingBagCollection,
+    FusedEmbeddingCollection,
+    ObjectPool,
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """One embedding table, as the user's module describes it.
+
+    Attributes:
+        name: the name of its parameter in the sharded module, for example ``model.ebc.embedding_bags.users.weight``.
+        module_name: the name of the module that holds it, for example ``model.ebc``.
+        module_type: the class of that module.
+        config: TorchRec's description: ``config.name`` (``users``), rows, columns, features, ``init_fn``.
+        optimizer: what trains it, None until that is resolved.
+        sharding_type: how it is sharded (``table_wise``, ...), empty until that is planned.
+    """
+
+    name: str
+    module_name: str
+    module_type: type[nn.Module]
+    config: BaseEmbeddingConfig
+    optimizer: TableOptimizer | None = None
+    sharding_type: str = ""
+
+    @property
+    def key(self) -> str:
+        """The name of its parameter in the module that holds it."""
+        return self.name[len(self.module_name) + 1 :] if self.module_name else self.name
+
+    @property
+    def holder_name(self) -> str:
+        """The name of the module that holds nothing but tables: inside ``module_name`` where features are processed."""
+        return ".".join(self.name.split(".")[:-3])  # without embedding_bags, the table's name, weight
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether it has no size: what the sharded module holds is a cache of rows."""
+        return is_dynamic_type(self.module_type)
+
+    @property
+    def known_optimizer(self) -> TableOptimizer:
+        """What trains it, once that is resolved."""
+        assert self.optimizer is not None
+        return self.optimizer
+
+    @property
+    def learning_rate(self) -> float:
+        """Its base learning rate, before any schedule."""
+        return self.known_optimizer.learning_rate
+
+    def planned(self, optimizer: TableOptimizer, sharding_type: str) -> Table:
+        """The same table, with what trains it and how it is sharded."""
+        return replace(self, optimizer=optimizer, sharding_type=sharding_type)
+
+
+def _join(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
+
+
+def find_tables(module: nn.Module) -> list[tuple[Table, nn.Parameter]]:
+    """Finds the tables that TorchRec can shard, each with its unsharded parameter.
+
+    A plain ``nn.EmbeddingBag`` is not one of them: it stays a dense parameter.
+
+    Raises:
+        SetupError: a module that this project cannot shard, one that is sharded already, or none at all.
+    """
+    found: list[tuple[Table, nn.Parameter]] = []
+    inside: list[str] = []
+    for name, child in module.named_modules():
+        if any(name == outer or name.startswith(f"{outer}.") or not outer for outer in inside):
+            continue
+        label = f"module {name or 'given'} ({type(child).__name__})"
+        if isinstance(child, ShardedModule):
+            raise SetupError(f"{label} is sharded already; hand over the module as it was before sharding")
+        if isinstance(child, _REFUSED):
+            raise SetupError(
+                f"{label} cannot be sharded here; use EmbeddingBagCollection, EmbeddingCollection or"
+                " FeatureProcessedEmbeddingBagCollection"
+            )
+        if not isinstance(child, TABLE_MODULES):
+            continue
+        if type(child) not in TABLE_MODULES:
+            raise SetupError(
+                f"{label} is a subclass of a TorchRec module, and TorchRec's sharders replace exact classes only;"
+                " hold the TorchRec module as a child instead of inheriting from it"
+            )
+        inside.append(name)
+        found.extend(_tables_of(name, child))
+    _refuse_shared_tables(module, found)
+    if not found:
+        raise SetupError(
+            f"{type(module).__name__} holds no TorchRec embedding module, so there is nothing to shard; needed is an"
+            " EmbeddingBagCollection or EmbeddingCollection, or strategy='pipeline' for a module without one"
+        )
+    return found
+
+
+def _refuse_shared_tables(module: nn.Module, found: Iterable[tuple[Table, nn.Parameter]]) -> None:
+    """A table is cut out of its module: whatever else holds the same parameter would train a copy and not say so."""
+    names: dict[int, str] = {}
+    for table, parameter in found:
+        other = names.setdefault(id(parameter), table.name)
+        if other != table.name:
+            raise SetupError(f"tables {other} and {table.name} are one parameter; give each table its own")
+    for name, child in module.named_modules():
+        held: dict[int, str] = {}
+        for own, part in child._modules.items():
+            if isinstance(part, TABLE_MODULES) and held.setdefault(id(part), own) != own:
+                raise SetupError(
+                    f"{_join(name, held[id(part)])} and {_join(name, own)} are one {type(part).__name__}, and sharding"
+                    " would replace the first only; hold it under one name, and call it by that"
+                )
+    holders = {table.holder_name for table, _ in found}
+    for name, child in module.named_modules():
+        if any(name == holder or name.startswith(f"{holder}.") or not holder for holder in holders):
+            continue
+        for own, parameter in child.named_parameters(recurse=False):
+            if id(parameter) in names:
+                raise SetupError(
+                    f"table {names[id(parameter)]} and parameter {_join(name, own)} are one and the same; a sharded"
+                    " table cannot be shared with a dense layer: give that layer a parameter of its own"
+                )
+
+
+def _tables_of(name: str, module: nn.Module) -> Iterator[tuple[Table, nn.Parameter]]:
+    prefix = name
+    holder: nn.Module = module
+    if isinstance(module, FeatureProcessedEmbeddingBagCollection):
+        prefix = _join(name, "_embedding_bag_collection")
+        holder = module._embedding_bag_collection
+    if isinstance(holder, EmbeddingCollection):
+        configs: Iterable[BaseEmbeddingConfig] = holder.embedding_configs()
+        kind, parts = "embeddings", holder.embeddings
+    else:
+        assert isinstance(holder, EmbeddingBagCollection)
+        configs = holder.embedding_bag_configs()
+        kind, parts = "embedding_bags", holder.embedding_bags
+    for config in configs:
+        parameter = parts[config.name].weight
+        assert isinstance(parameter, nn.Parameter)
+        table = Table(_join(prefix, kind, config.name, "weight"), name, type(module), config)
+        if getattr(config, "pooling", None) == PoolingType.MEAN and holder.is_weighted():
+            raise SetupError(
+                f"table {table.name} is pooled by mean, and its features are weighted; neither PyTorch's kernel nor"
+                " FBGEMM's backward has a weighted mean: pool by sum, with weights divided by the length of the bag"
+            )
+        yield table, parameter

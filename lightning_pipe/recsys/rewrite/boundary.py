@@ -1,0 +1,122 @@
+"""The cut between embeddings and the dense part: where ``loss.backward()`` stops and ``EmbBackward`` starts.
+
+    lookup, output dist ──► source ─ ─ ─(no autograd edge)─ ─ ─► handed on ──► user's dense part ──► loss
+                              ▲                                      │
+                              └──── EmbBackward: Cut.gradient ◄──────┘ DenseBackward stops here and leaves the gradient
+
+What is handed on is neither a leaf nor a view, so users may change it in place, and shares the memory of the source.
+It also shares the source's version counter: were an operation of the output dist ever to save its result for
+backward, a user's change in place would be autograd's error, not a wrong gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from lightning_pipe.recsys.modules.output_order import OrderedKeyedTensor
+
+__all__ = ["Cut", "cut_output", "cut_tensor", "without_gradient"]
+
+
+class Cut:
+    """One tensor at the boundary.
+
+    Attributes:
+        name: the feature it belongs to, or "" where one tensor holds all features of its module.
+        source: the tensor that the lookup and output dist produced, with their autograd graph behind it.
+        gradient: what the dense part's backward has sent so far, summed over its uses; None if nothing came.
+    """
+
+    __slots__ = ("gradient", "name", "source")
+
+    def __init__(self, name: str, source: torch.Tensor) -> None:
+        self.name = name
+        self.source = source
+        self.gradient: torch.Tensor | None = None
+
+    def scaled_gradient(self, scale: torch.Tensor | float | None) -> torch.Tensor:
+        """The gradient times ``scale``, shaped like the source; zeros where this rank did not use the output."""
+        if self.gradient is None:
+            return torch.zeros_like(self.source)
+        return self.gradient if scale is None else self.gradient * scale
+
+
+class _Boundary(torch.autograd.Function):
+    """Identity without an edge to its tensor: the anchor makes the result require grad, the cut takes the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, detached: torch.Tensor, cut: Cut) -> torch.Tensor:
+        ctx.cut = cut
+        return detached.detach()  # a new tensor: returning the argument itself would make the result a view of it
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
+        cut: Cut = ctx.cut
+        cut.gradient = gradient if cut.gradient is None else cut.gradient + gradient
+        return None, None, None
+
+
+def cut_tensor(source: torch.Tensor, cuts: list[Cut], name: str = "") -> torch.Tensor:
+    """``source`` for the dense part; its cut is added to ``cuts``. A tensor without a graph is handed on as it is."""
+    if not source.requires_grad:
+        return source
+    cut = Cut(name, source)
+    cuts.append(cut)
+    anchor = torch.empty(0, device=source.device, requires_grad=True)
+    # One of several views of a tensor (TorchRec splits sequences by feature) would not bear a change in place.
+    detached = source.detach().clone() if source._is_view() else source.detach()
+    result: torch.Tensor = _Boundary.apply(anchor, detached, cut)
+    return result
+
+
+def cut_output(output: Any, cuts: list[Cut]) -> Any:
+    """A sharded module's awaited output with every differentiable tensor in it cut.
+
+    Args:
+        output: what an unsharded module would return: a tensor, a ``KeyedTensor``, a dict of ``JaggedTensor``, or a
+            tuple of these (managed-collision modules add the remapped ids).
+        cuts: takes one ``Cut`` for each differentiable tensor.
+
+    Returns:
+        The same structure over the cut tensors; lengths, offsets and weights are shared with ``output``.
+    """
+    return _map_tensors(output, lambda tensor, name: cut_tensor(tensor, cuts, name), "")
+
+
+def without_gradient(output: Any) -> Any:
+    """What :func:`cut_output` returned, for a call under ``no_grad``: the same values, which train nothing."""
+    return _map_tensors(output, lambda tensor, _: tensor.detach(), "")
+
+
+def _map_tensors(output: Any, change: Callable[[torch.Tensor, str], torch.Tensor], name: str) -> Any:
+    if isinstance(output, torch.Tensor):
+        return change(output, name)
+    if isinstance(output, OrderedKeyedTensor):
+        return OrderedKeyedTensor(_map_tensors(output.source, change, name), output.keys())
+    if isinstance(output, KeyedTensor):
+        return KeyedTensor(
+            keys=output.keys(),
+            length_per_key=output.length_per_key(),
+            values=change(output.values(), name),
+            key_dim=output.key_dim(),
+            offset_per_key=output.offset_per_key(),
+            index_per_key=output._key_indices(),
+        )
+    if isinstance(output, JaggedTensor):
+        return JaggedTensor(
+            values=change(output.values(), name),
+            weights=output.weights_or_none(),
+            lengths=output.lengths_or_none(),
+            offsets=output.offsets_or_none(),
+        )
+    if isinstance(output, dict):
+        return {key: _map_tensors(value, change, str(key)) for key, value in output.items()}
+    if isinstance(output, tuple):
+        return tuple(_map_tensors(value, change, name) for value in output)
+    assert output is None or isinstance(output, KeyedJaggedTensor), type(output)  # ids: nothing to differentiate
+    return output

@@ -1,0 +1,154 @@
+"""Finds what feeds each sharded module by a symbolic trace of the step.
+
+The trace stops at the last sharded call: what a step does after it (logging, branches on values, ``len``) cannot be
+traced and need not be. If the trace breaks before, what was found until then stays. Beside pieces of the batch, a trace
+sees modules between the batch and a sharded module; those without trainable parameters can be run ahead as well.
+"""
+
+from __future__ import annotations
+
+import builtins
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torchrec.distributed.train_pipeline.tracing import Tracer, _get_leaf_module_names
+from torchrec.distributed.types import ShardedModule
+
+from lightning_pipe.recsys.batches.pieces import Attribute, Item
+from lightning_pipe.recsys.modules.call_arguments import (
+    CallArguments,
+    Collection,
+    Constant,
+    Piece,
+    Postprocessed,
+    Source,
+)
+
+__all__ = ["COMPUTED", "find_by_trace"]
+
+# How the reason begins where the step makes an argument.
+COMPUTED = "its argument is computed in the step, "
+
+
+def find_by_trace(model: torch.nn.Module, step: str, names: Iterable[str]) -> dict[str, CallArguments | str]:
+    """For each named sharded module of ``model``: the arguments of its call, or the reason why they are not known.
+
+    Args:
+        model: holds the sharded modules; the first argument of its step is the batch.
+        step: name of the method of ``model`` to trace.
+        names: the sharded modules' names in ``model``.
+    """
+    names = list(names)
+    tracer = _StepTracer(_get_leaf_module_names(model), step, names)
+    broken = tracer.trace_until_done(model)
+    calls: dict[str, list[Node]] = {name: [] for name in names}
+    for node in tracer.graph.nodes:
+        if node.op == "call_module" and node.target in calls:
+            calls[node.target].append(node)
+    batch = next((node for node in tracer.graph.nodes if node.op == "placeholder"), None)
+    found: dict[str, CallArguments | str] = {}
+    for name, nodes in calls.items():
+        if len(nodes) == 1:
+            try:
+                found[name] = _call_arguments(nodes[0], batch, model)
+            except _Unknown as reason:
+                found[name] = str(reason)
+        elif nodes:
+            found[name] = f"is called {len(nodes)} times in {step}"
+        else:
+            found[name] = f"is not called in {step}" if broken is None else f"a trace of {step} broke before: {broken}"
+    return found
+
+
+class _Done(Exception):
+    """Every sharded module was called: the rest of the step need not be traceable."""
+
+
+class _Unknown(Exception):
+    """An argument that does not come from the batch alone."""
+
+
+class _StepTracer(Tracer):
+    def __init__(self, leaf_modules: list[str], step: str, names: list[str]) -> None:
+        super().__init__(leaf_modules=leaf_modules)
+        self.traced_func_name = step
+        self._missing = set(names)
+
+    def trace_until_done(self, model: torch.nn.Module) -> str | None:
+        """Traces; returns None, or what broke the trace before the last sharded call."""
+        try:
+            self.trace(model)
+        except _Done:
+            return None
+        except Exception as error:  # whatever the user's step does with a proxy
+            return f"{type(error).__name__}: {error}".splitlines()[0]
+        return None
+
+    def call_module(
+        self, m: torch.nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        result = super().call_module(m, forward, args, kwargs)
+        self._missing.discard(self.path_of_module(m))
+        if not self._missing:
+            raise _Done
+        return result
+
+
+def _call_arguments(node: Node, batch: Node | None, model: torch.nn.Module) -> CallArguments:
+    positional = tuple(_source(argument, batch, model) for argument in node.args)
+    named = {name: _source(argument, batch, model) for name, argument in node.kwargs.items()}
+    return CallArguments(positional, named)
+
+
+def _source(argument: Any, batch: Node | None, model: torch.nn.Module) -> Source:
+    if isinstance(argument, dict):
+        values = tuple(_source(value, batch, model) for value in argument.values())
+        return Collection(dict, tuple(argument), values)
+    if isinstance(argument, (list, tuple)):
+        values = tuple(_source(value, batch, model) for value in argument)
+        return Collection(list if isinstance(argument, list) else tuple, (), values)
+    if not isinstance(argument, Node):
+        return Constant(argument)
+    if argument is batch:
+        return Piece(())
+    if argument.op == "call_module":
+        return _postprocessed(argument, batch, model)
+    step = _access(argument)
+    if step is not None:
+        inner = _source(argument.args[0], batch, model)
+        if isinstance(inner, Piece):
+            return Piece((*inner.path, step))
+        if isinstance(inner, Postprocessed):
+            return Postprocessed(inner.name, inner.arguments, (*inner.path, step))
+    raise _Unknown(f"{COMPUTED}by {argument.op} {argument.target}")
+
+
+def _access(node: Node) -> Attribute | Item | None:
+    """The step of a path that ``node`` stands for: an attribute, an item, or ``get`` of a mapping."""
+    if len(node.args) != 2 or node.kwargs or isinstance(node.args[1], Node):
+        return None
+    if node.op == "call_function" and node.target is builtins.getattr:
+        return Attribute(str(node.args[1]))
+    if (node.op == "call_function" and node.target is operator.getitem) or (
+        node.op == "call_method" and node.target == "get"
+    ):
+        return Item(node.args[1])
+    return None
+
+
+def _postprocessed(node: Node, batch: Node | None, model: torch.nn.Module) -> Postprocessed:
+    name = str(node.target)
+    module = model.get_submodule(name)
+    if any(isinstance(child, ShardedModule) for child in module.modules()):
+        raise _Unknown(f"its argument depends on the output of the sharded module {name!r}")
+    if any(parameter.requires_grad for parameter in module.parameters()):
+        raise _Unknown(f"its argument depends on the module {name!r}, which has trainable parameters")
+    if any(isinstance(child, torch.nn.modules.dropout._DropoutNd) for child in module.modules()):
+        raise _Unknown(f"its argument depends on the module {name!r}, which draws random numbers (dropout)")
+    calls = [other for other in node.graph.nodes if other.op == "call_module" and other.target == node.target]
+    if len(calls) > 1:
+        raise _Unknown(f"its argument depends on the module {name!r}, which is called {len(calls)} times")
+    return Postprocessed(name, _call_arguments(node, batch, model))

@@ -1,0 +1,62 @@
+"""Finds what feeds each sharded module by watching the first batch train.
+
+The first batch trains serially with a recorder on. An argument of a sharded module's call that *is* an object of the
+transferred batch gives its path; no extra run is needed, and any Python may stand between the batch and the call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_pipe.recsys.batches.pieces import Path, same_piece, walk
+from lightning_pipe.recsys.modules.call_arguments import Arguments, CallArguments, Constant, Piece, Source
+
+__all__ = ["Recorder"]
+
+
+class Recorder:
+    """Watches the calls of sharded modules during one step.
+
+    Args:
+        batch: the transferred batch, as the step gets it; looked through before the step can change it.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._pieces: list[tuple[Path, Any]] = list(walk(batch))  # keeps them alive: their ids stay theirs
+        self._path_by_id: dict[int, Path] = {}
+        for path, piece in self._pieces:
+            self._path_by_id.setdefault(id(piece), path)
+        self._calls: dict[str, list[tuple[CallArguments | str, Arguments]]] = {}
+
+    def called(self, name: str, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Notes one call of the sharded module ``name``."""
+        sources = [self._source(value) for value in positional]
+        named_sources = {key: self._source(value) for key, value in named.items()}
+        unknown = [text for text in (*sources, *named_sources.values()) if isinstance(text, str)]
+        found = unknown[0] if unknown else CallArguments(tuple(sources), named_sources)  # type: ignore[arg-type]
+        self._calls.setdefault(name, []).append((found, (positional, named)))
+
+    def found(self, name: str) -> CallArguments | str:
+        """The arguments of the module's one call, or the reason why they are not known."""
+        calls = self._calls.get(name, [])
+        if len(calls) == 1:
+            return calls[0][0]
+        return f"was called {len(calls)} times in the first step" if calls else "was not called in the first step"
+
+    def call(self, name: str) -> Arguments | None:
+        """What the module's one call passed; None if there was none, or more than one."""
+        calls = self._calls.get(name, [])
+        return calls[0][1] if len(calls) == 1 else None
+
+    def _source(self, value: Any) -> Source | str:
+        if value is None:
+            return Constant(None)
+        path = self._path_by_id.get(id(value))
+        if path is None:
+            path = next((path for path, piece in self._pieces if same_piece(piece, value)), None)
+        if path is not None:
+            return Piece(path)
+        keys = f" with the keys {value.keys()}" if isinstance(value, KeyedJaggedTensor) else ""
+        return f"its argument, a {type(value).__name__}{keys}, is no piece of the batch: the step made it"

@@ -1,0 +1,209 @@
+"""Decides, once, which sharded modules are pipelined: finds what feeds them and makes all ranks agree on it.
+
+Tested in ``tests/recsys/rewrite/test_model_rewrite.py``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_pipe.engine.plans.errors import InputError, SetupError
+from lightning_pipe.recsys.batches.agreement import Agreement
+from lightning_pipe.recsys.batches.pieces import describe, walk
+from lightning_pipe.recsys.modules.call_arguments import Arguments, CallArguments, PostprocessResults
+from lightning_pipe.recsys.modules.inputs import FeatureForm
+from lightning_pipe.recsys.rewrite.direct import find_directly
+from lightning_pipe.recsys.rewrite.fx import COMPUTED, find_by_trace
+from lightning_pipe.recsys.rewrite.record import Recorder
+from lightning_pipe.recsys.rewrite.sharded_modules import Sharded
+
+__all__ = ["Method", "Resolution"]
+
+Method = Literal["auto", "record", "direct", "fx"]
+
+Found = dict[str, CallArguments | str]
+
+
+class Resolution:
+    """Finds what feeds each module, in the way asked for, and writes it into the modules' records.
+
+    Args:
+        model: holds the sharded modules.
+        method: one of ``Method``.
+        step: the method of ``model`` that fx traces.
+        sharded: the records; their ``arguments`` and ``reason`` are set here.
+        agreement: all methods here are collectives of it.
+        group: will send the input dists; None for a single process.
+
+    Attributes:
+        done: whether every module is either pipelined or has its reason.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        method: Method,
+        step: str,
+        sharded: dict[str, Sharded],
+        agreement: Agreement,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        if method not in ("auto", "record", "direct", "fx"):
+            raise SetupError(f"method {method!r} is unknown; it must be 'auto', 'record', 'direct' or 'fx'.")
+        if not callable(getattr(type(model), step, None)):
+            raise SetupError(f"{type(model).__name__} has no method {step!r}; needed is the one that trains a batch.")
+        self.done = False
+        self._model = model
+        self._method = method
+        self._step = step
+        self._sharded = sharded
+        self._agreement = agreement
+        self._group = group
+
+    @property
+    def records(self) -> bool:
+        return self._method in ("auto", "record")
+
+    def before_first_step(self, batch: Any) -> None:
+        """Compares the ranks' first batches and, unless the first step has to be watched, resolves.
+
+        Raises:
+            InputError: on every rank, if a batch has no features or ranks have features that do not go together.
+        """
+        jagged = {
+            describe(path): str(FeatureForm.of(piece))
+            for path, piece in walk(batch)
+            if isinstance(piece, KeyedJaggedTensor)
+        }
+        all_jagged = self._agreement.gather(jagged)
+        for rank, other in enumerate(all_jagged):
+            if other != all_jagged[0]:
+                raise InputError(
+                    f"ranks got batches whose features do not go together: rank 0 {all_jagged[0] or 'none'}; rank"
+                    f" {rank} {other or 'none'}. Give every rank batches with KeyedJaggedTensors of one form."
+                )
+        if self.records:
+            return  # a step may make its features of other tensors
+        if not jagged and self._method == "direct":
+            raise self._no_features(batch)
+        try:
+            self.without_step(batch)  # a batch without jagged tensors may have post-processing that makes them
+        except InputError as error:
+            if jagged:
+                raise
+            raise self._no_features(batch) from error
+        if not jagged and all(entry.arguments is None for entry in self._sharded.values()):
+            self.done = False
+            raise self._no_features(batch)
+
+    def _no_features(self, batch: Any) -> InputError:
+        pieces = ", ".join(f"{describe(path)} ({type(piece).__name__})" for path, piece in walk(batch))
+        return InputError(
+            f"a batch of type {type(batch).__name__} holds no KeyedJaggedTensor, which the sharded modules"
+            f" {', '.join(self._sharded)} need; it holds: {pieces or 'no tensor at all'}. Put the sparse features of"
+            " each batch into a torchrec KeyedJaggedTensor (in the collate function, or in on_after_batch_transfer)."
+        )
+
+    def without_step(self, batch: Any) -> None:
+        """Resolves directly or by fx: from a batch, before any step."""
+        if self._method == "record":
+            raise SetupError("method='record' resolves during the first step: wrap that in recording(batch).")
+        found: Found = {}
+        names = [name for name, entry in self._sharded.items() if entry.pipelinable]
+        if self._method == "direct":
+            found = {name: find_directly(batch, self._sharded[name].features) for name in names}
+        else:
+            found = find_by_trace(self._model, self._step, names)
+        agreed = self._agree(found)
+        results = PostprocessResults(self._postprocess_forwards(agreed))
+        calls: dict[str, Arguments] = {}
+        error: Exception | None = None
+        try:
+            for name, arguments in agreed.items():
+                entry = self._sharded[name]
+                entry.arguments = arguments
+                calls[name] = entry.prepare(entry.take_arguments(batch, results))
+        except Exception as problem:
+            error = problem
+            for entry in self._sharded.values():
+                entry.arguments = None
+        self._agreement.raise_together(error)
+        for name, (positional, named) in calls.items():  # TorchRec makes a module's input dist at its first batch
+            module = self._sharded[name].module
+            module.input_dist(module.create_context(), *positional, **named).wait().wait()
+        self._settle(agreed, calls)
+
+    def after_step(self, recorder: Recorder) -> None:
+        """Resolves from what the first step did; by fx for modules whose argument the step made."""
+        names = [name for name, entry in self._sharded.items() if entry.pipelinable]
+        found: Found = {name: recorder.found(name) for name in names}
+        made = [name for name, what in found.items() if isinstance(what, str) and recorder.call(name) is not None]
+        if self._method == "auto" and any(self._agreement.gather(bool(made))):
+            traced = find_by_trace(self._model, self._step, names)
+            for name in made:
+                why = traced[name]
+                if isinstance(why, str):
+                    # That the step computes it is said already.
+                    comma = "," if why.startswith(COMPUTED) else ";"
+                    why = f"{found[name]}{comma} {why.removeprefix(COMPUTED)}"
+                found[name] = why
+        agreed = self._agree(found)
+        calls: dict[str, Arguments] = {}
+        for name, arguments in agreed.items():
+            call = recorder.call(name)
+            assert call is not None
+            self._sharded[name].arguments = arguments
+            calls[name] = self._sharded[name].prepare(call)
+        self._settle(agreed, calls)
+
+    def _agree(self, found: Found) -> dict[str, CallArguments]:
+        """Keeps what all ranks found alike; the other modules get their reason."""
+        for name, entry in self._sharded.items():
+            if not entry.pipelinable:
+                found[name] = f"is a {type(entry.module).__name__}, which is not among the kinds that are pipelined"
+        texts = {name: (isinstance(what, CallArguments), str(what)) for name, what in found.items()}
+        by_rank = self._agreement.gather(texts)
+        agreed: dict[str, CallArguments] = {}
+        for name, what in found.items():
+            views = [of_rank[name] for of_rank in by_rank]
+            known = all(is_known for is_known, _ in views)
+            if isinstance(what, CallArguments) and known and len(set(views)) == 1:
+                agreed[name] = what
+            elif known:
+                parts = (f"rank {rank}: {text}" for rank, (_, text) in enumerate(views))
+                self._sharded[name].reason = f"is fed differently on different ranks ({'; '.join(parts)})"
+            else:
+                rank, text = next((rank, text) for rank, (is_known, text) in enumerate(views) if not is_known)
+                self._sharded[name].reason = text if len(set(views)) == 1 else f"{text} (rank {rank})"
+        return agreed
+
+    def _settle(self, agreed: dict[str, CallArguments], calls: dict[str, Arguments]) -> None:
+        by_rank = self._agreement.gather(
+            {name: self._sharded[name].make_fusable(calls[name], self._group) for name in agreed}
+        )
+        for rank, problems in enumerate(by_rank):
+            for name, problem in problems.items():
+                entry = self._sharded[name]
+                if problem is not None and entry.arguments is not None:
+                    entry.arguments, entry.reason = None, f"{problem} (rank {rank})"
+        self.done = True
+        left_out = [f"{name!r} {entry.reason}" for name, entry in self._sharded.items() if entry.arguments is None]
+        if left_out and self._agreement.rank == 0:
+            said = "; ".join(left_out)
+            if "the step made it" in said:
+                said += (
+                    ". To have them pipelined, make the KeyedJaggedTensor that a module takes in the collate function,"
+                    " or in on_after_batch_transfer"
+                )
+            warnings.warn(
+                f"These sharded modules are not pipelined and do all their work inside the step: {said}", stacklevel=2
+            )
+
+    def _postprocess_forwards(self, agreed: dict[str, CallArguments]) -> dict[str, Any]:
+        names = {name for arguments in agreed.values() for name in arguments.postprocesses()}
+        return {name: self._model.get_submodule(name).forward for name in names}

@@ -1,0 +1,271 @@
+"""The sharded modules of a model, one record each: what it looks up, what its features must be like, how to call it.
+
+Tested in ``tests/recsys/rewrite/test_model_rewrite.py``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding_tower_sharding import ShardedEmbeddingTower, ShardedEmbeddingTowerCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
+from torchrec.distributed.mc_embedding_modules import BaseShardedManagedCollisionEmbeddingCollection
+from torchrec.distributed.types import ShardedModule, ShardingType
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_pipe.engine.plans.errors import InputError, SetupError
+from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
+from lightning_pipe.recsys.modules.call_arguments import Arguments, CallArguments, PostprocessResults
+from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire, sends_int32
+from lightning_pipe.recsys.modules.inputs import (
+    FeatureForm,
+    TableRows,
+    check_first,
+    check_ids,
+    check_samples,
+    conform,
+    refuse_missing_weights,
+    refuse_trained_weights,
+    without_side_effects,
+)
+from lightning_pipe.recsys.rewrite.input_dist import FusableAllToAll, fusing, kjt_all_to_alls, splits_length
+
+__all__ = ["Sharded", "find_sharded"]
+
+_PIPELINED = (
+    ShardedEmbeddingBagCollection,
+    ShardedEmbeddingCollection,
+    ShardedFeatureProcessedEmbeddingBagCollection,
+    BaseShardedManagedCollisionEmbeddingCollection,
+)
+_SHARDED_BY_ROWS = {
+    kind.value for kind in (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
+}
+_REFUSED = (ShardedEmbeddingTower, ShardedEmbeddingTowerCollection)
+
+
+class Sharded:
+    """One sharded module and what is known of it.
+
+    Attributes:
+        name: its name in the model.
+        module: the module.
+        forward: its own forward.
+        arguments: how its arguments come out of a batch; None while, or if, it is not pipelined.
+        reason: why it is not pipelined, as the end of a sentence that begins with its name.
+        splits: rows of splits that its input dist sends to each rank.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: ShardedModule[Any, Any, Any, Any],
+        validate_ids: bool,
+        ids_on_wire: IdsOnWire,
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.forward: Callable[..., Any] = module.forward
+        self.arguments: CallArguments | None = None
+        self.reason = "has not been called in a step yet"
+        self.splits = 0
+        self.form: FeatureForm | None = None
+        # Rows are fetched ahead in a worker, beside calls of the module: one of the two at a time.
+        self.lock = threading.Lock()
+        self._fusable: list[FusableAllToAll] = []
+        self._changes_features = isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection)
+        maps_ids = isinstance(module, (BaseShardedManagedCollisionEmbeddingCollection, ShardedDynamicModule))
+        self._checked_tables = _tables_by_feature(module) if validate_ids and not maps_ids else {}
+        self._sends_int32 = sends_int32(name, _tables(module), maps_ids, ids_on_wire)
+
+    @property
+    def pipelinable(self) -> bool:
+        return isinstance(self.module, _PIPELINED)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(getattr(self.module, "_device", None) or "cpu")
+
+    @property
+    def own_group(self) -> dist.ProcessGroup | None:
+        """The group it was sharded over."""
+        return getattr(getattr(self.module, "_env", None), "process_group", None)
+
+    @property
+    def features(self) -> list[str]:
+        """The features it looks up, in the order of its tables."""
+        return list(_tables_by_feature(self.module))
+
+    def prepare(self, arguments: Arguments) -> Arguments:
+        """Checks a call's features and brings them into the form of the first batch.
+
+        Raises:
+            InputError: what ``conform``, ``check_ids``, ``check_samples`` and the refusals of weights say; or a batch
+                size per feature over tables that cannot take it.
+        """
+        positional, named = arguments
+        features = positional[0] if positional else named.get("features")
+        if not isinstance(features, KeyedJaggedTensor):
+            if self.form is None:
+                return arguments
+            raise InputError(
+                f"sharded module {self.name!r} got a {type(features).__name__} and needs a KeyedJaggedTensor with the"
+                f" keys {list(self.form.keys)}, as in its first batch. Give every batch the same structure."
+            )
+        if not self.pipelinable:
+            return arguments
+        refuse_trained_weights(self.name, features)
+        if isinstance(self.module, ShardedEmbeddingCollection):
+            check_samples(self.name, features)
+        elif isinstance(self.module, ShardedEmbeddingBagCollection) and self.module._is_weighted:
+            refuse_missing_weights(self.name, features)
+        if self.form is None:
+            check_first(self.name, features, self.features)
+        else:
+            features = conform(self.name, features, self.form)
+        if self._checked_tables:
+            check_ids(self.name, features, self._checked_tables)
+        if self.form is None:
+            self.form = FeatureForm.of(features)
+        if self.form.inverse_keys is not None:
+            self._refuse_variable_rows()
+        if self._changes_features:
+            features = without_side_effects(features)
+        return ((features, *positional[1:]), named) if positional else ((), {**named, "features": features})
+
+    def _refuse_variable_rows(self) -> None:
+        group = self.own_group
+        if group is None or group.size() == 1 or dist.get_backend(group) != "gloo":
+            return
+        kinds = {kind for child in self.module.modules() for kind in getattr(child, "_sharding_types", ())}
+        if kinds & _SHARDED_BY_ROWS:
+            dynamic = isinstance(self.module, ShardedDynamicModule)  # which are sharded in one way alone
+            raise InputError(
+                f"sharded module {self.name!r} got features with a batch size per feature, and has tables sharded"
+                f" {', '.join(sorted(kinds & _SHARDED_BY_ROWS))}: their gradients differ in size between ranks, which"
+                f" Gloo cannot exchange. {'G' if dynamic else 'Shard these tables table_wise or column_wise, or g'}ive"
+                " one batch size."
+            )
+
+    def take_arguments(self, batch: Any, results: PostprocessResults) -> Arguments:
+        """Its call's arguments as they are in ``batch``.
+
+        Raises:
+            InputError: the batch does not have them where the first batch had.
+        """
+        assert self.arguments is not None
+        try:
+            return self.arguments.get(batch, results)
+        except LookupError as error:
+            raise InputError(
+                f"sharded module {self.name!r} is fed {self.arguments} of each batch, but {error.args[0]}. Give every"
+                " batch the same structure."
+            ) from error
+
+    def prefetch(self, features: Any, context: Any, forward_stream: torch.Stream | None) -> None:
+        """Lets cached tables fetch the rows of distributed ``features``, if the module knows how to."""
+        if type(self.module).prefetch is ShardedModule.prefetch:
+            return
+        with self.lock:
+            self.module.prefetch(dist_input=features, ctx=context, forward_stream=forward_stream)
+
+    def make_fusable(self, arguments: Arguments, group: dist.ProcessGroup | None) -> str | None:
+        """Prepares its input dists, which its first call has made, to send their splits with other modules'.
+
+        Args:
+            arguments: prepared ones of any batch; nothing is sent.
+            group: will send the splits and tensors; None for a single process.
+
+        Returns:
+            None, or why it cannot be, as the end of a sentence that begins with the module's name.
+        """
+        self._unfuse()
+        if group is None:
+            return None
+        ranks = dist.get_process_group_ranks(group)
+        all_to_alls = kjt_all_to_alls(self.module)
+        for all_to_all in all_to_alls:
+            own = dist.get_process_group_ranks(all_to_all._pg)
+            if own != ranks:
+                return f"exchanges its inputs among the ranks {own}, but the input group has the ranks {ranks}"
+        if len(ranks) == 1:
+            return None
+        self._fusable = [FusableAllToAll(all_to_all, group, self._sends_int32) for all_to_all in all_to_alls]
+        self._fuse()
+        with fusing():
+            positional, named = arguments
+            request = self.module.input_dist(self.module.create_context(), *positional, **named)
+        self.splits = splits_length({self.name: request})
+        return None
+
+    def install(self, forward: Callable[..., Any]) -> None:
+        """Replaces the module's forward, and those of its input dists if they are known.
+
+        Raises:
+            SetupError: something else has replaced it.
+        """
+        if "forward" in self.module.__dict__:
+            raise SetupError(
+                f"the forward of sharded module {self.name!r} is replaced already. Call restore() on the rewrite, or"
+                " detach() on the pipeline, that did so."
+            )
+        self.module.forward = forward
+        self._fuse()
+
+    def restore(self) -> None:
+        self.module.__dict__.pop("forward", None)
+        self._unfuse()
+
+    def _fuse(self) -> None:
+        for fusable in self._fusable:
+            fusable.install()
+
+    def _unfuse(self) -> None:
+        for fusable in self._fusable:
+            fusable.restore()
+
+
+def _tables(module: ShardedModule[Any, Any, Any, Any]) -> Iterator[BaseEmbeddingConfig]:
+    for child in module.modules():
+        yield from getattr(child, "_embedding_bag_configs", None) or getattr(child, "_embedding_configs", None) or ()
+
+
+def _tables_by_feature(module: ShardedModule[Any, Any, Any, Any]) -> dict[str, TableRows]:
+    tables: dict[str, TableRows] = {}
+    for config in _tables(module):
+        for feature in config.feature_names:
+            known = tables.get(feature)
+            if known is None or config.num_embeddings < known.rows:
+                tables[feature] = TableRows(config.name, config.num_embeddings)
+    return tables
+
+
+def find_sharded(model: torch.nn.Module, validate_ids: bool, ids_on_wire: IdsOnWire) -> dict[str, Sharded]:
+    """The sharded modules of ``model`` by name, without those inside another sharded module.
+
+    Raises:
+        SetupError: there is none, one is of a kind that cannot be trained here, or what ``sends_int32`` says.
+    """
+    found: dict[str, Sharded] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, ShardedModule) or any(name.startswith(f"{outer}.") for outer in found):
+            continue
+        if isinstance(module, _REFUSED):
+            raise SetupError(
+                f"sharded module {name!r} is a {type(module).__name__}: its interaction layers would be trained on the"
+                " ranks of one host only. Use an EmbeddingBagCollection and put the interaction into the model."
+            )
+        found[name] = Sharded(name, module, validate_ids, ids_on_wire)
+    if not found:
+        raise SetupError(
+            f"{type(model).__name__} holds no sharded module. Shard it first: torchrec's DistributedModelParallel"
+            " shards the EmbeddingBagCollection and EmbeddingCollection modules of a model."
+        )
+    return found

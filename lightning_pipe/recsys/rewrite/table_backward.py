@@ -1,0 +1,154 @@
+"""Backward of the output dists and the lookups: at once, or in two halves.
+
+    cuts ──► output dists' backward ──► kernel outputs ──► kernels' backward, optimisers inside
+             └────────── first half ──────────┘ └────────── second half ──────────┘
+
+Between the halves the gradient of every row is known on the rank that owns it, and no table has changed: the place for
+a norm over all gradients. The collectives are all in the first half.
+
+Tested in ``tests/scenarios/recommenders/test_rewrite_equality.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from lightning_pipe.recsys.batches.agreement import Agreement
+from lightning_pipe.recsys.kernels.fused import take_back_step
+from lightning_pipe.recsys.kernels.kernel_calls import KernelGradients
+from lightning_pipe.recsys.kernels.row_optimizer import row_optimizer
+from lightning_pipe.recsys.rewrite.embeddings import Embeddings, ModuleCall, record_stream
+
+__all__ = ["TableBackward"]
+
+
+class TableBackward:
+    """Sends the gradients that the dense backward left at the cuts of a batch's embeddings into the tables.
+
+    An output that this rank did not use sends zeros, so that no rank waits alone. All ranks call the same methods with
+    the same arguments.
+
+    Args:
+        modules: the sharded modules by name.
+        agreement: among all ranks, used by the calling thread.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], agreement: Agreement) -> None:
+        self._modules = modules
+        self._agreement = agreement
+
+    def run(self, embeddings: Embeddings, scale: torch.Tensor | float | None, agree_unused: bool) -> None:
+        """All of it, or after ``begin`` the second half. Optimisers fused into the lookups step here.
+
+        A kernel takes its learning rate when it looks up. Where that has changed since then, and the calls were
+        captured, the kernel is called once more, for a backward with the present rate.
+
+        Args:
+            embeddings: of the step; it lets go of its outputs and gradients.
+            scale: multiplies every gradient.
+            agree_unused: leave out a module whose output no rank used; without effect after ``begin``.
+        """
+        if embeddings.kernel_gradients is None and not _have_present_rates(embeddings):
+            self.begin(embeddings, agree_unused)
+        if embeddings.kernel_gradients is not None:
+            _through_kernels(embeddings.kernel_gradients, scale)
+        elif calls := self._calls(embeddings, agree_unused):
+            cuts = [cut for call in calls for cut in call.cuts]
+            torch.autograd.backward([cut.source for cut in cuts], [cut.scaled_gradient(scale) for cut in cuts])
+        embeddings.end(trained=True)
+
+    def begin(self, embeddings: Embeddings, agree_unused: bool = False) -> KernelGradients:
+        """The first half: through the output dists, up to the lookups, whose calls were captured. No table changes.
+
+        Returns:
+            What is left for ``run``, and stays in ``embeddings.kernel_gradients``.
+        """
+        embeddings.kernel_gradients = _to_kernels(self._calls(embeddings, agree_unused))
+        return embeddings.kernel_gradients
+
+    def discard(self, embeddings: Embeddings) -> None:
+        """In place of ``run``: the tables stay as they are, and so do the counts of their optimisers' steps."""
+        for call in embeddings.calls:
+            if call.cuts:  # without grad mode nothing was counted
+                take_back_step(self._modules[call.name])
+        if embeddings.kernel_gradients is not None:
+            for weights in embeddings.kernel_gradients.replicated:
+                weights.grad = None
+        embeddings.end(trained=False)
+
+    def overflowed(self, embeddings: Embeddings) -> bool:
+        """Whether the dense backward left an infinity or NaN at the cuts of any rank."""
+        finite = [gradient.isfinite().all() for gradient in embeddings.gradient_tensors()]
+        return self._agreement.any_of([bool(finite) and not torch.stack(finite).all().item()])[0]
+
+    def _calls(self, embeddings: Embeddings, agree_unused: bool) -> list[ModuleCall]:
+        """Those that backward goes through: with a cut, since there is none where nothing can be trained."""
+        calls = embeddings.calls
+        if agree_unused:
+            used = self._agreement.any_of([any(cut.gradient is not None for cut in call.cuts) for call in calls])
+            calls = [call for call, is_used in zip(calls, used, strict=True) if is_used]
+        calls = [call for call in calls if call.cuts]
+        for call in calls:
+            for cut in call.cuts:
+                _will_be_used([cut.source, cut.gradient])
+        return calls
+
+
+def _have_present_rates(embeddings: Embeddings) -> bool:
+    return all(
+        kernel.has_present_rate
+        for call in embeddings.calls
+        if call.lookups is not None
+        for kernel in call.lookups.kernels
+    )
+
+
+def _to_kernels(calls: Sequence[ModuleCall]) -> KernelGradients:
+    captured = [call.lookups for call in calls if call.lookups is not None]
+    kernels = [kernel for lookups in captured for kernel in lookups.kernels]
+    replicated = list(dict.fromkeys(weights for lookups in captured for weights in lookups.replicated))
+    if not calls:
+        return KernelGradients([], [], [])
+    # A rank without a kernel must go through the output dist's backward too: the others wait for it there.
+    ends = [output for lookups in captured for output in lookups.outputs]
+    cuts = [cut for call in calls for cut in call.cuts]
+    inputs = [*(call.output for call in kernels), *replicated, *ends]
+    if not inputs:  # a replayed lookup: no kernel was called
+        return KernelGradients([], [], [])
+    gradients = torch.autograd.grad(
+        [cut.source for cut in cuts],
+        inputs,
+        [cut.scaled_gradient(None) for cut in cuts],
+        materialize_grads=True,
+    )
+    for weights, gradient in zip(replicated, gradients[len(kernels) :], strict=False):
+        weights.grad = gradient
+    return KernelGradients(kernels, list(gradients[: len(kernels)]), replicated)
+
+
+def _through_kernels(left: KernelGradients, scale: torch.Tensor | float | None) -> None:
+    if left.calls:
+        _will_be_used(left.gradients)
+        gradients = left.gradients if scale is None else [gradient * scale for gradient in left.gradients]
+        pairs = list(zip(left.calls, gradients, strict=True))
+        fused = [pair for pair in pairs if row_optimizer(pair[0].kernel) is None]
+        if fused:
+            outputs = [call.with_present_rate() for call, _ in fused]
+            torch.autograd.backward(outputs, [gradient for _, gradient in fused])
+        for optimizer in dict.fromkeys(row_optimizer(call.kernel) for call in left.calls):
+            if optimizer is not None:
+                optimizer.step([pair for pair in pairs if row_optimizer(pair[0].kernel) is optimizer])
+    if scale is not None:
+        for weights in left.replicated:
+            assert weights.grad is not None
+            weights.grad.mul_(scale)
+
+
+def _will_be_used(tensors: Sequence[torch.Tensor | None]) -> None:
+    """Tells the allocator that the current stream uses them."""
+    device = next((tensor.device for tensor in tensors if tensor is not None), None)
+    if device is not None and device.type == "cuda":
+        record_stream(tensors, torch.cuda.current_stream(device))

@@ -1,0 +1,181 @@
+"""Replicated (data-parallel) tables, trained as sharded ones are.
+
+TorchRec keeps a small table whole on every rank and looks it up with a dense kernel: no fused optimiser sees it, and
+its lookup sits in a DistributedDataParallel that reduces inside backward. Here the lookup is taken out of that, and
+once the tables' backward is done the gradients are averaged over the ranks and each table is stepped by a plain
+optimiser. Rows without a gradient stay as they are under the optimisers allowed for it, so this is what a fused
+kernel does to the same table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbeddingBag
+from torchrec.optim.keyed import KeyedOptimizer
+
+from lightning_pipe.recsys.kernels.table_optimizer import TableOptimizer
+
+__all__ = ["DataParallelTables", "unwrap_lookups"]
+
+
+def unwrap_lookups(lookups: list[nn.Module]) -> None:
+    """Takes the lookups of a sharded module out of DistributedDataParallel, in place.
+
+    Its reducer would wait inside backward, and for ever where one rank's gradient does not come.
+    """
+    for index, lookup in enumerate(lookups):
+        if isinstance(lookup, DistributedDataParallel):
+            lookups[index] = lookup.module
+
+
+@dataclass(frozen=True)
+class _ReplicatedTable:
+    parameter: nn.Parameter  # a view of the kernel's storage, rows x columns
+    optimizer: torch.optim.Optimizer
+
+
+class _ReplicatedOptimizer(KeyedOptimizer):
+    """One table's optimiser as TorchRec's fused ones are seen from outside: named state, and a rate that ``step`` sets.
+
+    Args:
+        name: full name of the table, the key in checkpoints.
+        short_name: the name in its module, which TorchRec puts before the names of states.
+        shown: the table as the sharded module shows it.
+        table: the table as it is stepped.
+        row_wise_state: whether the state is one number per row.
+    """
+
+    def __init__(
+        self, name: str, short_name: str, shown: nn.Parameter, table: _ReplicatedTable, row_wise_state: bool
+    ) -> None:
+        self._inner = table.optimizer
+        states = {}
+        accumulated = table.optimizer.state[table.parameter].get("sum")
+        if accumulated is not None:
+            # a row-wise state is a column in TorchRec's unfused optimiser and a vector in FBGEMM's
+            states[f"{short_name}.momentum1"] = accumulated.view(-1) if row_wise_state else accumulated
+        rate = table.optimizer.param_groups[0]["lr"]
+        super().__init__({name: shown}, {shown: states}, [{"params": [shown], "lr": rate}])
+
+    def step(self, closure: Any = None) -> None:
+        """Hands on the learning rate; the table itself is stepped after the tables' backward."""
+        (group,) = self.param_groups
+        self._inner.param_groups[0]["lr"] = group["lr"]
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Nothing: the step that trains the table clears its gradient."""
+
+
+class DataParallelTables:
+    """All replicated tables of a model, stepped together.
+
+    Args:
+        group: the group that gradients are averaged over; every rank of it holds every table.
+
+    Attributes:
+        keyed_optimizers: one for each table, to be combined with TorchRec's fused ones.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._kernels: list[BatchedDenseEmbeddingBag] = []
+        self._tables: list[list[_ReplicatedTable]] = []
+        self._averaged: list[torch.Tensor] = []
+        self.keyed_optimizers: list[KeyedOptimizer] = []
+
+    def add(
+        self,
+        lookup: nn.Module,
+        names: Mapping[str, str],
+        table_optimizers: Mapping[str, TableOptimizer],
+        parameters: Mapping[str, nn.Parameter],
+    ) -> None:
+        """Adds the dense kernels of one lookup; nothing for a lookup of sharded tables.
+
+        Args:
+            lookup: a lookup out of a sharded module, unwrapped.
+            names: full names of its tables by their short ones.
+            table_optimizers: optimisers by full name.
+            parameters: the tables as the sharded module shows them, by full name.
+        """
+        for kernel in lookup.modules():
+            if not isinstance(kernel, BatchedDenseEmbeddingBag):
+                continue
+            tables = []
+            for config, view in zip(kernel.config.embedding_tables, kernel.split_embedding_weights(), strict=True):
+                name = names[config.name]
+                table_optimizer = table_optimizers[name]
+                assert table_optimizer.step_class is not None
+                parameter = nn.Parameter(view.detach())
+                optimizer = table_optimizer.step_class([parameter], **table_optimizer.hyper_parameters)
+                table = _ReplicatedTable(parameter, optimizer)
+                tables.append(table)
+                self.keyed_optimizers.append(
+                    _ReplicatedOptimizer(name, config.name, parameters[name], table, table_optimizer.row_wise_state)
+                )
+            self._kernels.append(kernel)
+            self._tables.append(tables)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """One for each table."""
+        return [table.optimizer for tables in self._tables for table in tables]
+
+    def forget_gradients(self) -> None:
+        """Lets go of what the tables' backward left."""
+        for kernel in self._kernels:
+            kernel.emb_module.weights.grad = None
+        self._averaged = []
+
+    @torch.no_grad()
+    def average(self) -> list[torch.Tensor]:
+        """Averages the gradients over the ranks, unless those of this step are averaged already.
+
+        Every rank of the group calls it, from one thread, after the backward of the lookups; a rank whose lookups
+        got no gradient sends zeros.
+
+        Returns:
+            The averaged gradients, flat, one for each dense kernel.
+        """
+        weights = [kernel.emb_module.weights for kernel in self._kernels]
+        if len(self._averaged) == len(weights) and all(map(_is_gradient_of, self._averaged, weights)):
+            return self._averaged
+        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in weights]
+        works = [dist.all_reduce(gradient, group=self._group, async_op=True) for gradient in gradients]
+        for one, gradient, work in zip(weights, gradients, works, strict=True):
+            if work is not None:
+                work.wait()
+            one.grad = gradient.div_(self._group.size())
+        self._averaged = gradients
+        return gradients
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Averages the gradients over the ranks, steps every table, clears the gradients.
+
+        To be called as ``average`` is.
+        """
+        if not self._kernels:
+            return
+        weights = tuple(kernel.emb_module.weights for kernel in self._kernels)
+        gradients = self.average()
+        # Rows may have been looked up for a batch that is to be trained next: its backward does not read them.
+        with torch.autograd._unsafe_preserve_version_counter(weights):
+            for tables, gradient in zip(self._tables, gradients, strict=True):
+                sizes = [table.parameter.numel() for table in tables]
+                for table, part in zip(tables, gradient.split(sizes), strict=True):
+                    table.parameter.grad = part.view_as(table.parameter)
+                    table.optimizer.step()
+                    table.parameter.grad = None
+        self.forget_gradients()
+
+
+def _is_gradient_of(gradient: torch.Tensor, weights: torch.Tensor) -> bool:
+    return weights.grad is gradient

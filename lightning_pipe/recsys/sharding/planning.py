@@ -1,0 +1,150 @@
+"""How tables are sharded: TorchRec's planner, asked on one rank, the same plan in every run."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.constants import BATCH_SIZE
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
+from torchrec.distributed.planner.types import ShardingOption
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ModuleSharder,
+    ParameterSharding,
+    ShardingPlan,
+    ShardingType,
+)
+
+from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.recsys.batches.agreement import Agreement
+from lightning_pipe.recsys.modules.tables import Table
+from lightning_pipe.recsys.sharding.sharders import check_types
+
+__all__ = ["OrderedEnumerator", "check_plan", "make_plan"]
+
+logger = logging.getLogger(__name__)
+
+_TYPE_ORDER = [sharding_type.value for sharding_type in ShardingType]
+_RESERVED_PART = 0.15  # of a rank's memory, for what no estimate knows
+_COPIES_OF_DENSE = 6  # parameters, two optimiser states, and gradients with the buckets that reduce them
+
+
+class OrderedEnumerator(EmbeddingEnumerator):
+    """Lists options in one order: TorchRec's goes through sets of strings, whose order differs from run to run, and
+    the planner takes the first of equally good plans."""
+
+    def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
+        """TorchRec's options: a table's together, its sharding types in the order of TorchRec's list of them."""
+        options = super().enumerate(module, sharders)
+        tables = {name: index for index, name in enumerate(dict.fromkeys(option.fqn for option in options))}
+        return sorted(
+            options,
+            key=lambda o: (tables[o.fqn], _TYPE_ORDER.index(o.sharding_type), o.compute_kernel),
+        )
+
+
+def make_plan(
+    module: nn.Module,
+    sharders: list[ModuleSharder[nn.Module]],
+    constraints: dict[str, ParameterConstraints],
+    topology: Topology,
+    batch_size: int | None,
+    agreement: Agreement,
+) -> ShardingPlan:
+    """Plans on rank 0, and hands the plan, or the planner's error, to every rank.
+
+    Raises:
+        SetupError: no plan fits; on every rank.
+    """
+    answer: Any = None
+    if agreement.rank == 0:
+        try:
+            answer = _planner(module, constraints, topology, batch_size).plan(module, sharders)
+        except Exception as error:  # of whatever kind: the other ranks wait for an answer
+            answer = f"{type(error).__name__}: {error}"
+    answer = agreement.gather(answer)[0]
+    if isinstance(answer, str):
+        raise SetupError(
+            f"TorchRec's planner found no plan for these tables ({answer}); loosen the constraints, or give the"
+            " topology more memory (hbm_cap, ddr_cap: bytes a rank)"
+        )
+    assert isinstance(answer, ShardingPlan)
+    return answer
+
+
+def _planner(
+    module: nn.Module, constraints: dict[str, ParameterConstraints], topology: Topology, batch_size: int | None
+) -> EmbeddingShardingPlanner:
+    """TorchRec's planner as it is by default, without its warnings about estimates that it makes itself by default."""
+    dense_bytes = sum(
+        parameter.numel() * parameter.element_size()
+        for child in module.modules()
+        if not any(isinstance(child, kind) for kind in (nn.Embedding, nn.EmbeddingBag))
+        for parameter in child.parameters(recurse=False)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        reservation = HeuristicalStorageReservation(
+            _RESERVED_PART, dense_tensor_estimate=max(1, dense_bytes * _COPIES_OF_DENSE)
+        )
+    return EmbeddingShardingPlanner(
+        topology=topology,
+        batch_size=batch_size,
+        enumerator=OrderedEnumerator(topology, batch_size or BATCH_SIZE, constraints),
+        storage_reservation=reservation,
+        constraints=constraints,
+        debug=False,
+    )
+
+
+def check_plan(plan: ShardingPlan, tables: Sequence[Table]) -> dict[str, str]:
+    """Checks a plan, the user's own included, against what can be trained.
+
+    Returns:
+        The sharding type of each table, by the table's full name.
+
+    Raises:
+        SetupError: a table that is not planned, or planned as it cannot be trained.
+    """
+    if not isinstance(plan, ShardingPlan):
+        raise SetupError(f"the sharding plan is a {type(plan).__name__}; needed is TorchRec's ShardingPlan")
+    types: dict[str, str] = {}
+    for table in tables:
+        module_plan = plan.get_plan_for_module(table.module_name)
+        sharding = module_plan.get(table.config.name) if isinstance(module_plan, EmbeddingModuleShardingPlan) else None
+        if not isinstance(sharding, ParameterSharding):
+            raise SetupError(
+                f"the sharding plan says nothing about table {table.config.name} of module"
+                f" {table.module_name or 'given'}; it must say how each table is sharded"
+            )
+        assert table.optimizer is not None
+        check_types(f"the sharding plan of table {table.name}", [sharding.sharding_type], table)
+        replicated = sharding.sharding_type == ShardingType.DATA_PARALLEL.value
+        if not replicated and sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value:
+            raise SetupError(
+                f"the sharding plan gives table {table.name} the compute kernel dense with {sharding.sharding_type},"
+                " which no sparse optimiser trains; use fused"
+            )
+        if table.optimizer.row_wise_state and _splits_rows(sharding, table):
+            logger.warning(
+                "table %s is split by columns (%s), so its optimiser %s keeps a state per row and shard and is not"
+                " quite the unsharded one; leave %s out of the table's sharding_types if that matters",
+                table.name,
+                sharding.sharding_type,
+                table.optimizer.name,
+                sharding.sharding_type,
+            )
+        types[table.name] = sharding.sharding_type
+    return types
+
+
+def _splits_rows(sharding: ParameterSharding, table: Table) -> bool:
+    shards = getattr(sharding.sharding_spec, "shards", ())
+    return any(shard.shard_sizes[1] < table.config.embedding_dim for shard in shards)

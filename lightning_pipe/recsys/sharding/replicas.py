@@ -1,0 +1,279 @@
+"""2D parallelism of tables: groups of ranks that each shard all tables, and average them with one another.
+
+    ranks       0        1      │      2        3
+    replica     ──── first ──── │ ──── second ────      shards: exchanges ids and embeddings
+    half of the tables   other  │ half of the tables  other
+                └─────── the same shard ──────┘         peers: averages it every ``sync_every`` steps
+
+So an all-to-all goes over few ranks, however many there are, at the price of a table's memory for each replica and of
+its average. Dense parameters are not part of it: their gradients are averaged over all ranks in every step. TorchRec's
+``DMPCollection`` is the same idea, for GPUs.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from math import gcd
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+from torch.distributed.remote_device import _remote_device
+from torchrec.distributed.comm import get_local_size
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.sharding_plan import placement
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan, ShardingType
+
+from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.ranks.agreement import check_agreement
+from lightning_pipe.engine.ranks.process_groups import new_group
+from lightning_pipe.recsys.modules.tables import Table
+
+__all__ = [
+    "REFUSED_TYPES",
+    "ReplicaAverage",
+    "ReplicaGroups",
+    "check_replicated",
+    "make_replica_groups",
+    "place_on_ranks",
+    "refuse_norm",
+]
+
+# What TorchRec does over all ranks of a node, or from rank 0 on, whatever group it is given.
+REFUSED_TYPES = frozenset(
+    kind.value for kind in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD, ShardingType.DATA_PARALLEL)
+)
+# What holds all rows where the average reads them: no cache has newer ones.
+_KERNELS = frozenset(kernel.value for kernel in (EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.FUSED_UVM))
+
+
+@dataclass(frozen=True)
+class ReplicaGroups:
+    """Which replica this rank belongs to, of :func:`make_replica_groups`.
+
+    Attributes:
+        count: how many replicas there are, at least 2.
+        sync_every: steps of the tables between two averages.
+        shards: the ranks of this one's replica, which the tables are sharded over.
+        peers: the ranks that hold the same shards as this one, one of each replica.
+    """
+
+    count: int
+    sync_every: int
+    shards: dist.ProcessGroup
+    peers: dist.ProcessGroup
+
+    def new_shard_group(self, timeout: timedelta | None = None) -> dist.ProcessGroup:
+        """Another group of this replica's ranks. Every rank of the world calls it."""
+        return _own_group(_replicas(self.count), timeout)
+
+    @contextmanager
+    def counted_per_node(self) -> Generator[None, None, None]:
+        """In the body TorchRec takes a node's ranks for those of one replica, and not of all, which it would find to
+        be too many."""
+        name = "LOCAL_WORLD_SIZE"
+        before = os.environ.get(name)
+        os.environ[name] = str(gcd(get_local_size(), self.shards.size()))
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
+
+    def __str__(self) -> str:
+        return f"{self.count} replicas of tables, averaged every {self.sync_every} steps"
+
+
+def make_replica_groups(
+    count: int | None, sync_every: int | None = None, timeout: timedelta | None = None
+) -> ReplicaGroups | None:
+    """Divide all ranks into replicas of as many ranks each, neighbours together. Every rank of the world calls it.
+
+    Args:
+        count: of replicas; None or 1 for none: the tables are then sharded over all ranks.
+        sync_every: steps of the tables between two averages; 1 where it is None.
+        timeout: of the groups.
+
+    Returns:
+        The groups, for :func:`~lightning_pipe.recsys.sharding.shard.shard_model`; None for one replica.
+
+    Raises:
+        SetupError: on every rank: no such numbers, ranks that cannot be divided so, or other numbers on another rank.
+    """
+    world = dist.group.WORLD
+    numbers = [("replicas", repr(count)), ("sync_every", repr(sync_every))]
+    check_agreement(numbers, "number of replicas", world, error=SetupError)
+    found = 1 if count is None else count
+    steps = 1 if sync_every is None else sync_every
+    for name, number in (("replicas", found), ("sync_every", steps)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise SetupError(f"{name} is {number!r}; needed is a whole number of at least 1")
+    if found == 1:
+        if sync_every is not None:
+            raise SetupError(
+                f"sync_every is {sync_every}, but there is one replica of the tables and nothing to average; leave it"
+                " out, or give replicas the number of groups that ranks are divided into"
+            )
+        return None
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks % found:
+        raise SetupError(
+            f"replicas is {found}, and there are {ranks} ranks, which cannot be divided into groups of as many ranks;"
+            f" needed is a divisor of {ranks}"
+        )
+    shards = _own_group(_replicas(found), timeout)
+    peers = _own_group(list(zip(*_replicas(found), strict=True)), timeout)
+    return ReplicaGroups(found, steps, shards, peers)
+
+
+def _replicas(count: int) -> list[range]:
+    """The ranks of each replica: neighbours, so on one node where that has as many."""
+    size = dist.get_world_size() // count
+    return [range(first, first + size) for first in range(0, count * size, size)]
+
+
+def _own_group(groups: Sequence[Collection[int]], timeout: timedelta | None) -> dist.ProcessGroup:
+    """Makes all groups, in order, on every rank, and returns the one that this rank is in."""
+    made = [new_group(list(ranks), timeout=timeout) for ranks in groups]
+    own = next(group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
+    assert isinstance(own, dist.ProcessGroup)
+    return own
+
+
+# ---------------------------------------------------------------------- plans
+
+
+def check_replicated(where: str, sharding_types: Sequence[str] | None, table: Table) -> None:
+    """Checks that a table can be sharded so inside each replica.
+
+    Raises:
+        SetupError: a type that cannot be had over a part of the ranks, or a dynamic table.
+    """
+    if table.is_dynamic:
+        raise SetupError(
+            f"table {table.name} is a dynamic one, and there are replicas of tables: which rows a dynamic table has"
+            " differs between replicas, so there is nothing to average; leave replicas out, or give the table a size"
+        )
+    wrong = sorted(REFUSED_TYPES & set(sharding_types or ()))
+    if wrong:
+        raise SetupError(
+            f"{where} names {', '.join(wrong)} for table {table.name}, which TorchRec does over all ranks, and each"
+            " replica of the tables has a part of them; use table_wise, row_wise, column_wise or table_column_wise, or"
+            " leave replicas out"
+        )
+
+
+def place_on_ranks(plan: ShardingPlan, tables: Sequence[Table], groups: ReplicaGroups) -> ShardingPlan:
+    """The plan of one replica, of ranks from 0 on, for this rank's replica: a copy, its shards on ranks of the world.
+
+    Raises:
+        SetupError: a plan that :func:`check_replicated` refuses, for more ranks, or with a cache of rows.
+    """
+    size = groups.shards.size()
+    for table in tables:
+        sharding = _sharding_of(plan, table)
+        check_replicated("the sharding plan", [sharding.sharding_type], table)
+        if sharding.compute_kernel not in _KERNELS:
+            raise SetupError(
+                f"the sharding plan gives table {table.name} the compute kernel {sharding.compute_kernel}, whose cache"
+                f" an average would miss, and there are {groups.count} replicas of tables; use fused or fused_uvm"
+                " (constraints: compute_kernels)"
+            )
+        most = max(sharding.ranks or [0])
+        if most >= size:
+            raise SetupError(
+                f"the sharding plan has rank {most} for table {table.name}, but each of the {groups.count} replicas has"
+                f" {size} rank(s), counted from 0; make the plan for {size}"
+            )
+    placed = copy.deepcopy(plan)
+    ranks = dist.get_process_group_ranks(groups.shards)
+    for table in tables:
+        sharding = _sharding_of(placed, table)
+        spec = sharding.sharding_spec
+        if isinstance(spec, EnumerableShardingSpec):
+            for shard in spec.shards:
+                assert isinstance(shard.placement, _remote_device)
+                rank, device = shard.placement.rank(), shard.placement.device()
+                assert rank is not None
+                shard.placement = _remote_device(placement(device.type, ranks[rank], get_local_size()))
+    return placed
+
+
+def _sharding_of(plan: ShardingPlan, table: Table) -> ParameterSharding:
+    module_plan = plan.get_plan_for_module(table.module_name)
+    assert isinstance(module_plan, EmbeddingModuleShardingPlan)
+    return module_plan[table.config.name]
+
+
+# ---------------------------------------------------------------------- the average
+
+
+def refuse_norm(replicas: ReplicaAverage | None) -> None:
+    """Refuse a norm over all gradients, such as gradients are clipped by.
+
+    Raises:
+        SetupError: there are replicas.
+    """
+    if replicas is not None:
+        raise SetupError(
+            f"gradients are to be clipped, and there are {replicas.groups.count} replicas of tables: each steps with"
+            " the gradients of its own ranks, of which there is no norm over all; leave clipping out, or replicas"
+        )
+
+
+class ReplicaAverage:
+    """Averages what replicas hold of the tables, and of their optimisers' states, every ``sync_every`` steps.
+
+    Args:
+        groups: of this rank.
+        states: gives the state dicts of tables and optimisers; asked once.
+
+    Attributes:
+        steps: since replicas were last equal.
+    """
+
+    def __init__(self, groups: ReplicaGroups, states: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
+        self.groups = groups
+        self.steps = 0
+        self._states = states
+        self._tensors: list[torch.Tensor] | None = None
+
+    def stepped(self) -> None:
+        """The tables have made a step: averages, if it is time. Every rank calls it, in the same order."""
+        self.steps += 1
+        if self.steps >= self.groups.sync_every:
+            self.bring_together()
+
+    @torch.no_grad()
+    def bring_together(self) -> None:
+        """Averages now, unless no step was made since the last time. Every rank calls it."""
+        if not self.steps:
+            return
+        self.steps = 0
+        if self._tensors is None:
+            self._tensors = [tensor for state in self._states() for tensor in _shards(state)]
+        # What was looked up ahead may go backward: that changes rows, and does not read them.
+        with torch.autograd._unsafe_preserve_version_counter(tuple(self._tensors)):
+            works = [dist.all_reduce(tensor, group=self.groups.peers, async_op=True) for tensor in self._tensors]
+            for tensor, work in zip(self._tensors, works, strict=True):
+                if work is not None:
+                    work.wait()
+                tensor.div_(self.groups.count)
+
+
+def _shards(state: Any) -> list[torch.Tensor]:
+    """This rank's shards at any depth, in the order of the state dict: the same on all peers, who have one plan."""
+    if isinstance(state, ShardedTensor):
+        return [shard.tensor.detach() for shard in state.local_shards()]
+    if isinstance(state, Mapping):
+        return [tensor for value in state.values() for tensor in _shards(value)]
+    return []

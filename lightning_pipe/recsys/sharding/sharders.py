@@ -1,0 +1,185 @@
+"""What a table may be sharded as: TorchRec's sharders with every sharding type that works here.
+
+TorchRec's stock sharder hides the row-wise types of pooled tables on CPU, though they run there. Sequences cannot be
+data-parallel: FBGEMM's dense CPU kernel pools them. And an optimiser that moves rows without a gradient would, on a
+replicated table, be another one than on a sharded table.
+
+Tested in ``tests/recsys/sharding/test_planning.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingEnv, ShardingType
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.recsys.dynamic.tables.sharded_tables import DynamicBagSharder, DynamicSequenceSharder
+from lightning_pipe.recsys.modules.dynamic_modules import DynamicEmbeddingBagCollection, DynamicEmbeddingCollection
+from lightning_pipe.recsys.modules.output_order import OrderedEmbeddingBagCollection, OrderedEmbeddingCollection
+from lightning_pipe.recsys.modules.quantized_comms import QuantizedComms
+from lightning_pipe.recsys.modules.tables import Table
+
+__all__ = ["COLUMN_TYPES", "ONLY_WHEN_ASKED", "SHARDING_TYPES", "check_names", "check_types", "default_sharders"]
+
+_POOLED_TYPES = [sharding_type.value for sharding_type in ShardingType]
+_SEQUENCE_TYPES = [
+    ShardingType.TABLE_WISE.value,
+    ShardingType.COLUMN_WISE.value,
+    ShardingType.ROW_WISE.value,
+]
+SHARDING_TYPES: dict[type[nn.Module], list[str]] = {
+    EmbeddingBagCollection: _POOLED_TYPES,
+    FeatureProcessedEmbeddingBagCollection: _POOLED_TYPES,
+    EmbeddingCollection: _SEQUENCE_TYPES,
+    DynamicEmbeddingBagCollection: [ShardingType.ROW_WISE.value],
+    DynamicEmbeddingCollection: [ShardingType.ROW_WISE.value],
+}
+COLUMN_TYPES = {
+    ShardingType.COLUMN_WISE.value,
+    ShardingType.TABLE_COLUMN_WISE.value,
+    ShardingType.GRID_SHARD.value,
+}
+# What the planner takes only on the user's word: grid sharding needs several ranks on each of several nodes, and rows
+# of a feature-processed table are split after position weights are known.
+ONLY_WHEN_ASKED: dict[type[nn.Module], set[str]] = {
+    EmbeddingBagCollection: {ShardingType.GRID_SHARD.value},
+    EmbeddingCollection: set(),
+    DynamicEmbeddingBagCollection: set(),
+    DynamicEmbeddingCollection: set(),
+    FeatureProcessedEmbeddingBagCollection: {
+        ShardingType.GRID_SHARD.value,
+        ShardingType.ROW_WISE.value,
+        ShardingType.TABLE_ROW_WISE.value,
+    },
+}
+
+
+class _BagSharder(EmbeddingBagCollectionSharder):
+    def __init__(self, comms: QuantizedComms) -> None:
+        super().__init__(qcomm_codecs_registry=comms.registry())
+        self._comms = comms
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return self._comms.usable(SHARDING_TYPES[EmbeddingBagCollection], pooled=True)
+
+    def shard(
+        self,
+        module: EmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> OrderedEmbeddingBagCollection:
+        return OrderedEmbeddingBagCollection(
+            module,
+            params,
+            env,
+            fused_params=self.fused_params,
+            device=device,
+            qcomm_codecs_registry=self._comms.registry(params),
+            module_fqn=module_fqn,
+        )
+
+
+class _SequenceSharder(EmbeddingCollectionSharder):
+    def __init__(self, comms: QuantizedComms) -> None:
+        super().__init__(qcomm_codecs_registry=comms.registry())
+        self._comms = comms
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return self._comms.usable(SHARDING_TYPES[EmbeddingCollection], pooled=False)
+
+    def shard(
+        self,
+        module: EmbeddingCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> OrderedEmbeddingCollection:
+        return OrderedEmbeddingCollection(
+            module,
+            params,
+            env,
+            fused_params=self.fused_params,
+            device=device,
+            qcomm_codecs_registry=self._comms.registry(params),
+            module_fqn=module_fqn,
+        )
+
+
+class _ProcessedSharder(FeatureProcessedEmbeddingBagCollectionSharder):
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return self._ebc_sharder.sharding_types(compute_device_type)
+
+
+def default_sharders(comms: QuantizedComms | None = None) -> list[ModuleSharder[nn.Module]]:
+    """Sharders for the modules in ``tables.TABLE_MODULES``, with every sharding type that works.
+
+    Args:
+        comms: how embeddings travel between ranks; None for 32 bits.
+    """
+    comms = QuantizedComms() if comms is None else comms
+    bags = _BagSharder(comms)
+    return [
+        bags,
+        _SequenceSharder(comms),
+        _ProcessedSharder(bags, comms.registry()),
+        DynamicBagSharder(comms),
+        DynamicSequenceSharder(comms),
+    ]
+
+
+def check_names(where: str, found: Sequence[str] | None, allowed: Sequence[str], why: str = "") -> None:
+    """Checks a list of names out of a configuration.
+
+    Args:
+        where: what the list is, as a message begins.
+        found: the list, None for none.
+        allowed: the names that may be in it.
+        why: why another one may not, as the end of "... names data_parallel".
+
+    Raises:
+        SetupError: another name, or text in place of a list.
+    """
+    if isinstance(found, str):
+        raise SetupError(f"{where} is the text {found!r}; needed is a list, for example [{found!r}]")
+    wrong = [name for name in found or [] if name not in allowed]
+    if wrong:
+        raise SetupError(f"{where} names {', '.join(map(str, wrong))}{why}; allowed are {', '.join(allowed)}")
+
+
+def check_types(where: str, sharding_types: Sequence[str] | None, table: Table) -> None:
+    """Checks that a table can be sharded by each of the types, and trained by its optimiser.
+
+    Raises:
+        SetupError: naming the type, the table, and the types that it can have.
+    """
+    why = ""
+    if table.module_type is EmbeddingCollection and "data_parallel" in (sharding_types or ()):
+        why = f" for table {table.name} of an EmbeddingCollection (FBGEMM's dense CPU kernel pools sequences)"
+    check_names(where, sharding_types, SHARDING_TYPES[table.module_type], why)
+    if ShardingType.GRID_SHARD.value in (sharding_types or ()) and _is_mean_pooled(table):
+        raise SetupError(
+            f"{where} names grid_shard for table {table.name}, which is pooled by mean; TorchRec adds up the means of"
+            " the parts, which is another number: use another sharding type, or sum pooling"
+        )
+    assert table.optimizer is not None
+    if ShardingType.DATA_PARALLEL.value in (sharding_types or ()) and table.optimizer.step_class is None:
+        raise SetupError(
+            f"{where} names data_parallel for table {table.name}, whose optimiser {table.optimizer.name} moves rows"
+            " without a gradient when it steps a whole table; use another sharding type"
+        )
+
+
+def _is_mean_pooled(table: Table) -> bool:
+    return getattr(table.config, "pooling", None) == PoolingType.MEAN

@@ -1,0 +1,132 @@
+"""Everything that training a sharded model changes, kept and put back.
+
+Tested in ``tests/strategies/test_table_profile.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from lightning_pipe.recsys.kernels.fused import fused_kernels
+from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
+
+__all__ = ["ModelKeeper"]
+
+
+# A parameter's state, by key.
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    tensors: list[Tensor]
+    states: list[dict[Tensor, State]]
+    groups: list[list[State]]
+    gradients: list[Tensor | None]
+    replica_steps: int
+
+
+class ModelKeeper:
+    """A :class:`~lightning_pipe.engine.profiling.profiler.Keeper` of a model and its optimisers: of this rank's shards.
+
+    What is kept is a copy on the host: as much memory as the rank's tables, their optimisers' states, and the dense
+    part with its, gradients included. Generators, and what users' code keeps for itself, are not in it.
+
+    Args:
+        sharded: the model.
+        optimizers: of its dense parameters.
+    """
+
+    def __init__(self, sharded: ShardedModel, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._sharded = sharded
+        self._optimizers = [*optimizers, *sharded.replicated_optimizers]
+
+    def keep(self) -> _Kept:
+        """All of it, as it is now."""
+        states = [
+            {parameter: {key: _copied(value) for key, value in state.items()} for parameter, state in one.state.items()}
+            for one in self._optimizers
+        ]
+        # Some optimisers count there; learning rates are there, too.
+        groups = [
+            [{key: _copied(value) for key, value in group.items() if key != "params"} for group in one.param_groups]
+            for one in self._optimizers
+        ]
+        gradients = [None if one.grad is None else one.grad.clone() for _, one in self._sharded.dense_parameters()]
+        replicas = self._sharded.replicas
+        steps = 0 if replicas is None else replicas.steps
+        return _Kept([_copied(tensor) for tensor in self._tensors()], states, groups, gradients, steps)
+
+    @torch.no_grad()
+    def put_back(self, kept: _Kept) -> None:
+        """Make it as it was, in place."""
+        if self._sharded.replicas is not None:
+            self._sharded.replicas.steps = kept.replica_steps
+        tensors = self._tensors()
+        # What was looked up ahead, before, may go backward: its rows have the values that they had then.
+        with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+            for tensor, value in zip(tensors, kept.tensors, strict=True):
+                tensor.copy_(value)
+        for optimizer, states in zip(self._optimizers, kept.states, strict=True):
+            for parameter in [one for one in optimizer.state if one not in states]:
+                del optimizer.state[parameter]
+            for parameter, state in states.items():
+                _put_back(optimizer.state[parameter], state)
+        for optimizer, groups in zip(self._optimizers, kept.groups, strict=True):
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
+                _put_back(group, {**values, "params": group["params"]}, alone=("params",))
+        self._sharded.forget_gradients()
+        # As the module's optimizer_zero_grad() left them: that may be zeros, or sums over several batches.
+        for (_, parameter), gradient in zip(self._sharded.dense_parameters(), kept.gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.clone()
+
+    def _tensors(self) -> list[Tensor]:
+        """This rank's, in place: of the module, of the fused optimisers, and the kernels' counts of steps."""
+        module = self._sharded.module
+        found = list(_local(self._sharded.dmp.state_dict()))
+        # Buffers that no checkpoint has.
+        found += list(module.buffers())
+        found += _local(self._sharded.fused_optimizer.state_dict()["state"])
+        for sharded in self._sharded.sharded_modules.values():
+            for kernel in fused_kernels(sharded):
+                found += [kernel.iter, kernel.iter_cpu]
+        return list({id(tensor): tensor for tensor in found}.values())
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _put_back(state: State, kept: State, alone: tuple[str, ...] = ()) -> None:
+    """Make *state* what was kept, but for the keys *alone*."""
+    for key in [one for one in state if one not in kept]:
+        del state[key]
+    for key, value in kept.items():
+        if key in alone:
+            continue
+        if isinstance(value, Tensor) and isinstance(state.get(key), Tensor):
+            state[key].copy_(value)
+        else:
+            state[key] = copy.deepcopy(value)
+
+
+def _local(value: Any) -> Iterator[Tensor]:
+    """The tensors of this rank, at any depth."""
+    if isinstance(value, ShardedTensor):
+        for shard in value.local_shards():
+            yield shard.tensor
+    elif isinstance(value, DTensor):
+        yield value.to_local()
+    elif isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _local(one)

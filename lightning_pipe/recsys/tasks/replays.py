@@ -1,0 +1,227 @@
+"""What replays of the recsys tasks restore, where it is more than fields of tensors.
+
+A replayed iteration has a batch like the captured one's, but of its own, and its sharded modules are served only what
+was distributed for the very pieces of the batch that the step passes them. So what a task hands on is made anew around
+the present batch: splits and tensors that are already here are waited for again, and outputs are cut anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.types import NoWait
+
+from lightning_pipe.engine.plans.task import DeclaredIO, IterContext
+from lightning_pipe.engine.runtime.captured import ByReference
+from lightning_pipe.recsys.balancing.balancer import Balance
+from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
+from lightning_pipe.recsys.kernels.fused import count_step, newest_prefetches, prefetch_again
+from lightning_pipe.recsys.kernels.kernel_calls import KernelGradients, LookupCalls
+from lightning_pipe.recsys.rewrite.embeddings import Embeddings, Features, Inputs, Requests, Splits
+from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
+
+__all__ = ["RecsysReplays"]
+
+
+class RecsysReplays:
+    """Effects of the tasks of one model.
+
+    Args:
+        rewrite: the rewritten model.
+        reducer: averages dense gradients over ranks; none where something else does.
+    """
+
+    def __init__(self, rewrite: ModelRewrite, reducer: DenseGradientReducer | None) -> None:
+        self._rewrite = rewrite
+        self._reducer = reducer
+        modules = list(rewrite.modules.values())
+        sharded = {id(parameter) for module in modules for parameter in module.parameters()}
+        buffers = {id(buffer) for module in modules for buffer in module.buffers()}
+        model = rewrite.model
+        self._dense = [parameter for parameter in model.parameters() if id(parameter) not in sharded]
+        # Of feature processors: the tables' are trained by kernels, and have no gradients here.
+        self._in_modules = [parameter for module in modules for parameter in _processors(module)]
+        self._buffers = [buffer for buffer in model.buffers() if id(buffer) not in buffers]
+
+    def of(self, task: str) -> tuple[DeclaredIO, ...]:
+        """The effects of a task, by its name."""
+        return _EFFECTS[task](self) if task in _EFFECTS else ()
+
+    # ------------------------------------------------------------------ input dist
+
+    def _balance(self) -> tuple[DeclaredIO, ...]:
+        def again(ctx: IterContext, balance: Balance | None) -> None:
+            ctx.balance = None if balance is None else balance.around(ctx.batch)
+
+        # The workloads are known: to wait for the partition once more is to exchange the samples once more.
+        return (DeclaredIO(lambda ctx: ByReference(ctx.balance), again, ("balance",)),)
+
+    def _splits(self) -> tuple[DeclaredIO, ...]:
+        def again(ctx: IterContext, splits: Splits) -> None:
+            inputs = self._rewrite.inputs_again(ctx.batch, splits.inputs.contexts)
+            ctx.splits = replace(splits, inputs=inputs)
+
+        # To wait for the splits once more is to send the tensors once more.
+        return (DeclaredIO(lambda ctx: ByReference(ctx.splits), again, ("splits",)),)
+
+    def _requests(self) -> tuple[DeclaredIO, ...]:
+        def capture(ctx: IterContext) -> dict[str, Any]:
+            requests: Requests = ctx.input_requests
+            tensors = {name: one.wait() for name, one in requests.tensors.items()}
+            ctx.input_requests = _waited_for(requests.inputs, tensors)
+            return {"tensors": tensors, "contexts": ByReference(requests.inputs.contexts)}
+
+        def again(ctx: IterContext, kept: Mapping[str, Any]) -> None:
+            inputs = replace(ctx.splits.inputs, contexts=kept["contexts"])
+            ctx.input_requests = _waited_for(inputs, kept["tensors"])
+
+        return (DeclaredIO(capture, again, ("input_requests",)),)
+
+    def _features(self) -> tuple[DeclaredIO, ...]:
+        def capture(ctx: IterContext) -> dict[str, Any]:
+            features: Features = ctx.features
+            return {"distributed": features.distributed, "contexts": ByReference(features.inputs.contexts)}
+
+        def again(ctx: IterContext, kept: Mapping[str, Any]) -> None:
+            inputs = replace(ctx.input_requests.inputs, contexts=kept["contexts"])
+            ctx.features = Features(inputs, kept["distributed"])
+
+        def prefetched(ctx: IterContext) -> Any:
+            return newest_prefetches(self._pipelined(ctx.features.distributed))
+
+        def prefetch(ctx: IterContext, kept: Any) -> None:
+            prefetch_again(self._pipelined(ctx.features.distributed), kept)
+
+        return DeclaredIO(capture, again, ("features",)), DeclaredIO(prefetched, prefetch)
+
+    # ------------------------------------------------------------------ lookup, and the dense part
+
+    def _outputs(self) -> tuple[DeclaredIO, ...]:
+        def again(ctx: IterContext, outputs: Mapping[str, Any]) -> None:
+            ctx.embeddings = Embeddings(ctx.features.inputs)
+            for name, output in outputs.items():
+                # What has no graph gets no lookups' calls: there is nothing in front of the cut to send gradients to.
+                ctx.embeddings.keep_ready(name, output)
+            if torch.is_grad_enabled():
+                for module in self._pipelined(outputs):
+                    count_step(module)
+
+        return (
+            DeclaredIO(lambda ctx: ctx.embeddings.ready, again, ("embeddings",), upstream=lambda ctx: self._in_modules),
+        )
+
+    def _step(self) -> tuple[DeclaredIO, ...]:
+        def upstream(ctx: IterContext) -> Iterable[Tensor]:
+            handed_on: list[Tensor] = []
+            for output in ctx.embeddings.ready.values():
+                _tensors(output, handed_on)
+            return [*handed_on, *self._dense]
+
+        # What the step took of the embeddings, and what it looked up for itself, is left as it is.
+        embeddings = DeclaredIO(lambda ctx: None, lambda ctx, _: None, ("embeddings",), upstream)
+        gradients = self._gradients_of([*self._dense, *self._in_modules])  # the step may begin with zero_grad()
+        return embeddings, gradients, self._values_of(self._buffers)
+
+    def _dense_backward(self) -> tuple[DeclaredIO, ...]:
+        def capture(ctx: IterContext) -> dict[str, Any]:
+            embeddings: Embeddings = ctx.embeddings
+            kernels = embeddings.kernel_gradients
+            return {
+                "cuts": [cut.gradient for cut in embeddings.cuts()],
+                "kernels": None if kernels is None else kernels.gradients,
+                "replicated": () if kernels is None else [weights.grad for weights in kernels.replicated],
+            }
+
+        def again(ctx: IterContext, kept: Mapping[str, Any]) -> None:
+            embeddings: Embeddings = ctx.embeddings
+            for cut, gradient in zip(embeddings.cuts(), kept["cuts"], strict=True):
+                cut.gradient = gradient
+            if kept["kernels"] is not None:
+                calls: list[LookupCalls] = [one.lookups for one in embeddings.calls if one.lookups is not None]
+                replicated = list(dict.fromkeys(weights for one in calls for weights in one.replicated))
+                kernels = list(chain.from_iterable(one.kernels for one in calls))
+                embeddings.kernel_gradients = KernelGradients(kernels, kept["kernels"], replicated)
+                for weights, gradient in zip(replicated, kept["replicated"], strict=True):
+                    weights.grad = gradient
+
+        def sent(ctx: IterContext, _: Any) -> None:
+            if self._reducer is not None and ctx.has_gradients:
+                self._reducer.prepare()
+                self._reducer.received(self._dense)
+
+        in_context = DeclaredIO(capture, again, ("embeddings",))
+        return in_context, self._gradients_of(self._dense), DeclaredIO(lambda ctx: None, sent)
+
+    def _emb_backward(self) -> tuple[DeclaredIO, ...]:
+        return (self._gradients_of(self._in_modules),)
+
+    def _finalize(self) -> tuple[DeclaredIO, ...]:
+        def left(ctx: IterContext, _: Any) -> None:
+            if self._reducer is not None and ctx.has_gradients:
+                self._reducer.leave()
+
+        return DeclaredIO(lambda ctx: None, left), self._gradients_of([*self._dense, *self._in_modules])
+
+    # ------------------------------------------------------------------ their parts
+
+    def _pipelined(self, names: Iterable[str]) -> list[nn.Module]:
+        return [self._rewrite.modules[name] for name in names]
+
+    def _gradients_of(self, parameters: Sequence[nn.Parameter]) -> DeclaredIO:
+        def capture(ctx: IterContext) -> list[Tensor | None]:
+            return [parameter.grad for parameter in parameters]
+
+        def restore(ctx: IterContext, gradients: Sequence[Tensor | None]) -> None:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+
+        return DeclaredIO(capture, restore)
+
+    def _values_of(self, buffers: Sequence[Tensor]) -> DeclaredIO:
+        @torch.no_grad()
+        def restore(ctx: IterContext, values: Sequence[Tensor]) -> None:
+            for buffer, value in zip(buffers, values, strict=True):
+                buffer.copy_(value)
+
+        return DeclaredIO(lambda ctx: list(buffers), restore)
+
+
+_EFFECTS = {
+    "BalanceStart": RecsysReplays._balance,
+    "EmbInputDistStart": RecsysReplays._splits,
+    "EmbInputDistWait": RecsysReplays._requests,
+    "EmbPrefetch": RecsysReplays._features,
+    "EmbForward": RecsysReplays._outputs,
+    "DenseForward": RecsysReplays._step,
+    "DenseBackward": RecsysReplays._dense_backward,
+    "EmbBackward": RecsysReplays._emb_backward,
+    "FinalizeGrads": RecsysReplays._finalize,
+}
+
+
+def _processors(module: nn.Module) -> list[nn.Parameter]:
+    processors = getattr(module, "_feature_processors", None)
+    return [] if processors is None else list(processors.parameters())
+
+
+def _waited_for(inputs: Inputs, tensors: Mapping[str, Any]) -> Requests:
+    return Requests(inputs, {name: NoWait(value) for name, value in tensors.items()})
+
+
+def _tensors(output: Any, found: list[Tensor]) -> None:
+    """The differentiable tensors of a sharded module's output, as the step gets it."""
+    if isinstance(output, Tensor):
+        found.append(output)
+    elif isinstance(output, dict):
+        for one in output.values():
+            _tensors(one, found)
+    elif isinstance(output, tuple):
+        for one in output:
+            _tensors(one, found)
+    elif hasattr(output, "values"):
+        found.append(output.values())

@@ -1,0 +1,376 @@
+"""The recsys plans without Lightning: a drop-in for TorchRec's train pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.optim.keyed import KeyedOptimizer
+
+from lightning_pipe.engine import IterContext, PipelineError, PipelinePlan, SetupError, SWPipeline, TaskError
+from lightning_pipe.engine.plans.flags import check_flags
+from lightning_pipe.engine.ranks.agreement import check_agreement
+from lightning_pipe.engine.ranks.exchanges import exchanging
+from lightning_pipe.engine.ranks.process_groups import new_group
+from lightning_pipe.recsys.balancing.balancer import BalanceReport, BatchBalancer, make_balancer
+from lightning_pipe.recsys.batches.device_buffers import DeviceBuffers
+from lightning_pipe.recsys.batches.transfer import move_batch
+from lightning_pipe.recsys.dense.accumulation import Accumulation
+from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
+from lightning_pipe.recsys.kernels.loss_check import check_finite_loss
+from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire
+from lightning_pipe.recsys.plans.named import looks_ahead, needs_input_group, recsys_plan
+from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
+from lightning_pipe.recsys.sharding.shard import ShardedModel
+from lightning_pipe.recsys.tasks.evaluation import PipelinedEvaluation, training_set_aside
+from lightning_pipe.recsys.tasks.train_pipeline_checks import check_model, clipping, refuse_late_gradients
+from lightning_pipe.recsys.tasks.training import RecsysActions, recsys_tasks
+
+
+class TrainPipeline:
+    """Trains a sharded model one batch a :meth:`progress` call, under any recsys plan.
+
+    Where the model is in evaluation mode (``model.eval()``), ``progress`` computes its output under ``no_grad`` and
+    trains nothing, as TorchRec's pipelines do; all ranks must be in one mode.
+
+    Args:
+        model: TorchRec's ``DistributedModelParallel`` (its data-parallel wrapper averages the dense gradients), or what
+            :func:`~lightning_pipe.recsys.sharding.shard.shard_model` returns (this project's reducer does). Called with a
+            batch it returns ``(losses, output)``, as TorchRec's pipelines expect; losses are summed. With the latter,
+            losses may be None, on any ranks: such a rank counts as having gradients of zero. With the former, on all
+            ranks or none.
+        optimizer: steps the dense parameters. Learning rates set between two calls of :meth:`progress` count from the
+            next batch on; the tables' are those of the model's ``fused_optimizer``, which TorchRec's
+            ``CombinedOptimizer`` joins with the dense one for a scheduler, or ``ShardedModel.set_learning_rates``.
+        device: where batches are moved.
+        plan: a name, a plan, or the path of a plan in YAML.
+        execute_all_batches: train what is in flight when the data ends; otherwise it is given up.
+        custom_model_fwd: called with the batch in place of the model.
+        rewrite: how the inputs of the sharded modules are found in a batch.
+        validate_ids: check that ids are inside their tables before the lookup.
+        ids_on_wire: ``int64``, ``int32``, or ``auto``: int32 for the modules whose tables have rows that few.
+        detect_nan: check the loss on all ranks together; costs a small all-reduce a batch.
+        accumulate: how many batches' gradients a step of the optimiser takes, each of its loss over as many. Tables
+            step in every batch, with the gradients of the same. What is not full when the data end goes on with the
+            next iterator. It takes a model of ``shard_model`` and no ``max_norm``.
+        max_norm: scale all gradients of a batch, the tables' included, so that their norm is at most this; None for no
+            limit. It takes a model of ``shard_model``.
+        balancer: exchanges samples between ranks, so that all have about as much to do: a
+            :class:`~lightning_pipe.recsys.balancing.balancer.BatchBalancer`, its arguments as a mapping, or True for its
+            defaults. Batches of a model in evaluation mode stay as they are.
+        copy_in_place: copy batches into device memory of batches that nobody holds any more, in place of asking the
+            allocator for each; see :class:`~lightning_pipe.recsys.batches.device_buffers.DeviceBuffers`. Nothing on the CPU,
+            where batches are not copied.
+        free_features_early: let go of a batch's ids and weights once the input dist has sent them, where only pipelined
+            sharded modules are fed by them. The step may still read keys, lengths and batch sizes; to use ids is an
+            error.
+        input_group: process group of the input dist, of the ranks that the tables are sharded over; by default a new
+            one, which every rank of the world must make, or under a plan that works no batch ahead the tables' own.
+
+    Attributes:
+        device_buffers: what batches are copied into, with ``copy_in_place``.
+
+    Raises:
+        PlanError: there is no such plan, or it cannot be run.
+        SetupError: an argument is of a wrong type; the model holds no sharded module, one that cannot be trained here,
+            or one with trained feature processors inside ``DistributedDataParallel``; or it is in another pipeline.
+
+    Example::
+
+        pipeline = TrainPipeline(model, optimizer, device, plan="prefetch")
+        batches = iter(loader)
+        while True:
+            try:
+                output = pipeline.progress(batches)
+            except StopIteration:
+                break
+        pipeline.close()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | ShardedModel,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device | str,
+        plan: str | Path | PipelinePlan = "prefetch",
+        *,
+        execute_all_batches: bool = True,
+        custom_model_fwd: Callable[[Any], Any] | None = None,
+        rewrite: Literal["auto", "record", "direct", "fx"] = "auto",
+        validate_ids: bool = False,
+        ids_on_wire: IdsOnWire = "auto",
+        detect_nan: bool = False,
+        accumulate: int = 1,
+        max_norm: float | None = None,
+        balancer: bool | Mapping[str, Any] | BatchBalancer | None = None,
+        copy_in_place: bool = False,
+        free_features_early: bool = False,
+        input_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        # Refused before anything is made.
+        check_flags(
+            execute_all_batches=execute_all_batches,
+            validate_ids=validate_ids,
+            detect_nan=detect_nan,
+            copy_in_place=copy_in_place,
+            free_features_early=free_features_early,
+        )
+        declared = recsys_plan(plan, recsys_tasks())
+        sharded = model if isinstance(model, ShardedModel) else None
+        self._sharded = sharded
+        check_model(model, optimizer, custom_model_fwd)
+        clip = None if max_norm is None else clipping(model, max_norm)
+        if clip is not None and accumulate != 1:
+            raise SetupError(
+                f"max_norm is {max_norm} and accumulate is {accumulate}, but tables step in every batch, before the"
+                " norm of a step's gradients is known; leave one of them out"
+            )
+        self._balancer = make_balancer(balancer)
+        self._model: nn.Module = model.module if isinstance(model, ShardedModel) else model
+        self._forward = self._model if custom_model_fwd is None else custom_model_fwd
+        self._execute_all_batches = execute_all_batches
+        self._closed = False
+        device = torch.device(device)
+        self.device_buffers = DeviceBuffers(device) if copy_in_place else None
+        # Its step trains nothing, that is done in backward: it hands learning rates to the kernels.
+        tables: KeyedOptimizer | None = getattr(model, "fused_optimizer", None)
+        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        with ExitStack() as undo:
+            transfer: Callable[[Any], Any] = partial(move_batch, device=device)
+            if self.device_buffers is not None:
+                transfer = self.device_buffers.filled_by(transfer)
+                undo.callback(self.device_buffers.clear)
+            replicas = None if sharded is None else sharded.replicas
+            if input_group is None:
+                # Whether there is another group follows from the plan: ranks with others would wait for each other.
+                check_agreement(declared.description(), "plan", world)
+            if input_group is None and world is not None and needs_input_group(declared):
+                made = _new_group(undo, new_group if replicas is None else replicas.groups.new_shard_group)
+                input_group = exchanging(made)
+            status_group = None if replicas is None else _new_group(undo)
+            reducer = None
+            if sharded is not None:
+                # Not the input group: the input dists of later batches run while gradients are reduced.
+                reducer = DenseGradientReducer(sharded.dense_parameters(), _new_group(undo))
+                undo.callback(reducer.close)
+            self._accumulation = Accumulation(accumulate, optimizer, reducer)
+            if self._balancer is not None:
+                undo.callback(self._balancer.close)
+                self._balancer.open(None if world is None else _new_group(undo), world, device)
+            self.rewrite = ModelRewrite(
+                self._model,
+                method=rewrite,
+                step="forward",
+                input_group=input_group,
+                agree_group=world,
+                validate_ids=validate_ids,
+                ids_on_wire=ids_on_wire,
+                split_backward=clip is not None,
+                look_ahead=looks_ahead(declared),
+                free_features_early=free_features_early,
+                status_group=status_group,
+            )
+            undo.callback(self.rewrite.restore)
+            refuse_late_gradients(self._model, self.rewrite)
+            self._actions = actions = RecsysActions(
+                self.rewrite,
+                transfer=transfer,
+                training_step=self._training_step,
+                loss_of=self._loss_of,
+                optimizer_step=self._accumulation.step,
+                reducer=reducer,
+                before_lookup=None if tables is None else tables.step,
+                after_embedding_backward=sharded.step_data_parallel_tables if sharded else None,
+                check_loss=(lambda loss: check_finite_loss(loss, world)) if detect_nan else None,
+                clip=clip,
+                balancer=self._balancer,
+                replicas=replicas,
+            )
+            tasks = recsys_tasks(actions, scaled_late=clip is not None)
+            self.pipeline = SWPipeline(recsys_plan(plan, tasks), device, world)
+            self._evaluating = False
+            self._evaluation: PipelinedEvaluation | None = None
+            self._new_evaluation = lambda: PipelinedEvaluation(
+                self._model,
+                self._training_step,
+                transfer,
+                self.pipeline.plan,
+                method=rewrite,
+                input_group=input_group,
+                validate_ids=validate_ids,
+                ids_on_wire=ids_on_wire,
+                free_features_early=free_features_early,
+                device=device,
+                group=world,
+                status_group=status_group,
+            )
+            undo.callback(self.pipeline.close)
+            self._undo = undo.pop_all()
+
+    def progress(self, dataloader_iter: Iterator[Any]) -> Any:
+        """Train the next batch.
+
+        Args:
+            dataloader_iter: gives batches on the host; after its end the batches in flight are trained, one a call.
+
+        Returns:
+            The second element of what the model returned.
+
+        Raises:
+            StopIteration: every batch has been trained; an iterator with more batches may follow.
+            InputError: a batch cannot be trained; on every rank, whichever has the batch. Closes the pipeline.
+            TaskError: the model, the optimiser or the iterator raised. Closes the pipeline.
+        """
+        self._refuse_while_evaluating()
+        if not self.rewrite.attached:
+            self.attach()
+        with self._closed_by_errors(), nullcontext() if self._model.training else torch.no_grad():
+            ctx = self._train_next(dataloader_iter)
+        return None if ctx.output is None else ctx.output[1]
+
+    def evaluate(self, dataloader_iter: Iterator[Any]) -> Generator[Any, None, None]:
+        """Run the model on batches without training them, between two calls of :meth:`progress`.
+
+        Training batches in flight stay in flight, and training goes on as it would have without. The evaluation is
+        pipelined too, as far ahead as the plan says, and by itself: no training batch takes part. Replicas of tables
+        are averaged first.
+
+        Args:
+            dataloader_iter: gives batches on the host, on every rank as many.
+
+        Yields:
+            The second element of what the model returned for each, in evaluation mode and under ``no_grad``. Training
+            goes on when the last one was yielded, or the generator is closed; all ranks must stop at one batch.
+
+        Raises:
+            SetupError: another evaluation is not over, or the pipeline is closed.
+            InputError: a batch cannot be fed to the model; on every rank. Closes the pipeline.
+            TaskError: the model or the iterator raised. Closes the pipeline.
+        """
+        self._refuse_while_evaluating()
+        self.attach()
+        self._evaluating = True
+        try:
+            with self._closed_by_errors(), training_set_aside(self.pipeline, self.rewrite):
+                if self._sharded is not None:
+                    self._sharded.sync_replicas()
+                if self._evaluation is None:
+                    self._evaluation = self._new_evaluation()
+                    self._undo.callback(self._evaluation.close)
+                with closing(self._evaluation.run(dataloader_iter)) as outputs:
+                    for output in outputs:
+                        yield None if output is None else output[1]
+        finally:
+            self._evaluating = False
+
+    def _refuse_while_evaluating(self) -> None:
+        if self._evaluating:
+            raise SetupError(
+                "an evaluation is not over, but the pipeline is to go on; take all that evaluate() yields, or call the"
+                " generator's close()"
+            )
+
+    @contextmanager
+    def _closed_by_errors(self) -> Generator[None, None, None]:
+        try:
+            yield
+        except (StopIteration, GeneratorExit):
+            raise
+        except TaskError as error:
+            self.close()
+            cause = error.__cause__
+            if not isinstance(cause, PipelineError):
+                raise
+            cause.add_note(error.where)  # it says what was wrong, the note where
+            raise cause from cause.__cause__
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def balance_report(self) -> BalanceReport | None:
+        """How uneven the work of ranks was before samples were exchanged, and after; None without a balancer."""
+        return None if self._balancer is None else self._balancer.report
+
+    def _train_next(self, dataloader_iter: Iterator[Any]) -> IterContext:
+        if self.rewrite.records and not self.rewrite.resolved and not self.pipeline.in_flight:
+            self.pipeline.begin_serial(dataloader_iter)
+        else:
+            self.pipeline.begin(dataloader_iter)
+            ended = len(self.pipeline.in_flight) <= self.pipeline.plan.max_stage
+            if ended and not self._execute_all_batches:
+                self.reset()
+                raise StopIteration
+        with self._accumulation.reducing():
+            ctx = self.pipeline.finish()
+        self._accumulation.trained(ctx)
+        return ctx
+
+    def detach(self) -> nn.Module:
+        """Give the model back as it was, its forwards restored; batches in flight are kept for :meth:`attach`."""
+        self.rewrite.detach()
+        return self._model
+
+    def attach(self, model: nn.Module | None = None) -> None:
+        """Take the model back after :meth:`detach`; :meth:`progress` does so by itself.
+
+        Args:
+            model: the model that ``detach`` gave, for TorchRec's signature.
+
+        Raises:
+            SetupError: another model, or the pipeline is closed.
+        """
+        if self._closed:
+            raise SetupError("this TrainPipeline is closed; build a new one over the model")
+        if model is not None and get_unwrapped_module(model) is not get_unwrapped_module(self._model):
+            raise SetupError(
+                f"attach() was given another {type(model).__name__} than the pipeline was built over; give the one that"
+                " detach() returned, or build a new TrainPipeline over the other"
+            )
+        self.rewrite.attach()
+
+    def reset(self) -> None:
+        """Give up the batches in flight; the next :meth:`progress` starts afresh. All ranks must do so at one point."""
+        self._actions.give_up(self.pipeline.in_flight)
+        self.pipeline.abandon()
+
+    def close(self) -> None:
+        """End the worker threads, restore the model and leave the process groups. May be called again."""
+        if not self._closed:
+            self._actions.give_up(self.pipeline.in_flight)
+        self._closed = True
+        self._undo.close()
+
+    def _training_step(self, batch: Any) -> Any:
+        if torch.is_grad_enabled():
+            self._accumulation.zero_grad()
+        output = self._forward(batch)
+        if output is not None and not (isinstance(output, (tuple, list)) and len(output) == 2):
+            raise SetupError(
+                f"the model returned a {type(output).__name__}; needed is a pair (losses, output), as TorchRec's train"
+                " pipelines expect. Return (loss, None) where there is nothing else"
+            )
+        return output
+
+    def _loss_of(self, output: Any) -> torch.Tensor | None:
+        return None if output[0] is None else self._accumulation.part_of(torch.sum(output[0], dim=0))
+
+
+def _new_group(undo: ExitStack, make: Callable[[], Any] = new_group) -> dist.ProcessGroup:
+    group = make()
+
+    def leave() -> None:
+        # The user may have left the world, and with it all groups, before the pipeline was closed.
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    undo.callback(leave)
+    assert isinstance(group, dist.ProcessGroup)
+    return group

@@ -1,0 +1,119 @@
+"""A row's first values depend on seed, table and id, and on nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_pipe.engine.plans.errors import InputError, SetupError
+from lightning_pipe.recsys.dynamic.cache.initial_values import Constant, Distribution, InitialValues, Normal, Uniform
+from lightning_pipe.recsys.kernels import native
+
+DISTRIBUTIONS = [Uniform(-0.5, 0.25), Normal(1.0, 2.0)]
+UNIFORM = [
+    0.20544052124023438,
+    0.4434294104576111,
+    0.577297031879425,
+    0.46273273229599,
+    0.20149517059326172,
+    0.7694365382194519,
+]
+NORMAL = [
+    -0.8223440051078796,
+    -0.14227993786334991,
+    0.19498346745967865,
+    -0.09355143457651138,
+    -0.8362923860549927,
+    0.7369926571846008,
+]
+KEYS = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 5000)
+
+
+@pytest.mark.parametrize("one", [*DISTRIBUTIONS, Constant(3.0)])
+def test_a_row_is_the_same_in_every_batch(one: Distribution, way: str) -> None:
+    initial = InitialValues("table", 7, one, seed=1)
+    rows = initial(KEYS)
+    assert rows.shape == (5000, 7)
+    assert rows.dtype == torch.float32
+    assert torch.equal(initial(KEYS[::-1]), rows.flip(0))
+    assert torch.equal(torch.cat([initial(KEYS[at : at + 1]) for at in range(50)]), rows[:50])
+    assert torch.equal(InitialValues("table", 7, one, seed=1)(KEYS[4000:]), rows[4000:])
+
+
+@pytest.mark.parametrize("one", DISTRIBUTIONS)
+def test_the_compiled_library_changes_no_bit(one: Distribution, monkeypatch: pytest.MonkeyPatch) -> None:
+    initial = InitialValues("table", 5, one, seed=2)
+    compiled = initial(KEYS)
+    monkeypatch.setenv("LIGHTNING_PIPE_NATIVE", "0")
+    native.library.cache_clear()
+    assert torch.equal(initial(KEYS), compiled)
+    monkeypatch.undo()
+    native.library.cache_clear()
+
+
+def test_values_are_these_on_every_machine(way: str) -> None:
+    keys = np.array([0, -1, 2**63 - 1])
+    uniform = InitialValues("table", 2, Uniform(0.0, 1.0))(keys)
+    normal = InitialValues("table", 2, Normal(0.0, 1.0))(keys)
+    assert uniform.flatten().tolist() == UNIFORM
+    assert normal.flatten().tolist() == NORMAL
+
+
+@pytest.mark.parametrize("one", DISTRIBUTIONS)
+def test_seeds_tables_ids_and_columns_have_values_of_their_own(one: Distribution, way: str) -> None:
+    keys = np.arange(-100, 100)
+    rows = [InitialValues(table, 4, one, seed=seed)(keys) for table, seed in (("a", 0), ("a", 1), ("b", 0), ("a", -1))]
+    values = torch.stack(rows).double()
+    # Of 2^24 values few meet by chance; of 3200 with another's bits all would.
+    assert values.unique().numel() > 3190
+
+
+def test_uniform_values_are_uniform(way: str) -> None:
+    values = InitialValues("t", 16, Uniform(-0.5, 0.25))(np.arange(20000)).double().flatten()
+    assert values.min() >= -0.5
+    assert values.max() <= 0.25
+    counts = torch.histc(values, 50, -0.5, 0.25)
+    expected = values.numel() / 50
+    # Chi-square with 49 degrees of freedom: above 100 once in 20,000 seeds.
+    assert ((counts - expected) ** 2 / expected).sum() < 100
+    _no_neighbour_tells_of_another(values.view(-1, 16))
+
+
+def test_normal_values_are_normal(way: str) -> None:
+    values = InitialValues("t", 16, Normal(1.0, 2.0))(np.arange(20000)).double().flatten()
+    at = torch.linspace(0.02, 0.98, 49, dtype=torch.float64)
+    edges = 1.0 + 2.0 * torch.special.ndtri(at)
+    counts = torch.bincount(torch.bucketize(values, edges), minlength=50).double()
+    expected = values.numel() / 50
+    assert ((counts - expected) ** 2 / expected).sum() < 100
+    assert abs(((values - 1) / 2).abs().max() - 4.7) < 1.0
+    _no_neighbour_tells_of_another((values - 1).view(-1, 16))
+
+
+def _no_neighbour_tells_of_another(rows: Tensor) -> None:
+    """Columns, and rows of ids that follow each other, are not correlated."""
+    bound = 5 / len(rows) ** 0.5
+    assert (torch.corrcoef(rows.T) - torch.eye(rows.shape[1])).abs().max() < bound
+    assert torch.corrcoef(torch.cat([rows[1:].T, rows[:-1].T]))[:16, 16:].abs().max() < bound
+
+
+def test_constants_and_functions(way: str) -> None:
+    keys = np.array([3, -4])
+    assert InitialValues("t", 2, Constant(0.5))(keys).tolist() == [[0.5, 0.5], [0.5, 0.5]]
+    initial = InitialValues("t", 2, lambda ids: ids.unsqueeze(1) * torch.tensor([1.0, 10.0]))
+    assert initial(keys).tolist() == [[3, 30], [-4, -40]]
+
+
+def test_a_function_that_returns_something_else_is_refused() -> None:
+    with pytest.raises(InputError, match=r"'t' returned \(2, 3\) for 2 ids, needed is a tensor of shape \(2, 2\)"):
+        InitialValues("t", 2, lambda ids: torch.zeros(2, 3))(np.array([1, 2]))
+    with pytest.raises(InputError, match="returned list"):
+        InitialValues("t", 2, lambda ids: [1])(np.array([1, 2]))  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize("make", [lambda: Uniform(1.0, 0.0), lambda: Uniform(0.0, float("inf")), lambda: Normal(0, -1)])
+def test_distributions_that_are_none_are_refused(make: object) -> None:
+    with pytest.raises(SetupError, match="needed are"):
+        make()  # type: ignore[operator]

@@ -1,0 +1,396 @@
+"""What a cache of rows promises, one promise at a time."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_pipe.engine.plans.errors import InputError, PlanError, SetupError
+from lightning_pipe.recsys.dynamic.cache.id_map import LAST_TICK
+from lightning_pipe.recsys.dynamic.cache.row_cache import Ticket
+from tests.patience import HANG
+from tests.recsys.dynamic.small_table import Table, first_values
+
+
+def test_an_evicted_row_comes_back_as_it_was() -> None:
+    table = Table()
+    table.train(1, 7, 7, -(2**63))
+    for step in range(2, 6):
+        table.train(step, *range(step * 10, step * 10 + 4))
+    assert table.look(7, -(2**63)) == [(8.0, 1.5), (float(-(2**63)), 1.5)]
+    assert table.cache.stats.evicted >= 12
+    assert table.stored()[7] == (1, 1)
+
+
+def test_an_evaluation_neither_makes_nor_counts_rows() -> None:
+    table = Table()
+    assert table.look(1, 2, 3, 4) == [(1.0, 0.5), (2.0, 0.5), (3.0, 0.5), (4.0, 0.5)]
+    assert table.look(5, 6, 7, 8)[0] == (5.0, 0.5)
+    table.cache.flush()
+    assert table.stored() == {}
+    assert list(table.cache.rows()) == []
+
+
+def test_an_id_is_trained_from_the_batch_on_in_which_it_has_occurred_often_enough() -> None:
+    table = Table(admission_threshold=3)
+    for step in (1, 2):
+        table.train(step, 9, 9, 9)
+        assert table.look(9) == [(9.0, 0.5)]
+    table.train(3, 9)
+    assert table.look(9) == [(10.0, 1.5)]
+    assert table.cache.stats.held_back == 2
+
+
+def test_counts_of_ids_that_are_not_admitted_survive_eviction() -> None:
+    table = Table(admission_threshold=2)
+    table.train(1, 9)
+    table.look(1, 2, 3, 4)
+    assert table.stored() == {9: (1, 1)}
+    table.train(2, 9)
+    assert table.look(9) == [(10.0, 1.5)]
+
+
+def test_a_row_that_nobody_saw_for_long_starts_anew() -> None:
+    table = Table(ttl=2)
+    table.train(1, 5)
+    table.train(3, 5)
+    assert table.look(5) == [(7.0, 2.5)]
+    table.train(6, 5)
+    assert table.look(5) == [(6.0, 1.5)]
+    table.cache.flush()
+    assert table.stored() == {5: (1, 6)}
+    assert table.cache.stats.expired == 1
+
+
+def test_an_evaluation_reads_initial_values_of_rows_that_have_expired() -> None:
+    table = Table(ttl=2)
+    table.train(1, 5)
+    table.cache.flush()
+    table.train(4, 6)
+    ticket = table.prefetch(5)
+    table.cache.expire(ticket, 4)
+    assert table.weights[ticket.slots, 0].tolist() == [5.0]
+    table.cache.discard(ticket)
+    table.cache.flush()
+    assert table.stored() == {6: (1, 4)}
+
+
+def test_purge_erases_what_has_expired_cached_or_not() -> None:
+    table = Table(ttl=3)
+    table.train(1, 1, 2, 3, 4)
+    table.train(2, 11, 12, 13)  # the first four have left, one of them perhaps not
+    table.train(5, 1)  # starts anew
+    table.cache.flush()
+    assert table.cache.purge(5) == 3
+    table.cache.flush()
+    assert sorted(table.stored()) == [1, 11, 12, 13]
+    assert table.cache.purge(6) == 3
+    table.cache.flush()
+    assert table.stored() == {1: (1, 5)}
+    assert table.look(11) == [(11.0, 0.5)]
+
+
+def test_without_a_time_to_live_nothing_is_purged() -> None:
+    table = Table()
+    table.train(1, 1)
+    table.cache.flush()
+    assert table.cache.purge(1000) == 0
+    assert table.stored() == {1: (1, 1)}
+
+
+def test_more_rows_in_use_than_slots_are_refused_and_nothing_is_lost() -> None:
+    table = Table()
+    table.train(1, 1, 2)
+    first, second = table.prefetch(1), table.prefetch(2, 3)
+    message = (
+        "this batch and the 2 in flight beside it use 6 rows at once, of which 3 are not cached yet; the cache has 4"
+    )
+    with pytest.raises(InputError, match=message):
+        table.prefetch(3, 4, 5, 6)
+    table.cache.discard(first)
+    table.cache.discard(second)
+    # No row of the batch that failed is pinned.
+    assert table.look(4, 5, 6, 7)[0] == (4.0, 0.5)
+    assert table.look(1, 2) == [(2.0, 1.5), (3.0, 1.5)]
+
+
+def test_rows_of_batches_in_flight_stay_whatever_is_evaluated_beside_them() -> None:
+    table = Table()
+    waiting = table.prefetch(1, 2)
+    for one in range(10, 60):
+        table.look(one, one + 1)
+    table.cache.begin(waiting, 1)
+    assert table.weights[waiting.slots, 0].tolist() == [1.0, 2.0]
+    table.cache.trained(waiting)
+
+
+def test_a_flush_writes_what_was_trained_and_nothing_of_batches_to_come() -> None:
+    table = Table()
+    table.train(1, 1)
+    to_come, begun = table.prefetch(1, 2), table.prefetch(1, 3)
+    table.cache.begin(begun, 2)
+    table.cache.flush()
+    assert table.stored() == {1: (1, 1)}
+    table.backward(begun)
+    table.cache.trained(begun)
+    table.cache.discard(to_come)
+    written = table.cache.stats.written
+    table.cache.flush()
+    assert table.stored() == {1: (2, 2), 3: (1, 2)}
+    assert table.cache.stats.written == written + 2
+    table.cache.flush()
+    assert table.cache.stats.written == written + 2
+
+
+def test_another_cache_goes_on_from_the_store() -> None:
+    table = Table()
+    table.train(1, 1, 2)
+    table.cache.flush()
+    assert Table(table.store).look(1, 2, 3) == [(2.0, 1.5), (3.0, 1.5), (3.0, 0.5)]
+
+
+def test_after_forget_rows_come_from_the_store_and_tickets_have_ended() -> None:
+    table = Table()
+    table.train(1, 1)
+    table.cache.flush()
+    table.train(2, 1, 2)
+    ticket = table.prefetch(1)
+    table.cache.forget()
+    with pytest.raises(PlanError, match="ticket has ended"):
+        table.cache.begin(ticket, 3)
+    table.cache.discard(ticket)
+    assert table.look(1, 2) == [(2.0, 1.5), (2.0, 0.5)]
+    table.train(1, 1)
+
+
+def test_a_batch_that_began_and_was_discarded_was_not_seen() -> None:
+    table = Table(ttl=5)
+    table.train(1, 1)
+    ticket = table.prefetch(1, 2)
+    table.cache.begin(ticket, 2)
+    table.backward(ticket)
+    table.cache.discard(ticket)
+    table.cache.discard(ticket)
+    # What backward did to a row that was there stays; a row that was not there is not.
+    assert table.look(1, 2) == [(3.0, 2.5), (2.0, 0.5)]
+    table.cache.flush()
+    assert table.stored() == {1: (1, 1)}
+
+
+def test_a_ticket_that_is_forgotten_is_discarded() -> None:
+    table = Table()
+    table.cache.begin(table.prefetch(1, 2, 3, 4), 1)
+    gc.collect()
+    assert table.look(5, 6, 7, 8)[0] == (5.0, 0.5)
+    table.cache.flush()
+    assert table.stored() == {}
+
+
+def test_a_discard_in_a_finaliser_that_interrupts_the_cache_does_not_wait() -> None:
+    table = Table()
+    held = [table.prefetch(1)]
+
+    class Interrupting:
+        """What the store returns calls back while the cache is at work."""
+
+        def __call__(self, ids: Tensor) -> Tensor:
+            if held:
+                table.cache.discard(held.pop())
+            return first_values(ids)
+
+    other = Table(initial=Interrupting())
+    other.train(1, 5)
+    # The cache's own, while begin() holds its lock.
+    table = Table(initial=Interrupting(), ttl=1)
+    table.train(1, 5)
+    held.append(table.prefetch(6))
+    table.train(3, 5)  # starts anew: calls the function of initial values
+    assert not held
+    assert table.look(1, 2, 3, 4)[3] == (4.0, 0.5)
+
+
+def test_rows_gives_all_of_them_once() -> None:
+    table = Table(ttl=10)
+    for step in range(1, 6):
+        table.train(step, step, step + 1)
+    chunks = list(table.cache.rows(chunk=2))
+    assert [chunk.keys.tolist() for chunk in chunks] == [[1, 2], [3, 4], [5, 6]]
+    assert np.concatenate([chunk.counts for chunk in chunks]).tolist() == [1, 2, 2, 2, 2, 1]
+    assert np.concatenate([chunk.last_seen for chunk in chunks]).tolist() == [1, 2, 3, 4, 5, 5]
+    weights = torch.cat([chunk.columns[0] for chunk in chunks])
+    assert weights[:, 0].tolist() == [2, 4, 5, 6, 7, 7]
+    assert torch.cat([chunk.columns[1] for chunk in chunks]).tolist() == [1.5, 2.5, 2.5, 2.5, 2.5, 1.5]
+
+
+def test_rows_can_be_those_seen_lately_or_not_expired() -> None:
+    table = Table(ttl=2)
+    for step in range(1, 6):
+        table.train(step, step, step + 1)
+    assert [key for chunk in table.cache.rows(since=4) for key in chunk.keys.tolist()] == [4, 5, 6]
+    assert [key for chunk in table.cache.rows(step=5) for key in chunk.keys.tolist()] == [3, 4, 5, 6]
+
+
+def test_a_scan_of_a_table_that_changes_is_refused() -> None:
+    table = Table()
+    table.train(1, 1, 2, 3)
+    scan = table.cache.rows(chunk=1)
+    assert next(scan).keys.tolist() == [1]
+    table.look(7, 8, 9, 10)  # changes nothing
+    assert next(scan).keys.tolist() == [2]
+    table.train(2, 1)
+    with pytest.raises(PlanError, match="has changed while its rows were scanned"):
+        next(scan)
+
+
+@pytest.mark.parametrize("through", ["flush", "eviction"])
+def test_rows_with_nan_are_not_stored_where_that_is_asked_for(through: str) -> None:
+    table = Table(check_nan=True)
+    ticket = table.prefetch(-3, 4)
+    table.cache.begin(ticket, 1)
+    table.states[ticket.slots[:1]] = float("nan")
+    table.cache.trained(ticket)
+    with pytest.raises(InputError, match="table 't': 1 rows have NaN, those of ids -3; "):
+        table.cache.flush() if through == "flush" else table.prefetch(5, 6, 7, 8)
+    assert table.stored() == {}
+    table.states[ticket.slots[:1]] = 0.0
+    table.look(5, 6, 7, 8)
+    assert sorted(table.stored()) == [-3, 4]
+
+
+@pytest.mark.parametrize("method", ["read", "write"])
+def test_an_error_of_the_store_leaves_the_cache_as_it_was(method: str) -> None:
+    table = Table()
+    table.train(1, 1, 2, 3, 4)
+    table.store.failing.add(method)
+    for _ in range(2):
+        with pytest.raises(OSError, match=f"{method} fails"):
+            table.prefetch(4, 5, 6, 7)
+    table.store.failing.clear()
+    assert table.look(4, 5, 6, 7) == [(5.0, 1.5), (5.0, 0.5), (6.0, 0.5), (7.0, 0.5)]
+    assert table.look(1, 2, 3, 4) == [(2.0, 1.5), (3.0, 1.5), (4.0, 1.5), (5.0, 1.5)]
+
+
+def test_a_flush_that_failed_can_be_repeated() -> None:
+    table = Table()
+    table.train(1, 1, 2)
+    table.store.failing.add("write")
+    with pytest.raises(OSError, match="write fails"):
+        table.cache.flush()
+    table.store.failing.clear()
+    table.cache.flush()
+    assert table.stored() == {1: (1, 1), 2: (1, 1)}
+
+
+def test_a_function_of_initial_values_that_fails_leaves_the_cache_as_it_was() -> None:
+    calls: list[int] = []
+
+    def fails_once(ids: Tensor) -> Tensor:
+        calls.append(1)
+        return first_values(ids) if len(calls) > 1 else ids
+
+    table = Table(initial=fails_once)
+    with pytest.raises(InputError, match="function of initial values"):
+        table.prefetch(1, 2, 3, 4)
+    assert table.look(5, 6, 7, 8)[0] == (5.0, 0.5)
+
+
+def test_calls_in_another_order_are_refused() -> None:
+    table = Table()
+    first, second = table.prefetch(1), table.prefetch(2)
+    with pytest.raises(PlanError, match="has not begun"):
+        table.cache.trained(first)
+    table.cache.begin(second, 5)
+    with pytest.raises(PlanError, match="has begun, needed is one that has not"):
+        table.cache.begin(second, 6)
+    for step in (4, 5):
+        with pytest.raises(PlanError, match=f"step {step} begins after step 5, needed are rising steps"):
+            table.cache.begin(first, step)
+    table.cache.trained(second)
+    with pytest.raises(PlanError, match="has ended"):
+        table.cache.trained(second)
+    with pytest.raises(PlanError, match="step 4 begins after step 5, needed are rising steps"):
+        table.cache.begin(first, 4)
+    table.cache.begin(first, 5)  # a module that is called twice in a step
+    table.cache.trained(first)
+
+
+def test_a_time_to_live_may_be_longer_than_batches_that_have_begun_are_apart() -> None:
+    table = Table(ttl=3)
+    tickets = [table.prefetch(step) for step in (1, 2, 3, 4)]
+    for step, ticket in enumerate(tickets, 1):
+        table.cache.begin(ticket, step)
+    for ticket in tickets:
+        table.backward(ticket)
+        table.cache.trained(ticket)
+    assert table.look(1, 2, 3, 4) == [(key + 1.0, 1.5) for key in (1, 2, 3, 4)]
+
+
+def test_a_time_to_live_that_ends_before_a_batch_that_has_begun_is_trained_is_refused() -> None:
+    table = Table(ttl=1)
+    tickets = [table.prefetch(step) for step in (1, 2, 3)]
+    table.cache.begin(tickets[0], 1)
+    table.cache.begin(tickets[1], 2)
+    with pytest.raises(PlanError, match=r"ttl=1, and batch 3 begins before batch 1 is trained.* at least 2"):
+        table.cache.begin(tickets[2], 3)
+    table.cache.trained(tickets[0])
+    table.cache.begin(tickets[2], 3)
+
+
+@pytest.mark.parametrize("options", [{"ttl": 0}, {"admission_threshold": 0}, {"policy": "random"}])
+def test_options_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(SetupError, match="table 't'"):
+        Table(**options)
+
+
+@pytest.mark.parametrize("keys", [torch.zeros(2), torch.zeros(2, 2, dtype=torch.int64)])
+def test_ids_that_are_none_are_refused(keys: Tensor) -> None:
+    with pytest.raises(InputError, match="needed is a vector of int64"):
+        Table().cache.prefetch(keys)
+
+
+def test_use_is_noted_for_ever(way: str) -> None:
+    table = Table()
+    table.train(1, 1, 2, 3)
+    table.cache._slots._tick = LAST_TICK - 1
+    for step in range(2, 6):
+        table.train(step, 1)
+    table.train(6, 2, 3, 4)
+    # The least recently used one leaves.
+    table.train(7, 5)
+    assert table.cache.stats.hits == 6
+    table.train(8, 2, 3, 4)
+    assert table.cache.stats.hits == 9
+
+
+def test_training_goes_on_while_a_prefetch_waits_for_the_disk() -> None:
+    table = Table(capacity=8)
+    table.train(1, 1, 2)
+    reading, go_on = threading.Event(), threading.Event()
+    read: Callable[..., Any] = table.store.read
+
+    def slow(name: str, keys: Any) -> Any:
+        reading.set()
+        assert go_on.wait(HANG)
+        return read(name, keys)
+
+    ticket = table.prefetch(1)
+    table.store.read = slow  # type: ignore[method-assign, assignment]
+    found: list[Ticket] = []
+    worker = threading.Thread(target=lambda: found.append(table.prefetch(1, 3)))
+    worker.start()
+    assert reading.wait(HANG)
+    # The worker is at the disk. A batch is trained meanwhile.
+    table.cache.begin(ticket, 2)
+    table.backward(ticket)
+    table.cache.trained(ticket)
+    go_on.set()
+    worker.join(HANG)
+    table.cache.begin(found[0], 3)
+    assert table.weights[found[0].slots, 0].tolist() == [3.0, 3.0]

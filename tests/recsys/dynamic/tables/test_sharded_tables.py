@@ -1,0 +1,441 @@
+"""Dynamic modules train as if all rows were in one dictionary, under every plan, with a cache that is too small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_pipe.engine import InputError, SetupError
+from lightning_pipe.recsys import TrainPipeline
+from lightning_pipe.recsys.modules.dynamic_modules import DynamicEmbeddingBagCollection, DynamicTable
+from tests.distributed import run_ranks
+from tests.recsys.dynamic.dynamic_cases import (
+    ADAGRAD,
+    ADAM,
+    CPU,
+    ROW_WISE_ADAGRAD,
+    SGD,
+    Batch,
+    Model,
+    Whole,
+    batch,
+    merged,
+    outcome,
+    rows_of,
+    same,
+    shard,
+    train,
+)
+from tests.rounding import Reference
+
+STEPS = 12
+PLANS = ("serial", "base", "prefetch", "early_prefetch", "fused_sparse_dist")
+
+
+def under(plan: str, store: Path, optimizer: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Scores, and everything that is there after training."""
+    sharded = shard(Model(store, **options), optimizer)
+    scores = train(sharded, range(STEPS), plan)
+    evicted = sum(cache.stats.evicted for rows in sharded.dynamic_rows.values() for cache in rows.caches.values())
+    found = {"scores": scores, "outcome": outcome(sharded), "evicted": evicted}
+    for rows in sharded.dynamic_rows.values():
+        rows.close()
+    return found
+
+
+def trained(rank: int, world_size: int, path: Path, optimizer: dict[str, Any]) -> dict[str, Any]:
+    results = {plan: under(plan, path / plan, optimizer) for plan in PLANS}
+    small = under("prefetch", path / "small", optimizer, cache_rows=50 * world_size)
+    large = under("serial", path / "large", optimizer, cache_rows=4000)
+    return {**results, "small": small, "large": large}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "optimizer"),
+    [
+        pytest.param(ranks, optimizer, id=f"{ranks}-{name}", marks=(pytest.mark.exhaustive,) if rarely else ())
+        for ranks, optimizer, name, rarely in (
+            (1, SGD, "sgd", True),
+            (2, SGD, "sgd", False),
+            (2, ADAGRAD, "adagrad", True),
+            (1, ROW_WISE_ADAGRAD, "row-wise", False),
+            (3, ROW_WISE_ADAGRAD, "row-wise", True),
+            (1, ADAM, "adam", True),
+            (2, ADAM, "adam", False),
+        )
+    ],
+)
+def test_every_plan_trains_alike_to_the_bit_whatever_leaves_the_cache(
+    world_size: int, optimizer: dict[str, Any], tmp_path: Path
+) -> None:
+    ranks = run_ranks(trained, world_size, tmp_path, optimizer)
+    for results in ranks:
+        for way in (*PLANS[1:], "small", "large"):
+            assert same(results[way]["scores"], results["serial"]["scores"]), way
+            assert same(results[way]["outcome"], results["serial"]["outcome"]), way
+    assert sum(results["small"]["evicted"] for results in ranks) > 0
+    assert all(results["large"]["evicted"] == 0 for results in ranks)
+
+
+def together(world_size: int) -> Callable[[int], Batch]:
+    """All ranks' batches of a step as one."""
+
+    def make(step: int) -> Batch:
+        parts = [batch(step, rank) for rank in range(world_size)]
+        rows = [part.sparse.to_dict() for part in parts]
+        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+        keys = parts[0].sparse.keys()
+        values = torch.cat([row[key].values() for key in keys for row in rows])
+        lengths = torch.cat([row[key].lengths() for key in keys for row in rows])
+        return Batch(
+            torch.cat([part.dense for part in parts]),
+            KeyedJaggedTensor(keys, values, lengths=lengths),
+            torch.cat([part.label for part in parts]),
+        )
+
+    return make
+
+
+def whole_run(world_size: int, optimizer: type[torch.optim.Optimizer], **options: Any) -> tuple[Whole, list[float]]:
+    """The same training without any table; only rows of the batch are stepped, as sparse optimisers do."""
+    model = Whole()
+    dense = torch.optim.SGD(model.over.parameters(), lr=0.1)
+    steppers: dict[int, torch.optim.Optimizer] = {}
+    losses = []
+    for step in range(STEPS):
+        dense.zero_grad()
+        loss = model(together(world_size)(step))
+        loss.backward()
+        losses.append(loss.item())
+        for rows in model.tables.values():
+            for row in rows.values():
+                if row.grad is not None:
+                    stepper = steppers.setdefault(id(row), optimizer([row], **options))
+                    stepper.step()
+                    row.grad = None
+        dense.step()
+    return model, losses
+
+
+def trained_rows(rank: int, world_size: int, path: Path, optimizer: dict[str, Any]) -> Any:
+    sharded = shard(Model(path), optimizer)
+    train(sharded, range(STEPS), "prefetch")
+    return outcome(sharded)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("optimizer", "plain", "options"),
+    [(SGD, torch.optim.SGD, {"lr": 0.5}), (ADAGRAD, torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-10})],
+    ids=["sgd", "adagrad"],
+)
+def test_it_trains_what_a_dictionary_of_rows_would(
+    world_size: int, optimizer: dict[str, Any], plain: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    found = merged(run_ranks(trained_rows, world_size, tmp_path, optimizer))
+    models: list[Whole] = []
+
+    def whole() -> dict[str, Any]:
+        models.append(whole_run(world_size, plain, **options)[0])
+        return in_order(models[-1])
+
+    assert Reference.of(whole).differences(by_table(found)) == []
+    for table, rows in models[0].tables.items():
+        assert found[table].keys() == rows.keys()
+        assert len(rows) > 20
+
+
+def in_order(model: Whole) -> dict[str, Any]:
+    """Rows of each table in the order of their ids, and dense values."""
+    rows = {table: {id: [row.detach()] for id, row in rows.items()} for table, rows in model.tables.items()}
+    return by_table({"dense": {f"over.{name}": one for name, one in model.over.named_parameters()}, **rows})
+
+
+def by_table(found: dict[str, Any]) -> dict[str, Any]:
+    """Of an ``outcome``."""
+    results = dict(found["dense"])
+    for table in ("people", "things", "past"):
+        results[table] = torch.stack([found[table][id][0] for id in sorted(found[table])])
+    return results
+
+
+def adam_rows(rank: int, world_size: int, path: Path) -> Any:
+    """Every batch has the same ids, so that lazy and usual Adam are the same."""
+    sharded = shard(Model(path), ADAM)
+    train(sharded, range(STEPS), "prefetch", make=lambda step, rank: batch(5, rank))
+    return outcome(sharded)
+
+
+def test_adam_is_pytorchs_for_rows_of_every_batch(tmp_path: Path) -> None:
+    def whole() -> dict[str, Any]:
+        model = Whole()
+        dense = torch.optim.SGD(model.over.parameters(), lr=0.1)
+        data = batch(5, 0)
+        model(data)
+        rows = torch.optim.Adam(
+            [row for table in model.tables.values() for row in table.values()], lr=0.05, betas=(0.9, 0.99), eps=1e-6
+        )
+        for _ in range(STEPS):
+            dense.zero_grad()
+            rows.zero_grad()
+            model(data).backward()
+            rows.step()
+            dense.step()
+        return in_order(model)
+
+    (found,) = run_ranks(adam_rows, 1, tmp_path)
+    assert Reference.of(whole).differences(by_table(found)) == []
+
+
+# ---------------------------------------------------------------------- what depends on the order of training
+
+
+def counted(rank: int, world_size: int, path: Path, options: dict[str, Any]) -> dict[str, Any]:
+    return {plan: under(plan, path / plan, ROW_WISE_ADAGRAD, cache_rows=50 * world_size, **options) for plan in PLANS}
+
+
+@pytest.mark.parametrize("options", [{"admission_threshold": 3}, {"ttl": 2}, {"eviction": "lfu"}], ids=str)
+def test_admission_and_expiry_go_by_trained_batches_and_not_by_the_plan(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    for results in run_ranks(counted, 2, tmp_path, options):
+        for plan in PLANS[1:]:
+            assert same(results[plan]["scores"], results["serial"]["scores"])
+            assert same(results[plan]["outcome"], results["serial"]["outcome"])
+
+
+def looked_up(rank: int, world_size: int, path: Path) -> dict[str, Any]:
+    """Rows before and after an evaluation of ids that were never trained."""
+    sharded = shard(Model(path), SGD)
+    train(sharded, range(3))
+    before = rows_of(sharded)
+    sharded.module.eval()
+    first = train(sharded, range(50, 53), "prefetch")
+    second = train(sharded, range(50, 53), "serial")
+    return {"unchanged": same(before, rows_of(sharded)), "alike": same(first, second), "scores": first}
+
+
+def test_evaluation_makes_no_rows_and_counts_nothing(tmp_path: Path) -> None:
+    for results in run_ranks(looked_up, 2, tmp_path):
+        assert results["unchanged"]
+        assert results["alike"]
+        assert all(score.isfinite().all() for score in results["scores"])
+
+
+def evaluated(rank: int, world_size: int, path: Path) -> dict[str, Any]:
+    """Trains, and evaluates after every fourth batch with the next ones in flight; rows expire soon."""
+    found = {}
+    for plan in PLANS:
+        sharded = shard(Model(path / plan, ttl=2), ROW_WISE_ADAGRAD)
+        dense = torch.optim.SGD([parameter for _, parameter in sharded.dense_parameters()], lr=0.1)
+        pipeline = TrainPipeline(sharded, dense, CPU, plan)
+        data = (batch(step, rank) for step in range(STEPS))
+        scores: list[Any] = []
+        seen: list[Any] = []
+        for step in range(STEPS):
+            scores.append(pipeline.progress(data))
+            if step % 4 == 3:
+                seen += pipeline.evaluate(batch(100 + number, rank) for number in range(2))
+        pipeline.close()
+        found[plan] = {"trained": [scores, outcome(sharded)], "seen": seen}
+    return found
+
+
+def test_what_an_evaluation_beside_training_sees_does_not_depend_on_the_plan(tmp_path: Path) -> None:
+    (results,) = run_ranks(evaluated, 1, tmp_path)
+    for plan in PLANS[1:]:
+        assert same(results[plan]["trained"], results["serial"]["trained"]), plan
+        # The next batch has begun where it is looked up ahead: rows that start anew in it have done so.
+        assert same(results[plan]["seen"], results["serial"]["seen"]) == (plan != "fused_sparse_dist"), plan
+
+
+def resumed(rank: int, world_size: int, path: Path) -> list[bool]:
+    """Whether a run that goes on in another process, which has another seed, makes the rows that one run makes."""
+    normal = {"normal": [0.0, 1.0]}
+    whole = shard(Model(path / "whole", initial=normal), SGD, seed=1)
+    train(whole, range(STEPS))
+    first = shard(Model(path / "first", initial=normal), SGD, seed=1)
+    train(first, range(4))
+    committed = first.commit_rows()
+    first.write_rows(path / "rows")
+    first.close()
+    found = []
+    for store, existing in (("first", "keep"), ("second", "refuse")):
+        second = shard(Model(path / store, initial=normal, existing=existing), SGD, seed=2)
+        with torch.no_grad():
+            for (_, to), (_, value) in zip(second.dense_parameters(), first.dense_parameters(), strict=True):
+                to.copy_(value)
+        if store == "second":
+            second.read_rows(path / "rows", committed, with_optimizers=True)
+        train(second, range(4, STEPS))
+        found.append(same(outcome(second), outcome(whole)))
+    return found
+
+
+def test_the_seed_of_new_rows_is_that_of_the_run_that_began(tmp_path: Path) -> None:
+    assert run_ranks(resumed, 1, tmp_path) == [[True, True]]
+
+
+def refusals(rank: int, world_size: int, path: Path) -> list[str]:
+    """What is said of damage in what a checkpoint says of rows."""
+    sharded = shard(Model(path / "store"), SGD)
+    train(sharded, range(1))
+    committed = sharded.commit_rows()
+    sharded.write_rows(path / "rows")
+    name, found = next(iter(committed.items()))
+    of_module: list[Any] = [None, [], {}, {**found, "progress": 3}, {**found, "version": 3}]
+    of_module += [{key: value for key, value in found.items() if key != left} for left in ("tables", "progress")]
+    of_module += [{**found, "progress": {"step": "a"}}, {**found, "progress": {"seed": 3, "step": []}}]
+    damaged: list[Any] = [3, [], *({**committed, name: one} for one in of_module)]
+    said = []
+    for damage in damaged:
+        for with_optimizers in (True, False):
+            try:
+                sharded.read_rows(path / "rows", damage, with_optimizers=with_optimizers)
+                said.append(f"nothing of {damage}")
+            except SetupError as error:
+                said.append(str(error))
+    sharded.read_rows(path / "rows", committed, with_optimizers=True)
+    return said
+
+
+def test_damage_in_what_a_checkpoint_says_of_rows_is_an_error_in_words(tmp_path: Path) -> None:
+    (said,) = run_ranks(refusals, 1, tmp_path)
+    assert len(said) == 22
+    assert [one for one in said if "is damaged" not in one and "were written with the progress" not in one] == []
+
+
+class Twice(Model):
+    """Its bags are looked up twice in a step."""
+
+    def forward(self, batch: Batch) -> Any:
+        loss, scores = super().forward(batch)
+        return loss + self.bags(batch.sparse).values().square().mean(), scores
+
+
+def committed(rank: int, world_size: int, path: Path) -> list[bool]:
+    """Whether what a store opens with is what was there after 4 steps, of which every second is committed."""
+    sharded = shard(Twice(path, commit_every=2), SGD)
+    train(sharded, range(4))
+    after = rows_of(sharded)
+    train(sharded, range(4, 5))
+    changed = same(after, rows_of(sharded))
+    sharded.close()
+    return [changed, same(after, rows_of(shard(Twice(path, existing="keep"), SGD)))]
+
+
+def test_a_commit_comes_between_steps_and_not_between_calls_of_a_module(tmp_path: Path) -> None:
+    assert run_ranks(committed, 1, tmp_path) == [[False, True]]
+
+
+def scored(rank: int, world_size: int, path: Path) -> dict[str, Any]:
+    """Ids that the eviction's function was given, and the message about rows that are no numbers."""
+    ids: set[int] = set()
+
+    def score(keys: Any, counts: Any, last_seen: Any) -> Any:
+        ids.update(keys.tolist())
+        return counts
+
+    sharded = shard(Model(path / "scored", cache_rows=50, eviction=score), SGD)
+    train(sharded, range(STEPS))
+    trained = {id for table in rows_of(sharded).values() for id in table}
+    broken = shard(Model(path / "nan", initial=lambda ids: torch.full((len(ids), 4), torch.nan), check_nan=True), SGD)
+    train(broken, range(1))
+    try:
+        broken.commit_rows()
+    except InputError as error:
+        return {"ids": ids <= trained and len(ids) > 10, "message": str(error), "trained": trained}
+    return {}
+
+
+def test_users_functions_and_messages_have_users_ids(tmp_path: Path) -> None:
+    (found,) = run_ranks(scored, 1, tmp_path)
+    assert found["ids"]
+    named = found["message"].partition("those of ids ")[2].partition(",")[0].partition(";")[0]
+    assert int(named) in found["trained"]
+
+
+def failing(rank: int, world_size: int, path: Path) -> str:
+    """Rank 1's function of initial values fails where a row starts anew, as its batch begins."""
+    calls = []
+
+    def values(ids: Any) -> Any:
+        calls.append(len(ids))
+        if rank == 1 and len(calls) > 8:
+            raise ValueError("no values today")
+        return torch.zeros(len(ids), 4)
+
+    sharded = shard(Model(path, initial=values, ttl=1), SGD)
+    try:
+        train(sharded, range(STEPS))
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_a_function_of_initial_values_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    for message in run_ranks(failing, 2, tmp_path):
+        assert "no values today" in message
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+def too_small(rank: int, world_size: int, path: Path) -> list[str]:
+    messages = []
+    for plan in PLANS:
+        sharded = shard(Model(path / plan, cache_rows=12), SGD)
+        try:
+            # One rank's ids alone are too many.
+            train(sharded, range(STEPS), plan)
+        except (InputError, SetupError) as error:
+            messages.append(str(error))
+        trained = train(sharded, range(STEPS), plan, make=lambda step, rank: batch(step, rank, rows=1, longest=1))
+        assert len(trained) == STEPS
+    return messages
+
+
+def test_a_cache_smaller_than_a_batch_is_an_error_on_every_rank_that_says_how_many_rows(tmp_path: Path) -> None:
+    for messages in run_ranks(too_small, 2, tmp_path):
+        assert len(messages) == len(PLANS)
+        for message in messages:
+            assert "at least" in message
+            assert "rows" in message
+
+
+def test_an_unsharded_module_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="is not sharded"):
+        Model(tmp_path).bags(batch(0, 0).sparse)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cache_rows": 0}, "cache_rows=0"),
+        ({"name": "items"}, "cannot have that name"),
+        ({"name": "a.b"}, "table_a_b"),
+        ({"name": ""}, "cannot have that name"),
+        ({"embedding_dim": True}, "embedding_dim=True"),
+        ({"ttl": 0}, "ttl=0"),
+        ({"admission_threshold": -1}, "admission_threshold=-1"),
+        ({"feature_names": "user"}, "feature_names='user'"),
+        ({"feature_names": []}, "feature_names="),
+        ({"pooling": "max"}, "pooling='max'"),
+        ({"eviction": "random"}, "eviction='random'"),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+    right: dict[str, Any] = {"name": "t", "embedding_dim": 4, "feature_names": ["f"], "cache_rows": 10}
+    with pytest.raises(SetupError, match=message):
+        DynamicTable(**{**right, **changes})
+
+
+def test_two_tables_of_one_name_are_refused(tmp_path: Path) -> None:
+    table = DynamicTable(name="t", embedding_dim=4, feature_names=["f"], cache_rows=10)
+    with pytest.raises(SetupError, match="one table of each name"):
+        DynamicEmbeddingBagCollection([table, table], tmp_path)

@@ -1,0 +1,109 @@
+"""The dense optimiser: tables are taken out of it, and its schedule is read."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.recsys.kernels.optimizers import TableParameters, learning_rate_factor, take_tables_out
+from tests.recsys.sharding_cases import MOVIES, USERS, make_batch, make_model, shard, tables_of
+
+
+def parameter(size: int = 2) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(size))
+
+
+def test_tables_are_taken_out_of_every_group_and_named_once() -> None:
+    users, movies, weight, bias = parameter(), parameter(), parameter(), parameter()
+    tables = TableParameters()
+    tables.add_sharded("users", users)
+    tables.add_sharded("movies", movies)
+    groups: list[dict[str, Any]] = [{"params": [users, weight]}, {"params": [bias, movies], "lr": 0.5}]
+    optimizer = torch.optim.Adam(groups)
+    assert take_tables_out(optimizer, tables) == ["users", "movies"]
+    assert [group["params"] for group in optimizer.param_groups] == [[weight], [bias]]
+    assert optimizer.param_groups[1]["lr"] == 0.5
+    assert take_tables_out(optimizer, tables) == []
+
+
+def test_a_table_as_it_was_before_sharding_is_taken_out_too_and_not_kept_alive() -> None:
+    before, after, weight = parameter(), parameter(), parameter()
+    tables = TableParameters()
+    tables.add_sharded("users", after)
+    tables.add_original("users", before)
+    optimizer = torch.optim.SGD([before, after, weight], lr=0.1)
+    assert take_tables_out(optimizer, tables) == ["users"]
+    assert optimizer.param_groups[0]["params"] == [weight]
+    gone = weakref.ref(before)
+    del before, optimizer
+    gc.collect()
+    assert gone() is None
+
+
+def test_state_that_the_optimiser_keeps_for_tables_goes_with_them() -> None:
+    users, weight = parameter(), parameter()
+    tables = TableParameters()
+    tables.add_sharded("users", users)
+    optimizer = torch.optim.Adagrad([users, weight])  # makes its state at once
+    take_tables_out(optimizer, tables)
+    assert list(optimizer.state) == [weight]
+
+
+def test_a_group_of_nothing_but_tables_is_an_error_that_leaves_the_optimiser_as_it_was() -> None:
+    users, weight = parameter(), parameter()
+    tables = TableParameters()
+    tables.add_sharded("users", users)
+    optimizer = torch.optim.Adagrad([{"params": [weight]}, {"params": [users]}])
+    with pytest.raises(SetupError, match=r"group 1 of the optimiser torch.optim.Adagrad holds .* \(users\)"):
+        take_tables_out(optimizer, tables)
+    assert [group["params"] for group in optimizer.param_groups] == [[weight], [users]]
+    assert len(optimizer.state) == 2
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_optimiser_over_all_parameters_of_a_sharded_module_trains_the_dense_ones_alone() -> None:
+    model = make_model()
+    originals = tables_of(model)
+    sharded = shard(model)
+    optimizer = torch.optim.SGD([*model.parameters(), *originals.values()], lr=0.1)
+    assert set(take_tables_out(optimizer, sharded.table_parameters())) == set(sharded.tables)
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for _, p in sharded.dense_parameters()]
+    model(*make_batch(0, 0)).backward()
+    before = sharded.full_table(USERS), sharded.full_table(MOVIES)
+    optimizer.step()
+    assert torch.equal(before[0], sharded.full_table(USERS))
+    assert torch.equal(before[1], sharded.full_table(MOVIES))
+
+
+def test_the_learning_rate_factor_is_how_far_a_scheduler_has_come() -> None:
+    optimizer = torch.optim.SGD([parameter()], lr=0.4)
+    assert learning_rate_factor(optimizer) == 1.0
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    assert learning_rate_factor(optimizer) == 1.0
+    optimizer.step()
+    scheduler.step()
+    assert learning_rate_factor(optimizer) == pytest.approx(0.5)
+
+
+def test_a_one_cycle_schedule_counts_from_its_greatest_rate() -> None:
+    optimizer = torch.optim.SGD([parameter()], lr=0.4)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.4, total_steps=10)
+    factors = []
+    for _ in range(9):
+        factors.append(learning_rate_factor(optimizer))
+        optimizer.step()
+        scheduler.step()
+    assert factors[0] == pytest.approx(1 / 25)
+    assert max(factors) <= 1.0 + 1e-9
+    assert max(factors) > 0.9
+
+
+def test_a_rate_that_began_at_zero_gives_the_factor_one() -> None:
+    optimizer = torch.optim.SGD([{"params": [parameter()], "lr": 0.1, "initial_lr": 0.0}])
+    assert learning_rate_factor(optimizer) == 1.0

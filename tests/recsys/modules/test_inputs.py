@@ -1,0 +1,129 @@
+"""Features compared with the first batch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_pipe.engine.plans.errors import InputError
+from lightning_pipe.recsys.modules.inputs import (
+    FeatureForm,
+    TableRows,
+    check_ids,
+    conform,
+    refuse_trained_weights,
+    without_side_effects,
+)
+
+
+def kjt(
+    keys: list[str], rows: list[list[int]], weights: torch.Tensor | None = None, dtype: torch.dtype = torch.int64
+) -> KeyedJaggedTensor:
+    """One sample; the ids of each key."""
+    return KeyedJaggedTensor(
+        keys=keys,
+        values=torch.tensor([value for row in rows for value in row], dtype=dtype),
+        lengths=torch.tensor([len(row) for row in rows]),
+        weights=weights,
+    )
+
+
+def variable(keys: list[str], ids: list[list[int]], inverse: dict[str, list[int]]) -> KeyedJaggedTensor:
+    """A batch size per feature: one id a row, ``inverse`` maps samples to rows."""
+    return KeyedJaggedTensor(
+        keys=keys,
+        values=torch.tensor([value for row in ids for value in row]),
+        lengths=torch.ones(sum(map(len, ids)), dtype=torch.int64),
+        stride_per_key_per_rank=[[len(row)] for row in ids],
+        inverse_indices=(list(inverse), torch.tensor(list(inverse.values()))),
+    )
+
+
+FIRST = kjt(["a", "b"], [[1], [2, 3]])
+
+
+def test_the_same_form_is_passed_on_as_the_same_object() -> None:
+    later = kjt(["a", "b"], [[], [5]])
+    assert conform("m", later, FeatureForm.of(FIRST)) is later
+
+
+def test_keys_in_another_order_are_put_into_the_first_batch_s() -> None:
+    later = kjt(["b", "a"], [[2, 3], [1]], weights=torch.tensor([0.2, 0.3, 0.1]))
+    form = FeatureForm.of(kjt(["a", "b"], [[1], [2, 3]], weights=torch.zeros(3)))
+    ordered = conform("m", later, form)
+    assert ordered.keys() == ["a", "b"]
+    assert ordered.values().tolist() == [1, 2, 3]
+    assert ordered.weights().tolist() == pytest.approx([0.1, 0.2, 0.3])
+
+
+def test_variable_batch_sizes_are_re_ordered_with_their_inverse_indices() -> None:
+    form = FeatureForm.of(variable(["a", "b"], [[1], [2, 3]], {"a": [0, 0], "b": [1, 0]}))
+    later = variable(["b", "a"], [[2, 3], [1]], {"b": [1, 0], "a": [0, 0]})
+    ordered = conform("m", later, form)
+    assert ordered.keys() == ["a", "b"]
+    assert ordered.stride_per_key() == [1, 2]
+    names, indices = ordered.inverse_indices()
+    assert names == ["a", "b"]
+    assert indices.tolist() == [[0, 0], [1, 0]]
+
+
+def test_inverse_indices_alone_in_another_order_are_re_ordered() -> None:
+    form = FeatureForm.of(variable(["a", "b"], [[1], [2, 3]], {"a": [0, 0], "b": [1, 0]}))
+    later = variable(["a", "b"], [[1], [2, 3]], {"b": [1, 0], "a": [0, 0]})
+    assert conform("m", later, form).inverse_indices()[1].tolist() == [[0, 0], [1, 0]]
+
+
+def test_missing_and_extra_keys_are_named() -> None:
+    with pytest.raises(InputError, match=r"'m' got the features \['a', 'c'\].*missing \['b'\], extra \['c'\]"):
+        conform("m", kjt(["a", "c"], [[1], [2]]), FeatureForm.of(FIRST))
+    with pytest.raises(InputError, match=r"missing \[\], extra \['c'\]"):
+        conform("m", kjt(["a", "b", "c"], [[1], [2], []]), FeatureForm.of(FIRST))
+
+
+@pytest.mark.parametrize(
+    ("later", "what"),
+    [
+        (kjt(["a", "b"], [[1], []], weights=torch.ones(1)), "with weights"),
+        (kjt(["a", "b"], [[1], []], dtype=torch.int32), "torch.int32"),
+        (variable(["a", "b"], [[1], [2, 3]], {"a": [0, 0], "b": [1, 0]}), "a batch size per feature"),
+    ],
+)
+def test_another_form_is_refused_with_both_forms_named(later: KeyedJaggedTensor, what: str) -> None:
+    with pytest.raises(InputError, match=f"{what}.*needs what its first batch had.*without weights, one batch size"):
+        conform("m", later, FeatureForm.of(FIRST))
+
+
+def test_weights_that_require_grad_are_refused_with_what_to_use_instead() -> None:
+    refuse_trained_weights("m", kjt(["a"], [[1]], weights=torch.ones(1)))
+    with pytest.raises(InputError, match=r"'m'.*FeatureProcessedEmbeddingBagCollection"):
+        refuse_trained_weights("m", kjt(["a"], [[1]], weights=torch.ones(1, requires_grad=True)))
+
+
+def test_an_id_beyond_its_table_is_named_with_feature_table_and_rows() -> None:
+    tables = {"a": TableRows("ta", 2), "b": TableRows("tb", 4)}
+    check_ids("m", kjt(["a", "b", "free"], [[0, 1], [3, 0], [99]]), tables)
+    with pytest.raises(InputError, match=r"feature 'b' has the id 4, but table 'tb' of sharded module 'm' has 4 rows"):
+        check_ids("m", kjt(["a", "b"], [[1], [3, 4]]), tables)
+    with pytest.raises(InputError, match="feature 'a' has the id -1"):
+        check_ids("m", kjt(["b", "a"], [[3, 3], [0, -1]]), tables)
+    with pytest.raises(InputError, match="feature 'a' has the id 2"):
+        check_ids("m", kjt(["a", "b"], [[2], [3]], dtype=torch.int32), tables)
+
+
+def test_lengths_that_do_not_add_up_to_the_number_of_ids_are_said() -> None:
+    features = KeyedJaggedTensor(["a"], torch.tensor([0, 1, 0]), lengths=torch.tensor([1, 1]))
+    with pytest.raises(InputError, match=r"\['a'\] of sharded module 'm' have 3 ids, but their lengths add up to 2"):
+        check_ids("m", features, {"a": TableRows("ta", 2)})
+
+
+def test_weights_put_on_a_copy_leave_the_batch_without() -> None:
+    batch = kjt(["a"], [[1, 2]])
+    batch["a"]  # jagged tensors are cached on the batch's object
+    copied = without_side_effects(batch)
+    copied._weights = torch.ones(2)
+    assert copied["a"].weights().tolist() == [1.0, 1.0]
+    assert batch.weights_or_none() is None
+    weighted = kjt(["a"], [[1, 2]], weights=torch.zeros(2))
+    without_side_effects(weighted).weights().fill_(5.0)
+    assert weighted.weights().tolist() == [0.0, 0.0]

@@ -1,0 +1,331 @@
+"""The recsys plans: what they say, and that each trains to the bit what the serial one trains."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_pipe.engine import PipelinePlan, PlanError, TaskSchedule
+from lightning_pipe.recsys import PLANS, recsys_plan, recsys_tasks
+from lightning_pipe.recsys.plans.named import evaluation_plan
+from tests.distributed import run_ranks
+from tests.recsys.pipeline_cases import CASES, DEPTHS, STEPS, Case, difference, outcome
+
+Results = list[dict[str, dict[str, bool]]]
+
+# What needs several nodes to be more than what its part within a node is.
+ACROSS_NODES = ("table_row_wise", "table_column_wise", "grid_shard")
+ON_TWO_RANKS = [name for name in CASES if not name.endswith("grid_shard")]
+ON_TWO_NODES = [
+    name
+    for name in CASES
+    if name.endswith(ACROSS_NODES) or name in ("pooled, row_wise", "sequences, column_wise", "everything")
+]
+
+MODULES = {"everything": 3, "TorchRec's DLRM": 1}
+
+
+def plans_of(name: str) -> list[str]:
+    """Those that a case can be trained under: feature processors are read in the lookup."""
+    return [plan for plan in DEPTHS if plan != "fused_sparse_dist" or "processed" not in name]
+
+
+def compare(names: Iterable[str]) -> dict[str, dict[str, bool]]:
+    """For each case, what is to be true of it."""
+    found = {}
+    for name in names:
+        runs = {plan: outcome(CASES[name], plan) for plan in plans_of(name)}
+        serial, prefetch = runs["serial"], runs["prefetch"]
+        found[name] = {
+            **{f"{plan} is serial": run.same(serial) for plan, run in runs.items()},
+            "all were trained": len(serial.outputs) == STEPS,
+            # Not all: some model leaves an output unused.
+            "most values moved": 2 * len(difference(serial.initial, serial.values)) > len(serial.initial),
+            "in flight": all(run.most_in_flight == DEPTHS[plan] for plan, run in runs.items()),
+            "all modules are pipelined": len(prefetch.pipelined)
+            == {"everything": 3, "TorchRec's DLRM": 1}.get(name, 2),
+        }
+    return found
+
+
+def on_one_node(rank: int, world_size: int) -> dict[str, dict[str, bool]]:
+    found = compare(ON_TWO_RANKS)
+    for plan in DEPTHS:
+        for steps in (0, 1, 2):
+            one, serial = (outcome(CASES["everything"], which, steps) for which in (plan, "serial"))
+            found[f"{plan}, {steps}"] = {"same": one.same(serial), "trained": len(one.outputs) == steps}
+    return found
+
+
+def on_two_nodes(rank: int, world_size: int) -> dict[str, dict[str, bool]]:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    return compare(ON_TWO_NODES)
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Results:
+    return run_ranks(on_one_node, 2)
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Results:
+    return run_ranks(on_two_nodes, 4)
+
+
+def holds(results: Results, case: str) -> None:
+    assert [[what for what, is_true in found[case].items() if not is_true] for found in results] == [[]] * len(results)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("case", CASES)
+def test_every_plan_trains_the_same_to_the_bit_on_one_rank(case: str) -> None:
+    holds([compare([case])], case)
+
+
+@pytest.mark.parametrize("case", ON_TWO_RANKS)
+def test_every_plan_trains_the_same_to_the_bit_on_two_ranks(two_ranks: Results, case: str) -> None:
+    holds(two_ranks, case)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", ON_TWO_NODES)
+def test_every_plan_trains_the_same_to_the_bit_on_two_nodes_of_two_ranks(four_ranks: Results, case: str) -> None:
+    holds(four_ranks, case)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.parametrize("plan", DEPTHS)
+def test_data_shorter_than_the_depth_is_trained_whole(two_ranks: Results, plan: str, steps: int) -> None:
+    holds(two_ranks, f"{plan}, {steps}")
+
+
+# A lookup one batch too early, which the comparison has to see.
+EARLY = ("H2DAndShuffle", "EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch", "EmbForward")
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_lookup_before_the_tables_are_written_is_seen_by_the_comparison() -> None:
+    tasks = recsys_tasks()
+    early = PipelinePlan(
+        [(task, TaskSchedule(int(task.name in EARLY))) for task in tasks],
+        stale=[("EmbBackward", "EmbForward")],
+        name="stale lookups",
+        order=[*EARLY, *[task.name for task in tasks if task.name not in EARLY]],
+    )
+    case = Case(CASES["pooled, table_wise"].build)
+    assert not outcome(case, early).same(outcome(case, "serial"))
+
+
+# What the plans say.
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("scaled_late", [False, True])
+def test_a_named_plan_comes_back_from_yaml(plan: str, scaled_late: bool, tmp_path: Path) -> None:
+    tasks = recsys_tasks(scaled_late=scaled_late)
+    built = recsys_plan(plan, tasks)
+    assert built.name == plan
+    text = built.to_yaml()
+    path = tmp_path / "plan.yaml"
+    path.write_text(text, encoding="utf-8")
+    for given in (str(path), path, built):
+        again = recsys_plan(given, tasks)
+        assert again.description() == built.description()
+        assert again.to_yaml() == text
+
+
+STEP = ("DenseForward", "LossPostprocess", "DenseBackward", "EmbBackward", "FinalizeGrads", "OptimStep")
+
+
+@pytest.mark.parametrize(
+    ("plan", "depth", "order"),
+    [
+        ("serial", 1, ("H2DAndShuffle", "EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch", "EmbForward", *STEP)),
+        (
+            "base",  # batch i+1's input dist is started, i+2 copied, i's forward, i+1's waited for, i's backward
+            3,
+            (
+                *("EmbInputDistStart", "H2DAndShuffle", "EmbPrefetch", "EmbForward", "DenseForward"),
+                *("LossPostprocess", "EmbInputDistWait", *STEP[2:]),
+            ),
+        ),
+        (
+            "prefetch",  # i+2 copied, i+1's input dist waited for, i's forward, i+1 prefetched beside i's backward
+            3,
+            (
+                "H2DAndShuffle",
+                "EmbInputDistWait",
+                "EmbForward",
+                "DenseForward",
+                "EmbPrefetch",
+                *STEP[1:],
+                "EmbInputDistStart",
+            ),
+        ),
+        (
+            "early_prefetch",  # the same, i+1 prefetched beside i's lookup and all of its step
+            3,
+            ("H2DAndShuffle", "EmbInputDistWait", "EmbPrefetch", "EmbForward", *STEP, "EmbInputDistStart"),
+        ),
+        (
+            "fused_sparse_dist",  # i+1's input dist, i's step, and i+1's lookup as soon as i has written the tables
+            3,
+            (
+                *("EmbInputDistStart", "H2DAndShuffle", "DenseForward", "LossPostprocess", "EmbInputDistWait"),
+                *("DenseBackward", "EmbBackward", "EmbPrefetch", "EmbForward", "FinalizeGrads", "OptimStep"),
+            ),
+        ),
+        (
+            "semi_sync",  # i+2's input dist, i+3 copied, i's forward, i+1's lookup, i's backward
+            4,
+            (
+                *("EmbInputDistStart", "H2DAndShuffle", "DenseForward", "LossPostprocess", "EmbPrefetch"),
+                *("EmbForward", "EmbInputDistWait", "DenseBackward", "EmbBackward", "FinalizeGrads", "OptimStep"),
+            ),
+        ),
+    ],
+)
+def test_a_period_runs_in_the_order_of_the_pipelines_it_is_modelled_on(
+    plan: str, depth: int, order: tuple[str, ...]
+) -> None:
+    built = recsys_plan(plan, recsys_tasks())
+    assert (built.pipeline_depth, built.order) == (depth, order)
+
+
+def test_each_plan_runs_ahead_what_it_is_named_for() -> None:
+    ahead = {
+        plan: {task: where.stage for task, where in recsys_plan(plan, recsys_tasks()).schedule.items() if where.stage}
+        for plan in PLANS
+    }
+    assert ahead == {
+        "serial": {},
+        "base": {"H2DAndShuffle": 2, "EmbInputDistStart": 1, "EmbInputDistWait": 1},
+        "prefetch": {"H2DAndShuffle": 2, "EmbInputDistStart": 2, "EmbInputDistWait": 1, "EmbPrefetch": 1},
+        "early_prefetch": {"H2DAndShuffle": 2, "EmbInputDistStart": 2, "EmbInputDistWait": 1, "EmbPrefetch": 1},
+        "fused_sparse_dist": {
+            "H2DAndShuffle": 2,
+            "EmbInputDistStart": 1,
+            "EmbInputDistWait": 1,
+            "EmbPrefetch": 1,
+            "EmbForward": 1,
+        },
+        "semi_sync": {
+            "H2DAndShuffle": 3,
+            "EmbInputDistStart": 2,
+            "EmbInputDistWait": 2,
+            "EmbPrefetch": 1,
+            "EmbForward": 1,
+        },
+    }
+
+
+def test_only_prefetches_have_a_thread_of_their_own() -> None:
+    workers = {
+        plan: {
+            task: where.thread_group
+            for task, where in recsys_plan(plan, recsys_tasks()).schedule.items()
+            if where.thread_group != "main"
+        }
+        for plan in PLANS
+    }
+    assert workers == {plan: {"EmbPrefetch": "prefetch"} if "prefetch" in plan else {} for plan in PLANS}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_where_gradients_are_scaled_late_the_tables_backward_follows_the_optimiser_step(plan: str) -> None:
+    order = recsys_plan(plan, recsys_tasks(scaled_late=True)).order
+    assert order.index("EmbBackward") == order.index("OptimStep") + 1
+    looked_up_after = order.index("EmbForward") > order.index("EmbBackward")
+    assert looked_up_after == (plan == "fused_sparse_dist")
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_lookups_wait_for_the_tables_of_the_batch_before_or_say_that_they_do_not(plan: str) -> None:
+    built = recsys_plan(plan, recsys_tasks())
+    before = {
+        (dependency.upstream, dependency.distance)
+        for dependency in built.dependencies
+        if dependency.downstream == "EmbForward" and dependency.distance
+    }
+    assert before == {("EmbBackward", 2 if PLANS[plan].stale else 1)}
+    assert [str(one).partition(" (")[0] for one in built.stale] == (
+        ["EmbForward after EmbBackward of 1 iteration(s) before"] if plan == "semi_sync" else []
+    )
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_steps_wait_for_what_the_optimiser_step_of_the_batch_before_wrote(plan: str) -> None:
+    built = recsys_plan(plan, recsys_tasks())
+    before = {(one.upstream, one.distance) for one in built.dependencies if one.downstream == "DenseForward"}
+    assert ("OptimStep", 1) in before
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    "plan", ["prefetched", "no/such/plan.yaml", "", "name: too long for a path\n" * 200, True, None]
+)
+def test_what_is_no_plan_is_refused_with_the_names_that_are(plan: Any) -> None:
+    with pytest.raises(PlanError, match=f"neither one of {', '.join(PLANS)} nor a file"):
+        recsys_plan(plan, recsys_tasks())
+
+
+def test_a_file_that_is_not_text_is_no_plan(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_bytes(b"name: \xff")
+    with pytest.raises(PlanError, match=r"plan\.yaml is not text in UTF-8"):
+        recsys_plan(path, recsys_tasks())
+
+
+def edited(old: str, new: str) -> str:
+    text = recsys_plan("prefetch", recsys_tasks()).to_yaml()
+    assert old in text
+    return text.replace(old, new)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("pipeline_depth: 3", "pipeline_dept: 3", "unknown key 'pipeline_dept'"),
+        ("pipeline_depth: 3", "pipeline_depth: 2", "pipeline_depth 2"),
+        ("{stage: 2, stream: memcpy}", "{stag: 2}", "unknown key 'stag'"),
+        ("  OptimStep: {}\n", "", "leaves out OptimStep"),
+        ("  OptimStep: {}\n", "  OptimStep: {}\n  Evaluate: {}\n", "unknown task 'Evaluate'"),
+        ("  EmbForward: {}\n", "  EmbForward: {stage: 2}\n", "drops a required dependency"),
+        ("  EmbInputDistStart: {stage: 2", "  EmbInputDistStart: {stage: 3", "lower"),
+        ("  EmbForward: {}\n", "  EmbForward: {thread_group: own}\n", "'EmbForward' to the thread group 'own'"),
+        ("{stage: 2, stream: memcpy}", "{stage: 2, thread_group: own}", "'H2DAndShuffle' to the thread group 'own'"),
+    ],
+)
+def test_a_plan_that_cannot_run_is_refused_by_name(tmp_path: Path, old: str, new: str, says: str) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(edited(old, new), encoding="utf-8")
+    with pytest.raises(PlanError, match=says):
+        recsys_plan(path, recsys_tasks())
+
+
+def test_a_plan_over_other_tasks_is_refused() -> None:
+    tasks = recsys_tasks()
+    with pytest.raises(PlanError, match="unknown task 'OptimStep'"):
+        recsys_plan(recsys_plan("base", tasks), tasks[:-1])
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_an_evaluation_runs_its_tasks_as_far_ahead_as_training_with_the_dense_part_last(name: str) -> None:
+    training = recsys_plan(name, recsys_tasks())
+    plan = evaluation_plan(training, recsys_tasks())
+    assert plan.order[-1] == "DenseForward"
+    assert {"DenseBackward", "OptimStep", "LossPostprocess"}.isdisjoint(plan.tasks)
+    assert {task: training.schedule[task] for task in plan.schedule} == plan.schedule
+    assert plan.pipeline_depth == training.max_stage + 1
+
+
+def test_an_evaluation_keeps_what_a_plan_adds_between_its_tasks() -> None:
+    text = edited("order:", "deps:\n- [EmbInputDistStart, EmbPrefetch]\n- [EmbPrefetch, OptimStep]\norder:")
+    plan = evaluation_plan(PipelinePlan.from_yaml(text, recsys_tasks()), recsys_tasks())
+    assert [(one.upstream, one.downstream) for one in plan.deps] == [("EmbInputDistStart", "EmbPrefetch")]

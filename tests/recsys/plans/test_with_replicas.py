@@ -1,0 +1,88 @@
+"""Where the average of replicas runs: in the named plans, in plans that do not know of it; nowhere without replicas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lightning_pipe.engine import PipelinePlan, PlanError, TaskSchedule
+from lightning_pipe.recsys import PLANS, recsys_plan, recsys_tasks
+from lightning_pipe.recsys.plans.named import evaluation_plan
+from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, propose_plans
+
+REPLICATED = recsys_tasks(replicated=True)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("scaled_late", [False, True])
+@pytest.mark.parametrize("balanced", [False, True])
+def test_the_average_is_directly_behind_the_backward(plan: str, scaled_late: bool, balanced: bool) -> None:
+    tasks = recsys_tasks(scaled_late=scaled_late, balanced=balanced, replicated=True)
+    names = [task.name for task in tasks]
+    assert names[names.index("EmbBackward") + 1] == "SyncReplicas"
+    assert (names[-1] == "SyncReplicas") == scaled_late
+    built = recsys_plan(plan, tasks)
+    assert built.schedule["SyncReplicas"] == TaskSchedule()
+    assert built.order.index("SyncReplicas") == built.order.index("EmbBackward") + 1
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_next_lookup_waits_for_the_average_but_where_it_does_not_wait_for_the_backward(plan: str) -> None:
+    built = recsys_plan(plan, REPLICATED)
+    waits = {(one.upstream, one.distance) for one in built.dependencies if one.downstream == "EmbForward"}
+    assert ("SyncReplicas", 2 if plan == "semi_sync" else 1) in waits
+    assert (("SyncReplicas", 1) in waits) == (plan != "semi_sync")
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("late", [False, True])
+def test_a_plan_in_yaml_gets_the_same_place_and_loses_it_again(plan: str, late: bool, tmp_path: Path) -> None:
+    without, replicated = (recsys_tasks(scaled_late=late, replicated=one) for one in (False, True))
+    path = tmp_path / "plan.yaml"
+    path.write_text(recsys_plan(plan, without).to_yaml(), encoding="utf-8")
+    assert recsys_plan(path, replicated).description() == recsys_plan(plan, replicated).description()
+    path.write_text(recsys_plan(plan, replicated).to_yaml(), encoding="utf-8")
+    assert recsys_plan(path, replicated).description() == recsys_plan(plan, replicated).description()
+    assert recsys_plan(path, without).description() == recsys_plan(plan, without).description()
+
+
+def test_it_may_not_run_on_a_worker() -> None:
+    text = recsys_plan("base", REPLICATED).to_yaml().replace("SyncReplicas: {", "SyncReplicas: {thread_group: x, ")
+    with pytest.raises(PlanError, match="'SyncReplicas' to the thread group 'x'"):
+        recsys_plan(PipelinePlan.from_yaml(text, REPLICATED), REPLICATED)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_evaluation_has_no_average(plan: str) -> None:
+    assert "SyncReplicas" not in evaluation_plan(recsys_plan(plan, REPLICATED), recsys_tasks()).tasks
+
+
+def test_plans_are_found_with_it() -> None:
+    own = {task.name: 1e-3 for task in REPLICATED}
+    plans = propose_plans(REPLICATED, own, 0.0, max_in_flight=3, peers=True, device=torch.device("cpu"), keep=3)
+    assert plans
+    for plan in [*plans, *hand_written_plans(REPLICATED)]:
+        assert list(plan.tasks) == [task.name for task in REPLICATED]
+        assert plan.schedule["SyncReplicas"] == TaskSchedule()
+
+
+@pytest.mark.parametrize("merged", ["EmbBackward", "H2DAndShuffle", "SyncReplicas"])
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("replicated", [False, True])
+def test_tasks_that_come_by_a_merge_key_are_found(
+    merged: str, balanced: bool, replicated: bool, tmp_path: Path
+) -> None:
+    tasks = recsys_tasks(balanced=balanced, replicated=replicated)
+    written = yaml.safe_load(recsys_plan("base", REPLICATED).to_yaml())
+    moved = {name: written["tasks"].pop(name) for name in (merged, "OptimStep")}
+    written["tasks"]["<<"] = moved
+    # What is written beside a merge key goes before what it brings.
+    moved["DenseForward"] = {"stage": 7}
+    text = yaml.safe_dump(written, sort_keys=False).replace("'<<'", "<<").replace('"<<"', "<<")
+    assert "  <<:" in text
+    path = tmp_path / "plan.yaml"
+    path.write_text(text, encoding="utf-8")
+    assert recsys_plan(path, tasks).description() == recsys_plan("base", tasks).description()

@@ -1,0 +1,313 @@
+"""The fused input dist, and one rank's bad batch as every rank's error."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_pipe.engine.plans.errors import InputError, SetupError
+from lightning_pipe.recsys.rewrite.input_dist import fusing, kjt_all_to_alls
+from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
+from tests.distributed import run_ranks
+from tests.recsys.rewrite_cases import (
+    Bags,
+    Batch,
+    batches,
+    pipelined_losses,
+    reference_losses,
+    same_values,
+    shard,
+    table_values,
+    trained_values,
+    variable_batches,
+)
+
+
+def raised(action: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    try:
+        action(*args, **kwargs)
+    except (InputError, SetupError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def start_and_wait(rewrite: ModelRewrite, batch: Any) -> None:
+    rewrite.wait_splits(rewrite.start_input_dist(batch))
+
+
+def with_features(batch: Batch, sparse: Any) -> Batch:
+    return Batch(batch.dense, sparse, batch.label)
+
+
+def without_key(batch: Batch) -> Batch:
+    return with_features(batch, batch.sparse.permute([0, 1]))
+
+
+def with_large_id(batch: Batch) -> Batch:
+    batch.sparse.values()[0] = 1000
+    return batch
+
+
+def with_trained_weights(batch: Batch) -> Batch:
+    sparse = batch.sparse
+    weights = torch.ones(sparse.values().numel(), requires_grad=True)
+    return with_features(batch, KeyedJaggedTensor(sparse.keys(), sparse.values(), weights, lengths=sparse.lengths()))
+
+
+def without_features(batch: Batch) -> Batch:
+    return with_features(batch, None)
+
+
+BAD = {
+    "missing key": without_key,
+    "id beyond its table": with_large_id,
+    "trained weights": with_trained_weights,
+    "no features": without_features,
+}
+
+
+def bad_batches(rank: int, world: int) -> dict[str, Any]:
+    """The third of five batches is bad on the last rank; the other four train as if it had not been there."""
+    used: dict[str, Any] = {"input_group": dist.new_group(), "agree_group": dist.new_group()}
+    good = batches(5)
+    plain = shard(Bags())
+    expected = reference_losses(plain, [*good[:2], *good[3:]])
+    results: dict[str, Any] = {}
+    for name, spoil in BAD.items():
+        model = shard(Bags())
+        rewrite = ModelRewrite(model, **used, validate_ids=True)
+        data = batches(5)
+        losses = pipelined_losses(rewrite, model, data[:2])
+        bad = spoil(data[2]) if rank == world - 1 else data[2]
+        results[name] = raised(start_and_wait, rewrite, bad)
+        losses += pipelined_losses(rewrite, model, data[3:])
+        results[f"{name}, afterwards"] = losses == expected and same_values(
+            trained_values(model), trained_values(plain)
+        )
+        rewrite.restore()
+    results.update(bad_first_batches(rank, world, used))
+    results["inline"] = inline(rank, world, used)
+    return results
+
+
+def bad_first_batches(rank: int, world: int, used: dict[str, Any]) -> dict[str, Any]:
+    results = {}
+    for method in ("auto", "record", "direct", "fx"):
+        rewrite = ModelRewrite(shard(Bags()), **used, method=method)
+        nothing = {"dense": torch.zeros(2, 3)}
+        results[f"first batch, {method}"] = raised(rewrite.start_input_dist, nothing)
+        if world > 1:
+            (batch,) = batches(1)
+            other = without_key(batch) if rank == 1 else batch
+            results[f"forms, {method}"] = raised(rewrite.start_input_dist, other)
+    model = shard(Bags())
+    rewrite = ModelRewrite(model, **used, method="direct", validate_ids=True)
+    (batch,) = batches(1)
+    bad = with_large_id(batch) if rank == world - 1 else batch
+    results["first ids, direct"] = raised(rewrite.start_input_dist, bad)
+    results["method"] = raised(ModelRewrite, model, **used, method="guess")
+    results["step"] = raised(ModelRewrite, model, **used, step="training_step")
+    results["resolve"] = raised(ModelRewrite(shard(Bags()), **used, method="record").resolve, batch)
+    rows = shard(Bags(), "row_wise")
+    over_rows = ModelRewrite(rows, **used, method="direct")
+    results["variable sizes over rows"] = raised(pipelined_losses, over_rows, rows, variable_batches(1))
+    return results
+
+
+def recorded_step(rewrite: ModelRewrite, model: nn.Module, batch: Any) -> None:
+    with rewrite.recording(batch):
+        model(batch)
+
+
+def inline(rank: int, world: int, used: dict[str, Any]) -> list[str]:
+    """A bad batch in evaluation and in the recorded first step, where modules do all their work at once."""
+    model = shard(Bags())
+    rewrite = ModelRewrite(model, **used, validate_ids=True)
+    found = []
+    for train in (False, True):
+        (batch,) = batches(1)
+        bad = with_large_id(batch) if rank == world - 1 else batch
+        if train:
+            found.append(raised(recorded_step, rewrite, model, bad))
+        else:
+            with torch.no_grad():
+                found.append(raised(model, bad))
+    found.append(str(rewrite.resolved))
+    return found
+
+
+def fused(rank: int, world: int) -> dict[str, Any]:
+    """Counts collectives by process group."""
+    input_group, agree_group = dist.new_group(), dist.new_group()
+    model = shard(Bags(), {"af0": "table_wise", "af1": "row_wise", "bf1": "row_wise", "bf2": "column_wise"})
+    rewrite = ModelRewrite(model, input_group=input_group, agree_group=agree_group)
+    data = batches(3)
+    pipelined_losses(rewrite, model, data[:1])
+    sent: list[tuple[str, bool]] = []
+    all_to_all, all_reduce = dist.all_to_all_single, dist.all_reduce
+
+    def note_all_to_all(*args: Any, **kwargs: Any) -> Any:
+        sent.append(("all_to_all", kwargs["group"] is input_group))
+        return all_to_all(*args, **kwargs)
+
+    def note_all_reduce(*args: Any, **kwargs: Any) -> Any:
+        sent.append(("all_reduce", kwargs["group"] is input_group))
+        return all_reduce(*args, **kwargs)
+
+    counts: dict[str, Any] = {}
+    with (
+        mock.patch.object(dist, "all_to_all_single", note_all_to_all),
+        mock.patch.object(dist, "all_reduce", note_all_reduce),
+    ):
+        splits = rewrite.start_input_dist(data[1])
+        counts["start"], sent = sent.copy(), []
+        requests = rewrite.wait_splits(splits)
+        counts["tensors on the input group"], sent = all(on_input for _, on_input in sent) and bool(sent), []
+        found: list[Any] = []
+        worker = threading.Thread(target=lambda: found.append(rewrite.wait_inputs(requests)))
+        worker.start()
+        with torch.no_grad():
+            model(data[0])  # on the modules' own group, while another batch's input dist is in flight
+        worker.join()
+        counts["evaluation on the input group"], sent = any(on_input for _, on_input in sent), []
+        embeddings = rewrite.lookup(found[0])
+        counts["lookup on the input group"] = any(on_input for _, on_input in sent)
+    with rewrite.serving(embeddings, data[1]):
+        loss = model(data[1])
+    loss.backward()
+    rewrite.backward(embeddings)
+    plain = shard(Bags(), {"af0": "table_wise", "af1": "row_wise", "bf1": "row_wise", "bf2": "column_wise"})
+    reference_losses(plain, data[:2])
+    counts["trained"] = same_values(table_values(model), table_values(plain))
+    return counts
+
+
+def other_ranks(rank: int, world: int) -> tuple[dict[str, str], bool]:
+    """Modules sharded over both ranks, and an input group of one."""
+    alone = [dist.new_group([0]), dist.new_group([1])]
+    model, plain = shard(Bags()), shard(Bags())
+    rewrite = ModelRewrite(model, input_group=alone[rank], agree_group=dist.new_group())
+    losses = pipelined_losses(rewrite, model, batches(3))
+    return rewrite.unpipelined, losses == reference_losses(plain, batches(3))
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def errors(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(bad_batches, request.param)
+
+
+EXPECTED = {
+    "missing key": "'a' got the features ['f0', 'f1'] and needs those of its first batch",
+    "id beyond its table": "has the id 1000, but table",
+    "trained weights": "FeatureProcessedEmbeddingBagCollection",
+    "no features": "'a' got a NoneType and needs a KeyedJaggedTensor with the keys ['f0', 'f1', 'f2']",
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_batch_on_one_rank_is_the_same_error_on_every_rank(errors: list[dict[str, Any]], name: str) -> None:
+    for of_rank in errors:
+        assert of_rank[name].startswith("InputError: ")
+        assert EXPECTED[name] in of_rank[name]
+        if len(errors) > 1:
+            assert of_rank[name].startswith("InputError: rank 1: ")
+            assert of_rank[name] == errors[0][name]
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_batches_after_a_bad_one_train_on_the_same_groups(errors: list[dict[str, Any]], name: str) -> None:
+    for of_rank in errors:
+        assert of_rank[f"{name}, afterwards"]
+
+
+def test_a_first_batch_without_features_says_what_it_holds(errors: list[dict[str, Any]]) -> None:
+    for of_rank in errors:
+        for method in ("direct", "fx"):
+            text = of_rank[f"first batch, {method}"]
+            assert text.startswith("InputError: ")
+            assert "a batch of type dict holds no KeyedJaggedTensor" in text
+            assert "batch['dense'] (Tensor)" in text
+
+
+def test_first_batches_that_do_not_go_together_are_an_error_before_anything_is_sent(
+    errors: list[dict[str, Any]],
+) -> None:
+    if len(errors) == 1:
+        pytest.skip("needs two ranks")
+    for of_rank in errors:
+        for method in ("direct", "fx"):
+            text = of_rank[f"forms, {method}"]
+            assert "features do not go together: rank 0 {'batch.sparse': \"keys ['f0', 'f1', 'f2']" in text
+            assert "rank 1 {'batch.sparse': \"keys ['f0', 'f1']" in text
+
+
+def test_wrong_ids_in_the_first_batch_are_found_before_any_step(errors: list[dict[str, Any]]) -> None:
+    for of_rank in errors:
+        assert "has the id 1000" in of_rank["first ids, direct"]
+
+
+def test_what_cannot_be_set_up_is_named(errors: list[dict[str, Any]]) -> None:
+    for of_rank in errors:
+        assert of_rank["method"].startswith("SetupError: method 'guess' is unknown")
+        assert of_rank["step"].startswith("SetupError: Bags has no method 'training_step'")
+        assert of_rank["resolve"].startswith("SetupError: method='record' resolves during the first step")
+
+
+def test_variable_batch_sizes_over_rows_are_refused_on_gloo_by_name(errors: list[dict[str, Any]]) -> None:
+    for of_rank in errors:
+        if len(errors) == 1:
+            assert of_rank["variable sizes over rows"] == "nothing", "one rank has nobody to exchange with"
+        else:
+            assert "'a' got features with a batch size per feature" in of_rank["variable sizes over rows"]
+            assert "row_wise" in of_rank["variable sizes over rows"]
+
+
+def test_a_bad_batch_is_every_ranks_error_in_evaluation_and_in_the_recorded_step_too(
+    errors: list[dict[str, Any]],
+) -> None:
+    for of_rank in errors:
+        evaluated, recorded, resolved = of_rank["inline"]
+        assert "has the id 1000" in evaluated
+        assert "has the id 1000" in recorded
+        assert resolved == "False"
+
+
+def test_the_splits_of_all_modules_go_in_one_all_to_all_on_the_input_group() -> None:
+    for counts in run_ranks(fused, 2):
+        assert counts == {
+            "start": [("all_to_all", True)],
+            "tensors on the input group": True,
+            "evaluation on the input group": False,
+            "lookup on the input group": False,
+            "trained": True,
+        }
+
+
+def test_a_module_sharded_over_other_ranks_than_the_input_group_s_runs_unpipelined() -> None:
+    for unpipelined, same in run_ranks(other_ranks, 2):
+        assert unpipelined["a"] == (
+            "exchanges its inputs among the ranks [0, 1], but the input group has the ranks [0] (rank 0)"
+        )
+        assert same
+
+
+def test_only_the_thread_that_fuses_sees_fused_input_dists() -> None:
+    from lightning_pipe.recsys.rewrite import input_dist
+
+    seen = []
+    with fusing():
+        other = threading.Thread(target=lambda: seen.append(getattr(input_dist._this_thread, "fusing", False)))
+        other.start()
+        other.join()
+        seen.append(input_dist._this_thread.fusing)
+    seen.append(input_dist._this_thread.fusing)
+    assert seen == [False, True, False]
+    assert kjt_all_to_alls(nn.Linear(1, 1)) == []

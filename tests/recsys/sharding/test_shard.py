@@ -1,0 +1,446 @@
+"""Sharding a whole module: values, training, every sharding type, and the errors that every rank raises."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+from torchrec.distributed.types import ShardingType
+from torchrec.modules.embedding_configs import DataType
+
+from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.recsys.dense.dense_values import broadcast_from_first_rank
+from tests.distributed import run_ranks
+from tests.recsys.sharding_cases import (
+    ADAGRAD,
+    CPU,
+    HISTORY,
+    MOVIES,
+    ROW_WISE_ADAGRAD,
+    SGD,
+    USERS,
+    Model,
+    Processed,
+    SumPooled,
+    apply_in_backward,
+    constraints_for,
+    differences_from_unsharded,
+    make_batch,
+    make_model,
+    shard,
+    tables_of,
+)
+from tests.rounding import Reference
+
+OPTIMIZERS = {"sgd": SGD, "adagrad": ADAGRAD, "row_wise_adagrad": ROW_WISE_ADAGRAD}
+POOLED = [kind.value for kind in ShardingType]
+COLUMNS = {"column_wise", "table_column_wise", "grid_shard"}
+ON_ONE_NODE = [
+    *((optimizer, pooled, "table_wise") for optimizer in ("sgd", "adagrad") for pooled in POOLED),
+    *(("row_wise_adagrad", pooled, "row_wise") for pooled in POOLED if pooled not in COLUMNS),
+    ("adagrad", "table_wise", "row_wise"),
+    ("adagrad", "data_parallel", "column_wise"),
+]
+ON_TWO_NODES = [("adagrad", pooled, "row_wise") for pooled in ("table_row_wise", "table_column_wise", "grid_shard")]
+PROCESSED = ["table_wise", "row_wise", "data_parallel", "column_wise"]
+
+
+# Training: the same as the unsharded module under torch's in-backward optimiser.
+
+
+def train_all(rank: int, world_size: int, cases: list[tuple[str, str, str]]) -> dict[Any, Any]:
+    return {
+        case: differences_from_unsharded(
+            rank,
+            world_size,
+            OPTIMIZERS[case[0]],
+            constraints_for(*case[1:]),
+            SumPooled if case[1] == "grid_shard" else Model,
+        )
+        for case in cases
+    }
+
+
+def train_on_two_nodes(rank: int, world_size: int) -> dict[Any, Any]:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    return train_all(rank, world_size, ON_TWO_NODES)
+
+
+def train_processed(rank: int, world_size: int) -> dict[str, list[str]]:
+    return {
+        pooled: differences_from_unsharded(
+            rank, world_size, ADAGRAD, {"users": {"sharding_types": [pooled], "min_partition": 4}}, Processed
+        )
+        for pooled in PROCESSED
+    }
+
+
+def everything_on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
+    """In one go: it takes ten times as long to start two processes as to try one case in them."""
+    return {
+        "trained": train_all(rank, world_size, ON_ONE_NODE),
+        "processed": train_processed(rank, world_size),
+        "initial": initial_values(rank, world_size),
+        "errors": errors_on_ranks(rank, world_size),
+        "broadcast": broadcast_dense(rank),
+        "unused": differences_where_one_rank_has_no_gradient(rank, world_size),
+    }
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, Any]]:
+    return run_ranks(everything_on_two_ranks, 2)
+
+
+@pytest.fixture(scope="module")
+def initial(two_ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [found["initial"] for found in two_ranks]
+
+
+@pytest.fixture(scope="module")
+def errors(two_ranks: list[dict[str, Any]]) -> list[dict[str, str]]:
+    return [found["errors"] for found in two_ranks]
+
+
+@pytest.fixture(scope="module")
+def trained_on_two_nodes() -> dict[Any, Any]:
+    return run_ranks(train_on_two_nodes, 4)[0]
+
+
+@pytest.mark.parametrize("case", ON_ONE_NODE, ids="-".join)
+def test_tables_are_trained_as_unsharded_ones_on_two_ranks(
+    two_ranks: list[dict[str, Any]], case: tuple[str, str, str]
+) -> None:
+    assert two_ranks[0]["trained"][case] == []
+
+
+@pytest.mark.parametrize("case", ON_TWO_NODES, ids="-".join)
+def test_tables_are_trained_as_unsharded_ones_on_two_nodes_of_two_ranks(
+    trained_on_two_nodes: dict[Any, Any], case: tuple[str, str, str]
+) -> None:
+    assert trained_on_two_nodes[case] == []
+
+
+@pytest.mark.parametrize("pooled", PROCESSED)
+def test_feature_processed_tables_are_trained_as_unsharded_ones(two_ranks: list[dict[str, Any]], pooled: str) -> None:
+    assert two_ranks[0]["processed"][pooled] == []
+
+
+def differences_where_one_rank_has_no_gradient(rank: int, world_size: int) -> list[str]:
+    def unsharded() -> dict[str, Any]:
+        model = make_model()
+        apply_in_backward(model, SGD)
+        (model.get_submodule("pooled")(make_batch(0, 0)[0]).values().sum() / world_size).backward()
+        return {USERS: tables_of(model)[USERS]}
+
+    model = make_model()
+    sharded = shard(model, constraints=constraints_for("data_parallel"))
+    if rank == 0:
+        model.get_submodule("pooled")(make_batch(0, 0)[0]).values().sum().backward()
+    sharded.step_data_parallel_tables()
+    return Reference.of(unsharded).differences({USERS: sharded.full_table("users")})
+
+
+def test_a_rank_without_a_gradient_for_replicated_tables_counts_as_zero_and_keeps_nobody_waiting(
+    two_ranks: list[dict[str, Any]],
+) -> None:
+    assert [found["unused"] for found in two_ranks] == [[], []]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_tables_are_trained_as_unsharded_ones_on_one_rank(name: str) -> None:
+    assert differences_from_unsharded(0, 1, OPTIMIZERS[name], {}) == []
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("pooled", ["table_wise", "data_parallel"])
+def test_an_optimiser_said_torchrecs_way_steps_a_table_once_and_is_kept_beside_a_default(pooled: str) -> None:
+    def unsharded() -> dict[str, Any]:
+        model = make_model()
+        apply_in_backward(model, ADAGRAD, [USERS])
+        apply_in_backward(model, SGD, [MOVIES, HISTORY])
+        for step in range(3):
+            model(*make_batch(step, 0)).backward()
+        return {**tables_of(model)}
+
+    model = make_model()
+    apply_in_backward(model, ADAGRAD, [USERS])
+    sharded = shard(model, sparse_optimizer=SGD, constraints=constraints_for(pooled))
+    for step in range(3):
+        model(*make_batch(step, 0)).backward()
+        sharded.step_data_parallel_tables()
+    assert Reference.of(unsharded).differences({name: sharded.full_table(name) for name in tables_of(model)}) == []
+
+
+# Values before training.
+
+
+def initial_values(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    random_before = torch.get_rng_state()
+    model = make_model(seed=7 + rank)  # ranks differ: rank 0's values count
+    expected = tables_of(make_model(seed=7))
+    sharded = shard(model, constraints=constraints_for("row_wise", "column_wise"))
+    found["held"] = all(torch.equal(sharded.full_table(name), values) for name, values in expected.items())
+    found["dense"] = torch.equal(model.get_parameter("dense.weight"), make_model(seed=7).get_parameter("dense.weight"))
+    for pooled, sequence in (("table_wise", "column_wise"), ("column_wise", "row_wise"), ("data_parallel", "row_wise")):
+        meta = shard(Model("meta"), constraints=constraints_for(pooled, sequence), seed=11 + rank)
+        found[pooled] = {name: meta.full_table(name) for name in meta.tables}
+        found[f"{pooled} dense"] = dict(meta.dense_parameters())["dense.weight"].detach()
+    found["random state kept"] = torch.equal(random_before, torch.get_rng_state())
+    return found
+
+
+def test_tables_and_dense_parameters_start_with_the_values_that_the_first_rank_held(
+    initial: list[dict[str, Any]],
+) -> None:
+    assert [(found["held"], found["dense"]) for found in initial] == [(True, True)] * 2
+
+
+def test_sharding_leaves_the_global_random_state_alone(initial: list[dict[str, Any]]) -> None:
+    assert all(found["random state kept"] for found in initial)
+
+
+def broadcast_dense(rank: int) -> list[list[float]]:
+    tensors = [
+        torch.full((3,), float(rank)),
+        torch.full((2, 3), float(rank)).t(),  # not contiguous
+        torch.tensor(rank),
+        nn.Parameter(torch.full((1,), float(rank))),
+    ]
+    world = dist.group.WORLD
+    assert world is not None
+    broadcast_from_first_rank(tensors, world)
+    return [tensor.flatten().tolist() for tensor in tensors]
+
+
+def test_dense_tensors_of_any_layout_become_the_first_rank_s(two_ranks: list[dict[str, Any]]) -> None:
+    assert [found["broadcast"] for found in two_ranks] == [[[0.0] * 3, [0.0] * 6, [0], [0.0]]] * 2
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_tables_on_the_meta_device_get_the_same_values_however_they_are_sharded(initial: list[dict[str, Any]]) -> None:
+    alone = shard(Model("meta"), seed=11)
+    for name in alone.tables:
+        values = alone.full_table(name)
+        bound = ROWS_BOUND
+        assert values.abs().max() <= bound
+        assert values.std() > bound / 3  # neither zeros nor one value
+        for found in initial:
+            for pooled in ("table_wise", "column_wise", "data_parallel"):
+                assert torch.equal(found[pooled][name], values), (name, pooled)
+    for found in initial:
+        assert torch.equal(found["table_wise dense"], dict(alone.dense_parameters())["dense.weight"])
+
+
+ROWS_BOUND = 24**-0.5  # TorchRec's default: uniform within one over the root of the rows
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_two_seeds_and_two_tables_give_different_values() -> None:
+    first, second = shard(Model("meta"), seed=1), shard(Model("meta"), seed=2)
+    assert not torch.equal(first.full_table("users"), second.full_table("users"))
+    assert not torch.equal(first.full_table("users"), first.full_table("movies"))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_without_a_seed_the_process_s_seed_counts() -> None:
+    torch.manual_seed(5)
+    first = shard(Model("meta"))
+    torch.rand(3)
+    assert torch.equal(shard(Model("meta")).full_table("users"), first.full_table("users"))
+    torch.manual_seed(6)
+    assert not torch.equal(shard(Model("meta")).full_table("users"), first.full_table("users"))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_unsharded_tables_are_freed_with_the_state_of_their_optimisers() -> None:
+    model = make_model()
+    apply_in_backward(model, ADAGRAD)
+    held = tables_of(model)
+    assert held
+    shard(model, sparse_optimizer=None)
+    for parameter in held.values():
+        assert parameter.numel() == 0
+        assert parameter._in_backward_optimizers == []  # type: ignore[attr-defined]
+
+
+# Errors: the same on every rank, and no hang.
+
+
+def error_of(**arguments: Any) -> str:
+    model = arguments.pop("model", None)
+    with pytest.raises(SetupError) as caught:
+        shard(make_model() if model is None else model, **arguments)
+    return str(caught.value)
+
+
+OTHER_TABLES: dict[str, dict[str, Any]] = {
+    "4 rows": {"num_embeddings": 5},
+    "8 columns": {"embedding_dim": 4},
+    "torch.float32": {"data_type": DataType.FP16},
+    "features ['a', 'b']": {"feature_names": ["b", "a"]},
+    "pooled by sum": {"pooling": PoolingType.MEAN},
+}
+
+
+def _one_table(**given: Any) -> nn.Module:
+    known = {"name": "t", "num_embeddings": 4, "embedding_dim": 8, "feature_names": ["a", "b"]}
+    return nn.Sequential(EmbeddingBagCollection([EmbeddingBagConfig(**{**known, **given})]))
+
+
+def errors_on_ranks(rank: int, world_size: int) -> dict[str, str]:
+    found = {
+        "one rank alone": error_of(model=nn.Linear(2, 2) if rank == 1 else None),
+        "no plan": error_of(topology={"ddr_cap": 1000}),
+        "another model": error_of(model=nn.Sequential(make_model()) if rank == 1 else None),
+        "another rate": error_of(sparse_optimizer={"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1 + rank}}),
+        "a plan without tables": error_of(sharding_plan=_empty_plan() if rank == 0 else None),
+        **{name: error_of(model=_one_table(**(given if rank == 1 else {}))) for name, given in OTHER_TABLES.items()},
+    }
+    shard(make_model())  # and the ranks still understand each other
+    return found
+
+
+def _empty_plan() -> Any:
+    from torchrec.distributed.types import ShardingPlan
+
+    return ShardingPlan({})
+
+
+def test_an_error_of_one_rank_is_raised_on_every_rank(errors: list[dict[str, str]]) -> None:
+    assert "holds no TorchRec embedding module" in errors[1]["one rank alone"]
+    assert "rank 1 cannot shard its module" in errors[0]["one rank alone"]
+    assert "strategy='pipeline'" in errors[0]["one rank alone"]
+
+
+def test_a_planner_without_a_plan_is_an_error_on_every_rank(errors: list[dict[str, str]]) -> None:
+    for found in errors:
+        assert "planner found no plan" in found["no plan"]
+        assert "ddr_cap" in found["no plan"]
+
+
+def test_different_modules_or_optimisers_on_two_ranks_are_an_error_on_every_rank(errors: list[dict[str, str]]) -> None:
+    for found in errors:
+        assert USERS in found["another model"]
+        assert f"0.{USERS}" in found["another model"]
+        assert "lr=0.1)" in found["another rate"]
+        assert "lr=1.1)" in found["another rate"]
+
+
+ON_RANK_1 = ["5 rows", "4 columns", "torch.float16", "features ['b', 'a']", "pooled by mean"]
+
+
+@pytest.mark.parametrize(("first", "second"), list(zip(OTHER_TABLES, ON_RANK_1, strict=True)))
+def test_what_a_table_differs_in_is_named_on_every_rank(errors: list[dict[str, str]], first: str, second: str) -> None:
+    table = "table 0.embedding_bags.t.weight"
+    said = (
+        f"ranks hold different modules: only on rank 0: {table} {first}; only on rank 1: {table} {second}."
+        " Build the same module on every rank"
+    )
+    assert [found[first] for found in errors] == [said, said]
+
+
+def test_the_first_rank_s_plan_counts_and_must_name_every_table(errors: list[dict[str, str]]) -> None:
+    for found in errors:
+        assert "says nothing about table users" in found["a plan without tables"]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_tables_without_an_optimiser_are_named() -> None:
+    model = make_model()
+    apply_in_backward(model, SGD, [MOVIES])
+    message = error_of(model=model, sparse_optimizer=None)
+    assert USERS in message
+    assert HISTORY in message
+    assert MOVIES not in message
+    assert "sparse_optimizer" in message
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_sharding_plan_of_another_kind_is_refused() -> None:
+    assert "the sharding plan is a int; needed is TorchRec's ShardingPlan" in error_of(
+        model=make_model(), sharding_plan=3
+    )
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_module_sharded_already_is_refused() -> None:
+    model = make_model()
+    shard(model)
+    assert "is sharded already" in error_of(model=model)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_dense_tensor_on_the_meta_device_that_nothing_fills_is_named() -> None:
+    model = make_model()
+    model.scale = nn.Parameter(torch.empty(3, device="meta"))
+    message = error_of(model=model)
+    assert "scale is on the meta device" in message
+    assert "reset_parameters" in message
+
+
+# What sharding leaves of the module.
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_module_is_sharded_in_place_and_told_apart_into_tables_and_dense_parameters() -> None:
+    model = make_model()
+    sharded = shard(model, constraints=constraints_for("data_parallel"))
+    assert sharded.module is model
+    assert sharded.dmp.module is model
+    assert list(sharded.sharded_modules) == ["pooled", "sequence"]
+    assert sharded.sharded_modules["pooled"] is model.pooled
+    assert {name: table.sharding_type for name, table in sharded.tables.items()} == {
+        USERS: "data_parallel",
+        MOVIES: "data_parallel",
+        HISTORY: "table_wise",
+    }
+    assert [name for name, _ in sharded.dense_parameters()] == ["dense.weight", "dense.bias"]
+    assert [name for name, _ in sharded.table_parameters()] == [USERS, MOVIES, HISTORY]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_torchrec_module_by_itself_becomes_a_new_module_with_its_values() -> None:
+    bags = make_model().get_submodule("pooled")
+    before = {name: parameter.detach().clone() for name, parameter in bags.named_parameters()}
+    sharded = shard(bags)
+    assert sharded.module is not bags
+    assert list(sharded.sharded_modules) == [""]
+    assert sharded.dense_parameters() == []
+    for name, values in before.items():
+        assert torch.equal(sharded.full_table(name), values)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_feature_processor_s_weights_are_dense_parameters() -> None:
+    sharded = shard(make_model(Processed))
+    assert list(sharded.sharded_modules) == ["processed"]
+    assert [name.split(".")[-2:] for name, _ in sharded.dense_parameters()] == [
+        ["user", "position_weight"],
+        ["item", "position_weight"],
+    ]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_plain_embedding_bag_stays_a_dense_parameter() -> None:
+    model = make_model()
+    model.plain = nn.EmbeddingBag(4, 4)
+    assert "plain.weight" in dict(shard(model).dense_parameters())
+    assert type(model.plain) is nn.EmbeddingBag
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_dense_modules_on_the_meta_device_are_filled_buffers_included() -> None:
+    model = make_model()
+    model.norm = nn.BatchNorm1d(3, affine=False, device="meta")
+    shard(model)
+    buffers = dict(model.named_buffers())
+    assert buffers["norm.running_var"].tolist() == [1.0, 1.0, 1.0]
+    assert buffers["norm.running_mean"].device == CPU

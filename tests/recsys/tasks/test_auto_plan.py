@@ -1,0 +1,137 @@
+"""What tasks cost in other plans, made of what they took in the serial one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from lightning_pipe.engine.planning.costs import Machine, TaskCost
+from lightning_pipe.engine.planning.network import Message
+from lightning_pipe.engine.planning.simulation import simulate
+from lightning_pipe.engine.plans.task import PipelineTask
+from lightning_pipe.recsys.plans.named import PLANS
+from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, propose_plans, recsys_costs, recsys_machine
+from lightning_pipe.recsys.tasks.training import DENSE_PARAMETERS, recsys_tasks
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+NAMES = [task.name for task in recsys_tasks()]
+OWN = dict(zip(NAMES, (1.0, 1.0, 2.0, 3.0, 4.0, 2.0, 0.5, 5.0, 3.0, 2.0, 0.5), strict=True))
+# Of these, waiting for other ranks.
+WAITS = {"EmbInputDistWait": 1.5, "EmbPrefetch": 2.0, "EmbForward": 1.0, "EmbBackward": 1.0, "FinalizeGrads": 1.5}
+SERIAL, BASE, PREFETCH, FUSED = hand_written_plans(recsys_tasks())
+ONE = Machine(cores=1)
+
+
+def seconds(plan: object, costs: dict[str, TaskCost], machine: Machine = ONE) -> float:
+    return simulate(plan, costs, machine).seconds_per_iteration  # type: ignore[arg-type]
+
+
+def test_the_serial_plan_takes_what_it_took() -> None:
+    draw = random.Random(1)
+    for late in (False, True):
+        tasks = recsys_tasks(scaled_late=late)
+        serial = hand_written_plans(tasks)[0]
+        for _ in range(40):
+            own = {task.name: draw.choice((0.0, draw.random(), 10 * draw.random())) for task in tasks}
+            waits = {name: draw.choice((0.0, 0.01, draw.random(), 1.0)) * own[name] for name in own if name in WAITS}
+            for known in (None, waits):
+                costs = recsys_costs(own, peers=True, device=CPU, waits=known)
+                assert seconds(serial, costs) == pytest.approx(sum(own.values())), (own, waits, known)
+
+
+def test_plans_that_look_up_ahead_are_tried_where_lookups_read_tables_alone_and_stale_ones_nowhere() -> None:
+    tried = [plan.name for plan in (SERIAL, BASE, PREFETCH, FUSED)]
+    assert tried == [name for name in PLANS if name not in ("semi_sync", "early_prefetch")]
+    on_disk = [plan.name for plan in hand_written_plans(recsys_tasks(), on_disk=True)]
+    assert on_disk == [name for name in PLANS if name != "semi_sync"]
+    reading_more = [
+        PipelineTask(task.name, task.fn, reads=(*task.reads, DENSE_PARAMETERS), writes=task.writes)
+        if task.name == "EmbForward"
+        else task
+        for task in recsys_tasks()
+    ]
+    assert [plan.name for plan in hand_written_plans(reading_more)] == ["serial", "base", "prefetch"]
+
+
+def test_waits_for_messages_are_hidden_by_plans_that_run_ahead_and_work_is_not() -> None:
+    costs = recsys_costs(OWN, peers=True, device=CPU, waits=WAITS)
+    whole = sum(OWN.values())
+    # Splits arrive during the forward pass, or during a copy of 1; lengths and values while another batch is trained.
+    for plan, hidden in ((BASE, WAITS["EmbInputDistWait"]), (PREFETCH, 1.0)):
+        assert seconds(plan, costs) == pytest.approx(whole - hidden - WAITS["EmbPrefetch"])
+    assert costs["EmbInputDistWait"] == TaskCost(0.5, background=2.0, waited_by="EmbPrefetch")
+    assert costs["EmbForward"] == TaskCost(3.0, background=1.0, waited_by="EmbForward")
+
+
+def test_gradients_on_their_way_beside_an_exchange_have_half_of_the_network_each() -> None:
+    costs = recsys_costs(OWN, peers=True, device=CPU, waits=WAITS)
+    # EmbBackward works for 2 and exchanges for 1, half of which is the exchange's; then 1.5 are left to wait for.
+    assert costs["EmbBackward"] == TaskCost(2.0, background=0.5, waited_by="EmbBackward")
+    assert costs["DenseBackward"] == TaskCost(5.0, background=2 + 0.5 + 1.5, waited_by="FinalizeGrads")
+    assert costs["FinalizeGrads"].seconds == pytest.approx(0.5)
+
+
+def test_gradients_that_had_come_are_not_waited_for() -> None:
+    costs = recsys_costs(OWN, peers=True, device=CPU, waits={**WAITS, "FinalizeGrads": 0.01})
+    assert costs["DenseBackward"] == TaskCost(5.0)
+    assert costs["FinalizeGrads"] == TaskCost(2.0)
+    assert costs["EmbBackward"] == TaskCost(2.0, background=1.0, waited_by="EmbBackward")
+
+
+def test_one_rank_waits_for_nobody() -> None:
+    costs = recsys_costs(OWN, peers=False, device=CPU, waits=WAITS)
+    assert costs == {name: TaskCost(own) for name, own in OWN.items()}
+
+
+def test_without_known_waits_tasks_that_wait_for_another_ones_message_do_nothing_else() -> None:
+    costs = recsys_costs(OWN, peers=True, device=CPU)
+    assert costs["EmbPrefetch"] == TaskCost(0.0)
+    assert costs["EmbInputDistWait"] == TaskCost(0.0, background=3.0, waited_by="EmbPrefetch")
+    assert costs["EmbForward"] == TaskCost(4.0)
+
+
+def test_with_sizes_a_network_gives_the_seconds() -> None:
+    sent = {
+        "EmbForward": Message("all_to_all", 1e6),
+        "DenseBackward": Message("all_reduce", 2e6),
+        "LossPostprocess": Message("all_reduce", 4),
+    }
+    costs = recsys_costs(OWN, peers=True, device=CPU, waits=WAITS, sent=sent)
+    assert costs["EmbForward"] == TaskCost(3.0, background=sent["EmbForward"], waited_by="EmbForward")
+    assert costs["DenseBackward"] == TaskCost(5.0, background=sent["DenseBackward"], waited_by="FinalizeGrads")
+    assert costs["EmbBackward"] == TaskCost(2.0)
+    # The check of the loss on all ranks waits by itself.
+    assert costs["LossPostprocess"] == TaskCost(0.5, background=sent["LossPostprocess"], waited_by="LossPostprocess")
+
+
+def test_a_copy_to_a_device_does_not_hold_the_device() -> None:
+    assert recsys_costs(OWN, peers=True, device=CUDA)["H2DAndShuffle"].resource == "copy"
+    assert recsys_costs(OWN, peers=True, device=CPU)["H2DAndShuffle"].resource == "compute"
+
+
+def test_ranks_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 6)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert recsys_machine(CPU) == Machine(cores=6.0)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert recsys_machine(CPU, 0.1) == Machine(cores=1.5, between_periods=0.1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "12")
+    assert recsys_machine(CPU).cores == 1.0
+    assert recsys_machine(CUDA) == Machine(cores=1.0, device_streams=True)
+
+
+def test_without_torchruns_variable_the_ranks_of_the_world_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+    assert recsys_machine(CPU).cores == 2.0
+
+
+def test_the_plans_proposed_are_predicted_to_be_as_fast_as_the_hand_written_ones() -> None:
+    plans = propose_plans(recsys_tasks(), OWN, 0.5, max_in_flight=3, peers=True, device=CPU, keep=2)
+    costs, machine = recsys_costs(OWN, peers=True, device=CPU), recsys_machine(CPU, 0.5)
+    best = min(seconds(plan, costs, machine) for plan in (SERIAL, BASE, PREFETCH))
+    assert seconds(plans[0], costs, machine) <= best + 1e-9

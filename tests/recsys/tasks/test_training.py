@@ -1,0 +1,329 @@
+"""The eleven tasks: what each reads and writes, and what it does where there is nothing to train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_pipe.engine import InputError, IterContext, PipelineTask, SWPipeline
+from lightning_pipe.recsys import ModelRewrite, RecsysActions, ShardedModel, recsys_plan, recsys_tasks
+from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
+from lightning_pipe.recsys.kernels.fused import fused_kernels
+from tests.recsys.pipeline_cases import CASES, Case, adam, difference, sharded, values_of
+from tests.recsys.rewrite_cases import Bags, Batch, Processed, batches
+from tests.recsys.sharding_cases import ADAGRAD, ROW_WISE_ADAGRAD
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+NAMES = [
+    "H2DAndShuffle",
+    "EmbInputDistStart",
+    "EmbInputDistWait",
+    "EmbPrefetch",
+    "EmbForward",
+    "DenseForward",
+    "LossPostprocess",
+    "DenseBackward",
+    "EmbBackward",
+    "FinalizeGrads",
+    "OptimStep",
+]
+
+
+def same(batch: Any) -> Any:
+    return batch
+
+
+@contextmanager
+def actions_of(model: ShardedModel, *, look_ahead: bool = False, **arguments: Any) -> Iterator[RecsysActions]:
+    world = dist.group.WORLD
+    assert world is not None
+    rewrite = ModelRewrite(model.module, method="direct", look_ahead=look_ahead)
+    reducer = DenseGradientReducer(model.dense_parameters(), world)
+    try:
+        yield RecsysActions(
+            rewrite,
+            **{
+                "transfer": same,
+                "training_step": model.module,
+                "loss_of": lambda output: output[0],
+                "reducer": reducer,
+                "after_embedding_backward": model.step_data_parallel_tables,
+                **arguments,
+            },
+        )
+    finally:
+        reducer.close()
+        rewrite.restore()
+
+
+def run(actions: RecsysActions, batch: Any, ctx: IterContext | None = None) -> IterContext:
+    ctx = IterContext(batch) if ctx is None else ctx
+    for task in recsys_tasks(actions):
+        task.fn(ctx)
+    return ctx
+
+
+def test_the_tasks_are_the_eleven_of_a_serial_iteration() -> None:
+    assert [task.name for task in recsys_tasks()] == NAMES
+
+
+def test_scaled_late_the_tables_backward_comes_last_and_reads_the_scale() -> None:
+    tasks = recsys_tasks(scaled_late=True)
+    assert [task.name for task in tasks] == [*(name for name in NAMES if name != "EmbBackward"), "EmbBackward"]
+    assert "gradient_scale" in tasks[-1].reads
+    assert "gradient_scale" in tasks[-2].writes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_declaration_cannot_be_run_and_says_what_is_missing(name: str) -> None:
+    (task,) = (task for task in recsys_tasks() if task.name == name)
+    with pytest.raises(LookupError, match=f"task '{name}' is a declaration; give recsys_tasks"):
+        task.fn(IterContext())
+
+
+class Watched(IterContext):
+    """Notes which fields the present task touches."""
+
+    def __init__(self, batch: Any) -> None:
+        self.__dict__.update(read=set(), written=set(), deleted=set())
+        super().__init__(batch)
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("__"):
+            object.__getattribute__(self, "__dict__").setdefault("read", set()).add(name)
+        return super().__getattribute__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        vars(self)["written"].add(name)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        vars(self)["deleted"].add(name)
+        super().__delattr__(name)
+
+
+def touched(ctx: Watched) -> tuple[set[str], set[str], set[str]]:
+    """Fields read, written and deleted since the last call."""
+    notes = [vars(ctx)[kind] for kind in ("read", "written", "deleted")]
+    read, written, deleted = (set(note) for note in notes)
+    for note in notes:
+        note.clear()
+    return read, written, deleted
+
+
+# Fields that a caller sets, for the one task that takes them away.
+OF_CALLERS = {"training_step", "run_backward"}
+
+
+@pytest.mark.parametrize("case", ["pooled, table_wise", "everything", "processed features, row_wise"])
+def test_each_task_touches_the_fields_that_it_declares_and_no_others(case: str) -> None:
+    model = sharded(CASES[case])
+    optimizer = adam(model)
+    with actions_of(model, optimizer_step=optimizer.step) as actions:
+        for batch in CASES[case].data(2):  # the first resolves the model
+            ctx = Watched(batch)
+            touched(ctx)
+            for task in recsys_tasks(actions):
+                task.fn(ctx)
+                read, written, deleted = touched(ctx)
+                assert read - OF_CALLERS <= {*task.reads, *written}, task.name
+                assert written - OF_CALLERS <= set(task.writes), task.name
+                assert deleted <= set(task.reads), task.name
+    assert not {"splits", "input_requests", "features", "embeddings", "loss"} & {
+        name for name, value in vars(ctx).items() if value is not None
+    }
+
+
+def state_written(model: ShardedModel, call: Callable[[], Any]) -> list[str]:
+    before = values_of(model)
+    call()
+    return difference(before, values_of(model))
+
+
+@pytest.mark.parametrize("case", ["pooled, table_wise", "pooled, data_parallel", "processed features, table_wise"])
+def test_tables_change_in_their_backward_only_and_layers_in_the_optimiser_step_only(case: str) -> None:
+    model = sharded(CASES[case])
+    with actions_of(model, optimizer_step=adam(model).step) as actions:
+        ctx = IterContext(CASES[case].data(1)[0])
+        changed = {task.name: state_written(model, lambda: task.fn(ctx)) for task in recsys_tasks(actions)}  # noqa: B023
+    assert {name for name, values in changed.items() if values} == {"EmbBackward", "OptimStep"}
+    assert all("embedding_bags" in name for name in changed["EmbBackward"])
+    assert not any("embedding_bags" in name for name in changed["OptimStep"])
+
+
+def test_gradients_of_feature_processors_come_with_the_tables_backward() -> None:
+    model = sharded(Case(lambda: Pair(Processed())))
+    processors = [value for name, value in model.dense_parameters() if "position_weight" in name]
+    assert len(processors) == 3
+    with actions_of(model) as actions:
+        ctx = IterContext(batches(1)[0])
+        first = None
+        for task in recsys_tasks(actions):
+            task.fn(ctx)
+            if first is None and all(value.grad is not None for value in processors):
+                first = task.name
+    assert first == "EmbBackward"
+
+
+class Pair(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Any) -> Any:
+        return self.model(batch), None
+
+
+def pooled() -> nn.Module:
+    return Pair(Bags())
+
+
+def test_hooks_are_called_around_the_lookups_and_their_backward() -> None:
+    model = sharded(Case(pooled))
+    called: list[str] = []
+
+    def note(what: str) -> Callable[[], None]:
+        return lambda: called.append(what)
+
+    with actions_of(
+        model,
+        before_lookup=note("before lookup"),
+        after_embedding_backward=note("after backward"),
+        optimizer_step=note("step"),
+        check_loss=lambda loss: called.append("check"),
+    ) as actions:
+        ctx = IterContext(batches(1)[0])
+        for task in recsys_tasks(actions):
+            called.append(task.name)
+            task.fn(ctx)
+    for what, task_name in (
+        ("before lookup", "EmbForward"),
+        ("check", "LossPostprocess"),
+        ("after backward", "EmbBackward"),
+        ("step", "OptimStep"),
+    ):
+        assert called.count(what) == 1
+        assert called[called.index(what) - 1] == task_name
+
+
+def test_after_a_batch_is_given_up_in_mid_training_the_next_lookup_brings_learning_rates_again() -> None:
+    model = sharded(Case(pooled, optimizer=ROW_WISE_ADAGRAD))
+    brought: list[str] = []
+    with actions_of(model, look_ahead=True, before_lookup=lambda: brought.append("rates")) as actions:
+        tasks = {task.name: task.fn for task in recsys_tasks(actions)}
+        first, ahead, following = (IterContext(batch) for batch in batches(3))
+
+        def run_until(ctx: IterContext, last: str) -> int:
+            """How often rates were brought in the last of the tasks."""
+            for name in NAMES[: NAMES.index(last)]:
+                tasks[name](ctx)
+            brought.clear()
+            tasks[last](ctx)
+            return len(brought)
+
+        assert run_until(first, "EmbForward") == 1
+        tasks["DenseForward"](first)
+        # The tables' rates are those of the batch in training until its backward.
+        assert run_until(ahead, "EmbForward") == 0
+        actions.give_up([first, ahead])
+        assert run_until(following, "EmbForward") == 1
+    assert steps_of(model) == [1, 1]  # of the one that may still be trained
+
+
+@pytest.mark.parametrize("why", ["no step", "no grad mode", "no loss", "no output"])
+def test_a_batch_that_is_not_trained_changes_nothing(why: str) -> None:
+    model = sharded(Case(pooled, optimizer=ROW_WISE_ADAGRAD))
+    optimizer = adam(model)
+    steps: dict[str, Any] = {
+        "no step": None,
+        "no grad mode": model.module,
+        "no loss": lambda batch: (None, model.module(batch)),
+        "no output": lambda batch: None,
+    }
+    checked: list[Any] = []
+    with (
+        actions_of(
+            model, training_step=steps[why], optimizer_step=optimizer.step, check_loss=checked.append
+        ) as actions,
+        torch.set_grad_enabled(why != "no grad mode"),
+    ):
+        assert state_written(model, lambda: run(actions, batches(1)[0])) == []
+    assert steps_of(model) == [0, 0]
+    assert optimizer.state_dict()["state"] == {}
+    # Other ranks may have a loss to check.
+    assert checked == ([None] if why in ("no loss", "no output") else [])
+
+
+def steps_of(model: ShardedModel) -> list[int]:
+    """How many steps the tables' kernels have counted."""
+    return [int(kernel.iter.item()) for module in model.sharded_modules.values() for kernel in fused_kernels(module)]
+
+
+def test_a_batch_that_is_trained_counts_one_step_of_the_tables_optimisers() -> None:
+    model = sharded(Case(pooled, optimizer=ROW_WISE_ADAGRAD))
+    with actions_of(model) as actions:
+        run(actions, batches(1)[0])
+    assert steps_of(model) == [1, 1]
+
+
+class Unused(Pair):
+    """Has no use for the second module."""
+
+    def forward(self, batch: Batch) -> Any:
+        a, _ = (self.get_submodule(f"model.{name}")(batch.sparse) for name in "ab")
+        return a["f0"].sum(), None
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-8])
+def test_an_output_that_is_not_used_leaves_its_tables_as_they_are(eps: float) -> None:
+    # At eps 0 a gradient of zero would make NaN of a row.
+    optimizer = {**ADAGRAD, "init_args": {"lr": 0.1, "eps": eps}}
+    model = sharded(Case(lambda: Unused(Bags()), optimizer=optimizer))
+    with actions_of(model) as actions:
+        changed = state_written(model, lambda: run(actions, batches(1)[0]))
+    assert changed
+    assert not any("model.b" in name for name in changed)
+
+
+def test_a_caller_s_own_step_and_backward_are_run_in_their_tasks() -> None:
+    model = sharded(Case(pooled))
+    called = []
+    with actions_of(model, training_step=None) as actions:
+        pipeline = SWPipeline(recsys_plan("base", recsys_tasks(actions)))
+        ctx = pipeline.begin(iter(batches(3)))
+
+        def step() -> Any:
+            called.append("step")
+            return model.module(ctx.batch)
+
+        def backward() -> None:
+            called.append("backward")
+            loss.backward()
+
+        ctx.training_step = step
+        pipeline.run_until("LossPostprocess")
+        loss = ctx.loss
+        ctx.run_backward = backward
+        pipeline.run_until("DenseBackward")
+        assert ctx.has_gradients
+        pipeline.finish()
+        pipeline.close()
+    assert called == ["step", "backward"]
+
+
+def test_alone_a_rank_says_at_once_that_a_batch_cannot_be_moved() -> None:
+    def refuse(batch: Any) -> Any:
+        raise InputError("no")
+
+    model = sharded(Case(pooled))
+    with actions_of(model, transfer=refuse) as actions:
+        task: PipelineTask = recsys_tasks(actions)[0]
+        with pytest.raises(InputError, match="no"):
+            task.fn(IterContext(batches(1)[0]))
