@@ -47,10 +47,10 @@ from benchmarks.llm_bounds import Schedule, gather, pin, step
 from benchmarks.llm_stages import loss_of, make_micro_batches, make_runner
 from benchmarks.recsys_live_bytes import Copied, LiveStorages
 from benchmarks.recsys_model import batches, ours
-from lightning_pipe.llm.bubble import measure_step
-from lightning_pipe.llm.live_bytes import LiveBytes
-from lightning_pipe.llm.schedules import SCHEDULES
-from lightning_pipe.llm.simulation import actions_of
+from lightning_pipe.llm.measure.live_bytes import LiveBytes
+from lightning_pipe.llm.schedules.bubble import measure_step
+from lightning_pipe.llm.schedules.named import SCHEDULES
+from lightning_pipe.llm.schedules.simulation import actions_of
 from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
 
 BATCHES = (256, 512, 1024, 2048, 4096)

@@ -25,11 +25,11 @@ from torch import nn
 
 from benchmarks.figures import Figure, add_options, at_least, quartiles, save
 from benchmarks.llm_stages import loss_of, make_micro_batches, make_runner
-from lightning_pipe.llm.bubble import StepBubble, measure_step, summarise
-from lightning_pipe.llm.runner import PipelineRunner
-from lightning_pipe.llm.schedules import SCHEDULES
-from lightning_pipe.llm.simulation import actions_of, simulate
-from lightning_pipe.llm.timed_stage import StageEvent, median_durations
+from lightning_pipe.llm.run.runner import PipelineRunner
+from lightning_pipe.llm.schedules.bubble import StepBubble, measure_step, summarise
+from lightning_pipe.llm.schedules.named import SCHEDULES
+from lightning_pipe.llm.schedules.simulation import actions_of, simulate
+from lightning_pipe.llm.schedules.timed_stage import StageEvent, median_durations
 
 TARGET = 0.96
 

@@ -24,8 +24,8 @@ from benchmarks.figures import Figure, add_options, at_least, interval, save
 from benchmarks.llm_bounds import Schedule, gather, pin, step
 from benchmarks.llm_stages import loss_of, make_micro_batches, make_runner
 from benchmarks.llm_step_time import Decoder
-from lightning_pipe.llm.runner import StageInputs
-from lightning_pipe.llm.schedules import SCHEDULES
+from lightning_pipe.llm.run.runner import StageInputs
+from lightning_pipe.llm.schedules.named import SCHEDULES
 
 TARGET = 0.90
 

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader
 
 from benchmarks.figures import Figure, add_options, quartiles, save
-from lightning_pipe.llm.live_bytes import LiveBytes
+from lightning_pipe.llm.measure.live_bytes import LiveBytes
 from lightning_pipe.strategies import HFCausalLM, LLMPipelineStrategy
 from lightning_pipe.strategies.stage_estimate import estimate_stages
 

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from benchmarks.figures import Figure, add_options, save
 from benchmarks.llm_stages import loss_of, make_micro_batches, make_runner
-from lightning_pipe.llm.live_bytes import LiveBytes
-from lightning_pipe.llm.schedules import SCHEDULES
-from lightning_pipe.llm.simulation import actions_of, simulate
+from lightning_pipe.llm.measure.live_bytes import LiveBytes
+from lightning_pipe.llm.schedules.named import SCHEDULES
+from lightning_pipe.llm.schedules.simulation import actions_of, simulate
 
 KINDS = ("forward", "backward", "input_backward", "weight_backward")
 MEBIBYTE = 2**20

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.llm_step_time import VOCABULARY, Decoder
-from lightning_pipe.llm.deferred import fake_copy
-from lightning_pipe.llm.losses import summed_cross_entropy
-from lightning_pipe.llm.module_config import derive_config
-from lightning_pipe.llm.runner import PipelineRunner, StageInputs
-from lightning_pipe.llm.schedules import count_stages, find_schedule, stages_of_rank
-from lightning_pipe.llm.shapes import StageShapes
-from lightning_pipe.llm.split import split_at
-from lightning_pipe.llm.stage_module import make_stage, shallow_copy
+from lightning_pipe.llm.losses.cross_entropy import summed_cross_entropy
+from lightning_pipe.llm.model.deferred import fake_copy
+from lightning_pipe.llm.model.module_config import derive_config
+from lightning_pipe.llm.model.shapes import StageShapes
+from lightning_pipe.llm.model.stage_module import make_stage, shallow_copy
+from lightning_pipe.llm.run.runner import PipelineRunner, StageInputs
+from lightning_pipe.llm.schedules.named import count_stages, find_schedule, stages_of_rank
+from lightning_pipe.llm.split.by_name import split_at
 
 
 def make_runner(name: str, width: int, layers: int) -> tuple[PipelineRunner, dict[int, nn.Module]]:

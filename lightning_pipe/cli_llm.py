@@ -16,8 +16,8 @@ from rich.text import Text
 from lightning_pipe.cli import PipelineCLI, count
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.plans.fitted_table import FittedTable
-from lightning_pipe.llm.choice import Prediction
-from lightning_pipe.llm.estimate import Refused, parse_size
+from lightning_pipe.llm.choice.estimate import Refused, parse_size
+from lightning_pipe.llm.choice.schedule_choice import Prediction
 from lightning_pipe.strategies.choice_report import named, size, unit_of
 from lightning_pipe.strategies.example_batch import example_batch
 from lightning_pipe.strategies.llm import LLMPipelineStrategy

@@ -23,7 +23,7 @@ from lightning_pipe.engine.plans.plan_file import named, plan_file, read_text
 from lightning_pipe.engine.plans.plan_yaml import build_plan
 from lightning_pipe.engine.plans.quantities import parse_bandwidth, parse_duration
 from lightning_pipe.environment import import_torchrec
-from lightning_pipe.llm.tasks import llm_plan
+from lightning_pipe.llm.run.training_tasks import llm_plan
 from lightning_pipe.loops.programs.default_program import default_plan
 from lightning_pipe.pipe.plans import backward_plan, forward_plan, one_forward_one_backward_plan
 from lightning_pipe.strategies.registry import STRATEGIES

@@ -129,22 +129,22 @@ FAULTS = [
         "engine/planning/test_planner.py::test_plans_that_have_dropped_out_share_in_the_level_too",
     ),
     Fault(
-        "llm/runner.py",
+        "llm/run/runner.py",
         "count * largest * len(stages)",
         "largest * len(stages)",
-        "llm/test_runner.py",
+        "llm/run/test_runner.py",
     ),
     Fault(
-        "llm/optimizer_offload.py",
+        "llm/run/optimizer_offload.py",
         "self._finish_copies()\n        self._show",
         "pass\n        self._show",
-        "llm/test_optimizer_offload.py::test_the_state_is_on_the_host_whole_when_a_step_returns",
+        "llm/run/test_optimizer_offload.py::test_the_state_is_on_the_host_whole_when_a_step_returns",
     ),
     Fault(
-        "llm/optimizer_offload.py",
+        "llm/run/optimizer_offload.py",
         "self._to_host)\n        self._finish_copies()",
         "self._to_host)",
-        "llm/test_optimizer_offload.py::test_state_that_is_moved_off_the_device_is_on_the_host_whole",
+        "llm/run/test_optimizer_offload.py::test_state_that_is_moved_off_the_device_is_on_the_host_whole",
     ),
     # Those that a mutation tester found.
     Fault(

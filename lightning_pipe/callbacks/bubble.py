@@ -16,9 +16,9 @@ from rich.text import Text
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.plans.fitted_table import FittedTable
 from lightning_pipe.engine.ranks.process_groups import new_group
-from lightning_pipe.llm.bubble import BubbleReport, StepBubble, measure_step, summarise
-from lightning_pipe.llm.simulation import actions_of
-from lightning_pipe.llm.timed_stage import StageEvent
+from lightning_pipe.llm.schedules.bubble import BubbleReport, StepBubble, measure_step, summarise
+from lightning_pipe.llm.schedules.simulation import actions_of
+from lightning_pipe.llm.schedules.timed_stage import StageEvent
 from lightning_pipe.strategies.llm import LLMPipelineStrategy
 
 __all__ = ["BubbleMonitor", "bubble_table"]

@@ -21,8 +21,8 @@ from lightning_pipe.pipe.plans import work_of
 from lightning_pipe.strategies.in_process import InProcessPipelineStrategy
 
 if TYPE_CHECKING:
-    from lightning_pipe.llm.runner import PipelineRunner
-    from lightning_pipe.llm.timed_stage import StageEvent
+    from lightning_pipe.llm.run.runner import PipelineRunner
+    from lightning_pipe.llm.schedules.timed_stage import StageEvent
 
 __all__ = ["Recording"]
 

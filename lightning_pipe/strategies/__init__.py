@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_pipe.strategies.pipeline import PipelineStrategy
 
 if TYPE_CHECKING:
-    from lightning_pipe.llm.traced_split import SplitPoint, pipe_split
+    from lightning_pipe.llm.split.traced_split import SplitPoint, pipe_split
     from lightning_pipe.strategies.checkpoint_export import export_checkpoint, export_pretrained
     from lightning_pipe.strategies.hf_causal_lm import HFCausalLM
     from lightning_pipe.strategies.in_process import InProcessPipelineStrategy
@@ -48,7 +48,7 @@ def __getattr__(name: str) -> Any:
         from lightning_pipe.environment import require_torch
 
         require_torch("2.13", "language models in pipeline stages")
-        from lightning_pipe.llm.traced_split import SplitPoint, pipe_split
+        from lightning_pipe.llm.split.traced_split import SplitPoint, pipe_split
         from lightning_pipe.strategies.hf_causal_lm import HFCausalLM
         from lightning_pipe.strategies.llm import LLMPipelineStrategy
         from lightning_pipe.strategies.llm_auto import AutoLLMPipelineStrategy

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_pipe.engine import InputError
-from lightning_pipe.llm.context_ranks import ContextRanks
-from lightning_pipe.llm.dimensions import StageMeshes
-from lightning_pipe.llm.gradients import scale_gradients
-from lightning_pipe.llm.losses import check_sum
-from lightning_pipe.llm.preparation import BatchPreparation, PreparedBatch, StepInputs
-from lightning_pipe.llm.router_losses import RouterLosses, sum_router_losses
-from lightning_pipe.llm.runner import PipelineRunner, StageInputs
+from lightning_pipe.llm.losses.cross_entropy import check_sum
+from lightning_pipe.llm.losses.router_losses import RouterLosses, sum_router_losses
+from lightning_pipe.llm.parallel.context_ranks import ContextRanks
+from lightning_pipe.llm.parallel.dimensions import StageMeshes
+from lightning_pipe.llm.parallel.gradients import scale_gradients
+from lightning_pipe.llm.run.preparation import BatchPreparation, PreparedBatch, StepInputs
+from lightning_pipe.llm.run.runner import PipelineRunner, StageInputs
 from lightning_pipe.strategies.loss_scaling import LossScaling
 from lightning_pipe.strategies.pipeline_module import BatchResult, PipelineModule, RouterMeans
 

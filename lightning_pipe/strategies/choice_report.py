@@ -12,7 +12,7 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from lightning_pipe.engine.plans.fitted_table import FittedTable
-from lightning_pipe.llm.choice import Candidate, Prediction
+from lightning_pipe.llm.choice.schedule_choice import Candidate, Prediction
 from lightning_pipe.strategies.stage_choice import StageChoice
 
 __all__ = ["choice_report", "named", "print_choice", "size", "unit_of"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.losses import chunked_cross_entropy
+from lightning_pipe.llm.losses.cross_entropy import chunked_cross_entropy
 from lightning_pipe.strategies.hf_weights import PretrainedWeights, pretrained_causal_lm
 from lightning_pipe.strategies.pipeline_module import PipelineModule, labels_of
 
@@ -35,7 +35,7 @@ class HFCausalLM(PipelineModule):
     folder's weights, in torch's default dtype whatever the files' is: each rank reads its own stages' tensors.
 
     Batches hold ``input_ids`` and ``labels`` (rows x length; a label is the token that follows, see
-    :func:`~lightning_pipe.llm.losses.shift_labels`) and whatever else the model's forward takes. Logits of a whole
+    :func:`~lightning_pipe.llm.losses.cross_entropy.shift_labels`) and whatever else the model's forward takes. Logits of a whole
     micro-batch are never made in training: head and cross-entropy work on some tokens at a time.
 
     Args:
@@ -146,7 +146,7 @@ def _refuse_router_loss(config: Any) -> None:
             f"the config has output_router_logits=True and a coefficient of {coefficient}, for a loss that Hugging"
             f" Face's {config.model_type} model computes over all of its layers; here the loss is that of the tokens"
             " alone, and routers would not be balanced. Set output_router_logits=False, and let build_model call"
-            " lightning_pipe.llm.hf_experts.tap_routers, which gives each layer's router its losses"
+            " lightning_pipe.llm.model.hf_experts.tap_routers, which gives each layer's router its losses"
         )
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.deferred import tensors_are_fake
+from lightning_pipe.llm.model.deferred import tensors_are_fake
 from lightning_pipe.strategies.hf_files import check_header, read_bounded_config, read_index
 from lightning_pipe.strategies.named_optimizer import listed
 

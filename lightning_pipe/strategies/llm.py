@@ -28,16 +28,16 @@ from torch.optim import Optimizer
 from lightning_pipe.engine import InputError, SetupError, SWPipeline
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.process_groups import new_group
-from lightning_pipe.llm.compiled_layers import keep_backward_buffers
-from lightning_pipe.llm.context_ranks import ContextMethod, length_multiple
-from lightning_pipe.llm.deferred import DeferredInit, deferred_init
-from lightning_pipe.llm.dimensions import Dimensions, StageMeshes
-from lightning_pipe.llm.optimizer_offload import OffloadedState
-from lightning_pipe.llm.preparation import Lengths, PreparedBatch
-from lightning_pipe.llm.runner import PipelineRunner
-from lightning_pipe.llm.schedule_checks import check_combination, check_microbatches, splits_backward
-from lightning_pipe.llm.schedules import ScheduleSpec, count_stages, find_schedule
-from lightning_pipe.llm.tasks import llm_evaluation_plan, llm_plan
+from lightning_pipe.llm.model.compiled_layers import keep_backward_buffers
+from lightning_pipe.llm.model.deferred import DeferredInit, deferred_init
+from lightning_pipe.llm.parallel.context_ranks import ContextMethod, length_multiple
+from lightning_pipe.llm.parallel.dimensions import Dimensions, StageMeshes
+from lightning_pipe.llm.run.optimizer_offload import OffloadedState
+from lightning_pipe.llm.run.preparation import Lengths, PreparedBatch
+from lightning_pipe.llm.run.runner import PipelineRunner
+from lightning_pipe.llm.run.training_tasks import llm_evaluation_plan, llm_plan
+from lightning_pipe.llm.schedules.checks import check_combination, check_microbatches, splits_backward
+from lightning_pipe.llm.schedules.named import ScheduleSpec, count_stages, find_schedule
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.data.batch_source import Uneven
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
@@ -97,7 +97,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         tensor_parallel_size: number of ranks that share the matrices of each layer. The model says how, by its Hugging
             Face config or by ``get_tensor_parallel_plan()``.
         expert_parallel_size: number of ranks, among those of the two sizes for sharding and context, that share the
-            experts of :class:`~lightning_pipe.llm.moe.MoE` layers.
+            experts of :class:`~lightning_pipe.llm.model.moe.MoE` layers.
         reshard_after_forward: let gathered parameters go after each micro-batch's forward: less memory for more
             communication; by default they stay until the step's end. Zero-bubble schedules refuse it.
         variable_lengths: pad to the longest sequence of the step, instead of to ``max_length``.

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.context_ranks import length_multiple
+from lightning_pipe.llm.parallel.context_ranks import length_multiple
 
 __all__ = ["check_arguments"]
 

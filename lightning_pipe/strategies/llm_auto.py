@@ -14,10 +14,10 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.plans.whole_file import whole_file
-from lightning_pipe.llm.choice import Candidate
-from lightning_pipe.llm.dimensions import Dimensions
-from lightning_pipe.llm.schedule_checks import splits_backward
-from lightning_pipe.llm.schedules import ScheduleSpec
+from lightning_pipe.llm.choice.schedule_choice import Candidate
+from lightning_pipe.llm.parallel.dimensions import Dimensions
+from lightning_pipe.llm.schedules.checks import splits_backward
+from lightning_pipe.llm.schedules.named import ScheduleSpec
 from lightning_pipe.strategies.choice_report import print_choice
 from lightning_pipe.strategies.example_batch import example_batch
 from lightning_pipe.strategies.llm import LLMPipelineStrategy

@@ -11,10 +11,10 @@ from lightning.pytorch.core.optimizer import _configure_optimizers
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipe.llm.deferred import like_tensor
-from lightning_pipe.llm.layer_bench import Pieces
-from lightning_pipe.llm.module_config import ModuleConfig
-from lightning_pipe.llm.stage_module import shallow_copy
+from lightning_pipe.llm.measure.layer_bench import Pieces
+from lightning_pipe.llm.model.deferred import like_tensor
+from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.stage_module import shallow_copy
 from lightning_pipe.strategies.pipeline_module import PipelineModule
 
 __all__ = ["by_piece", "optimizer_bytes"]

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.engine import InputError
-from lightning_pipe.llm.hf_documents import HFDocuments
-from lightning_pipe.llm.losses import summed_cross_entropy
-from lightning_pipe.llm.microbatches import MicroBatches, count_tokens, split_batch
-from lightning_pipe.llm.module_config import ModuleConfig
-from lightning_pipe.llm.router_losses import RouterLosses, sum_router_losses
+from lightning_pipe.llm.batches.microbatches import MicroBatches, count_tokens, split_batch
+from lightning_pipe.llm.losses.cross_entropy import summed_cross_entropy
+from lightning_pipe.llm.losses.router_losses import RouterLosses, sum_router_losses
+from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.parallel.hf_documents import HFDocuments
 from lightning_pipe.strategies.hf_weights import PretrainedWeights
 
 __all__ = ["BatchResult", "PipelineModule", "RouterMeans", "labels_of"]

@@ -20,7 +20,9 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor
 
 from lightning_pipe.engine import PipelineError, SetupError
-from lightning_pipe.llm.choice import (
+from lightning_pipe.llm.batches.microbatches import split_batch
+from lightning_pipe.llm.batches.padding import SequenceKeys, pad_microbatch
+from lightning_pipe.llm.choice.schedule_choice import (
     Calibration,
     Candidate,
     Measurements,
@@ -32,16 +34,14 @@ from lightning_pipe.llm.choice import (
     microbatch_counts,
     predict,
 )
-from lightning_pipe.llm.first_rank import from_first
-from lightning_pipe.llm.layer_bench import Pieces
-from lightning_pipe.llm.layer_profile import Footprint, Work, measure_footprints, measure_work
-from lightning_pipe.llm.links import measure_links, median_links
-from lightning_pipe.llm.microbatches import split_batch
-from lightning_pipe.llm.module_config import ModuleConfig, derive_config
-from lightning_pipe.llm.padding import SequenceKeys, pad_microbatch
-from lightning_pipe.llm.rank_memory import Sharing
-from lightning_pipe.llm.schedule_checks import splits_backward
-from lightning_pipe.llm.schedules import ScheduleSpec
+from lightning_pipe.llm.measure.first_rank import from_first
+from lightning_pipe.llm.measure.layer_bench import Pieces
+from lightning_pipe.llm.measure.layer_profile import Footprint, Work, measure_footprints, measure_work
+from lightning_pipe.llm.measure.links import measure_links, median_links
+from lightning_pipe.llm.measure.rank_memory import Sharing
+from lightning_pipe.llm.model.module_config import ModuleConfig, derive_config
+from lightning_pipe.llm.schedules.checks import splits_backward
+from lightning_pipe.llm.schedules.named import ScheduleSpec
 from lightning_pipe.loops.programs.user_errors import note_lost_rank
 from lightning_pipe.strategies.checkpoint_folder import gather, on_all_ranks
 from lightning_pipe.strategies.optimizer_bytes import by_piece, optimizer_bytes

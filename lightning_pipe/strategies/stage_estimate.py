@@ -8,14 +8,14 @@ from typing import Any
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.choice import Candidate, Prediction, layer_counts, layers_by_memory
-from lightning_pipe.llm.deferred import deferred_init
-from lightning_pipe.llm.estimate import Refused, compare, estimate, operations_of
-from lightning_pipe.llm.layer_bench import Pieces
-from lightning_pipe.llm.layer_profile import Footprint, Work
-from lightning_pipe.llm.module_config import ModuleConfig
-from lightning_pipe.llm.schedule_checks import check_microbatches
-from lightning_pipe.llm.split import split_at, split_by_cost, split_by_ranges, split_evenly
+from lightning_pipe.llm.choice.estimate import Refused, compare, estimate, operations_of
+from lightning_pipe.llm.choice.schedule_choice import Candidate, Prediction, layer_counts, layers_by_memory
+from lightning_pipe.llm.measure.layer_bench import Pieces
+from lightning_pipe.llm.measure.layer_profile import Footprint, Work
+from lightning_pipe.llm.model.deferred import deferred_init
+from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.schedules.checks import check_microbatches
+from lightning_pipe.llm.split.by_name import split_at, split_by_cost, split_by_ranges, split_evenly
 from lightning_pipe.strategies.llm import LLMPipelineStrategy
 from lightning_pipe.strategies.pipeline_module import PipelineModule
 from lightning_pipe.strategies.stage_choice import (

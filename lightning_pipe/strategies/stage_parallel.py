@@ -9,17 +9,17 @@ from typing import Any, Literal
 from torch import nn
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.activation_checkpoint import checkpoint_layers
-from lightning_pipe.llm.compiled_layers import compile_layers
-from lightning_pipe.llm.context_ranks import ContextMethod
-from lightning_pipe.llm.data_parallel import parallelise_stage
-from lightning_pipe.llm.dimensions import StageMeshes
-from lightning_pipe.llm.expert_parallel import check_experts, parallelise_experts
-from lightning_pipe.llm.module_config import ModuleConfig
-from lightning_pipe.llm.ring_attention import check_ring
-from lightning_pipe.llm.stage_module import StageModule
-from lightning_pipe.llm.tensor_parallel import parallelise_tensors
-from lightning_pipe.llm.tensor_plan import TensorPlan, derive_tensor_plan, resolve_tensor_plan
+from lightning_pipe.llm.model.activation_checkpoint import checkpoint_layers
+from lightning_pipe.llm.model.compiled_layers import compile_layers
+from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.stage_module import StageModule
+from lightning_pipe.llm.parallel.context_ranks import ContextMethod
+from lightning_pipe.llm.parallel.data_parallel import parallelise_stage
+from lightning_pipe.llm.parallel.dimensions import StageMeshes
+from lightning_pipe.llm.parallel.expert_parallel import check_experts, parallelise_experts
+from lightning_pipe.llm.parallel.ring_attention import check_ring
+from lightning_pipe.llm.parallel.tensor_parallel import parallelise_tensors
+from lightning_pipe.llm.parallel.tensor_plan import TensorPlan, derive_tensor_plan, resolve_tensor_plan
 
 __all__ = ["StageParallelism"]
 

@@ -18,15 +18,15 @@ from lightning.pytorch.plugins import Precision
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.agreement import check_agreement
-from lightning_pipe.llm.context_ranks import ContextRanks
-from lightning_pipe.llm.deferred import DeferredInit, is_deferred
-from lightning_pipe.llm.dimensions import Dimensions, StageMeshes
-from lightning_pipe.llm.hf_documents import HFDocuments
-from lightning_pipe.llm.padding import SequenceKeys
-from lightning_pipe.llm.preparation import BatchPreparation, Lengths
-from lightning_pipe.llm.runner import PipelineRunner
-from lightning_pipe.llm.schedule_step import check_shared_parameters
-from lightning_pipe.llm.schedules import ScheduleSpec, place_stages, stages_of_rank
+from lightning_pipe.llm.batches.padding import SequenceKeys
+from lightning_pipe.llm.model.deferred import DeferredInit, is_deferred
+from lightning_pipe.llm.parallel.context_ranks import ContextRanks
+from lightning_pipe.llm.parallel.dimensions import Dimensions, StageMeshes
+from lightning_pipe.llm.parallel.hf_documents import HFDocuments
+from lightning_pipe.llm.run.preparation import BatchPreparation, Lengths
+from lightning_pipe.llm.run.runner import PipelineRunner
+from lightning_pipe.llm.schedules.named import ScheduleSpec, place_stages, stages_of_rank
+from lightning_pipe.llm.schedules.step import check_shared_parameters
 from lightning_pipe.strategies.batch_runs import BatchRuns
 from lightning_pipe.strategies.checkpoint_folder import on_all_ranks
 from lightning_pipe.strategies.loss_scaling import LossScaling

@@ -19,15 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.attention_mode import CheckedAttention
-from lightning_pipe.llm.deferred import DeferredInit, fake_copy
-from lightning_pipe.llm.hf_experts import has_routers, skip_experts
-from lightning_pipe.llm.layer_bench import LossOf, stand_in
-from lightning_pipe.llm.layer_costs import measure_costs
-from lightning_pipe.llm.module_config import ModuleConfig, derive_config
-from lightning_pipe.llm.shapes import StageShapes
-from lightning_pipe.llm.split import split_at, split_by_cost, split_by_ranges, split_evenly
-from lightning_pipe.llm.stage_module import (
+from lightning_pipe.llm.measure.layer_bench import LossOf, stand_in
+from lightning_pipe.llm.measure.layer_costs import measure_costs
+from lightning_pipe.llm.model.deferred import DeferredInit, fake_copy
+from lightning_pipe.llm.model.hf_experts import has_routers, skip_experts
+from lightning_pipe.llm.model.module_config import ModuleConfig, derive_config
+from lightning_pipe.llm.model.shapes import StageShapes
+from lightning_pipe.llm.model.stage_module import (
     StageModule,
     is_causal_lm,
     make_stage,
@@ -36,8 +34,10 @@ from lightning_pipe.llm.stage_module import (
     shallow_copy,
     tied_parameters,
 )
-from lightning_pipe.llm.tied import TiedParameter, find_tied, name_copies
-from lightning_pipe.llm.traced_split import TracedSplit, join_stages, split_into_equal_size, trace_split
+from lightning_pipe.llm.model.tied import TiedParameter, find_tied, name_copies
+from lightning_pipe.llm.parallel.attention_mode import CheckedAttention
+from lightning_pipe.llm.split.by_name import split_at, split_by_cost, split_by_ranges, split_evenly
+from lightning_pipe.llm.split.traced_split import TracedSplit, join_stages, split_into_equal_size, trace_split
 from lightning_pipe.strategies.checkpoint_folder import on_all_ranks
 from lightning_pipe.strategies.hf_weights import PretrainedWeights, load_into
 from lightning_pipe.strategies.stage_parallel import StageParallelism

@@ -15,7 +15,7 @@ from rich.console import Console
 from lightning_pipe.callbacks import BubbleMonitor
 from lightning_pipe.callbacks.bubble import bubble_table
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.bubble import BubbleReport, RankTimes, StepBubble
+from lightning_pipe.llm.schedules.bubble import BubbleReport, RankTimes, StepBubble
 from tests.distributed import run_ranks
 from tests.strategies.llm_cases import Tiny, fit, llm, packed_batches, row_batches, trainer
 

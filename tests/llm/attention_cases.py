@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_pipe.llm.context_ranks import ContextMethod, ContextRanks
-from lightning_pipe.llm.losses import summed_cross_entropy
-from lightning_pipe.llm.padding import SequenceKeys, block_diagonal_mask
+from lightning_pipe.llm.batches.padding import SequenceKeys, block_diagonal_mask
+from lightning_pipe.llm.losses.cross_entropy import summed_cross_entropy
+from lightning_pipe.llm.parallel.context_ranks import ContextMethod, ContextRanks
 from tests.rounding import Reference
 
 VOCABULARY, LENGTH, ROWS = 19, 8, 2

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _batch_p2p, _wait_batch_p2p
 
-from lightning_pipe.llm.schedules import ScheduleSpec, stages_of_rank
-from lightning_pipe.llm.timed_stage import StageEvent, TimedStage
+from lightning_pipe.llm.schedules.named import ScheduleSpec, stages_of_rank
+from lightning_pipe.llm.schedules.timed_stage import StageEvent, TimedStage
 
 TOKENS, LENGTH, ROWS, WIDTH, BLOCKS = 13, 5, 2, 8, 4
 

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from lightning_pipe.llm.data_parallel import parallelise_stage
-from lightning_pipe.llm.deferred import fake_copy
-from lightning_pipe.llm.module_config import ModuleConfig
-from lightning_pipe.llm.runner import PipelineRunner, StageInputs
-from lightning_pipe.llm.schedules import SCHEDULES, count_stages, stages_of_rank
-from lightning_pipe.llm.shapes import StageShapes
-from lightning_pipe.llm.split import split_evenly
-from lightning_pipe.llm.stage_module import StageModule, make_stage, shallow_copy
+from lightning_pipe.llm.model.deferred import fake_copy
+from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.shapes import StageShapes
+from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shallow_copy
+from lightning_pipe.llm.parallel.data_parallel import parallelise_stage
+from lightning_pipe.llm.run.runner import PipelineRunner, StageInputs
+from lightning_pipe.llm.schedules.named import SCHEDULES, count_stages, stages_of_rank
+from lightning_pipe.llm.split.by_name import split_evenly
 
 WIDTH, VOCABULARY, LAYERS, LENGTH = 8, 11, 4, 6
 CONFIG = ModuleConfig(LAYERS, "layers", ("embedding",), ("head",))

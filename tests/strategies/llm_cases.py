@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader
 
-from lightning_pipe.llm.microbatches import split_batch
-from lightning_pipe.llm.module_config import ModuleConfig, derive_config
-from lightning_pipe.llm.padding import block_diagonal_mask, pad_microbatch
-from lightning_pipe.llm.schedules import SCHEDULES, count_stages
-from lightning_pipe.llm.simulation import actions_of, backward_order
-from lightning_pipe.llm.split import split_evenly
+from lightning_pipe.llm.batches.microbatches import split_batch
+from lightning_pipe.llm.batches.padding import block_diagonal_mask, pad_microbatch
+from lightning_pipe.llm.model.module_config import ModuleConfig, derive_config
+from lightning_pipe.llm.schedules.named import SCHEDULES, count_stages
+from lightning_pipe.llm.schedules.simulation import actions_of, backward_order
+from lightning_pipe.llm.split.by_name import split_evenly
 from lightning_pipe.strategies.hf_causal_lm import HFCausalLM
 from lightning_pipe.strategies.llm import LLMPipelineStrategy
 from lightning_pipe.strategies.pipeline_module import PipelineModule

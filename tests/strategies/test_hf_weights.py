@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.deferred import deferred_init
-from lightning_pipe.llm.module_config import derive_config
-from lightning_pipe.llm.split import split_evenly
+from lightning_pipe.llm.model.deferred import deferred_init
+from lightning_pipe.llm.model.module_config import derive_config
+from lightning_pipe.llm.split.by_name import split_evenly
 from lightning_pipe.strategies.hf_causal_lm import HFCausalLM
 from lightning_pipe.strategies.hf_weights import PretrainedWeights, empty_causal_lm, load_into, pretrained_causal_lm
 from lightning_pipe.strategies.stage_checkpoint import export_pretrained, save_stage_checkpoint

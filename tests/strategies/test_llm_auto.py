@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm import layer_profile
-from lightning_pipe.llm.layer_bench import Pieces
-from lightning_pipe.llm.layer_profile import Work
+from lightning_pipe.llm.measure import layer_profile
+from lightning_pipe.llm.measure.layer_bench import Pieces
+from lightning_pipe.llm.measure.layer_profile import Work
 from lightning_pipe.strategies import stage_choice, stage_split, stage_trials
 from lightning_pipe.strategies.llm import LLMPipelineStrategy
 from lightning_pipe.strategies.llm_auto import AutoLLMPipelineStrategy

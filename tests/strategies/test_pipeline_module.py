@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.engine import InputError
-from lightning_pipe.llm.losses import summed_cross_entropy
+from lightning_pipe.llm.losses.cross_entropy import summed_cross_entropy
 from lightning_pipe.strategies.pipeline_module import BatchResult, PipelineModule
 from tests.rounding import Reference
 from tests.strategies.llm_cases import (

@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_pipe
-from lightning_pipe.llm.schedules import SCHEDULES
+from lightning_pipe.llm.schedules.named import SCHEDULES
 from lightning_pipe.recsys.plans.named import PLANS
 from lightning_pipe.strategies import PipelineStrategy, RecsysPipelineStrategy
 from lightning_pipe.strategies.registry import STRATEGIES, register

@@ -11,10 +11,10 @@ from lightning.pytorch.plugins import Precision
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.choice import Prediction
-from lightning_pipe.llm.live_bytes import LiveBytes
-from lightning_pipe.llm.rank_memory import RankMemory
-from lightning_pipe.llm.schedules import SCHEDULES
+from lightning_pipe.llm.choice.schedule_choice import Prediction
+from lightning_pipe.llm.measure.live_bytes import LiveBytes
+from lightning_pipe.llm.measure.rank_memory import RankMemory
+from lightning_pipe.llm.schedules.named import SCHEDULES
 from lightning_pipe.strategies.llm import LLMPipelineStrategy
 from lightning_pipe.strategies.stage_estimate import StageEstimate, estimate_stages, precision_plugin
 from tests.distributed import run_ranks

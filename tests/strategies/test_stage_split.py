@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.deferred import deferred_init
-from lightning_pipe.llm.module_config import ModuleConfig
+from lightning_pipe.llm.model.deferred import deferred_init
+from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.strategies.stage_parallel import StageParallelism
 from lightning_pipe.strategies.stage_split import SplitModel, SplitOptions, split_model
 from tests.strategies.llm_cases import (

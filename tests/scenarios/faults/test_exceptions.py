@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from lightning_pipe.llm.timed_stage import TimedStage
+from lightning_pipe.llm.schedules.timed_stage import TimedStage
 from lightning_pipe.strategies.llm_auto import AutoLLMPipelineStrategy
 from tests.scenarios.faults.forked_ranks import Ended, Here, Nursery, Raised, told
 from tests.scenarios.faults.injected import PLACES, broken

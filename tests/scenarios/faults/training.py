@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_pipe.llm.tasks import llm_plan
+from lightning_pipe.llm.run.training_tasks import llm_plan
 from lightning_pipe.loops.programs.default_program import default_plan
 from lightning_pipe.recsys.tasks.training import recsys_tasks
 from lightning_pipe.strategies.pipeline import PipelineStrategy

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from lightning_pipe.cli import main
 from lightning_pipe.engine import PipelinePlan, PlanError, SetupError
-from lightning_pipe.llm.schedules import read_actions
+from lightning_pipe.llm.schedules.named import read_actions
 from lightning_pipe.loops.programs.default_program import default_plan
 from lightning_pipe.recsys.plans.named import recsys_plan
 from lightning_pipe.recsys.tasks.training import recsys_tasks

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from lightning_pipe.engine import InputError
-from lightning_pipe.llm.hf_documents import BY_MASK, BY_POSITIONS
+from lightning_pipe.llm.parallel.hf_documents import BY_MASK, BY_POSITIONS
 from lightning_pipe.strategies.hf_causal_lm import HFCausalLM
 from tests.distributed import run_ranks
 from tests.strategies.llm_cases import SEED, fit, llm

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_pipe.llm.moe import MoE
+from lightning_pipe.llm.model.moe import MoE
 from lightning_pipe.strategies.pipeline_module import PipelineModule
 from tests.distributed import run_ranks
 from tests.rounding import Reference

@@ -15,12 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_pipe.llm.gradients import scale_gradients
-from lightning_pipe.llm.module_config import derive_config
-from lightning_pipe.llm.padding import SequenceKeys
-from lightning_pipe.llm.preparation import BatchPreparation, Lengths
-from lightning_pipe.llm.runner import PipelineRunner
-from lightning_pipe.llm.schedules import SCHEDULES, count_stages, stages_of_rank
+from lightning_pipe.llm.batches.padding import SequenceKeys
+from lightning_pipe.llm.model.module_config import derive_config
+from lightning_pipe.llm.parallel.gradients import scale_gradients
+from lightning_pipe.llm.run.preparation import BatchPreparation, Lengths
+from lightning_pipe.llm.run.runner import PipelineRunner
+from lightning_pipe.llm.schedules.named import SCHEDULES, count_stages, stages_of_rank
 from lightning_pipe.strategies.stage_parallel import StageParallelism
 from lightning_pipe.strategies.stage_split import SplitOptions, split_model
 from tests.distributed import run_ranks

@@ -11,7 +11,7 @@ import torch
 
 from lightning_pipe.callbacks import PipelineProfiler
 from lightning_pipe.engine import PipelinePlan, PlanError, SetupError, SWPipeline, TaskProfiler
-from lightning_pipe.llm.tasks import llm_evaluation_plan, llm_plan
+from lightning_pipe.llm.run.training_tasks import llm_evaluation_plan, llm_plan
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.loops.programs.default_program import default_evaluation, default_plan
 from tests.loops.models import Net

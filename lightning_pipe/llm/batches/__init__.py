@@ -1,0 +1,1 @@
+"""A batch cut into micro-batches of one length."""

@@ -1,0 +1,1 @@
+"""Which schedule, stages and micro-batches to train with."""

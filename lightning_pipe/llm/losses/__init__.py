@@ -1,0 +1,1 @@
+"""Losses of language models and of routers."""

@@ -1,0 +1,1 @@
+"""What layers, links and ranks cost in time and memory."""

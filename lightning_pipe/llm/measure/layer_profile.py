@@ -1,0 +1,297 @@
+"""What each kind of work of a schedule costs in each layer: seconds, measured; or operations and bytes, without memory.
+
+A schedule's actions are a forward, and a backward in one or in two parts; PyTorch's own functions for the parts are
+called here, as its stages call them. ``layer_costs`` has one number a layer, which is enough to split by; a simulation
+asks for these.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from lightning_pipe.llm.measure.layer_bench import LayerBench, LossOf, Piece, Pieces
+from lightning_pipe.llm.measure.live_bytes import LiveBytes
+from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.shapes import NoConditions
+from lightning_pipe.llm.model.stage_module import StageModule
+
+__all__ = ["Footprint", "Work", "measure_footprints", "measure_work"]
+
+_CPU = torch.device("cpu")
+# Operations that the registry lacks, by others of as many.
+_LIKE = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+_WARM_UPS = 2
+_RUNS = 5
+
+
+class Work(NamedTuple):
+    """What each kind of work takes, in one unit.
+
+    Attributes:
+        forward: with the loss, of what is last.
+        backward: for inputs and weights in one.
+        input_backward: the first of two parts. Where no gradient goes to the inputs, all is in the second.
+        weight_backward: the second.
+    """
+
+    forward: float
+    backward: float
+    input_backward: float
+    weight_backward: float
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of a piece of a model, and operations; all without what goes in.
+
+    Attributes:
+        parameters: of all parameters.
+        gradients: of those that are trained.
+        buffers: of its buffers.
+        output: of what it hands on.
+        kept: made in the forward, and there after it: for the backward, and the output.
+        held: there between the two parts of a backward.
+        in_forward: the most that there was in the forward, beyond what was there before.
+        in_backward: the same in the backward, beyond what was kept.
+        in_input_backward: the same in its first part.
+        in_weight_backward: the same in its second part, beyond what was held.
+        operations: floating-point operations of matrix products, convolutions and attention.
+    """
+
+    parameters: int
+    gradients: int
+    buffers: int
+    output: int
+    kept: int
+    held: int
+    in_forward: int
+    in_backward: int
+    in_input_backward: int
+    in_weight_backward: int
+    operations: Work
+
+
+def measure_work(
+    model: nn.Module,
+    config: ModuleConfig,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    loss_of: LossOf,
+    *,
+    device: torch.device = _CPU,
+    prepare: Callable[[StageModule], object] = lambda stage: None,
+    varies: Callable[[int], Any] = lambda index: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Pieces[Work]:
+    """Seconds that each piece takes for one micro-batch: medians of five runs, after two that do not count.
+
+    Autocast holds as it is set around the call. Random states stay as they are.
+
+    Args:
+        model: the unsplit one, real or deferred; it is left as it is.
+        config: what it is made of.
+        args: what it is called with for one micro-batch, with values, on ``device``.
+        kwargs: its keywords.
+        loss_of: from the model's output, and the part of the model that gave it, the loss: a scalar.
+        device: where to measure.
+        prepare: done to each piece's stage: activation checkpointing, say.
+        varies: what of a layer's index matters to that.
+        clock: seconds.
+
+    Raises:
+        SetupError: a model that cannot be cut as the config says.
+    """
+    watch = _Watch(clock, device)
+    bench = LayerBench(model, config, args, kwargs, device, prepare, varies)
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]), torch.enable_grad():
+        return bench.ask(loss_of, watch.work)
+
+
+class _Watch:
+    def __init__(self, clock: Callable[[], float], device: torch.device) -> None:
+        self._clock = clock
+        self._device = device
+
+    def work(self, piece: Piece) -> Work:
+        taken = [self._run(piece) for _ in range(_WARM_UPS + _RUNS)][_WARM_UPS:]
+        return Work(*(statistics.median(column) for column in zip(*taken, strict=True)))
+
+    def _run(self, piece: Piece) -> Work:
+        forward, (output, inputs) = self._timed(lambda: _forward(piece))
+        backward, _ = self._timed(lambda: _backward(output))
+        if not _has_parts(piece, inputs):
+            return Work(forward, backward, 0.0, backward)
+        output, inputs = _forward(piece)
+        first, groups = self._timed(lambda: _input_backward(piece, output, inputs))
+        second, _ = self._timed(lambda: _weight_backward(piece, groups))
+        return Work(forward, backward, first, second)
+
+    def _timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
+        begin = self._now()
+        result = work()
+        return self._now() - begin, result
+
+    def _now(self) -> float:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        return self._clock()
+
+
+def measure_footprints(
+    model: nn.Module,
+    config: ModuleConfig,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    loss_of: LossOf,
+    *,
+    prepare: Callable[[StageModule], object] = lambda stage: None,
+    varies: Callable[[int], Any] = lambda index: None,
+) -> Pieces[Footprint]:
+    """Bytes and operations of each piece for one micro-batch, found by running it on tensors without memory.
+
+    What an operation uses within itself is not seen. Arguments as for :func:`measure_work`; tensors may be on any
+    device, the meta device too, and count as tensors of the CPU.
+
+    Raises:
+        SetupError: a model that cannot be cut as the config says.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # what the loss compares with
+
+    @contextmanager
+    def without_memory() -> Iterator[None]:
+        with mode, NoConditions():
+            yield
+
+    with mode:
+        fake_args, fake_kwargs = tree_map_only(Tensor, _without_memory, (args, dict(kwargs)))
+    bench = LayerBench(model, config, fake_args, fake_kwargs, _CPU, prepare, varies, without_memory)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        return bench.ask(loss_of, _weigh)
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)
+
+
+def _weigh(piece: Piece) -> Footprint:
+    parameters = {id(one): one for module in piece.modules for one in module.parameters()}.values()
+    buffers = {id(one): one for module in piece.modules for one in module.buffers()}.values()
+    for one in piece.stage.parameters():
+        one.grad = torch.zeros_like(one) if one.requires_grad else None
+    kept, in_forward, in_backward, output_bytes, whole = _run_whole(piece)
+    held, in_first, in_second, first, second = kept, 0, in_backward, 0.0, whole[1]
+    if _has_parts(piece, piece.inputs):
+        held, in_first, in_second, first, second = _run_parts(piece)
+    return Footprint(
+        sum(map(_bytes, parameters)),
+        sum(_bytes(one) for one in parameters if one.requires_grad),
+        sum(map(_bytes, buffers)),
+        output_bytes,
+        kept,
+        held,
+        in_forward,
+        in_backward,
+        in_first,
+        in_second,
+        Work(*whole, first, second),
+    )
+
+
+def _run_whole(piece: Piece) -> tuple[int, int, int, int, tuple[float, float]]:
+    with _counted() as (live, operations):
+        output, _ = _forward(piece)
+        forward, kept, in_forward = operations(), live.now, live.peak
+        live.peak = live.now
+        _backward(output)
+        return kept, in_forward, live.peak - kept, _bytes(output), (forward, operations() - forward)
+
+
+def _run_parts(piece: Piece) -> tuple[int, int, int, float, float]:
+    with _counted() as (live, operations):
+        output, inputs = _forward(piece)
+        forward, kept, live.peak = operations(), live.now, live.now
+        groups = _input_backward(piece, output, inputs)
+        in_first, first = live.peak - kept, operations() - forward
+        for one in inputs:
+            one.grad = None  # what is sent is counted elsewhere
+        del output
+        held, live.peak = live.now, live.now
+        _weight_backward(piece, groups)
+        return held, in_first, live.peak - held, first, operations() - forward - first
+
+
+@contextmanager
+def _counted() -> Iterator[tuple[LiveBytes, Callable[[], float]]]:
+    """Bytes, and operations so far."""
+    # Entered for forward and backward together: what selective checkpointing sees must be the same in both.
+    with LiveBytes({}) as live, _Operations() as operations:
+        yield live, lambda: operations.total
+
+
+class _Operations(TorchDispatchMode):
+    """Counts as ``FlopCounterMode`` does, whose hooks for modules do not go together with a backward in parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        count = flop_registry.get(_LIKE.get(packet, packet))
+        self.total += count(*args, **(kwargs or {}), out_val=output) if count is not None else 0
+        return output
+
+
+# ---------------------------------------------------------------------- a piece's work, as PyTorch's stages do it
+
+
+def _forward(piece: Piece) -> tuple[Tensor, tuple[Any, ...]]:
+    """Output and inputs; those are like what a stage receives: leaves, whose gradients nothing is in yet."""
+    inputs = tuple(
+        one.detach().requires_grad_(one.requires_grad) if isinstance(one, Tensor) else one for one in piece.inputs
+    )
+    return piece.run(*inputs), inputs
+
+
+def _backward(output: Tensor) -> None:
+    if output.requires_grad:
+        output.backward(torch.ones_like(output))
+
+
+def _has_parts(piece: Piece, inputs: tuple[Any, ...]) -> bool:
+    """Whether there are gradients for inputs, and modules that make something of them."""
+    return bool(piece.modules) and any(isinstance(one, Tensor) and one.requires_grad for one in inputs)
+
+
+def _input_backward(piece: Piece, output: Tensor, inputs: tuple[Any, ...]) -> list[dict[str, Any]]:
+    whole = output.clone() if output._is_view() else output  # PyTorch detaches it in place; ``TimedStage`` has the same
+    gradients = [torch.ones_like(whole)] if whole.dim() else None
+    _, groups = stage_backward_input([whole], gradients, list(inputs), piece.stage.parameters())
+    return groups
+
+
+def _weight_backward(piece: Piece, groups: list[dict[str, Any]]) -> None:
+    stage_backward_weight(piece.stage.parameters(), groups)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,342 @@
+"""A model built without memory, of which a rank then makes the parts that it keeps, to the bit.
+
+No rank ever holds the whole model, and initial values do not depend on who holds what: inside `deferred_init` the
+constructors run on fake tensors and an `OpRecord` is kept; `DeferredInit.materialise` replays it, in its order and
+from its random state, for the parameters and buffers that are asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.llm.model.op_record import OpRecord, View
+
+__all__ = ["DeferredInit", "deferred_init", "fake_copy", "is_deferred", "like_tensor", "tensors_are_fake"]
+
+_CPU = torch.device("cpu")
+
+
+class DeferredInit:
+    """What `deferred_init` recorded. Made by it."""
+
+    def __init__(self) -> None:
+        self._record = OpRecord()
+        self._fakes = _Fakes(self._record)
+        self._made = WeakIdKeyDictionary()  # the tensors that `materialise` has put into models
+
+    def materialise(self, model: nn.Module, keep: Callable[[str], bool], device: torch.device = _CPU) -> None:
+        """Give the kept parameters and buffers of `model` the values that building it outright would have given.
+
+        They are replaced by new tensors, one for a tensor that has several names; attributes, `requires_grad` and
+        whether they are parameters stay. Tensors in plain attributes of modules (also inside lists, tuples and dicts)
+        count as well, by the attribute's name. What is not kept stays without memory, and can be kept in a later
+        call. Real tensors, made outside, stay as they are. Afterwards the CPU's random state, and that of every
+        generator used, is the one that building outright would have left, whatever is kept.
+
+        In memory at any time: what is kept so far, and what the operation that runs works on.
+
+        Args:
+            model: built, or made of what was built, inside `deferred_init`.
+            keep: takes a name as in `named_parameters`; a tensor is kept if any of its names is.
+            device: where the kept tensors go, each as soon as it has its values. These are computed on the CPU.
+
+        Raises:
+            SetupError: inside `deferred_init`; a kept tensor has been made before; a parameter or buffer is fake
+                and was not built in this record, or was changed to another tensor since; a kept one has hooks; see
+                also `OpRecord.replay`.
+        """
+        if not self._fakes.closed:
+            raise SetupError("materialise() was called inside deferred_init(); call it after the block has ended")
+        places = list(_places(model).values())
+        kept = [place for place in places if any(keep(name) for name in place.names)]
+        self._check(places, kept)
+        kept = [place for place in kept if isinstance(place.tensor, FakeTensor)]
+        views = [self._record.view(place.tensor) for place in kept]
+        storages = self._record.replay({view.storage for view in views}, device)
+        made: dict[int, Tensor] = {}
+        for place, view in zip(kept, views, strict=True):
+            tensor = made[id(place.tensor)] = like_tensor(place.tensor, view.of(storages[view.storage]))
+            self._made[tensor] = None
+        _replace(model, made)
+
+    def _check(self, places: list[_Place], kept: list[_Place]) -> None:
+        twice = [place.names[0] for place in kept if place.tensor in self._made]
+        if twice:
+            raise SetupError(f"{_some(twice)} would be materialised twice; needed is once: keep other names")
+        wanted = set(kept)
+        needed = [place for place in places if place.registered or place in wanted]
+        unknown = [
+            place.names[0]
+            for place in needed
+            if isinstance(place.tensor, FakeTensor)
+            and (place.tensor.fake_mode is not self._fakes or self._record.number(place.tensor) is None)
+        ]
+        if unknown:
+            raise SetupError(
+                f"{_some(unknown)} have no values and were not made in this deferred_init(): build the model inside it,"
+                " and convert or copy it after materialise()"
+            )
+        hooked = [
+            place.names[0]
+            for place in kept
+            if isinstance(place.tensor, FakeTensor)
+            and (place.tensor._backward_hooks or getattr(place.tensor, "_post_accumulate_grad_hooks", None))
+        ]
+        if hooked:
+            raise SetupError(f"{_some(hooked)} have hooks, which would be lost: add them after materialise()")
+
+
+def tensors_are_fake() -> bool:
+    """Return whether tensors that are made now take no memory: inside `deferred_init`, or another FakeTensorMode."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+@contextlib.contextmanager
+def deferred_init() -> Iterator[DeferredInit]:
+    """Run what builds a model without taking memory for it, and record it.
+
+    Ordinary constructors and initialisers work, on the CPU: also ones that copy modules, tie or overwrite parameters,
+    seed or fork the CPU's generator or use generators of their own. Where a value is asked for (`item()`, `tolist()`, a
+    condition, a shape that depends on it), what it depends on is computed on the spot, and again each time: for
+    `nn.init.trunc_normal_`, which asks until no number is out of bounds, in the memory of the one tensor. Python's and
+    NumPy's generators draw as usual while the block runs, and what they gave is part of the record.
+
+    After the block the model's tensors are fake: shape, dtype, `requires_grad` and ties are known, values are not.
+    They must not be written to before `DeferredInit.materialise`. Until that the random state is the one before the
+    block; a second block entered in between would start from that state too.
+
+    The method is known from torchdistx's `deferred_init`; this one gives the same values whatever is materialised.
+
+    Raises:
+        SetupError: entered inside another such block or under a FakeTensorMode; a tensor that is not on the CPU, not
+            dense, or of unknown origin; a write to a real tensor made outside; an operation that draws or writes, and
+            whose result's shape cannot be told without values.
+    """
+    if tensors_are_fake():
+        raise SetupError("deferred_init() was entered where tensors are fake already; build the model in one block")
+    deferred = DeferredInit()
+    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
+        # copy.deepcopy of a module asks each tensor for its address, to find out that it has none.
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        stack.callback(deferred._fakes.close)
+        stack.enter_context(deferred._fakes)
+        stack.enter_context(_Recorder(deferred._record, deferred._fakes))
+        yield deferred
+
+
+def is_deferred(model: nn.Module) -> bool:
+    """Return whether any parameter or buffer of `model` has no values: built in `deferred_init`, or a `fake_copy`."""
+    return any(isinstance(tensor, FakeTensor) for tensor in [*model.parameters(), *model.buffers()])
+
+
+def fake_copy(model: nn.Module) -> tuple[nn.Module, FakeTensorMode]:
+    """Return a deep copy of `model`, real or deferred, whose tensors take no memory, and the mode to run it under.
+
+    Inputs have to be made under the mode, or by its `from_tensor`. Tensors keep shape, strides, dtype, device and
+    ties; ones that were views of each other are not any more.
+    """
+    mode = FakeTensorMode()
+    memo: dict[int, Any] = {}
+    for place in _places(model).values():
+        tensor = place.tensor
+        with mode:
+            bare = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        memo[id(tensor)] = like_tensor(tensor, bare)
+    return copy.deepcopy(model, memo), mode
+
+
+class _Fakes(FakeTensorMode):
+    """The mode that a record's tensors belong to. Once closed, the tensors are not to be written to."""
+
+    def __init__(self, record: OpRecord) -> None:
+        super().__init__(allow_fallback_kernels=False)  # those compute with zeros in the place of values
+        self._record = record
+        self.closed = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Fakes:
+        return self  # a copy of a tensor belongs to the same mode
+
+    def close(self) -> None:
+        self._record.close()
+        self.closed = True
+
+    def dispatch(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> object:
+        if self.closed and torch.Tag.inplace_view not in func.tags:
+            for tensor in _written(func, args, kwargs or {}):
+                if isinstance(tensor, FakeTensor) and self._record.number(tensor) is not None:
+                    raise SetupError(
+                        f"{func} writes to a tensor of shape {tuple(tensor.shape)} that was built in deferred_init()"
+                        " and has no values yet: do this inside the block, or after materialise()"
+                    )
+        outputs = super().dispatch(func, types, args, kwargs or {})
+        # Module.to() swaps a fake parameter with its conversion, and refuses those that something refers to weakly.
+        self.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        return outputs
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees every operation before the fake mode does, and writes it down."""
+
+    def __init__(self, record: OpRecord, fakes: _Fakes) -> None:
+        super().__init__()
+        self._record = record
+        self._fakes = fakes
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given, structure = tree_flatten((args, kwargs or {}))
+        self._check(func, args, kwargs or {}, given)
+        flat = [self._fake(value) if isinstance(value, Tensor) else value for value in given]
+        views = [self._record.view(value) if isinstance(value, Tensor) else value for value in flat]
+        if torch.Tag.data_dependent_output in func.tags:
+            return self._read(func, tree_unflatten(views, structure))
+        if func is torch.ops.aten.lift_fresh.default and flat[0] is not given[0]:
+            # torch.tensor(...): new memory each time the record is replayed, since it may be written to.
+            func = torch.ops.aten.clone.default
+        track = self._record.before_random(func, flat)
+        fake_args, fake_kwargs = tree_unflatten(flat, structure)
+        try:
+            outputs = func(*fake_args, **fake_kwargs)
+        except (DynamicOutputShapeException, UnsupportedOperatorException) as error:
+            if track is not None or func._schema.is_mutable:
+                raise SetupError(
+                    f"{func} cannot be run inside deferred_init(), where tensors have no values: it draws random"
+                    " numbers or writes to a tensor, and torch cannot tell its result's shape beforehand. Build this"
+                    " part before deferred_init() and use it inside; real tensors are kept as they are"
+                ) from error
+            outputs = tree_map_only(Tensor, self._fakes.from_tensor, self._read(func, tree_unflatten(views, structure)))
+        tensors = [value for value in flat if isinstance(value, Tensor)]
+        self._record.add(func, tree_unflatten(views, structure), tensors, outputs, track)
+        return outputs
+
+    def _check(self, func: OpOverload, args: Any, kwargs: Any, given: list[Any]) -> None:
+        for value in given:
+            if isinstance(value, torch.device) and value.type != "cpu":
+                raise SetupError(
+                    f"{func} asks for the device {value} inside deferred_init(); needed is the CPU: give materialise()"
+                    " the device that the model goes to"
+                )
+            if isinstance(value, FakeTensor) and value.fake_mode is not self._fakes:
+                raise SetupError(
+                    f"{func} uses a tensor of another deferred_init() or fake mode: materialise that first"
+                )
+            if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_quantized or _wraps(value)):
+                raise SetupError(
+                    f"{func} uses a {type(value).__name__} of layout {value.layout} inside deferred_init(); needed are"
+                    " plain dense tensors: make this one before deferred_init(), and make it dense"
+                )
+            if isinstance(value, FakeTensor) and self._record.number(value) is None:
+                raise SetupError(
+                    f"{func} uses a tensor of shape {tuple(value.shape)} whose origin is unknown (torch.load gives such"
+                    " ones inside deferred_init()): load or make it before, and use it inside"
+                )
+        for tensor in _written(func, args, kwargs):
+            if not isinstance(tensor, FakeTensor) or self._record.is_outside(self._record.view(tensor).storage):
+                raise SetupError(
+                    f"{func} inside deferred_init() writes to a real tensor of shape {tuple(tensor.shape)} that was"
+                    " made outside: clone() it inside, and write to the clone"
+                )
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        with _disable_current_modes():
+            bare = tensor.detach()
+        fake = self._fakes.from_tensor(bare)
+        self._record.add_outside(fake, tensor)
+        return fake
+
+    def _read(self, func: OpOverload, arguments: Any) -> Any:
+        """Run for real what tells a value, as `item()` and conditions do, or has a result of a shape that does."""
+        views = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, View)]
+        values = self._record.values(views)
+        args, kwargs = tree_map_only(View, lambda view: values[views.index(view)], arguments)
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+
+
+@dataclass(eq=False)
+class _Place:
+    """A tensor of a model, with all its names; `registered` as a parameter or buffer, under one of them at least."""
+
+    tensor: Tensor
+    names: list[str] = field(default_factory=list)
+    registered: bool = False
+
+
+def _places(model: nn.Module) -> dict[int, _Place]:
+    """Return the tensors of `model` by id, in the model's order."""
+    places: dict[int, _Place] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        registered = [*module._parameters.items(), *module._buffers.items()]
+        for key, value in [*registered, *_attributes(module).items()]:
+            for tensor in tree_leaves(value):
+                if isinstance(tensor, Tensor):
+                    place = places.setdefault(id(tensor), _Place(tensor))
+                    place.names.append(f"{prefix}.{key}" if prefix else key)
+                    place.registered |= key in module._parameters or key in module._buffers
+    return places
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return what `module` holds besides parameters, buffers and modules."""
+    return {key: value for key, value in vars(module).items() if key not in ("_parameters", "_buffers", "_modules")}
+
+
+def _replace(model: nn.Module, made: dict[int, Tensor]) -> None:
+    """Put tensors into `model` in the place of those with the ids that are the keys of `made`."""
+    for module in model.modules():
+        for registered in (module._parameters, module._buffers):
+            for key, tensor in registered.items():
+                registered[key] = made.get(id(tensor), tensor)  # type: ignore[assignment]
+        for key, value in _attributes(module).items():
+            if any(id(leaf) in made for leaf in tree_leaves(value)):
+                vars(module)[key] = tree_map(lambda leaf: made.get(id(leaf), leaf), value)
+
+
+def like_tensor(tensor: Tensor, bare: Tensor) -> Tensor:
+    """Make of `bare` what `tensor` is: a parameter or not, with gradient or not, with its attributes."""
+    if isinstance(tensor, nn.Parameter):
+        result: Tensor = nn.Parameter(bare, requires_grad=tensor.requires_grad)
+    else:
+        result = bare.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+    own = {*vars(tensor.detach()), "_is_param"} if isinstance(tensor, FakeTensor) else ()
+    for key, value in vars(tensor).items():
+        if key not in own:
+            setattr(result, key, value)
+    return result
+
+
+def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that a call writes to."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _wraps(tensor: Tensor) -> bool:
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,70 @@
+"""Hugging Face's mixtures of experts (Mixtral, Qwen3-MoE, OLMoE and their like), told by what their blocks have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.llm.losses.router_losses import pass_router_logits
+from lightning_pipe.llm.model.moe import MoE
+
+__all__ = ["has_routers", "skip_experts", "tap_routers"]
+
+
+def tap_routers(model: nn.Module, *, balance_coefficient: float, z_coefficient: float = 0.0) -> None:
+    """Give a model's routers the losses of :func:`~lightning_pipe.llm.losses.router_losses.pass_router_logits`.
+
+    Call it on the model before it is split, or trained: each block's ``gate`` gets a forward hook.
+
+    This is the loss of each layer by itself, as in the papers. It is not ``load_balancing_loss_func``, which such a
+    model adds to its own loss when ``output_router_logits`` is set: that takes the means of shares and probabilities
+    over all layers, and *then* their product. So every layer's gradient needs the shares of all other layers, which
+    the stages of a pipeline do not have. The two are equal for a single layer, but for a factor: its value is k where
+    this one's is 1. So its ``router_aux_loss_coef`` times ``top_k / number of layers`` is a coefficient as strong.
+
+    Raises:
+        SetupError: the model has no such blocks.
+    """
+
+    def of(top_k: int) -> Any:
+        def hook(gate: nn.Module, args: Any, logits: Tensor) -> Tensor:
+            return pass_router_logits(
+                logits, top_k, balance_coefficient=balance_coefficient, z_coefficient=z_coefficient
+            )
+
+        return hook
+
+    blocks = _blocks(model)
+    if not blocks:
+        raise SetupError(
+            f"{type(model).__name__} has no module with gate, experts and top_k; needed is a Hugging Face mixture of"
+            " experts, whose blocks have them"
+        )
+    for block in blocks:
+        block.gate.register_forward_hook(of(block.top_k))
+
+
+def has_routers(model: nn.Module) -> bool:
+    """Whether a model has a mixture of experts, of Hugging Face's or ours."""
+    return bool(_blocks(model)) or any(isinstance(module, MoE) for module in model.modules())
+
+
+def skip_experts(model: nn.Module) -> None:
+    """Let the blocks of a model without data (:func:`~lightning_pipe.llm.model.deferred.fake_copy`) hand their input on.
+
+    Which tokens go to which expert they find out from values, so that they cannot run there. What comes out has the
+    shape of what goes in. A model without such blocks is left as it is.
+    """
+    for block in _blocks(model):
+        block.forward = _pass_on
+
+
+def _pass_on(hidden_states: Tensor) -> tuple[Tensor, None]:
+    """As a block, without its router's logits."""
+    return hidden_states, None
+
+
+def _blocks(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if all(hasattr(module, name) for name in ("gate", "experts", "top_k"))]

@@ -1,0 +1,200 @@
+"""What a model is made of, by fully-qualified name (FQN): said by the model, or seen from its structure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from torch import nn
+
+from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.llm.model.stage_module import base_model, is_causal_lm, run_empty
+
+__all__ = ["ModuleConfig", "derive_config"]
+
+_NEEDED = (
+    "get_pp_module_config() returns a dict of num_layers (an int), layer_prefix (the FQN of the list of layers, such as"
+    " 'model.layers'), input_fqns and output_fqns (lists of the FQNs before and after it) and, if some modules are"
+    " needed on every stage, always_keep_fqns"
+)
+
+
+@dataclass(frozen=True)
+class ModuleConfig:
+    """What a model is made of, in the order of its forward: input modules, layers, output modules.
+
+    Args:
+        num_layers: number of layers.
+        layer_prefix: FQN of what holds the layers under the names 0 to num_layers - 1, such as ``model.layers``; empty
+            where that is the model itself.
+        input_fqns: modules before the layers, such as the token embedding.
+        output_fqns: modules after them, such as the last norm and the head.
+        always_keep_fqns: modules that every stage holds, such as a rotary embedding; nothing in them is trained.
+    """
+
+    num_layers: int
+    layer_prefix: str
+    input_fqns: tuple[str, ...] = ()
+    output_fqns: tuple[str, ...] = ()
+    always_keep_fqns: tuple[str, ...] = ()
+
+    @classmethod
+    def from_mapping(cls, given: Mapping[str, Any]) -> ModuleConfig:
+        """The config that a model's ``get_pp_module_config()`` returned.
+
+        Raises:
+            SetupError: a key that is not one of the above, one that is missing, or a value of another type.
+        """
+        if not isinstance(given, Mapping):
+            raise SetupError(f"get_pp_module_config() returned {given!r}; needed: {_NEEDED}")
+        known = [field.name for field in fields(cls)]
+        unknown = [str(key) for key in given if key not in known]
+        missing = [key for key in known if key not in given and key != "always_keep_fqns"]
+        if unknown or missing:
+            wrong = ([f"the unknown {', '.join(unknown)}"] if unknown else []) + (
+                [f"no {', '.join(missing)}"] if missing else []
+            )
+            raise SetupError(f"get_pp_module_config() returned {' and '.join(wrong)}; needed: {_NEEDED}")
+        values = dict(given)
+        for key, value in given.items():
+            if key.endswith("_fqns"):
+                if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+                    raise SetupError(f"get_pp_module_config() returned {key}={value!r}; needed is a list of FQNs")
+                values[key] = tuple(value)
+        layers, prefix = values["num_layers"], values["layer_prefix"]
+        if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
+            raise SetupError(f"get_pp_module_config() returned num_layers={layers!r}; needed is an int of 1 or more")
+        if not isinstance(prefix, str):
+            raise SetupError(f"get_pp_module_config() returned layer_prefix={prefix!r}; needed is an FQN as a str")
+        return cls(**values)
+
+    def layer(self, index: int) -> str:
+        """FQN of a layer."""
+        return f"{self.layer_prefix}.{index}" if self.layer_prefix else str(index)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """FQNs of all layers, in order."""
+        return tuple(self.layer(index) for index in range(self.num_layers))
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """FQNs of all that is dealt out to stages, in the order of the forward."""
+        return self.input_fqns + self.layers + self.output_fqns
+
+    def check(self, model: nn.Module) -> None:
+        """Compare with the model itself.
+
+        Raises:
+            SetupError: a name that the model does not have, another number of layers, a module listed twice or inside
+                another, parameters that no stage or that every stage would hold.
+        """
+        kind = type(model).__name__
+        everything = dict(model.named_modules(remove_duplicate=False))
+        named = [*self.input_fqns, *self.output_fqns, *self.always_keep_fqns]
+        absent = [name for name in (self.layer_prefix, *named) if name not in everything]
+        if absent:
+            raise SetupError(
+                f"the model's config names {', '.join(absent)}, which {kind} does not have; needed are names of its"
+                f" modules, such as {', '.join(list(everything)[1:9])}"
+            )
+        prefix = f"{self.layer_prefix}." if self.layer_prefix else ""
+        found = [name for name in everything[self.layer_prefix]._modules if prefix + name not in named]
+        if sorted(found) != sorted(str(index) for index in range(self.num_layers)):
+            raise SetupError(
+                f"the model's config says num_layers={self.num_layers}, but {self.layer_prefix or kind} holds"
+                f" {len(found)} ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''}); needed are layers with the"
+                f" names 0 to num_layers - 1: give the number that the model has"
+            )
+        listed = [*self.modules, *self.always_keep_fqns]
+        places = set(listed)
+        repeated = {name for name in places if listed.count(name) > 1 or _is_inside(name, places - {name})}
+        if repeated:
+            raise SetupError(
+                f"the model's config lists {', '.join(sorted(repeated))} twice, by itself or inside another listed"
+                " module; needed is each module in one place only"
+            )
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        homeless = [name for name in parameters if not _is_inside(name, places)]
+        if homeless:
+            raise SetupError(
+                f"{kind} has {', '.join(homeless[:5])}{', ...' if len(homeless) > 5 else ''}, in none of the modules"
+                " that the model's config lists, so on no stage; needed is every parameter in a listed module: name"
+                " theirs in input_fqns or output_fqns, or put a bare parameter into a module"
+            )
+        shared = [
+            name
+            for name, parameter in parameters.items()
+            if parameter.requires_grad and _is_inside(name, set(self.always_keep_fqns))
+        ]
+        if shared:
+            raise SetupError(
+                f"{kind} has the trained parameter {', '.join(shared)} in always_keep_fqns, where each stage would"
+                " train a copy of its own; needed there are modules with nothing to train: list it in input_fqns or"
+                " output_fqns"
+            )
+
+
+def derive_config(model: nn.Module) -> ModuleConfig:
+    """What a model is made of: as its ``get_pp_module_config()`` says, or as a known structure shows.
+
+    Known are a plain ``nn.Sequential`` and causal LMs of Hugging Face (Llama, Qwen3, GPT-NeoX and their like).
+
+    Raises:
+        SetupError: the model does not say and is none of these, or it does not hold what its config names.
+    """
+    if callable(own := getattr(model, "get_pp_module_config", None)):
+        config = ModuleConfig.from_mapping(own())
+    elif isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+        config = ModuleConfig(len(model), "")
+    elif is_causal_lm(model):
+        config = _causal_lm_config(model)
+    else:
+        raise SetupError(
+            f"{type(model).__name__} does not say what its stages are made of, and is neither an nn.Sequential nor a"
+            f" Hugging Face causal LM; needed: {_NEEDED}"
+        )
+    config.check(model)
+    return config
+
+
+def _causal_lm_config(model: nn.Module) -> ModuleConfig:
+    """Structure of a Hugging Face causal LM, told by its accessors and by what runs before and after its layers."""
+    names = {id(module): name for name, module in model.named_modules()}
+    lists = {names[id(module)]: module for module in base_model(model).modules() if isinstance(module, nn.ModuleList)}
+    outermost = {name: layers for name, layers in lists.items() if not _is_inside(name, lists.keys() - {name})}
+    if not outermost:
+        raise SetupError(f"{type(model).__name__} has no ModuleList of layers; needed: {_NEEDED}")
+    layer_prefix, layers = max(outermost.items(), key=lambda item: len(item[1]))
+    before: list[str] = []
+    after: list[str] = []
+    everywhere: list[str] = []
+    side = before
+    for child in model.get_submodule(layer_prefix.rpartition(".")[0]).children():
+        if child is layers:
+            side = after
+        elif next(child.parameters(), None) is None and next(child.buffers(), None) is not None:
+            everywhere.append(names[id(child)])
+        else:
+            side.append(names[id(child)])
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if head is not None:
+        after.append(names[id(head)])
+    config = ModuleConfig(len(layers), layer_prefix, tuple(before), tuple(after), tuple(everywhere))
+    config.check(model)
+    # Registration may tell another order than forward: Phi registers the dropout of its embedding after its layers.
+    called = run_empty(model, config).called
+    first = called.index(config.layer(0)) if config.layer(0) in called else len(called)
+    early = [name for name in called[:first] if name in after]
+    late = [name for name in called[first:] if name in before]
+    return replace(
+        config,
+        input_fqns=tuple(name for name in before if name not in late) + tuple(early),
+        output_fqns=tuple(late) + tuple(name for name in after if name not in early),
+    )
+
+
+def _is_inside(name: str, modules: set[str]) -> bool:
+    """Whether a module or parameter lies in one of the modules, at any depth."""
+    return any(name.startswith(f"{module}.") for module in modules)

@@ -1,0 +1,146 @@
+"""A mixture of experts in plain PyTorch, for models to be made of: no token is dropped, each device runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+
+from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.llm.losses.router_losses import pass_router_logits
+
+__all__ = ["Experts", "MoE"]
+
+
+class Experts(nn.Module):
+    """Feed-forward networks side by side, each ``down(silu(gate(x)) * up(x))`` (SwiGLU, arXiv 2002.05202).
+
+    Args:
+        dim: width of tokens.
+        hidden_dim: width inside each expert.
+        num_experts: how many. ``gate`` and ``up`` are (experts, hidden_dim, dim), ``down`` (experts, dim, hidden_dim).
+    """
+
+    def __init__(self, dim: int, hidden_dim: int, num_experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
+        self.up = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
+        self.down = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Each expert's weights as ``nn.Linear`` draws its own."""
+        for weight in (self.gate, self.up, self.down):
+            nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
+
+    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Let each expert work on its tokens.
+
+        Args:
+            tokens: (tokens, dim), by expert.
+            counts: how many are each expert's, of those whose weights are here: (experts).
+        """
+        # Also those without a token, so that their gradients are zeros: data-parallel ranks wait for each other's.
+        results = [
+            F.linear(F.silu(F.linear(part, gate)) * F.linear(part, up), down)
+            for part, gate, up, down in zip(
+                tokens.split(_sizes(counts, len(tokens))), *map(_matrices, (self.gate, self.up, self.down)), strict=True
+            )
+        ]
+        return torch.cat(results)
+
+
+class MoE(nn.Module):
+    """Sends each token to the ``top_k`` of ``num_experts`` networks that a router finds most probable for it.
+
+    A token's result is the sum of its experts' results times their probabilities, which are made to add up to 1 (with
+    ``top_k=1`` they stay what they are, as in Switch Transformer, or the router would not learn from the result).
+
+    The router's losses, and what its coefficients mean, are those of
+    :func:`~lightning_pipe.llm.losses.router_losses.pass_router_logits`; they have an effect inside a
+    :class:`~lightning_pipe.llm.losses.router_losses.RouterLosses` only, which the pipeline's stages and ``PipelineModule``
+    enter. The router works in its weight's own type, also under autocast, as Switch Transformer found necessary.
+
+    Args:
+        dim: width of tokens.
+        hidden_dim: width inside each expert.
+        num_experts: of which every token goes to some.
+        top_k: to how many.
+        balance_coefficient: of the load-balancing loss; Switch Transformer's by default.
+        z_coefficient: of the router's z-loss; ST-MoE's by default.
+
+    Attributes:
+        exchange: runs the experts where they are on several ranks; None where they are all here. See
+            :func:`~lightning_pipe.llm.parallel.expert_parallel.parallelise_experts`.
+
+    Raises:
+        SetupError: sizes below 1, more experts for a token than there are.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        balance_coefficient: float = 0.01,
+        z_coefficient: float = 0.001,
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= num_experts or min(dim, hidden_dim) < 1:
+            raise SetupError(
+                f"MoE has dim={dim}, hidden_dim={hidden_dim}, num_experts={num_experts}, top_k={top_k}; needed are"
+                " sizes of at least 1, and a top_k of at most num_experts"
+            )
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.balance_coefficient = balance_coefficient
+        self.z_coefficient = z_coefficient
+        self.router = nn.Linear(dim, num_experts, bias=False)
+        self.experts = Experts(dim, hidden_dim, num_experts)
+        self.exchange: Callable[[Experts, Tensor, Tensor], Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Each token's sum over its experts, in the shape and type of ``x``: (..., dim)."""
+        tokens = x.reshape(-1, x.shape[-1])
+        chosen, weights = self._route(tokens)
+        order = chosen.flatten().argsort(stable=True)
+        counts = chosen.new_zeros(self.num_experts).scatter_add_(0, chosen.flatten(), torch.ones_like(order))
+        sent = tokens[order // self.top_k]
+        results = self.experts(sent, counts) if self.exchange is None else self.exchange(self.experts, sent, counts)
+        by_token = results[order.argsort()].view(*chosen.shape, x.shape[-1])
+        return (by_token * weights[..., None]).sum(1).to(x.dtype).view_as(x)
+
+    def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts of each token, and what their results are multiplied by: (tokens, top_k)."""
+        with torch.autocast(tokens.device.type, enabled=False):
+            logits = pass_router_logits(
+                self.router(tokens.to(self.router.weight.dtype)),
+                self.top_k,
+                balance_coefficient=self.balance_coefficient,
+                z_coefficient=self.z_coefficient,
+            )
+        chosen = logits.topk(self.top_k, -1).indices
+        weights = logits.softmax(-1, torch.promote_types(logits.dtype, torch.float32)).gather(-1, chosen)
+        return chosen, weights if self.top_k == 1 else weights / weights.sum(-1, keepdim=True)
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, top_k={self.top_k}"
+
+
+def _matrices(weight: Tensor) -> tuple[Tensor, ...]:
+    """This rank's experts' matrices."""
+    return (weight.to_local() if isinstance(weight, DTensor) else weight).unbind()
+
+
+def _sizes(counts: Tensor, tokens: int) -> list[int]:
+    if isinstance(counts, FakeTensor):
+        # A run without data, to find shapes, which are the same whoever gets the tokens.
+        return [tokens] + [0] * (len(counts) - 1)
+    sizes: list[int] = counts.tolist()
+    return sizes

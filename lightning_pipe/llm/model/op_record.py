@@ -1,0 +1,451 @@
+"""What a model's constructor did to tensors and random generators, written down and done again in part.
+
+Everything is kept by storage: a tensor is a view of one, so views need no replay, and what an operation reads and
+writes are sets of storages. `deferred` fills the record while a model is built without memory and asks for the
+storages that a rank holds; the record walks back from them, and then forward, over what they depend on alone. The
+states of random generators are values like those of storages: a random operation takes one and makes the next, so one
+whose numbers nobody wants still runs, into scratch memory, where a later one is wanted.
+
+The idea of a record that is replayed in part is torchdistx's `deferred_init`, which replays in the order in which
+tensors are asked for: values there depend on what is asked for, here they do not.
+
+Tested in ``tests/llm/model/test_deferred.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_pipe.engine import SetupError
+
+# Operations that do not read what is in their destination, which is their first argument.
+_OVERWRITING = {
+    *("aten::bernoulli_", "aten::cauchy_", "aten::copy_", "aten::exponential_", "aten::fill_", "aten::geometric_"),
+    *("aten::log_normal_", "aten::normal_", "aten::random_", "aten::uniform_", "aten::zero_"),
+}
+# Operations that take of their first argument the shape, dtype and layout, and no value.
+_SHAPE_ONLY = {
+    *("aten::empty_like", "aten::full_like", "aten::ones_like", "aten::rand_like", "aten::randint_like"),
+    *("aten::randn_like", "aten::zeros_like", "aten::new_empty", "aten::new_empty_strided", "aten::new_full"),
+    *("aten::new_ones", "aten::new_zeros"),
+}
+# Seeds of the states that stand for positions in the record: far from seeds that people choose.
+_POSITION_SEEDS = itertools.count(0x51F15EED_00000001)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How a tensor lies in its storage: sizes, strides and offset in elements of `dtype`, as torch gives them."""
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    conjugated: bool
+    negated: bool
+
+    def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Return the tensor that lies so in `storage`."""
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor.set_(storage, self.offset, self.size, self.stride)
+        tensor = tensor.conj() if self.conjugated else tensor
+        return torch._neg_view(tensor) if self.negated else tensor
+
+    def layout(self) -> tuple[object, ...]:
+        """Return what decides which element lies where; the stride of a dimension of one element does not."""
+        empty = 0 in self.size
+        strides = () if empty else tuple(s for n, s in zip(self.size, self.stride, strict=True) if n > 1)
+        return self.dtype, self.size, strides, self.offset, self.conjugated, self.negated
+
+
+def view_of(tensor: torch.Tensor, storage: int) -> View:
+    """Return how `tensor` lies in its storage, which has the number `storage`."""
+    size, stride, offset = tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
+    return View(storage, tensor.dtype, size, stride, offset, tensor.is_conj(), tensor.is_neg())
+
+
+class RandomTrack:
+    """The states that one CPU generator would have had, by number; 0 is the one at its first use in the record.
+
+    Nothing is drawn while the record is made, so the generator is set to a state of its own after each random
+    operation: one that occurs nowhere else and stands for the number. Seeding, and restoring a state that was read
+    earlier (as `torch.random.fork_rng` does), then show as another state than the last one seen.
+
+    Attributes:
+        generator: the one.
+        states: those of the numbered states that are known so far.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+        first, self._last = _state_of(generator)
+        self.states = {0: first}
+        self._count = 1
+        self._current = 0
+        self._numbers = {self._last: 0}
+
+    def current(self) -> int:
+        """Return the number of the state that the generator would have now."""
+        state, key = _state_of(self.generator)
+        if key != self._last:
+            if key not in self._numbers:
+                self.states[self._new_number(key)] = state
+            self._current, self._last = self._numbers[key], key
+        return self._current
+
+    def drawn(self) -> int:
+        """Return a number for the state after a random operation, and leave the one that stands for it."""
+        with _disable_current_modes():
+            state = torch.Generator("cpu").manual_seed(next(_POSITION_SEEDS)).get_state()
+            # The first eight bytes of a CPU generator's state are its seed: with them, initial_seed() stays true.
+            state[:8] = self.generator.get_state()[:8]
+            self.generator.set_state(state)
+        _, self._last = _state_of(self.generator)
+        self._current = self._new_number(self._last)
+        return self._current
+
+    def rewind(self) -> None:
+        """Give the generator its first state."""
+        self.generator.set_state(self.states[0])
+
+    def _new_number(self, key: bytes) -> int:
+        number, self._count = self._count, self._count + 1
+        self._numbers[key] = number
+        return number
+
+
+def _state_of(generator: torch.Generator) -> tuple[torch.Tensor, bytes]:
+    with _disable_current_modes():
+        state = generator.get_state()
+        return state, hashlib.sha256(state.numpy().tobytes()).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class _DataFlow:
+    """The storages of an operation's arguments, by what it does to them.
+
+    Attributes:
+        values: those whose values it computes with.
+        writes: those it writes to.
+        overwrites: of these, the ones written from end to end, so that earlier values do not matter.
+    """
+
+    values: frozenset[int]
+    writes: frozenset[int]
+    overwrites: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    """One call, with views in place of its tensors. `creates` maps positions among its outputs to new storages."""
+
+    func: OpOverload
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    creates: dict[int, View]
+    flow: _DataFlow
+    default_dtype: torch.dtype
+    draw: _Draw | None
+
+    @property
+    def touches(self) -> set[int]:
+        return {view.storage for view in tree_leaves((self.arguments, self.creates)) if isinstance(view, View)}
+
+    @property
+    def changes(self) -> set[int]:
+        return {view.storage for view in self.creates.values()} | self.flow.writes
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """That an operation takes the generator of `track` from one numbered state to another."""
+
+    track: RandomTrack
+    before: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """An operation to replay; then nothing needs the storages in `dead`, and those in `done` have their values."""
+
+    operation: _Operation
+    dead: set[int]
+    done: set[int]
+
+
+class OpRecord:
+    """Operations in order, the storages they worked on and the generators they drew from."""
+
+    def __init__(self) -> None:
+        self._operations: list[_Operation] = []
+        self._numbers: dict[int, int] = {}  # address of a storage -> its number
+        self._storages: list[torch.UntypedStorage] = []  # held, so that no address comes twice
+        self._sizes: list[int] = []  # bytes
+        self._outside: dict[int, tuple[torch.Tensor, int | None]] = {}  # real tensors, their versions at first use
+        self._tracks = {id(torch.default_generator): RandomTrack(torch.default_generator)}
+        self._ends: list[tuple[RandomTrack, int]] = []  # the states that the generators have to end in
+
+    def number(self, tensor: torch.Tensor) -> int | None:
+        """Return the number of the storage of `tensor`, None if the record does not know it."""
+        return self._numbers.get(tensor.untyped_storage()._cdata)
+
+    def view(self, tensor: torch.Tensor) -> View:
+        """Return `tensor` as a view of its storage, which the record knows."""
+        number = self.number(tensor)
+        assert number is not None
+        return view_of(tensor, number)
+
+    def add_outside(self, tensor: torch.Tensor, real: torch.Tensor) -> None:
+        """Take `real`, made elsewhere, as the value of the storage of the fake `tensor`. No copy is made."""
+        if self.number(tensor) is None:
+            self._outside[self._add_storage(tensor)] = (real, _version(real))
+
+    def is_outside(self, storage: int) -> bool:
+        """Return whether the storage is that of a real tensor made elsewhere."""
+        return storage in self._outside
+
+    def before_random(self, func: OpOverload, arguments: Sequence[object]) -> RandomTrack | None:
+        """Return the track of the generator that `func` is about to draw from, None for what is not random.
+
+        Args:
+            func: the operation.
+            arguments: its arguments, flat.
+        """
+        generators = [argument for argument in arguments if isinstance(argument, torch.Generator)]
+        if not generators and torch.Tag.nondeterministic_seeded not in func.tags:
+            return None
+        generator = generators[0] if generators else torch.default_generator
+        if generator.device.type != "cpu":
+            raise SetupError(
+                f"{func} draws from a generator on {generator.device} inside deferred_init(); needed is one on the CPU:"
+                " give materialise() the device the model goes to"
+            )
+        if id(generator) not in self._tracks:
+            self._tracks[id(generator)] = RandomTrack(generator)
+        return self._tracks[id(generator)]
+
+    def add(
+        self,
+        func: OpOverload,
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        tensors: Iterable[torch.Tensor],
+        outputs: object,
+        track: RandomTrack | None,
+    ) -> None:
+        """Write down a call that has been made on fake tensors.
+
+        Args:
+            func: the operation.
+            arguments: positional and by keyword, with a View in place of each tensor, taken before the call.
+            tensors: the fake tensors among the arguments.
+            outputs: what it returned.
+            track: what `before_random` returned before the call.
+
+        Raises:
+            SetupError: the operation changed the size of a storage.
+        """
+        for tensor in tensors:
+            number = self.number(tensor)
+            if number is None or tensor.untyped_storage().nbytes() != self._sizes[number]:
+                raise SetupError(
+                    f"{func} changed a tensor's memory for memory of another size inside deferred_init(), which cannot"
+                    " be replayed: make a new tensor of the size needed"
+                )
+        flow = self._data_flow(func, *arguments)
+        creates = {}
+        for position, output in enumerate(tree_leaves(outputs)):
+            if isinstance(output, torch.Tensor) and self.number(output) is None:
+                creates[position] = view_of(output, self._add_storage(output))
+        if not (creates or flow.writes or track):
+            return  # a view, or a question about a shape
+        draw = _Draw(track, track.current(), track.drawn()) if track is not None else None
+        self._operations.append(_Operation(func, arguments, creates, flow, torch.get_default_dtype(), draw))
+
+    def close(self) -> None:
+        """End the record: the generators get back the states that they had, since nothing has been drawn yet."""
+        for track in self._tracks.values():
+            self._ends.append((track, track.current()))
+            track.rewind()
+
+    def values(self, views: Sequence[View]) -> list[torch.Tensor]:
+        """Return the values that these tensors have at the record's end so far; not to be written to.
+
+        What they depend on is done again each time, but no random operation only to move a generator on.
+        """
+        wanted = {view.storage for view in views}
+        with unset_fake_temporarily(), self._generators_restored():
+            storages = self._run(self._plan(wanted, []), wanted, torch.device("cpu"))
+            return [view.of(storages[view.storage]) for view in views]
+
+    def replay(self, wanted: set[int], device: torch.device) -> dict[int, torch.UntypedStorage]:
+        """Do again what the values of `wanted` depend on, and leave the generators as drawn from.
+
+        At any time there are in memory: the storages in `wanted` that have begun, what a later operation still reads,
+        and what the running operation works on.
+
+        Args:
+            wanted: numbers of storages.
+            device: where those go, each as soon as it has its final values.
+
+        Returns:
+            The storages by number.
+
+        Raises:
+            SetupError: a real tensor used while the model was built has changed since; or an operation returned
+                another memory layout than its fake kernel had said.
+        """
+        with self._generators_restored():
+            storages = self._run(self._plan(wanted, self._ends), wanted, device)
+        for track, number in self._ends:
+            track.generator.set_state(track.states[number])
+        return storages
+
+    def _add_storage(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        self._storages.append(storage)
+        self._sizes.append(storage.nbytes())
+        number = self._numbers[storage._cdata] = len(self._sizes) - 1
+        return number
+
+    @contextlib.contextmanager
+    def _generators_restored(self) -> Iterator[None]:
+        states = [(track.generator, track.generator.get_state()) for track in self._tracks.values()]
+        try:
+            yield
+        finally:
+            for generator, state in states:
+                generator.set_state(state)
+
+    def _data_flow(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _DataFlow:
+        name = func._schema.name
+        values, writes, overwrites = set(), set(), set()
+        for position, argument in enumerate(func._schema.arguments):
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            written = written and torch.Tag.inplace_view not in func.tags  # those change the view, not what it shows
+            unread = argument.is_out or (position == 0 and name in (_OVERWRITING if written else _SHAPE_ONLY))
+            for view in (leaf for leaf in tree_leaves(value) if isinstance(leaf, View)):
+                if not unread:
+                    values.add(view.storage)
+                if written:
+                    writes.add(view.storage)
+                if written and unread and self._covers(view):
+                    overwrites.add(view.storage)
+        return _DataFlow(frozenset(values), frozenset(writes), frozenset(overwrites))
+
+    def _covers(self, view: View) -> bool:
+        """Return whether each byte of the storage belongs to exactly one element of the view."""
+        elements = 1
+        for size, stride in sorted(zip(view.size, view.stride, strict=True), key=lambda dimension: dimension[1]):
+            if size != 1 and stride != elements:
+                return False
+            elements *= size
+        return elements * view.dtype.itemsize == self._sizes[view.storage]
+
+    def _plan(self, wanted: set[int], ends: Iterable[tuple[RandomTrack, int]]) -> list[_Step]:
+        """Return what has to be done, in order, for the values of `wanted` and to know the states `ends`."""
+        needed, seen = wanted - self._outside.keys(), set[int]()
+        states = {(track, number) for track, number in ends if number not in track.states}
+        steps = []
+        for operation in reversed(self._operations):
+            if not needed and not states:
+                break
+            draw = operation.draw
+            used = not needed.isdisjoint(operation.changes)
+            if not used and not (draw and (draw.track, draw.after) in states):
+                continue
+            touches = operation.touches
+            steps.append(_Step(operation, dead=touches - needed, done=(touches & wanted) - seen))
+            seen |= touches
+            if used:
+                created = {view.storage for view in operation.creates.values()}
+                needed = (needed | operation.flow.writes) - created - operation.flow.overwrites
+            # Where only the draw counts, too: how much is drawn may depend on them.
+            needed |= operation.flow.values - self._outside.keys()
+            if draw:
+                states.discard((draw.track, draw.after))
+                if draw.before not in draw.track.states:
+                    states.add((draw.track, draw.before))
+        return steps[::-1]
+
+    def _run(self, steps: list[_Step], wanted: set[int], device: torch.device) -> dict[int, torch.UntypedStorage]:
+        live: dict[int, torch.UntypedStorage] = {}
+        with torch.no_grad(), _default_dtype_restored():
+            for step in steps:
+                draw = step.operation.draw
+                if draw is not None:
+                    draw.track.generator.set_state(draw.track.states[draw.before])
+                self._call(step.operation, live)
+                if draw is not None:
+                    draw.track.states[draw.after] = draw.track.generator.get_state()
+                for number in step.dead:
+                    live.pop(number, None)
+                for number in step.done:
+                    live[number] = _moved(live[number], device)
+            for number in wanted - live.keys():  # no operation has touched it: it is a real tensor from outside
+                live[number] = _moved(self._real(number), device)
+        return {number: live[number] for number in wanted}
+
+    def _call(self, operation: _Operation, live: dict[int, torch.UntypedStorage]) -> None:
+        def tensor(view: View) -> torch.Tensor:
+            if view.storage not in live:
+                live[view.storage] = self._real(view.storage)
+            return view.of(live[view.storage])
+
+        args, kwargs = tree_map_only(View, tensor, operation.arguments)
+        torch.set_default_dtype(operation.default_dtype)
+        outputs = tree_leaves(operation.func(*args, **kwargs))
+        taken = {storage._cdata for storage in live.values()}
+        for position, view in operation.creates.items():
+            found = view_of(outputs[position], view.storage)
+            storage = outputs[position].untyped_storage()
+            if found.layout() != view.layout() or storage._cdata in taken:
+                raise SetupError(
+                    f"{operation.func} gave a tensor that lies in memory as {found}, where building without memory had"
+                    f" {view}: the values could differ. Compute this tensor before deferred_init() and use it inside"
+                )
+            live[view.storage] = storage
+            taken.add(storage._cdata)
+
+    def _real(self, number: int) -> torch.UntypedStorage:
+        """Return memory for a storage that no operation replayed so far has made: uninitialised, or that outside."""
+        if number not in self._outside:
+            return torch.empty(self._sizes[number], dtype=torch.uint8, device="cpu").untyped_storage()
+        tensor, version = self._outside[number]
+        if _version(tensor) != version:
+            raise SetupError(
+                f"a tensor of shape {tuple(tensor.shape)} that the model was built from has been changed since: it is"
+                f" at version {_version(tensor)}, needed is {version}. Give deferred_init() a copy of it"
+            )
+        return tensor.untyped_storage()
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _moved(storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
+    if storage.device == device:
+        return storage
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).to(device).untyped_storage()
+
+
+@contextlib.contextmanager
+def _default_dtype_restored() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

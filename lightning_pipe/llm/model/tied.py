@@ -1,0 +1,112 @@
+"""Parameters that are one in the whole model, and that stages on several ranks hold copies of: tied embeddings.
+
+A copy goes by the name that the whole model's ``named_parameters`` has, its first, on every rank. All copies begin
+alike, and get the sum of all copies' gradients, so that equal optimisers keep them alike.
+
+Tested in ``tests/llm/split/test_traced_split.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+__all__ = ["TiedGradients", "TiedParameter", "find_tied", "name_copies"]
+
+
+@dataclass(frozen=True)
+class TiedParameter:
+    """One parameter under several names.
+
+    Attributes:
+        names: FQNs in the whole model; the first is the one that it goes by.
+        stages: the stages that hold it, in order.
+    """
+
+    names: tuple[str, ...]
+    stages: tuple[int, ...]
+
+
+def find_tied(groups: Sequence[Sequence[str]], fqns_of_stages: Sequence[Collection[str]]) -> list[TiedParameter]:
+    """Those of the groups of names that more than one stage holds.
+
+    Args:
+        groups: names of one parameter each.
+        fqns_of_stages: the modules that each stage holds.
+    """
+    found = []
+    for names in groups:
+        stages = tuple(
+            index
+            for index, modules in enumerate(fqns_of_stages)
+            if any(name.startswith(f"{module}.") for module in modules for name in names)
+        )
+        if len(stages) > 1:
+            found.append(TiedParameter(tuple(names), stages))
+    return found
+
+
+def name_copies(part: nn.Module, tied: Sequence[TiedParameter]) -> None:
+    """Give copies of parameters their first name, where a part of a model holds them under another.
+
+    Args:
+        part: of the model, with modules that pass through in the place of those that it does not hold.
+        tied: of the whole model.
+    """
+    for one in tied:
+        present = dict(part.named_parameters(remove_duplicate=False))
+        copy = next((present[name] for name in one.names if name in present), None)
+        if copy is None or one.names[0] in present:
+            continue
+        *path, leaf = one.names[0].split(".")
+        holder = part
+        for name in path:
+            if not hasattr(holder, name):
+                holder.add_module(name, nn.Module())
+            holder = holder.get_submodule(name)
+        holder.register_parameter(leaf, copy)
+
+
+class TiedGradients:
+    """Sums the gradients of copies, after those of micro-batches and of data-parallel ranks have been summed.
+
+    Args:
+        tied: that more than one rank of the pipeline holds.
+        parameters: this rank's, by name.
+        ranks: of the pipeline, those that hold each of ``tied``.
+        pipelines: the ranks of every pipeline of the world, in the same order on each rank, which make groups here.
+    """
+
+    def __init__(
+        self,
+        tied: Sequence[TiedParameter],
+        parameters: Mapping[str, nn.Parameter],
+        ranks: Sequence[Sequence[int]],
+        pipelines: Sequence[Sequence[int]],
+    ) -> None:
+        self._copies: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        for one, holders in zip(tied, ranks, strict=True):
+            for pipeline in pipelines:
+                members = [pipeline[holder] for holder in holders]
+                group = dist.new_group(members)
+                if dist.get_rank() in members:
+                    self._copies.append((parameters[one.names[0]], group))
+
+    @torch.no_grad()
+    def sum(self) -> None:
+        """Every rank that holds a copy calls this, once before a step. A copy without a gradient counts as zeros."""
+        for copy, group in self._copies:
+            if not copy.requires_grad:
+                continue
+            if copy.grad is None:
+                copy.grad = torch.zeros_like(copy)
+            dist.all_reduce(_local(copy.grad), group=group)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,129 @@
+"""Experts spread over ranks: each keeps some of every layer's, and tokens travel to where their experts are.
+
+    tokens by expert ──► all-to-all ──► experts that are here ──► all-to-all ──► results by expert, as the tokens were
+
+How many tokens go where differs from call to call, so the ranks tell each other first.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.llm.model.moe import Experts, MoE
+
+__all__ = ["check_experts", "parallelise_experts", "spread_parameters"]
+
+
+def check_experts(model: nn.Module, size: int) -> None:
+    """See that the experts of a whole model, on any device, can be spread over ``size`` ranks.
+
+    Raises:
+        SetupError: a model without :class:`~lightning_pipe.llm.model.moe.MoE` layers, or a number of experts that ``size``
+            does not divide.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+    if not layers:
+        raise SetupError(
+            f"expert_parallel_size is {size}, but {type(model).__name__} has no experts; needed are layers of the class"
+            " lightning_pipe.llm.model.moe.MoE: make it of those, or leave expert_parallel_size at 1"
+        )
+    for name, layer in layers.items():
+        if layer.num_experts % size:
+            raise SetupError(
+                f"{name} has {layer.num_experts} experts, which expert_parallel_size={size} does not divide; needed are"
+                " as many for every rank"
+            )
+
+
+def parallelise_experts(
+    stage: nn.Module, mesh: DeviceMesh, data_mesh: DeviceMesh | None = None, *, reshard_after_forward: bool = False
+) -> None:
+    """Keep this rank's experts of each of a stage's layers, in place. Before the stage's other data parallelism.
+
+    The experts' parameters become DTensors, sharded by expert over ``mesh``, and over ``data_mesh`` where that shards.
+    Their gradients are sums over the tokens of all ranks that send some. ``force_sum_reduction`` of the stage, as
+    ``parallelise_stage`` does at its end, lets the reduction over ``data_mesh`` be a sum, too.
+
+    Args:
+        stage: with its values, all experts'.
+        mesh: of the ranks that share the experts, one dimension.
+        data_mesh: of the ranks that hold the same experts, of one root with ``mesh``: dimensions ``replicate`` and
+            ``shard``, or one of them. A root that ``replicate`` manages takes ``replicate`` here too. None for none.
+        reshard_after_forward: as for the stage's other parts; where ``data_mesh`` shards.
+
+    Raises:
+        SetupError: as :func:`check_experts`; experts whose widths cannot be sharded evenly over ``shard``.
+    """
+    sharded = data_mesh is not None and "shard" in (data_mesh.mesh_dim_names or ())
+    for layer in [module for module in stage.modules() if isinstance(module, MoE)]:
+        check_experts(layer, mesh.size())
+        _keep_own(layer.experts, mesh)
+        layer.exchange = _Exchange(mesh.get_group())
+        if data_mesh is not None and sharded:
+            _check_widths(layer.experts, data_mesh["shard"].size())
+            # By width: the ranks of `mesh` have cut the first dimension.
+            fully_shard(
+                layer.experts,
+                mesh=data_mesh,
+                reshard_after_forward=reshard_after_forward,
+                shard_placement_fn=lambda _: Shard(1),
+            )
+        elif data_mesh is not None:
+            replicate(layer.experts, mesh=data_mesh)
+
+
+def spread_parameters(stage: nn.Module) -> set[nn.Parameter]:
+    """Parameters that :func:`parallelise_experts` has dealt with: the rest's data parallelism must leave them alone."""
+    layers = (module for module in stage.modules() if isinstance(module, MoE) and module.exchange is not None)
+    return {parameter for layer in layers for parameter in layer.experts.parameters()}
+
+
+def _keep_own(experts: Experts, mesh: DeviceMesh) -> None:
+    for name, parameter in list(experts.named_parameters()):
+        own = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+        spread = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
+        setattr(experts, name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
+
+
+def _check_widths(experts: Experts, size: int) -> None:
+    widths = {parameter.shape[1] for parameter in experts.parameters()}
+    if any(width % size for width in widths):
+        raise SetupError(
+            f"experts of the widths {' and '.join(map(str, sorted(widths)))} cannot be sharded over {size} ranks;"
+            f" needed are multiples of {size}: change dim and hidden_dim, or raise expert_parallel_size, which leaves"
+            " fewer ranks with the same experts"
+        )
+
+
+class _Exchange:
+    """Runs the experts of all ranks of a group on the tokens of all, each rank calling it with its own."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def __call__(self, experts: Experts, tokens: Tensor, counts: Tensor) -> Tensor:
+        """As :class:`Experts`, with the counts of all experts."""
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=self._group)
+        # Here tokens arrive by rank, and by expert within.
+        of_rank = arriving.view(self._group.size(), -1)
+        sent, received = torch.stack([counts.view_as(of_rank).sum(1), of_rank.sum(1)]).tolist()
+        here = _travel(tokens, sent, received, self._group)
+        expert = torch.arange(of_rank.shape[1], device=counts.device).repeat(len(of_rank))
+        by_expert = expert.repeat_interleave(arriving, output_size=len(here)).argsort(stable=True)
+        results = experts(here[by_expert], of_rank.sum(0))
+        return _travel(results[by_expert.argsort()], received, sent, self._group)
+
+
+def _travel(tokens: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Rows to other ranks and from them; their gradients travel back."""
+    arrived: Tensor = wait_tensor(all_to_all_single_autograd(tokens, received, sent, group))
+    return arrived

@@ -1,0 +1,232 @@
+"""Attention over sequences that are cut over ranks: keys and values go round, queries stay where they are.
+
+What is merely causal runs through PyTorch's ring (``torch.distributed.tensor.experimental``; Ring Attention, arXiv
+2310.01889), which merges the results for the keys of one rank after the other. Its public ``context_parallel`` has no
+way to the CPU's kernel; the functions behind it take any kernel that gives the logarithm of its sums.
+
+Padding and packed documents need masks, which the ring has none for: keys and values of the whole sequences are then
+gathered, and each rank attends with its own rows of the whole mask (as Llama 3 was trained, arXiv 2407.21783, 3.3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed._functional_collectives import all_gather_single_autograd, wait_tensor
+
+from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.llm.parallel.attention_mode import AttentionMode, OwnMasks, check_call, check_mask_heads
+from lightning_pipe.llm.parallel.context_parallel import FullAttention, chunk_positions
+
+__all__ = ["RingAttention", "check_ring"]
+
+aten = torch.ops.aten
+_LENGTH = 2  # of (rows, heads, length, width)
+_HALF = (torch.float16, torch.bfloat16)
+# CUDA's kernel for other types gives sums for a multiple of this many queries, and wants as many back.
+_SUMS = 32
+_NEEDED = ("_templated_ring_attention", "_templated_ring_attention_backward", "_cp_options", "_RotateMethod")
+
+
+def check_ring() -> None:
+    """See that this PyTorch has what the ring is made of.
+
+    Raises:
+        SetupError: it has not; those functions are not public.
+    """
+    try:
+        from torch.distributed.tensor.experimental import _context_parallel
+
+        ring = _context_parallel._attention
+        missing = [name for name in _NEEDED if not hasattr(ring, name)]
+    except (ImportError, AttributeError) as error:
+        missing = [str(error)]
+    if missing:
+        raise SetupError(
+            f"context_parallel_method is 'ring', and PyTorch {torch.__version__} is without {', '.join(missing)} in"
+            " torch.distributed.tensor.experimental._context_parallel; needed is PyTorch 2.13, or"
+            " context_parallel_method='ulysses'"
+        )
+
+
+class RingAttention(AttentionMode):
+    """While it is entered, ``scaled_dot_product_attention`` of balanced chunks is that of the whole sequences.
+
+    Every rank of the group enters it around the same forward, as it does
+    :class:`~lightning_pipe.llm.parallel.ulysses.Ulysses`. Any number of heads will do. Attention has no dropout.
+
+    Args:
+        group: the ranks that hold the chunks, in their order.
+        attention: who attends to whom in the whole sequences; causal where None.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, attention: FullAttention | None = None) -> None:
+        super().__init__()
+        self._group = group
+        mask = None if attention is None else attention.as_mask()
+        self._square = attention is not None and attention.mask is not None
+        self._mask = None
+        if mask is not None:
+            own = chunk_positions(group.rank(), group.size(), mask.shape[-1], balanced=True)
+            self._mask = mask.index_select(-2, own.to(mask.device))
+        # Of a batch that brings masks the model's are parts.
+        self._own = None if self._square else OwnMasks(mask, group.rank(), group.size(), balanced=True)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        check_call(query, key, attn_mask, is_causal, 1, self._square, dropout_p)
+        check_mask_heads(self._mask, query)
+        if self._own is not None:
+            self._own.check(attn_mask)
+        device = query.device.type
+        if torch.is_autocast_enabled(device):  # as the function would itself
+            half = torch.get_autocast_dtype(device)
+            query, key, value = (tensor.to(half) for tensor in (query, key, value))
+        with torch._C.DisableTorchFunction():  # the same mode may be entered further out
+            if self._mask is None:
+                return _round(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, self._group)
+            mask = self._mask.to(query.dtype) if self._mask.is_floating_point() else self._mask
+            key, value = _gathered(key, value, self._group)
+            return F.scaled_dot_product_attention(
+                query, key, value, mask, scale=scale, enable_gqa=enable_gqa, **options
+            )
+
+
+@torch.compiler.disable
+def _round(query: Tensor, key: Tensor, value: Tensor, scale: float, group: dist.ProcessGroup) -> Tensor:
+    """Not compiled, as its kernel is compiled code already, and what merges its results is beyond Dynamo (2.13)."""
+    widths = [tensor.shape[-1] for tensor in (query, key, value)]
+    # Kernels ask for one width, those of CUDA for a multiple of 8, which the function itself fills up to.
+    width = max(widths) if query.device.type == "cpu" else -(-max(widths) // 8) * 8
+    filled = (F.pad(tensor, (0, width - own)) for tensor, own in zip((query, key, value), widths, strict=True))
+    attended: Tensor = _Ring.apply(*filled, scale, group)
+    return attended[..., : widths[-1]]
+
+
+def _gathered(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Of all ranks, in the order of the whole sequences; backward adds up the gradients of each rank's own."""
+    both = torch.cat([key, value], -1).movedim(_LENGTH, 0).contiguous()
+    whole: Tensor = wait_tensor(all_gather_single_autograd(both, 0, group))
+    size = group.size()
+    held = torch.cat([chunk_positions(rank, size, len(whole), balanced=True) for rank in range(size)])
+    whole = whole.index_select(0, held.argsort().to(whole.device)).movedim(0, _LENGTH)
+    key, value = whole.split([key.shape[-1], value.shape[-1]], -1)
+    return key, value
+
+
+class _Ring(torch.autograd.Function):
+    """PyTorch's ring, there and back; where keys have fewer heads, those go round and are repeated for the kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, group: dist.ProcessGroup) -> Tensor:
+        repeats = query.shape[1] // key.shape[1]
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Any, ...]:
+            return _attend(query, _repeat(key, repeats), _repeat(value, repeats), is_causal, scale)
+
+        with _ring(query.dtype) as ring:
+            out, sums, *rest = ring._templated_ring_attention(
+                group, _LENGTH, attend, query=query, key=key, value=value, is_causal=True
+            )
+        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.rest, ctx.scale, ctx.group, ctx.repeats = rest, scale, group, repeats
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, sums = ctx.saved_tensors
+        repeats = ctx.repeats
+
+        def attend(
+            query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, is_causal: bool, grad_out: Tensor
+        ) -> tuple[Tensor, ...]:
+            saved = query, _repeat(key, repeats), _repeat(value, repeats), out, logsumexp
+            of_query, of_key, of_value = _attend_backward(grad_out, saved, ctx.rest, is_causal, ctx.scale)
+            return of_query, _add_up(of_key, repeats), _add_up(of_value, repeats)
+
+        with _ring(query.dtype) as ring:
+            gradients = ring._templated_ring_attention_backward(
+                ctx.group,
+                _LENGTH,
+                attend,
+                grad_out=gradient.contiguous(),
+                grad_out_name="grad_out",
+                query=query,
+                key=key,
+                value=value,
+                out=out,
+                logsumexp=sums,
+                is_causal=True,
+            )
+        return (*gradients[:3], None, None)
+
+
+def _repeat(tensor: Tensor, repeats: int) -> Tensor:
+    return tensor if repeats == 1 else tensor.repeat_interleave(repeats, 1)
+
+
+def _add_up(gradient: Tensor, repeats: int) -> Tensor:
+    return gradient if repeats == 1 else gradient.unflatten(1, (-1, repeats)).sum(2)
+
+
+@contextmanager
+def _ring(dtype: torch.dtype) -> Generator[Any]:
+    """PyTorch's module, set to what chunks are cut for, sums in float32 at least; its options are the process's."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+    options: Any = ring._cp_options
+    before = vars(options).copy()
+    options.enable_load_balance, options.rotate_method = True, ring._RotateMethod.ALL_TO_ALL
+    options.convert_to_f32 = dtype in _HALF
+    try:
+        yield ring
+    finally:
+        vars(options).update(before)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> tuple[Any, ...]:
+    """Output, logarithms of the sums, and what else backward needs; without dropout."""
+    if query.device.type == "cpu":
+        return tuple(aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale))
+    if query.dtype in _HALF:
+        return tuple(aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale))
+    attend = aten._scaled_dot_product_efficient_attention
+    out, sums, *rest = attend(query, key, value, None, True, 0.0, is_causal, scale=scale)
+    return out, sums[..., : query.shape[_LENGTH]], *rest
+
+
+def _attend_backward(
+    gradient: Tensor, saved: Sequence[Tensor], rest: Sequence[Any], is_causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    """Gradients of query, key and value."""
+    query = saved[0]
+    if query.device.type == "cpu":
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return tuple(backward(gradient, *saved, 0.0, is_causal, scale=scale))
+    if query.dtype in _HALF:
+        backward = aten._scaled_dot_product_flash_attention_backward
+        *ends_and_lengths, seed, offset, _ = rest
+        return tuple(backward(gradient, *saved, *ends_and_lengths, 0.0, is_causal, seed, offset, scale=scale))
+    backward = aten._scaled_dot_product_efficient_attention_backward
+    *others, sums = saved
+    sums = F.pad(sums, (0, -sums.shape[-1] % _SUMS), value=float("inf"))  # of queries that there are not
+    inputs, wanted = (*others[:3], None, others[3], sums), (True, True, True, False)
+    return tuple(backward(gradient, *inputs, *rest, 0.0, wanted, is_causal, scale=scale)[:3])

@@ -1,0 +1,249 @@
+"""Runs a rank's stages over the micro-batches of a batch, under one of PyTorch's schedules.
+
+PyTorch's stages and schedules are made for one number of micro-batches and one shape, over the same modules each time::
+
+    micro-batches ──► number and shapes ──► schedule and stages, made or found ──► run ──► losses or outputs
+
+They hold the buffers that neighbours' tensors arrive in, so the least recently used are let go beyond some bytes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_pipe.engine.plans.errors import InputError
+from lightning_pipe.llm.model.shapes import StageShape, StageShapes
+from lightning_pipe.llm.schedules.named import ScheduleSpec
+from lightning_pipe.llm.schedules.step import build_evaluation, build_schedule, run_schedule
+from lightning_pipe.llm.schedules.timed_stage import StageEvent, TimedStage
+
+__all__ = ["PipelineRunner", "StageInputs"]
+
+ResultOf = Callable[[Tensor, Any], Any]
+
+
+@dataclass(frozen=True)
+class StageInputs:
+    """What one micro-batch feeds to the stages.
+
+    Attributes:
+        args: of the first stage: tensors.
+        kwargs: of every stage.
+        target: of the loss, on the last stage.
+        contexts: made, and entered around each stage's forward.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    target: Any = None
+    contexts: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
+
+
+@dataclass
+class _Made:
+    schedule: Any
+    bytes: int
+
+
+class PipelineRunner:
+    """One rank's part in a pipeline; every rank of the group calls the same methods with micro-batches as large.
+
+    Args:
+        stages: this rank's :class:`~lightning_pipe.llm.model.stage_module.StageModule` s, by stage.
+        num_stages: of all ranks together.
+        spec: the schedule.
+        group: the ranks of the pipeline; neighbours send to each other in it.
+        device: where the stages are.
+        shapes: of all stages.
+        cache_bytes: the most that the buffers of schedules not in use may take, on the rank that needs most. At least
+            one schedule is kept in any case.
+        carry_failures: go on to the end of a run in which a stage's forward fails, with zeros, since its neighbours
+            wait. Not where a stage's parameters are gathered from other ranks, which wait in the middle of it.
+
+    Attributes:
+        events: what the stages append what they did to, while ``record_events`` is on.
+        failure: why a forward of this rank's, or a result, could not be computed, or was refused, in the last run. That
+            goes to its end all the same, since the other ranks are in it: raise it when all know.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        num_stages: int,
+        spec: ScheduleSpec,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        shapes: StageShapes,
+        *,
+        cache_bytes: int = 2**30,
+        carry_failures: bool = True,
+    ) -> None:
+        self._stages = dict(stages)
+        self._num_stages = num_stages
+        self._spec = spec
+        self._group = group
+        self._device = device
+        self._shapes = shapes
+        self._cache_bytes = cache_bytes
+        self._carry_failures = carry_failures
+        self._made: OrderedDict[Any, _Made] = OrderedDict()
+        self.failure: Exception | None = None
+        self.events: list[StageEvent] = []
+        self.record_events = False
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether losses and outputs come out on this rank."""
+        return self._num_stages - 1 in self._stages
+
+    def train(self, micro_batches: Sequence[StageInputs], loss_of: ResultOf) -> list[Tensor]:
+        """Forward and backward of every micro-batch; gradients are added to the parameters' ``.grad``.
+
+        Args:
+            micro_batches: as many as the schedule needs, all of one shape.
+            loss_of: from the last stage's output and the micro-batch's target: a scalar, summed over tokens.
+
+        Returns:
+            The losses of the micro-batches in their order, detached; none on a rank without the last stage.
+        """
+        return self._run(micro_batches, loss_of, train=True)
+
+    def evaluate(self, micro_batches: Sequence[StageInputs], result_of: Callable[[Tensor, Any], Any]) -> list[Any]:
+        """Forward of every micro-batch, without gradients.
+
+        Args:
+            micro_batches: any number, all of one shape.
+            result_of: from the last stage's output and the micro-batch's target: what is wanted. Called at once, so
+                that no two micro-batches' outputs need exist.
+
+        Returns:
+            The results in the order of micro-batches; none on a rank without the last stage.
+        """
+        return self._run(micro_batches, result_of, train=False)
+
+    def _run(self, micro_batches: Sequence[StageInputs], result_of: ResultOf, *, train: bool) -> list[Any]:
+        made = self._find(micro_batches, train=train)
+        results: list[Any] = []
+        self.failure = None
+        guarded = self._guarded(result_of, _check_loss if train else _check_result)
+        run_schedule(
+            made.schedule,
+            [one.args for one in micro_batches],
+            [
+                {
+                    **one.kwargs,
+                    "result_of": lambda output, target=one.target: guarded(output, target),
+                    "contexts": one.contexts,
+                }
+                for one in micro_batches
+            ],
+            [None] * len(micro_batches),
+            losses=results,
+        )
+        return results
+
+    def _guarded(self, result_of: ResultOf, check: Callable[[Any], Tensor]) -> ResultOf:
+        def result(output: Tensor, target: Any) -> Tensor:
+            try:
+                return check(result_of(output, target))
+            except Exception as error:  # of whatever kind: the other ranks are in the middle of the schedule
+                self._note_failure(error)
+                return _zero_of(output)
+
+        return result
+
+    def _note_failure(self, error: Exception) -> None:
+        self.failure = self.failure or error
+
+    def _find(self, micro_batches: Sequence[StageInputs], *, train: bool) -> _Made:
+        """The schedule for this number and shape, made if need be: on every rank alike, or neighbours would wait."""
+        first = micro_batches[0]
+        signatures = [_shapes(one.args) for one in micro_batches]
+        if any(signature != signatures[0] for signature in signatures):
+            raise InputError(
+                f"the micro-batches of one step have the shapes {', '.join(map(str, dict.fromkeys(signatures)))};"
+                " neighbours exchange tensors of one shape: pad them to one length"
+            )
+        shapes = self._shapes.of(first.args, first.kwargs)
+        key = (train, len(micro_batches), *((_shapes(shape.inputs), _shapes(shape.outputs)) for shape in shapes))
+        if key in self._made:
+            self._made.move_to_end(key)
+            return self._made[key]
+        made = self._made[key] = self._make(shapes, len(micro_batches), train)
+        while len(self._made) > 1 and sum(one.bytes for one in self._made.values()) > self._cache_bytes:
+            self._made.popitem(last=False)
+        return made
+
+    def _make(self, shapes: Sequence[StageShape], count: int, train: bool) -> _Made:
+        stages = [self._stage(index, module, shapes[index], train) for index, module in sorted(self._stages.items())]
+        if train:
+            schedule = build_schedule(self._spec, stages, count, _output)
+        else:
+            schedule = build_evaluation(self._spec, stages, count, _output)
+        # Each rank counts all stages, so that all let go of the same: the largest pair of buffers, for every stage.
+        largest = max(sum(map(_bytes, shape.inputs)) + train * sum(map(_bytes, shape.outputs)) for shape in shapes)
+        return _Made(schedule, count * largest * len(stages))
+
+    def _stage(self, index: int, module: nn.Module, shape: StageShape, train: bool) -> TimedStage:
+        inputs, outputs = shape.inputs, shape.outputs
+        if not train:
+            inputs, outputs = tuple(map(Tensor.detach, inputs)), tuple(map(Tensor.detach, outputs))
+        return TimedStage(
+            module,
+            index,
+            self._num_stages,
+            self._device,
+            input_args=inputs,
+            output_args=outputs,
+            group=self._group,
+            events=self.events,
+            recording=lambda: self.record_events,
+            on_failure=self._note_failure if self._carry_failures else None,
+        )
+
+
+def _output(output: Any, target: Any) -> Any:
+    """The last stage has made of its output what is wanted."""
+    return output
+
+
+def _check_loss(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
+        found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) and loss.dim() else repr(loss)
+        raise InputError(
+            f"the loss of a micro-batch is {found}; needed is a scalar tensor with a gradient: the sum over its"
+            " tokens, which is divided later, once, by the number of all tokens"
+        )
+    return loss
+
+
+def _zero_of(output: Any) -> Tensor:
+    return torch.stack([one.sum() * 0 for one in tree_leaves(output) if isinstance(one, Tensor)]).sum()
+
+
+def _check_result(result: Any) -> Any:
+    leaves = tree_leaves(result)
+    if not leaves or not all(isinstance(one, Tensor) for one in leaves):
+        kinds = sorted({type(one).__name__ for one in leaves if not isinstance(one, Tensor)})
+        raise InputError(
+            f"a micro-batch came to a {type(result).__name__}{f' of {kinds}' if kinds else ''}; expected a tensor, or"
+            " tuples, lists and dicts of tensors: return one from prediction()"
+        )
+    return result
+
+
+def _shapes(values: Any) -> tuple[Any, ...]:
+    return tuple((tuple(one.shape), one.dtype) for one in tree_leaves(values) if isinstance(one, Tensor))
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,238 @@
+"""What a schedule needs, asked before it runs: PyTorch would hang, or train on wrong gradients, without an error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch._functorch.config
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    _Action,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
+
+from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.llm.schedules.named import ScheduleSpec, count_stages, place_stages, read_actions
+from lightning_pipe.llm.schedules.simulation import Actions, actions_of
+
+__all__ = ["Sharding", "check_combination", "check_microbatches", "splits_backward"]
+
+Sharding = Literal["fsdp", "replicate", "ddp"]
+
+
+def check_microbatches(
+    spec: ScheduleSpec, num_microbatches: int, pp_size: int, stages_per_rank: int | None = None
+) -> None:
+    """Refuse a number of micro-batches that the schedule cannot run in training; for evaluation any number will do.
+
+    Args:
+        spec: the schedule.
+        num_microbatches: of a step.
+        pp_size: ranks of the pipeline.
+        stages_per_rank: None for the schedule's own number.
+
+    Raises:
+        SetupError: too few or not divisible; whatever a user's class refuses; a file whose actions do not fit together.
+    """
+    name, count = spec.name, num_microbatches
+    if count < 1:
+        raise SetupError(f"num_microbatches is {count}; needed is at least 1")
+    if spec.path is not None:
+        _check_file(spec, count, pp_size)
+    elif issubclass(spec.schedule_class, Schedule1F1B) and count < pp_size:
+        raise SetupError(
+            f"num_microbatches is {count}; schedule {name} needs at least one for each of the {pp_size} stages: use"
+            f" {pp_size} or more, or schedule gpipe"
+        )
+    elif issubclass(spec.schedule_class, ScheduleDualPipeV) and count < 2 * pp_size:
+        raise SetupError(
+            f"num_microbatches is {count}; schedule {name} needs at least one for each of the {2 * pp_size} stages: use"
+            f" {2 * pp_size} or more, or schedule zbv_zero_bubble"
+        )
+    elif issubclass(spec.schedule_class, ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble) and not _in_rounds(
+        count, pp_size
+    ):
+        less = next(m for m in range(count, 0, -1) if _in_rounds(m, pp_size))
+        more = next(m for m in range(count, 2 * count + pp_size) if _in_rounds(m, pp_size))
+        raise SetupError(
+            f"num_microbatches is {count}; schedule {name} needs a multiple of its rounds, {count // pp_size}, which is"
+            f" {count} // {pp_size} ranks: use {less} or {more}"
+        )
+    actions = actions_of(spec, pp_size, count, stages_per_rank)
+    _check_last_stage(spec, actions, pp_size * count_stages(spec, pp_size, stages_per_rank) - 1)
+
+
+def _in_rounds(num_microbatches: int, pp_size: int) -> bool:
+    return num_microbatches % max(1, num_microbatches // pp_size) == 0
+
+
+def _check_last_stage(spec: ScheduleSpec, actions: Actions, last: int) -> None:
+    """PyTorch finds the loss of micro-batch i as the i-th that was computed."""
+    forward = _ComputationType.FORWARD
+    row = [a for rank in actions.values() for a in rank if a.stage_index == last and a.computation_type is forward]
+    found = [action.microbatch_index for action in row]
+    if found != sorted(found, key=lambda index: index or 0):
+        raise SetupError(
+            f"schedule {spec.name} has the forwards of the last stage, {last}, in the order {found}; PyTorch would use"
+            " the losses of other micro-batches in their backwards. Put them in ascending order"
+        )
+
+
+def _check_file(spec: ScheduleSpec, num_microbatches: int, pp_size: int) -> None:
+    assert spec.path is not None
+    num_stages = pp_size * count_stages(spec, pp_size)
+    actions = read_actions(spec.path)
+    found = 1 + max(a.microbatch_index or 0 for row in actions.values() for b in row for a in b.sub_actions or (b,))
+    if found != num_microbatches:
+        raise SetupError(
+            f"num_microbatches is {num_microbatches}; the schedule in {spec.path} is for {found}: use {found}"
+        )
+    if any(not action.is_compute_op for row in actions.values() for action in row):
+        _check_messages(spec.path, actions, place_stages(spec.placement, pp_size, num_stages))
+
+
+# For what is received: how the neighbour's stage sends it, how much lower or higher that stage is, and what needs it.
+_RECEIVED = {
+    _ComputationType.RECV_F: (_ComputationType.SEND_F, -1, (_ComputationType.FORWARD,)),
+    _ComputationType.RECV_B: (
+        _ComputationType.SEND_B,
+        1,
+        (_ComputationType.FULL_BACKWARD, _ComputationType.BACKWARD_INPUT),
+    ),
+}
+_COMPUTED = {
+    _ComputationType.SEND_F: (_ComputationType.FORWARD,),
+    _ComputationType.SEND_B: (_ComputationType.FULL_BACKWARD, _ComputationType.BACKWARD_INPUT),
+}
+
+
+def _check_messages(path: Path, actions: Actions, ranks: Mapping[int, int]) -> None:
+    """A file with communication: two ranks' messages are matched by order alone, so each must be what is waited for."""
+    sent: dict[tuple[int, int], list[str]] = {}
+    expected: dict[tuple[int, int], list[str]] = {}
+    for rank, row in actions.items():
+        done: set[tuple[int, _ComputationType, int | None]] = set()
+        for action in (one for each in row for one in each.sub_actions or (each,)):
+            stage, kind, microbatch = action.stage_index, action.computation_type, action.microbatch_index
+            if kind in _RECEIVED:
+                send, step, _ = _RECEIVED[kind]
+                _note(expected, (ranks.get(stage + step, rank), rank), _Action(stage + step, send, microbatch))
+            elif kind in _COMPUTED:
+                step = 1 if kind is _ComputationType.SEND_F else -1
+                _note(sent, (rank, ranks.get(stage + step, rank)), action)
+                if not any((stage, one, microbatch) in done for one in _COMPUTED[kind]):
+                    raise SetupError(f"the schedule in {path} has {action} on rank {rank} before what it sends")
+            else:
+                for receive, (_, step, needs) in _RECEIVED.items():
+                    elsewhere = ranks.get(stage + step, rank) != rank
+                    if kind in needs and elsewhere and (stage, receive, microbatch) not in done:
+                        missing = _Action(stage, receive, microbatch)
+                        raise SetupError(f"the schedule in {path} has {action} on rank {rank} without {missing} before")
+            done.add((stage, kind, microbatch))
+    for pair in sorted({*sent, *expected}):
+        out, into = sent.get(pair, []), expected.get(pair, [])
+        if out != into:
+            place = next(
+                (i for i, (a, b) in enumerate(zip(out, into, strict=False)) if a != b), min(len(out), len(into))
+            )
+            raise SetupError(
+                f"the schedule in {path} sends from rank {pair[0]} to rank {pair[1]}, as message {place},"
+                f" {_at(out, place)}, where {_at(into, place)} is received: one would be taken for the other. Receive"
+                " in the order of sending"
+            )
+
+
+def _note(messages: dict[tuple[int, int], list[str]], pair: tuple[int, int], action: _Action) -> None:
+    messages.setdefault(pair, []).append(str(action))
+
+
+def _at(messages: Sequence[str], place: int) -> str:
+    return messages[place] if place < len(messages) else "nothing"
+
+
+def check_combination(
+    spec: ScheduleSpec, *, sharding: Sharding | None, reshard_after_forward: bool | None, compiled: bool
+) -> None:
+    """Refuse what would train on wrong gradients, or fail in the first step.
+
+    ==================================  ==========  ==========================  ==========================
+    schedule                            DDP         FSDP2 or replicate          compiled layers
+    ==================================  ==========  ==========================  ==========================
+    GPipe, 1F1B, LoopedBFS, Interl.     refused     right                       right
+    with backwards in two parts         refused     right without resharding    right in place, without
+                                                    after forward, else         donated buffers, else
+                                                    refused                     refused
+    ==================================  ==========  ==========================  ==========================
+
+    Args:
+        spec: the schedule. In two parts, for inputs and for weights, run the backwards of the zero-bubble schedules, of
+            DualPipeV, and of files and classes that list such actions.
+        sharding: what each stage is wrapped in, if anything: FSDP2's ``fully_shard``, its ``replicate``, or DDP.
+        reshard_after_forward: of ``fully_shard``; None where it is left to be chosen (it is then false).
+        compiled: whether ``torch.compile`` is used on layers.
+
+    Raises:
+        SetupError: with what to use in its place.
+    """
+    if sharding == "ddp":
+        raise SetupError(
+            "stages are wrapped in DistributedDataParallel, which reduces other gradients than a pipeline's schedule"
+            " accumulates; use replicate (torch.distributed._composable) in its place"
+        )
+    if sharding is not None:
+        _check_reduction(spec)
+    if not (sharding == "fsdp" and reshard_after_forward) and not compiled:
+        return
+    split = splits_backward(spec)
+    if split is not False and sharding == "fsdp" and reshard_after_forward:
+        reason = "lists no actions, so it may run" if split is None else "runs"
+        raise SetupError(
+            f"reshard_after_forward is true, and schedule {spec.name} {reason} backwards in two parts, whose gradients"
+            " are then wrong; set reshard_after_forward to false, or use 1f1b or interleaved_1f1b"
+        )
+    if split and compiled and torch._functorch.config.donated_buffer:
+        raise SetupError(
+            f"layers are compiled, and schedule {spec.name} runs backwards in two parts, which need a graph's buffers"
+            " twice; set torch._functorch.config.donated_buffer to False, and compile layers in place (Module.compile)"
+        )
+
+
+def _check_reduction(spec: ScheduleSpec) -> None:
+    """Gradients are reduced over the ranks of a stage by an action of its own, which not every schedule has."""
+    if issubclass(spec.schedule_class, PipelineScheduleMulti) and not issubclass(
+        spec.schedule_class, _PipelineScheduleRuntime
+    ):
+        raise SetupError(
+            f"schedule {spec.name} derives from PipelineScheduleMulti alone, which never reduces gradients over the"
+            " ranks that share a stage; derive it from _PipelineScheduleRuntime"
+        )
+    actions = read_actions(spec.path) if spec.path is not None else {}
+    if any(not action.is_compute_op for row in actions.values() for action in row):
+        stages = {one.stage_index for row in actions.values() for each in row for one in each.sub_actions or (each,)}
+        for kind in (_ComputationType.UNSHARD, _ComputationType.REDUCE_GRAD):
+            have = {a.stage_index for row in actions.values() for a in row if a.computation_type is kind}
+            if stages - have:
+                raise SetupError(
+                    f"the schedule in {spec.path} has no {kind.value} for stage(s) {sorted(stages - have)}; stages that"
+                    " are sharded or replicated need one each. Leave all communication out, and PyTorch adds it"
+                )
+
+
+def splits_backward(spec: ScheduleSpec) -> bool | None:
+    """Whether it has backwards in two parts, for inputs and for weights; None where that is not listed."""
+    if spec.path is not None:
+        actions: Actions = read_actions(spec.path)
+    else:
+        try:
+            actions = actions_of(spec, 2, 4)  # the smallest case that every schedule of PyTorch's can have
+        except SetupError:
+            return None
+    parts = (_ComputationType.BACKWARD_INPUT, _ComputationType.BACKWARD_WEIGHT)
+    return any(action.computation_type in parts for row in actions.values() for action in row) if actions else None

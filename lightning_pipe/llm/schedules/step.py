@@ -1,0 +1,261 @@
+"""Schedules built over a rank's stages, and their steps run: the one place that calls PyTorch's ``_step_microbatches``.
+
+PyTorch's public ``step`` cuts every tensor among the keywords along dimension 0, also those that are not of the batch,
+like the boundaries of packed documents. What runs here takes the micro-batches as they are, and afterwards lets go of
+them: PyTorch keeps outputs, and the gradients of what was received, until the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import InferenceMode
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    _Action,
+    _add_send_recv,
+    _add_unshard_reshard,
+    _ComputationType,
+    _PipelineSchedule,
+    _PipelineScheduleRuntime,
+)
+from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.utils._pytree import tree_map_only
+
+from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.llm.model.stage_module import PassThrough
+from lightning_pipe.llm.schedules.checks import splits_backward
+from lightning_pipe.llm.schedules.named import ScheduleSpec, construct_schedule, place_stages, stages_of_rank
+from lightning_pipe.llm.schedules.timed_stage import TimedStage
+
+__all__ = ["build_evaluation", "build_schedule", "check_shared_parameters", "run_schedule"]
+
+Stages = Sequence[PipelineStage]
+
+
+def build_schedule(
+    spec: ScheduleSpec, stages: Stages, num_microbatches: int, loss_fn: Callable[..., Tensor]
+) -> _PipelineSchedule:
+    """A schedule for training. Gradients are neither scaled nor averaged.
+
+    Args:
+        spec: the schedule, with a number of micro-batches that ``check_microbatches`` has found right.
+        stages: this rank's, first to last, in use by no other schedule. Each has ``input_args`` and ``output_args``, so
+            that PyTorch runs nothing to find shapes; those that gradients flow through require them.
+        num_microbatches: of a step.
+        loss_fn: from the last stage's output and a micro-batch's target to its loss; called on the last stage's rank.
+
+    Raises:
+        SetupError: stages that are not this rank's, lack shapes, or share parameters within themselves where PyTorch
+            cannot differentiate that; what the constructor refuses.
+    """
+    _check_stages(spec, stages, has_backward=True)
+    check_shared_parameters(spec, {stage.stage_index: stage.submod for stage in stages})
+    return construct_schedule(spec, stages, num_microbatches, _timed(stages, loss_fn))
+
+
+def build_evaluation(
+    spec: ScheduleSpec,
+    stages: Stages,
+    num_microbatches: int,
+    result_of: Callable[..., Any] | None = None,
+) -> _PipelineSchedule:
+    """A schedule of forwards only, for stages that are placed as the training schedule's.
+
+    PyTorch's own evaluation runs the training schedule with its backwards skipped: it allocates buffers anew at each
+    change between the two, keeps every micro-batch's output, and fails for schedules in V order.
+
+    Args:
+        spec: the schedule of training; where it places stages is all that matters here.
+        stages: this rank's, others than training has, over the same modules.
+        num_microbatches: of a step; any number.
+        result_of: from the last stage's output and a micro-batch's target to anything, which :func:`run_schedule` puts
+            into ``losses``; the outputs then need not be kept.
+
+    Raises:
+        SetupError: stages that are not this rank's, or lack shapes.
+    """
+    _check_stages(spec, stages, has_backward=False)
+    return _Evaluation(list(stages), num_microbatches, spec, result_of and _timed(stages, result_of))
+
+
+def run_schedule(
+    schedule: _PipelineSchedule,
+    arg_mbs: list[tuple[Any, ...]],
+    kwarg_mbs: list[dict[str, Any]],
+    target_mbs: list[Any] | None,
+    *,
+    losses: list[Any] | None = None,
+    return_outputs: bool = False,
+) -> list[Any] | None:
+    """One step over all micro-batches, in step with the other ranks of the pipeline.
+
+    Args:
+        schedule: of :func:`build_schedule` or :func:`build_evaluation`; the latter runs without gradients.
+        arg_mbs: for each micro-batch what the first stage takes; not looked at on ranks without it.
+        kwarg_mbs: for each micro-batch the keywords of every stage of this rank.
+        target_mbs: for each micro-batch the target; not looked at on ranks without the last stage.
+        losses: becomes the losses, or an evaluation's results, of the micro-batches in their order, detached; stays as
+            it is on ranks without the last stage.
+        return_outputs: whether the last stage's outputs are kept.
+
+    Returns:
+        The last stage's outputs of the micro-batches in their order, detached, if asked for; else, and on ranks without
+        it, None.
+
+    Raises:
+        SetupError: a schedule for training is run without gradients.
+    """
+    stages = _stages(schedule)
+    if schedule._has_backward and not torch.is_grad_enabled():
+        raise SetupError(
+            "a schedule for training is run under no_grad or inference_mode; use build_evaluation's, with stages of its"
+            " own, for evaluation"
+        )
+    for stage in stages:
+        stage.has_backward = schedule._has_backward
+        stage.clear_runtime_states()
+    try:
+        with ExitStack() as context:
+            if not schedule._has_backward:
+                # What FSDP gathers into under inference mode could not be trained with afterwards.
+                context.enter_context(torch.inference_mode(False))
+                context.enter_context(torch.no_grad())
+            schedule._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs)
+        outputs = [list(stage.output_chunks) for stage in stages if stage.is_last]
+    except RuntimeError as error:
+        # PyTorch says which tensors it was about, and hides what users raised, and expect to catch.
+        cause = error.__cause__
+        if not (isinstance(cause, Exception) and str(error).lstrip().startswith("Failed to run stage backward")):
+            raise
+        cause.add_note(str(error).strip())
+        raise cause from cause.__cause__
+    finally:
+        _forget_batch(schedule, stages)
+    if losses is not None:
+        losses[:] = [_detached(loss) for loss in losses]
+    return [_detached(output) for output in outputs[0]] if outputs and return_outputs else None
+
+
+def _detached(value: Any) -> Any:
+    return tree_map_only(Tensor, Tensor.detach, value)
+
+
+def _stages(schedule: _PipelineSchedule) -> list[_PipelineStageBase]:
+    if isinstance(schedule, PipelineScheduleSingle):
+        return [schedule._stage]
+    assert isinstance(schedule, PipelineScheduleMulti)
+    return list(schedule._stages)
+
+
+def _forget_batch(schedule: _PipelineSchedule, stages: Sequence[_PipelineStageBase]) -> None:
+    """Lets go of what PyTorch would keep until the next step."""
+    schedule._internal_losses.clear()
+    for stage in stages:
+        stage.clear_runtime_states()  # outputs, an evaluation's inputs, gradients of receive buffers
+        stage.bwd_cache.clear()  # the first stage's gradients of its inputs, which nobody fetches
+        stage.backward_state.clear()
+        stage.dw_runner.clear()
+
+
+def _check_stages(spec: ScheduleSpec, stages: Stages, *, has_backward: bool) -> None:
+    rank, pp_size = stages[0].group_rank, stages[0].group_size
+    found = tuple(stage.stage_index for stage in stages)
+    needed = stages_of_rank(spec, rank, pp_size, len(stages))
+    if found != needed or stages[0].num_stages != pp_size * len(stages):
+        raise SetupError(
+            f"rank {rank} of {pp_size} has stages {found} of {stages[0].num_stages}; schedule {spec.name} needs"
+            f" {needed} of {pp_size * len(stages)}, in this order"
+        )
+    for stage in stages:
+        if InferenceMode.needs_dynamic(stage._user_meta, has_backward):
+            raise SetupError(
+                f"stage {stage.stage_index} is without input_args or output_args; needed are both, on the meta device,"
+                " or PyTorch runs the first micro-batch once more to find them, and clears FSDP's gradients"
+            )
+
+
+def check_shared_parameters(spec: ScheduleSpec, stages: Mapping[int, nn.Module]) -> None:
+    """Refuse what PyTorch cannot differentiate in two parts.
+
+    Args:
+        spec: the schedule.
+        stages: this rank's modules, by stage.
+
+    Raises:
+        SetupError: a stage has one parameter in two places.
+    """
+    if not splits_backward(spec):
+        return
+    for index, module in stages.items():
+        if index == 0:
+            continue  # runs its backwards whole
+        names: dict[int, str] = {}
+        for name, parameter in _used_parameters(module):
+            other = names.setdefault(id(parameter), name)
+            if other != name and parameter.requires_grad:
+                raise SetupError(
+                    f"{other} and {name} of stage {index} are one parameter, and schedule {spec.name} runs"
+                    " backwards in two parts, the second of which passes each parameter once; use 1f1b or"
+                    " interleaved_1f1b"
+                )
+
+
+def _used_parameters(module: nn.Module, prefix: str = "") -> Iterable[tuple[str, nn.Parameter]]:
+    """All by all their names, but for the names that modules of other stages have them under."""
+    if not isinstance(module, PassThrough):
+        yield from ((f"{prefix}{name}", value) for name, value in module.named_parameters(recurse=False))
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from _used_parameters(child, f"{prefix}{name}.")
+
+
+def _timed(stages: Stages, function: Callable[..., Any]) -> Callable[..., Any]:
+    """What is computed from the last stage's output, counted as part of its forward."""
+    last = stages[-1]
+    return last.extend_forward(function) if isinstance(last, TimedStage) and last.is_last else function
+
+
+class _Evaluation(_PipelineScheduleRuntime):
+    """All micro-batches' forwards of one stage, then of the rank's next: what LoopedBFS does before its backwards."""
+
+    def __init__(
+        self,
+        stages: list[PipelineStage],
+        num_microbatches: int,
+        spec: ScheduleSpec,
+        result_of: Callable[..., Any] | None,
+    ) -> None:
+        super().__init__(stages, num_microbatches, loss_fn=result_of, scale_grads=False)
+        self._has_backward = False
+        ranks = place_stages(spec.placement, self.pp_group_size, self._num_stages)
+        self.stage_index_to_group_rank = ranks
+        for stage in stages:
+            stage.stage_index_to_group_rank = ranks
+        forwards = {
+            rank: [
+                _Action(index, _ComputationType.FORWARD, microbatch)
+                for index in stages_of_rank(spec, rank, self.pp_group_size, len(stages))
+                for microbatch in range(num_microbatches)
+            ]
+            for rank in range(self.pp_group_size)
+        }
+        self.pipeline_order = {rank: list(actions) for rank, actions in forwards.items()}
+        self.pipeline_order_with_comms = _add_send_recv(
+            {rank: _add_unshard_reshard(list(actions)) for rank, actions in forwards.items()},
+            stage_to_rank=ranks.__getitem__,
+            num_stages=self._num_stages,
+        )
+
+    def _maybe_compute_loss(
+        self, stage: Any, output: Any, target_mbs: Any, mb_index: int, loss_kwargs: Any = None
+    ) -> None:
+        super()._maybe_compute_loss(stage, output, target_mbs, mb_index, loss_kwargs)
+        if stage.is_last:
+            del stage.fwd_cache[mb_index]  # else a backward's: without one, all outputs would be kept until the end

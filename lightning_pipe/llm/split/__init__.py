@@ -1,0 +1,4 @@
+"""Which modules each stage holds.
+
+A split rule belongs here.
+"""

@@ -1,0 +1,183 @@
+"""Which modules of a model each pipeline stage holds, by fully-qualified name (FQN).
+
+The functions here deal a model's layers out to stages. Layers keep their order and their names, so a stage's checkpoint
+keys are the unsplit model's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.llm.model.module_config import ModuleConfig
+
+__all__ = ["split_at", "split_by_cost", "split_by_ranges", "split_evenly"]
+
+
+def split_evenly(
+    config: ModuleConfig, num_stages: int, input_weight: int = 1, output_weight: int = 1
+) -> list[list[str]]:
+    """Split into stages of as many layers each, where input and output modules count as layers, too.
+
+    ``num_layers + input_weight + output_weight`` effective layers go evenly to the stages, and one of the remainder to
+    each of the first stages: the rule of torchtitan's and xorl's ``generate_llm_fqn_per_model_part``. A model without
+    input or output modules has none to count.
+
+    Args:
+        config: what the model is made of.
+        num_stages: stages of the whole pipeline.
+        input_weight: layers that the input modules count as.
+        output_weight: layers that the output modules count as.
+
+    Returns:
+        FQNs of each stage in the order of the forward, without what every stage holds.
+
+    Raises:
+        SetupError: fewer layers than stages, or weights that leave a stage less than nothing.
+    """
+    _check_stages(config, num_stages)
+    for name, weight in (("input_weight", input_weight), ("output_weight", output_weight)):
+        if not isinstance(weight, int) or weight < 0:
+            raise SetupError(f"{name} is {weight!r}; needed is a whole number of layers, 0 or more")
+    extra_work = [0] * num_stages
+    extra_work[0] += input_weight if config.input_fqns else 0
+    extra_work[-1] += output_weight if config.output_fqns else 0
+    share, remainder = divmod(config.num_layers + sum(extra_work), num_stages)
+    counts = [share + (stage < remainder) - extra for stage, extra in enumerate(extra_work)]
+    for stage, count in enumerate(counts):
+        if count < 0:
+            raise SetupError(
+                f"{config.num_layers} layers with input_weight={input_weight} and output_weight={output_weight} over"
+                f" {num_stages} stages leave {count} layers for stage {stage}; needed are 0 or more for each stage:"
+                " take fewer stages, smaller weights, or give the layers of each stage"
+            )
+    return split_at(config, counts)
+
+
+def split_at(config: ModuleConfig, layers_per_stage: Sequence[int]) -> list[list[str]]:
+    """Split into stages of the given numbers of layers.
+
+    Args:
+        config: what the model is made of.
+        layers_per_stage: number of layers of each stage, in order.
+
+    Returns:
+        FQNs of each stage, as :func:`split_evenly`.
+
+    Raises:
+        SetupError: numbers that do not add up to the model's layers, or a stage that holds nothing.
+    """
+    counts = list(layers_per_stage)
+    _check_stages(config, len(counts))
+    if not all(isinstance(count, int) and count >= 0 for count in counts) or sum(counts) != config.num_layers:
+        raise SetupError(
+            f"layers_per_stage is {counts}; needed are whole numbers, 0 or more, that add up to the model's"
+            f" {config.num_layers} layers"
+        )
+    empty = [stage for stage in range(len(counts)) if _is_empty(config, stage, counts)]
+    if empty:
+        raise SetupError(
+            f"layers_per_stage {counts} leaves stage {', '.join(map(str, empty))} empty; needed is at least a layer on"
+            " every stage, or the input modules on the first or the output modules on the last"
+        )
+    ends = [0, *accumulate(counts)]
+    stages = [[config.layer(index) for index in range(first, end)] for first, end in pairwise(ends)]
+    stages[0] = [*config.input_fqns, *stages[0]]
+    stages[-1] = [*stages[-1], *config.output_fqns]
+    return stages
+
+
+def split_by_ranges(config: ModuleConfig, ranges: Sequence[tuple[int, int]]) -> list[list[str]]:
+    """Split into stages of the given ranges of layers.
+
+    Args:
+        config: what the model is made of.
+        ranges: of each stage, in order, its first layer and the one after its last.
+
+    Returns:
+        FQNs of each stage, as :func:`split_evenly`.
+
+    Raises:
+        SetupError: ranges that leave out or repeat a layer, or a stage that holds nothing.
+    """
+    given = [tuple(bounds) for bounds in ranges]
+    ends = [0, *(bounds[-1] if bounds else 0 for bounds in given)]
+    if given != list(pairwise(ends)) or ends[-1] != config.num_layers:
+        raise SetupError(
+            f"the ranges of layers are {given}; needed are pairs (first, one after the last), each beginning where the"
+            f" one before ends, from 0 to the model's {config.num_layers} layers"
+        )
+    return split_at(config, [end - first for first, end in pairwise(ends)])
+
+
+def split_by_cost(
+    config: ModuleConfig,
+    num_stages: int,
+    layer_costs: Sequence[float],
+    input_cost: float = 0.0,
+    output_cost: float = 0.0,
+) -> list[list[str]]:
+    """Split so that the most expensive stage costs the least, since the slowest stage sets the pipeline's pace.
+
+    Among several such splits, the most even one (least sum of squared costs), then the one that cuts earliest.
+
+    Args:
+        config: what the model is made of.
+        num_stages: stages of the whole pipeline.
+        layer_costs: cost of each layer, in seconds, bytes or any other unit.
+        input_cost: cost of the input modules, in the same unit.
+        output_cost: cost of the output modules, in the same unit.
+
+    Returns:
+        FQNs of each stage, as :func:`split_evenly`.
+
+    Raises:
+        SetupError: fewer layers than stages, not a cost for each layer, or a cost that is negative or not finite.
+    """
+    _check_stages(config, num_stages)
+    costs = [input_cost, *layer_costs, output_cost]
+    if len(layer_costs) != config.num_layers or not all(math.isfinite(cost) and cost >= 0 for cost in costs):
+        raise SetupError(
+            f"layer_costs has {len(layer_costs)} numbers, and with input_cost and output_cost they go from"
+            f" {min(costs)} to {max(costs)}; needed is one for each of the model's {config.num_layers} layers, all"
+            " finite and not negative"
+        )
+
+    def cost(stage: int, first: int, end: int) -> float:
+        around = (input_cost if stage == 0 else 0.0) + (output_cost if stage == num_stages - 1 else 0.0)
+        return math.fsum([around, *layer_costs[first:end]])
+
+    def best(limit: float, worst_only: bool) -> tuple[float, list[int]]:
+        """Least score over all cuts whose stages cost no more than the limit, and the layers where its stages end."""
+        reached: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # by the layer where the stages so far end
+        for stage in range(num_stages):
+            last = stage == num_stages - 1
+            may_be_empty = bool((stage == 0 and config.input_fqns) or (last and config.output_fqns))
+            further: dict[int, tuple[float, list[int]]] = {}
+            for first, (score, ends) in sorted(reached.items()):
+                for end in range(first + (not may_be_empty), config.num_layers + 1):
+                    here = cost(stage, first, end)
+                    if here <= limit:
+                        total = max(score, here) if worst_only else score + here * here
+                        further[end] = min(further.get(end, (math.inf, [])), (total, [*ends, end]))
+            reached = further
+        return reached[config.num_layers]
+
+    limit, _ = best(math.inf, worst_only=True)
+    _, ends = best(limit, worst_only=False)
+    return split_at(config, [end - first for first, end in pairwise([0, *ends])])
+
+
+def _check_stages(config: ModuleConfig, num_stages: int) -> None:
+    if not 1 <= num_stages <= config.num_layers:
+        raise SetupError(
+            f"{config.num_layers} layers cannot go to {num_stages} stages; needed is 1 to {config.num_layers} stage(s):"
+            " lower pipeline_parallel_size or the stages of each rank"
+        )
+
+
+def _is_empty(config: ModuleConfig, stage: int, counts: Sequence[int]) -> bool:
+    own = (config.input_fqns if stage == 0 else ()) + (config.output_fqns if stage == len(counts) - 1 else ())
+    return counts[stage] == 0 and not own

@@ -1,0 +1,351 @@
+"""Stages of a model that is not made of layers alone: its forward pass is traced, and cut at named points.
+
+What runs on a stage is the part of the traced forward pass (``torch.export``) between two split points, over the
+parameters that it uses, under their names in the unsplit model. Split points are given by module
+(:class:`SplitPoint`), by calls of :func:`pipe_split` in the model's forward, or by a function of the traced graph, as
+for PyTorch's ``pipeline``, whose stages are not used here: they pass sizes between stages as if they were tensors,
+fail for much that a trace may hold (contexts of autocast, tensors in plain attributes), know one shape only, and keep
+dropout on in evaluation.
+
+A trace is made without data, of a copy without memory, so no rank holds the whole model::
+
+    deferred model ──► trace_split: once in training, once in evaluation ──► make_stage: real parameters by name
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import accumulate, takewhile
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.pipelining import SplitPoint, pipe_split
+from torch.distributed.pipelining._IR import annotate_split_points
+from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.llm.model.deferred import fake_copy
+from lightning_pipe.llm.model.stage_module import StageModule
+from lightning_pipe.llm.model.tied import TiedParameter
+from lightning_pipe.llm.split.traced_graph import CutGraph, cut, whole_layers
+from lightning_pipe.llm.split.traced_stage import (
+    Trace,
+    TracedPart,
+    TraceInputs,
+    find_tensor,
+    join_parts,
+    registered_tensors,
+)
+
+__all__ = ["SplitPoint", "TracedSplit", "join_stages", "pipe_split", "split_into_equal_size", "trace_split"]
+
+SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
+
+_BY_LAYERS = "Or let it be cut by its layers, without a trace: give it a get_pp_module_config()"
+_LINES = 20  # of a reason: torch's go on with logs and hints
+
+
+class TracedSplit:
+    """A model's forward pass, traced and cut. Made by :func:`trace_split`.
+
+    Attributes:
+        num_stages: stages of the whole pipeline.
+        layers: FQNs of the items of the model's ``ModuleList`` s and ``Sequential`` s that lie in one stage and are
+            called there as modules, so that they can be sharded or checkpointed one by one.
+        shared: parameters that several stages use, a tied embedding, say. Each has a copy, by the first of the names;
+            their gradients have to be summed.
+    """
+
+    def __init__(self, model: nn.Module, training: Trace, evaluation: Trace, layers: Sequence[str]) -> None:
+        self._codes = {True: training, False: evaluation}
+        self.num_stages = len(training.graph.stages)
+        self.layers = tuple(layers)
+        tensors = dict(registered_tensors(model))
+        aliases: dict[int, list[str]] = {}
+        for name, tensor in tensors.items():
+            aliases.setdefault(id(tensor), []).append(name)
+        constants = training.constants.keys() | evaluation.constants.keys()
+        held: list[set[str]] = []
+        for stage in range(self.num_stages):
+            used = [name for name in self._used(stage) if name not in constants]
+            held.append({*used, *(aliases[id(tensors[name])][0] for name in used if name in tensors)})
+        for name, tensor in tensors.items():
+            # What the forward pass leaves alone goes with the rest of its module: a checkpoint has it, too.
+            if not any(name in names for names in held):
+                own = set(aliases[id(tensor)])
+                max(held, key=lambda names: (bool(names & own), _likeness(name, names))).add(name)
+        order = {name: place for place, name in enumerate(tensors)}
+        self._names = [tuple(sorted(names, key=lambda name: order.get(name, len(order)))) for names in held]
+        self.shared = tuple(
+            TiedParameter(tuple(names), stages)
+            for names in aliases.values()
+            if isinstance(tensors[names[0]], nn.Parameter)
+            and len(stages := tuple(i for i, own in enumerate(held) if own & set(names))) > 1
+        )
+
+    def names(self, stage: int) -> tuple[str, ...]:
+        """FQNs of the parameters, buffers and other tensors of the model that a stage holds."""
+        return self._names[stage]
+
+    def make_stage(self, model: nn.Module, stage_index: int) -> StageModule:
+        """The stage, over the very tensors that the model has.
+
+        Args:
+            model: the one that was traced, or one with the same names: materialised, at least :meth:`names`.
+            stage_index: which stage it is, from 0.
+        """
+        persistent = set(model.state_dict(keep_vars=True))
+        held = {name: find_tensor(model, name) for name in self._names[stage_index]}
+        mode = next((one.fake_mode for one in held.values() if isinstance(one, FakeTensor)), None)
+        for name in self._used(stage_index):
+            if name not in held:
+                constant = next(one.constants[name] for one in self._codes.values() if name in one.constants)
+                held[name] = constant if mode is None else mode.from_tensor(constant)
+        part = TracedPart(self._codes, stage_index, held, persistent).train(model.training)
+        return StageModule(part, stage_index, self.num_stages)
+
+    def _used(self, stage: int) -> list[str]:
+        return list(dict.fromkeys(n for one in self._codes.values() for n in one.graph.stages[stage].tensors))
+
+
+def trace_split(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    split_spec: Mapping[str, SplitPoint] | None = None,
+    split_policy: SplitPolicy | None = None,
+    num_stages: int | None = None,
+    device: torch.device | None = None,
+) -> TracedSplit:
+    """Trace a model's forward pass, and cut it at the split points.
+
+    Sizes of tensors may be others later, wherever the model treats them alike; a size of 1 is taken to be always 1. All
+    else (numbers, texts, ``None``, which keywords there are) is part of the trace: what differs from it is refused when
+    a stage is called. So is what autocast does: trace under the context that the model is going to run in.
+
+    Args:
+        model: the unsplit one, real or deferred; it is left as it is.
+        args: an example of what the model is called with for one micro-batch: at least 2 rows, 2 tokens.
+        kwargs: its keywords, which every stage is going to be given. Tensors need not have values of any sense.
+        split_spec: by FQN of a module, whether a stage begins before it or after it; each time that it is called.
+        split_policy: puts calls of :func:`pipe_split` into the traced graph, and returns it.
+        num_stages: how many stages there have to be; by default whatever comes out.
+        device: where the model is going to run; by default where it is.
+
+    Raises:
+        SetupError: a name that the model does not have; a model that cannot be traced, with the reason; another number
+            of stages; stages that cannot work with tensors from the stage before alone.
+    """
+    if split_spec and split_policy:
+        raise SetupError("split_spec and split_policy are both given; needed is one of them")
+    _check_names(model, split_spec or {})
+    keywords = dict(kwargs or {})
+    programs = {
+        training: _export(model, args, keywords, split_spec or {}, training=training, device=device)
+        for training in (True, False)
+    }
+    graphs = {training: _graph(program, split_policy, training=training) for training, program in programs.items()}
+    layers = _items_of_lists(model)
+    for graph, _ in graphs.values():
+        layers = whole_layers(graph, layers)
+    positional = len(tree_leaves(args))
+    traces = {}
+    for training, (graph, constants) in graphs.items():
+        names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
+        cut_graph = cut(graph, names[positional:], layers)
+        _check_number(cut_graph, num_stages, split_spec, split_policy)
+        inputs = TraceInputs.of(programs[training], names, args, keywords)
+        structure = programs[training].call_spec.out_spec
+        assert structure is not None
+        traces[training] = Trace(cut_graph, inputs, structure, constants)
+    if traces[True].graph.examples != traces[False].graph.examples:
+        raise SetupError(
+            f"stages would exchange {traces[True].graph.examples} in training and {traces[False].graph.examples} in"
+            " evaluation; needed is the same: move the split points to where the two do not differ"
+        )
+    return TracedSplit(model, traces[True], traces[False], layers)
+
+
+def join_stages(stages: Sequence[StageModule]) -> nn.Module:
+    """A module with the tensors, names and layers of several stages that :meth:`TracedSplit.make_stage` made.
+
+    They are in training or in evaluation as it is, from then on.
+    """
+    parts = [stage.module for stage in stages]
+    return join_parts([part for part in parts if isinstance(part, TracedPart)])
+
+
+def split_into_equal_size(num_stages: int) -> SplitPolicy:
+    """A split policy: stages with about as many parameters each, cut where the fewest tensors go across.
+
+    Items of lists of modules stay whole, where there are enough of them.
+
+    Args:
+        num_stages: how many stages.
+    """
+
+    def policy(traced: fx.GraphModule) -> fx.GraphModule:
+        nodes = [node for node in traced.graph.nodes if node.op == "call_function"]
+        place = {node: index for index, node in enumerate(nodes)}
+        seen: set[str] = set()
+        sizes, alive = [0] * (len(nodes) + 1), [0] * (len(nodes) + 1)
+        for index, node in enumerate(nodes):
+            for used in node.all_input_nodes:
+                tensor = find_tensor(traced, str(used.target)) if used.op == "get_attr" else None
+                if isinstance(tensor, nn.Parameter) and used.target not in seen:
+                    seen.add(str(used.target))
+                    sizes[index + 1] += tensor.numel()
+            if isinstance(node.meta.get("val"), Tensor):
+                alive[index + 1] += 1
+                alive[max((place.get(user, len(nodes) - 1) for user in node.users), default=index) + 1] -= 1
+        before, crossing = list(accumulate(sizes)), list(accumulate(alive))
+        items = [_item_of(node) for node in nodes]
+        choices = [index for index in range(1, len(nodes)) if items[index] is None or items[index - 1] != items[index]]
+        if len(choices) < num_stages - 1:
+            choices = list(range(1, len(nodes)))
+        for stage in range(1, num_stages):
+            wanted = before[-1] * stage / num_stages
+            possible = choices[: len(choices) - (num_stages - 1 - stage)]
+            if not possible:
+                raise SetupError(f"{len(nodes)} operations cannot go to {num_stages} stages; take fewer stages")
+            best = min(possible, key=lambda index: (abs(before[index] - wanted), crossing[index]))
+            with traced.graph.inserting_before(nodes[best]):
+                traced.graph.call_function(pipe_split)
+            choices = [index for index in choices if index > best]
+        return traced
+
+    return policy
+
+
+def _item_of(node: fx.Node) -> str | None:
+    """The outermost item of a list of modules that an operation is of."""
+    inside = (name for name, _ in (node.meta.get("nn_module_stack") or {}).values())
+    return next((name for name in inside if name.rpartition(".")[2].partition("@")[0].isdigit()), None)
+
+
+def _check_names(model: nn.Module, split_spec: Mapping[str, SplitPoint]) -> None:
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    unknown = [name for name in split_spec if name not in names or not name]
+    if unknown:
+        raise SetupError(
+            f"split_spec names {', '.join(map(repr, unknown))}, which {type(model).__name__} does not have; needed are"
+            f" names of its modules: {', '.join(names[1:])}"
+        )
+    wrong = [repr(point) for point in split_spec.values() if not isinstance(point, SplitPoint)]
+    if wrong:
+        raise SetupError(f"split_spec says {', '.join(wrong)}; needed is SplitPoint.BEGINNING or SplitPoint.END")
+
+
+def _check_number(
+    graph: CutGraph,
+    num_stages: int | None,
+    split_spec: Mapping[str, SplitPoint] | None,
+    split_policy: SplitPolicy | None,
+) -> None:
+    found = len(graph.stages)
+    if num_stages is not None and found != num_stages:
+        where = (
+            f"split_spec {', '.join(split_spec)}" if split_spec else "split_policy" if split_policy else "no split_spec"
+        )
+        raise SetupError(
+            f"the model's forward pass has {found - 1} split points, with {where} and its own calls of pipe_split(),"
+            f" which make {found} stages; the schedule has {num_stages}: needed are {num_stages - 1}. A point before"
+            " all or after all, and one that directly follows another, are none; a module that is called twice has two"
+        )
+
+
+def _export(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    split_spec: Mapping[str, SplitPoint],
+    *,
+    training: bool,
+    device: torch.device | None,
+) -> ExportedProgram:
+    copied, mode = fake_copy(model)
+    mode.shape_env, mode.static_shapes = ShapeEnv(), False
+    if not training or not copied.training:  # else parts may be in evaluation, frozen by the user
+        copied.train(training)
+    annotate_split_points(copied, dict(split_spec))
+
+    def example(value: Tensor) -> Tensor:
+        return torch.empty(value.shape, dtype=value.dtype, device=device or value.device)
+
+    def sizes(value: Any) -> Any:
+        # Of one row, no trace could tell whether it is one by chance.
+        return {i: Dim.AUTO if n > 1 else Dim.STATIC for i, n in enumerate(getattr(value, "shape", ()))} or None
+
+    with mode:
+        if device is not None:
+            _move(copied, device)
+        args, kwargs = tree_map_only(Tensor, example, (args, kwargs))
+    try:
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            return torch.export.export(copied, args, kwargs, dynamic_shapes=tree_map(sizes, (*args, *kwargs.values())))
+    except Exception as error:
+        reason = "\n".join(str(error).strip().splitlines()[:_LINES])
+        raise SetupError(
+            f"{type(model).__name__} cannot be traced{'' if training else ' in evaluation'}, so it cannot be cut at"
+            f" split points: {type(error).__name__}: {reason}\nChange that in the model's forward. {_BY_LAYERS}"
+        ) from error
+
+
+def _move(model: nn.Module, device: torch.device) -> None:
+    """Do what ``Module.to`` does, which refuses tensors without memory."""
+    moved: dict[int, Tensor] = {}
+    for module in model.modules():
+        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+        for values in held:
+            for name, value in values.items():
+                if isinstance(value, Tensor) and id(value) not in moved:
+                    bare = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
+                    is_parameter = isinstance(value, nn.Parameter)
+                    moved[id(value)] = nn.Parameter(bare, value.requires_grad) if is_parameter else bare
+                if isinstance(value, Tensor):
+                    values[name] = moved[id(value)]
+
+
+def _graph(
+    program: ExportedProgram, split_policy: SplitPolicy | None, *, training: bool
+) -> tuple[fx.GraphModule, dict[str, Tensor]]:
+    """The traced forward pass, with the model's tensors as attributes, and the tensors that it makes of numbers."""
+    traced = program.module(check_guards=False)
+    assert isinstance(traced, fx.GraphModule)
+    constants: dict[str, Tensor] = {}
+    for node in traced.graph.find_nodes(op="get_attr"):
+        value = program.constants.get(str(node.target))
+        if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+            # Named anew, since the trace in evaluation may use the name for another.
+            node.target = f"made_in_{'training' if training else 'evaluation'}_{len(constants)}"
+            traced.register_buffer(node.target, value)
+            constants[node.target] = value
+    if split_policy is not None:
+        traced = split_policy(traced)
+        if not isinstance(traced, fx.GraphModule):
+            raise SetupError(f"split_policy returned {traced!r}; needed is the GraphModule that it was given")
+    return traced, constants
+
+
+def _items_of_lists(model: nn.Module) -> list[str]:
+    """FQNs of the items of the model's outermost lists of modules."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and not any(name.startswith(f"{one}.") for one in found):
+            found += [f"{name}.{item}" if name else item for item, _ in module.named_children()]
+    return found
+
+
+def _likeness(name: str, others: Collection[str]) -> int:
+    """How many modules an FQN has in common with one of the others."""
+
+    def common(other: str) -> int:
+        pairs = zip(name.split("."), other.split("."), strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    return max(map(common, others), default=0)

@@ -1,0 +1,176 @@
+"""A batch as micro-batches: equal groups of rows, filled up with rows that train nothing, joined again."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_pipe.engine.plans.errors import InputError
+from lightning_pipe.llm.batches.microbatches import count_tokens, split_batch
+
+
+def batch_of(rows: int, length: int = 3) -> dict[str, Any]:
+    ids = torch.arange(rows * length).view(rows, length)
+    return {
+        "input_ids": ids,
+        "labels": ids + 1,
+        "mask": ids[:, None, None] > 1,
+        "weight": torch.rand(rows),
+        "name": "a",
+    }
+
+
+def packed(*ends: int) -> dict[str, Tensor]:
+    ids = torch.arange(ends[-1])[None]
+    return {"input_ids": ids, "labels": ids.clone(), "cu_seq_lens_q": torch.tensor((0, *ends))}
+
+
+def test_rows_are_cut_into_equal_groups_in_their_order_and_the_rest_is_given_to_each() -> None:
+    batch = batch_of(6)
+    micro_batches = split_batch(batch, 3)
+    assert (micro_batches.rows, micro_batches.padded_rows) == (6, 0)
+    for index, item in enumerate(micro_batches.items):
+        assert item["name"] == "a"
+        for key in ("input_ids", "labels", "mask", "weight"):
+            torch.testing.assert_close(item[key], batch[key][2 * index : 2 * index + 2], rtol=0, atol=0)
+
+
+def test_tensors_are_not_copied_where_no_row_is_added() -> None:
+    batch = batch_of(4)
+    items = split_batch(batch, 2).items
+    assert items[1]["input_ids"].data_ptr() == batch["input_ids"][2:].data_ptr()
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(st.integers(1, 12), st.integers(1, 8))
+def test_added_rows_are_copies_of_the_last_have_no_labels_and_are_trimmed(rows: int, num_microbatches: int) -> None:
+    batch = batch_of(rows)
+    micro_batches = split_batch(batch, num_microbatches)
+    sizes = {len(item["input_ids"]) for item in micro_batches.items}
+    assert len(micro_batches.items) == num_microbatches
+    assert len(sizes) == 1
+    assert sizes.pop() * num_microbatches == rows + micro_batches.padded_rows
+    assert micro_batches.padded_rows < num_microbatches
+    assert sum(count_tokens(item["labels"]) for item in micro_batches.items) == count_tokens(batch["labels"])
+    whole = torch.cat([item["input_ids"] for item in micro_batches.items])
+    assert (whole[rows:] == batch["input_ids"][-1]).all()
+    for key in ("input_ids", "labels", "mask", "weight"):
+        outputs = [item[key] for item in micro_batches.items]
+        assert torch.equal(micro_batches.trim(outputs), batch[key])
+
+
+def test_the_labels_of_added_rows_are_found_under_the_users_key_with_the_users_value() -> None:
+    items = split_batch(
+        {"input_ids": torch.ones(1, 2), "targets": torch.ones(1, 2)}, 2, labels="targets", ignore_index=-1
+    )
+    assert items.items[1]["targets"].tolist() == [[-1.0, -1.0]]
+    assert items.items[1]["input_ids"].tolist() == [[1.0, 1.0]]
+
+
+def test_the_users_batch_is_left_as_it_was() -> None:
+    batch = batch_of(3)
+    before = {key: value.clone() if isinstance(value, Tensor) else value for key, value in batch.items()}
+    split_batch(batch, 2).items[1]["new"] = 1
+    assert list(batch) == list(before)
+    assert all(torch.equal(batch[key], before[key]) for key in ("input_ids", "labels", "mask", "weight"))
+
+
+@pytest.mark.parametrize("rows", [3, 5])
+def test_strict_batches_must_fill_their_micro_batches(rows: int) -> None:
+    with pytest.raises(InputError, match=rf"has {rows} rows.*num_microbatches=4.*a multiple of 4.*drop_last"):
+        split_batch(batch_of(rows), 4, strict=True)
+    assert split_batch(batch_of(8), 4, strict=True).padded_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("cu_seq_lens_q", torch.tensor([0, 1, 2, 3])),
+        ("cu_seq_lens_k", torch.tensor([0, 3])),
+        ("max_length_q", 3),
+        ("max_length_k", torch.tensor(3)),
+        ("scale", torch.tensor(1.0)),
+        ("mask", torch.ones(1, 1, 3, 3)),
+        ("masks", {"full": torch.ones(4, 3)}),
+        ("pieces", [1, (torch.ones(4, 3),)]),
+    ],
+)
+def test_what_cannot_be_cut_by_rows_is_refused_by_name_for_several_micro_batches(key: str, value: Any) -> None:
+    batch = {"input_ids": torch.ones(4, 3), key: value}
+    with pytest.raises(InputError, match=rf"'{key}'.*num_microbatches=2.*4 rows.*a list of 2 micro-batches"):
+        split_batch(batch, 2)
+    (item,) = split_batch(batch, 1).items
+    assert item[key] is value
+
+
+def test_any_mapping_is_a_batch_and_rows_are_those_of_its_first_tensor_without_input_ids() -> None:
+    batch = UserDict({"name": "a", "inputs_embeds": torch.ones(4, 3, 2), "flags": [1, 2]})
+    items = split_batch(batch, 2).items
+    assert [tuple(item["inputs_embeds"].shape) for item in items] == [(2, 3, 2)] * 2
+    assert items[0]["flags"] == [1, 2]
+
+
+def test_a_list_of_micro_batches_is_taken_as_it_is() -> None:
+    batch = [packed(2, 5), packed(4)]
+    micro_batches = split_batch(batch, 2, strict=True)
+    assert (micro_batches.rows, micro_batches.padded_rows) == (2, 0)
+    for item, given_item in zip(micro_batches.items, batch, strict=True):
+        assert all(item[key] is value for key, value in given_item.items())
+
+
+def test_a_short_list_is_filled_with_its_last_micro_batch_without_labels() -> None:
+    batch = (packed(2, 5), packed(4))
+    micro_batches = split_batch(batch, 4)
+    assert (micro_batches.rows, micro_batches.padded_rows) == (2, 2)
+    assert [count_tokens(item["labels"]) for item in micro_batches.items] == [5, 4, 0, 0]
+    assert torch.equal(micro_batches.items[3]["cu_seq_lens_q"], batch[1]["cu_seq_lens_q"])
+    outputs = [torch.full((1, 2), float(index)) for index in range(4)]
+    assert micro_batches.trim(outputs).tolist() == [[0, 0], [1, 1]]
+    with pytest.raises(InputError, match=r"a list of 2 micro-batches; needed are num_microbatches=4"):
+        split_batch(batch, 4, strict=True)
+
+
+def test_a_list_of_more_micro_batches_or_of_unequal_rows_is_refused() -> None:
+    with pytest.raises(InputError, match=r"a list of 3 micro-batches; needed are num_microbatches=2"):
+        split_batch([packed(2), packed(2), packed(2)], 2)
+    with pytest.raises(InputError, match=r"micro-batches have \[1, 2\] rows; needed is the same number"):
+        split_batch([packed(2), {"input_ids": torch.ones(2, 2)}], 2)
+
+
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [
+        (torch.ones(4, 3), r"a tensor of shape \(4, 3\)"),
+        ([torch.ones(4, 3), torch.ones(4)], r"a list of 2 \(Tensor\)"),
+        ([], r"a list of 0"),
+        ({}, r"the keys \[\] and no tensor with rows"),
+        ({"a": 1, "b": torch.tensor(1)}, r"the keys \['a', 'b'\] and no tensor with rows"),
+        ({"input_ids": torch.ones(0, 3)}, r"no rows"),
+    ],
+)
+def test_a_batch_without_rows_is_refused(batch: Any, found: str) -> None:
+    with pytest.raises(InputError, match=found):
+        split_batch(batch, 2)
+
+
+def test_outputs_that_are_not_rows_are_not_trimmed() -> None:
+    micro_batches = split_batch(batch_of(3), 2)
+    with pytest.raises(InputError, match=r"\[\(2, 1\), \(1, 1\)\].*2 tensors of together 4 rows"):
+        micro_batches.trim([torch.ones(2, 1), torch.ones(1, 1)])
+    with pytest.raises(InputError, match=r"\[\(4,\)\]"):
+        micro_batches.trim([torch.ones(4)])
+    with pytest.raises(InputError, match=r"\[\(\), \(\)\]"):
+        micro_batches.trim([torch.tensor(1.0)] * 2)
+
+
+def test_tokens_are_counted_without_the_ignored_ones() -> None:
+    labels = torch.tensor([[1, -100, 3], [-100, 0, -1]])
+    assert count_tokens(labels) == 4
+    assert count_tokens(labels, ignore_index=-1) == 5
+    assert count_tokens(labels[:0]) == 0

@@ -1,0 +1,222 @@
+"""Sequence lengths: agreed on, rounded, padded to; documents and masks stay right."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_pipe.engine.plans.errors import InputError, SetupError
+from lightning_pipe.llm.batches.microbatches import count_tokens
+from lightning_pipe.llm.batches.padding import (
+    SequenceKeys,
+    block_diagonal_mask,
+    pad_microbatch,
+    target_length,
+)
+from lightning_pipe.llm.losses.cross_entropy import summed_cross_entropy
+from tests.rounding import Reference
+
+
+def micro_batch_of(rows: int, length: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(rows * 100 + length)
+    ids = torch.randint(1, 50, (rows, length), generator=generator)
+    return {
+        "input_ids": ids,
+        "labels": ids.clone(),
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": torch.arange(length).expand(rows, length),
+        "inputs_embeds": torch.randn(rows, length, 4, generator=generator),
+        "name": "a",
+    }
+
+
+def packed(lengths: list[int]) -> dict[str, Any]:
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    longest = max(lengths)
+    documents = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    return {"input_ids": torch.ones(1, sum(lengths), dtype=torch.long), **documents}
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(st.integers(1, 3), st.integers(1, 9), st.integers(0, 9))
+def test_padding_comes_at_the_end_and_cutting_it_off_gives_the_sequences_back(
+    rows: int, length: int, more: int
+) -> None:
+    micro_batch = micro_batch_of(rows, length)
+    padded = pad_microbatch(micro_batch, length + more, SequenceKeys(others={"inputs_embeds": 0.5}))
+    values = {"input_ids": 0, "labels": -100, "attention_mask": 0, "position_ids": 0, "inputs_embeds": 0.5}
+    for key, value in values.items():
+        assert torch.equal(padded[key][:, :length], micro_batch[key])
+        assert padded[key].shape[1] == length + more
+        assert (padded[key][:, length:] == value).all()
+        assert padded[key].dtype == micro_batch[key].dtype
+    assert padded["name"] == "a"
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(st.integers(1, 3), st.integers(1, 9), st.integers(0, 9))
+def test_padding_adds_no_loss_tokens_and_no_loss(rows: int, length: int, more: int) -> None:
+    micro_batch = micro_batch_of(rows, length)
+    padded = pad_microbatch(micro_batch, length + more)
+    assert count_tokens(padded["labels"]) == count_tokens(micro_batch["labels"])
+    logits = torch.randn(rows, length + more, 50)
+    whole = Reference.of(lambda: {"loss": summed_cross_entropy(logits[:, :length], micro_batch["labels"])})
+    assert whole.differences({"loss": summed_cross_entropy(logits, padded["labels"])}) == []
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(0, 9))
+def test_the_last_document_takes_in_the_padding(lengths: list[int], more: int) -> None:
+    micro_batch = packed(lengths)
+    before = micro_batch["cu_seq_lens_q"].clone()
+    length = sum(lengths) + more
+    padded = pad_microbatch(micro_batch, length)
+    expected = [*lengths[:-1], lengths[-1] + more]
+    for ends, longest in (("cu_seq_lens_q", "max_length_q"), ("cu_seq_lens_k", "max_length_k")):
+        assert padded[ends].diff().tolist() == expected
+        assert sum(expected) == length
+        assert padded[ends].dtype == torch.int32
+        assert padded[longest] == max(expected)
+        assert isinstance(padded[longest], int)
+    assert torch.equal(micro_batch["cu_seq_lens_q"], before)
+
+
+def test_what_fits_already_stays_the_same_object() -> None:
+    micro_batch = packed([2, 3]) | micro_batch_of(1, 5)
+    padded = pad_microbatch(micro_batch, 5)
+    assert padded is not micro_batch
+    assert all(padded[key] is value for key, value in micro_batch.items())
+
+
+def test_documents_that_end_before_the_row_are_extended_though_the_length_fits() -> None:
+    padded = pad_microbatch({"input_ids": torch.ones(1, 6), "cu_seq_lens_q": torch.tensor([0, 2, 4])}, 6)
+    assert padded["cu_seq_lens_q"].tolist() == [0, 2, 6]
+
+
+def test_the_longest_document_keeps_its_type_and_is_not_added_where_it_was_missing() -> None:
+    ends = torch.tensor([0, 2, 3])
+    micro_batch = {"input_ids": torch.ones(1, 3), "cu_seq_lens_q": ends, "max_length_q": torch.tensor(2).int()}
+    padded = pad_microbatch(micro_batch | {"cu_seq_lens_k": ends}, 7)
+    assert torch.equal(padded["max_length_q"], torch.tensor(5).int())
+    assert padded["max_length_q"].dtype == torch.int32
+    assert "max_length_k" not in padded
+    assert "attention_mask" not in padded
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 3), (2, 1, 3, 3), (1, 4, 3, 3)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.float32, torch.bfloat16])
+def test_a_square_mask_lets_nothing_attend_to_padding_but_padding_itself(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    causal = torch.ones(3, 3).tril().bool()
+    additive = dtype.is_floating_point
+    mask = torch.zeros(3, 3, dtype=dtype).masked_fill(~causal, -torch.inf) if additive else causal.to(dtype)
+    padded = pad_microbatch({"input_ids": torch.ones(2, 3), "attention_mask": mask.expand(shape)}, 5)["attention_mask"]
+    assert padded.dtype == dtype
+    assert padded.shape == (*shape[:-2], 5, 5)
+    attends = padded == 0 if additive else padded.bool()
+    expected = torch.block_diag(causal, torch.eye(2, dtype=torch.bool)).bool()
+    assert (attends == expected).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_attention_of_real_tokens_is_the_same_under_a_padded_mask_and_its_gradients_are_numbers(
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(0)
+    states = torch.randn(1, 2, 8, 4, requires_grad=True)
+    mask = block_diagonal_mask(torch.tensor([0, 2, 5]), 5, dtype)
+    padded = pad_microbatch({"input_ids": torch.ones(1, 5), "attention_mask": mask}, 8)["attention_mask"]
+    real = states[:, :, :5]
+    expected = Reference.of(lambda: {"real": F.scaled_dot_product_attention(real, real, real, attn_mask=mask)})
+    found = F.scaled_dot_product_attention(states, states, states, attn_mask=padded)
+    assert expected.differences({"real": found[:, :, :5]}) == []
+    (gradient,) = torch.autograd.grad(found[:, :, :5].sum(), [states])
+    assert gradient.isfinite().all()
+    assert (gradient[:, :, 5:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "message"),
+    [
+        ({"input_ids": torch.ones(1, 9)}, r"has 9 tokens a row.*length is 8"),
+        ({"input_ids": torch.ones(1, 5), "position_ids": torch.ones(5)}, r"'position_ids' has the shape \(5,\)"),
+        ({"input_ids": torch.ones(1, 5), "labels": torch.ones(1, 4)}, r"'input_ids': 5, 'labels': 4"),
+        ({"input_ids": torch.ones(1, 5), "attention_mask": torch.ones(1, 1, 5, 7)}, r"'attention_mask': 7"),
+        ({"input_ids": torch.ones(1, 5), "attention_mask": torch.ones(1, 1, 2, 5)}, r"\(1, 1, 2, 5\).*5, 5\)"),
+        ({"input_ids": torch.ones(1, 5), "cu_seq_lens_q": torch.tensor([0, 9])}, r"ends at \[9\], for 1 row"),
+        ({"input_ids": torch.ones(2, 3), "cu_seq_lens_q": torch.tensor([0, 3, 6])}, r"for 2 row\(s\) of 8"),
+        ({"input_ids": torch.ones(1, 5), "cu_seq_lens_k": torch.tensor([[0, 5]])}, r"'cu_seq_lens_k' has the shape"),
+    ],
+)
+def test_what_cannot_be_padded_is_refused_with_its_name(micro_batch: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        pad_microbatch(micro_batch, 8)
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(0, 3))
+def test_the_block_diagonal_mask_is_causal_in_each_document_and_empty_between_them(
+    lengths: list[int], more: int
+) -> None:
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    blocks = [torch.ones(size, size).tril() for size in [*lengths, more] if size]
+    expected = torch.block_diag(*blocks).bool()
+    length = sum(lengths) + more
+    mask = block_diagonal_mask(ends.int(), length)
+    assert mask.shape == (1, 1, length, length)
+    assert torch.equal(mask[0, 0], expected)
+    additive = block_diagonal_mask(ends, length, torch.bfloat16)
+    assert additive.dtype == torch.bfloat16
+    assert torch.equal(additive[0, 0] == 0, expected)
+    assert (additive[0, 0][~expected] == -torch.inf).all()
+
+
+def test_attention_under_the_block_diagonal_mask_is_that_of_each_document_alone() -> None:
+    torch.manual_seed(0)
+    states = torch.randn(1, 2, 9, 4)
+    ends = torch.tensor([0, 4, 5, 9])
+    packed_row = F.scaled_dot_product_attention(states, states, states, attn_mask=block_diagonal_mask(ends, 9))
+
+    def each_alone() -> dict[str, Tensor]:
+        documents = [states[:, :, start:end] for start, end in pairwise(ends.tolist())]
+        outputs = [F.scaled_dot_product_attention(one, one, one, is_causal=True) for one in documents]
+        return {"row": torch.cat(outputs, 2)}
+
+    assert Reference.of(each_alone).differences({"row": packed_row}) == []
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(st.integers(1, 200), st.integers(1, 64))
+def test_the_target_is_the_smallest_multiple_that_holds_the_sequence(length: int, multiple: int) -> None:
+    target = target_length(length, multiple)
+    assert target % multiple == 0
+    assert length <= target < length + multiple
+
+
+def test_the_target_is_the_smallest_bucket_that_holds_the_sequence_and_a_multiple() -> None:
+    assert [target_length(length, buckets=(64, 16, 32)) for length in (1, 16, 17, 64)] == [16, 16, 32, 64]
+    assert target_length(17, pad_to_multiple_of=48, buckets=(16, 32)) == 48
+
+
+def test_a_sequence_beyond_the_buckets_or_the_models_maximum_is_refused_with_both_numbers() -> None:
+    with pytest.raises(InputError, match=r"has 65 tokens.*longest bucket has 64.*at least 65"):
+        target_length(65, buckets=(32, 64))
+    with pytest.raises(InputError, match=r"has 101 tokens; the model's maximum is 100"):
+        target_length(101, maximum=100)
+    with pytest.raises(InputError, match=r"has 97 tokens, 112 once padded to a multiple of 16.*is 100"):
+        target_length(97, pad_to_multiple_of=16, maximum=100)
+    assert target_length(100, maximum=100) == 100
+
+
+@pytest.mark.parametrize(("multiple", "buckets"), [(0, None), (1, []), (1, [8, 0])])
+def test_multiples_and_buckets_are_whole_numbers_of_at_least_one(multiple: int, buckets: list[int] | None) -> None:
+    with pytest.raises(SetupError, match=rf"pad_to_multiple_of is {multiple}"):
+        target_length(8, multiple, buckets=buckets)

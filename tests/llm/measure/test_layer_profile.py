@@ -1,0 +1,216 @@
+"""What each kind of work takes: times by a clock that the test sets, bytes that equal those of a real run."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from lightning_pipe.llm.measure.layer_bench import Pieces
+from lightning_pipe.llm.measure.layer_profile import Footprint, Work, measure_footprints, measure_work
+from lightning_pipe.llm.measure.live_bytes import LiveBytes
+from lightning_pipe.llm.model.activation_checkpoint import checkpoint_layers
+from lightning_pipe.llm.model.deferred import deferred_init, is_deferred
+from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shallow_copy
+
+WIDTH, VOCABULARY, ROWS, LENGTH = 8, 11, 2, 5
+HIDDEN = ROWS * LENGTH * WIDTH * 4  # bytes
+CONFIG = ModuleConfig(2, "layers", ("embedding",), ("head",))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+CLOCK = Clock()
+
+
+class Passing(torch.autograd.Function):
+    """Takes time: in forward, for the gradient of what is passed, and for that of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: tuple[float, float]) -> Tensor:
+        ctx.seconds = seconds
+        CLOCK.now += 1.0
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        CLOCK.now += ctx.seconds[0]
+        weights = ctx.needs_input_grad[1]
+        CLOCK.now += ctx.seconds[1] if weights else 0.0
+        return gradients[0], gradients[0].sum() if weights else None, None
+
+
+class Weight(torch.autograd.Function):
+    """Its backward takes time, and gives a gradient to a weight alone."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        CLOCK.now += ctx.seconds
+        return gradients[0], None
+
+
+class Slow(nn.Module):
+    """A second forward, two for the gradient of its input, four for that of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Passing.apply(x, self.weight.detach(), (2.0, 0.0))
+        return y + Weight.apply(self.weight, 4.0)
+
+
+class Timed(nn.Module):
+    """A quarter of a second in each forward, whatever is left of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Slow() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        CLOCK.now += 0.25
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(2)
+        )
+        self.layers[1].register_buffer("seen", torch.zeros(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def ids() -> Tensor:
+    return torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % VOCABULARY
+
+
+def loss_of(output: Tensor, part: nn.Module) -> Tensor:
+    return output.square().sum()
+
+
+def footprints(model: nn.Module, **options: Any) -> Pieces[Footprint]:
+    return measure_footprints(model, CONFIG, (ids(),), {}, loss_of, **options)
+
+
+def test_each_kind_of_work_is_timed_by_itself() -> None:
+    found = measure_work(Timed(), CONFIG, (ids(),), {}, loss_of, clock=CLOCK)
+    assert found.layers == (Work(1.25, 6.0, 2.0, 4.0),) * 2
+    assert found.empty == Work(0.25, 0.0, 0.0, 0.0)
+
+
+def test_before_the_first_layer_all_of_the_backward_is_in_its_second_part() -> None:
+    found = measure_work(Timed(), CONFIG, (ids(),), {}, loss_of, clock=CLOCK)
+    assert found.input is not None
+    assert found.input.input_backward == 0.0
+    assert found.input.weight_backward == found.input.backward
+
+
+def test_measuring_leaves_model_and_random_numbers_as_they_are() -> None:
+    with deferred_init() as record:
+        model = Plain()
+    state = torch.get_rng_state()
+    measure_work(model, CONFIG, (ids(),), {}, loss_of)
+    footprints(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert is_deferred(model)
+    record.materialise(model, keep=lambda name: True)
+    assert all(one.grad is None for one in model.parameters())
+
+
+def test_bytes_and_operations_can_be_counted_by_hand() -> None:
+    found = footprints(Plain())
+    layer = found.layers[0]
+    size = 4 * (2 * WIDTH * 4 * WIDTH + 5 * WIDTH)
+    assert (layer.parameters, layer.gradients, layer.buffers, layer.output) == (size, size, 0, HIDDEN)
+    assert found.layers[1].buffers == 3 * 4
+    # What goes into and comes out of GELU, and the output.
+    assert layer.kept == (4 + 4 + 1) * HIDDEN
+    products = 2 * 2 * ROWS * LENGTH * WIDTH * 4 * WIDTH
+    assert layer.operations == Work(products, 2 * products, products, products)
+    assert found.empty.kept == 0
+
+
+class Measured:
+    """A real stage of one layer, and what a real micro-batch leaves."""
+
+    def __init__(self, mode: Literal["full", "selective"] | None) -> None:
+        self.stage = make_stage(shallow_copy(Plain()), CONFIG, ["layers.0"], 1, 3).train()
+        if mode is not None:
+            checkpoint_layers(self.stage, CONFIG.layers, mode)
+        for one in self.stage.parameters():
+            one.grad = torch.zeros_like(one)
+
+    def whole(self) -> tuple[int, int, int]:
+        x = torch.randn(ROWS, LENGTH, WIDTH, requires_grad=True)
+        gc.collect()
+        with LiveBytes({}) as live:
+            output = self.stage(x)
+            kept, forward, live.peak = live.now, live.peak, live.now
+            output.backward(torch.ones_like(output))
+            return kept, forward, live.peak - kept
+
+    def held(self) -> int:
+        x = torch.randn(ROWS, LENGTH, WIDTH, requires_grad=True)
+        gc.collect()
+        with LiveBytes({}) as live:
+            output = self.stage(x).clone()
+            gradient = torch.ones_like(output)
+            groups = stage_backward_input([output], [gradient], [x], self.stage.parameters())[1]
+            x.grad = None
+            del output, gradient
+            found = live.now
+            stage_backward_weight(self.stage.parameters(), groups)
+            return found
+
+
+@pytest.mark.parametrize("mode", [None, "full", "selective"])
+def test_bytes_without_memory_are_those_of_a_real_run(mode: Literal["full", "selective"] | None) -> None:
+    def prepare(stage: StageModule) -> None:
+        if mode is not None:
+            checkpoint_layers(stage, CONFIG.layers, mode)
+
+    (found, _) = footprints(Plain(), prepare=prepare).layers
+    real = Measured(mode)
+    assert (found.kept, found.in_forward, found.in_backward) == real.whole()
+    assert found.held == real.held()
+
+
+def test_layers_that_are_computed_again_keep_less_and_differ_from_those_that_are_not() -> None:
+    model = Plain()
+    model.layers[1]._buffers.clear()  # so that they are alike in all else
+    found = footprints(
+        model, prepare=lambda stage: checkpoint_layers(stage, CONFIG.layers, "full", 2), varies=lambda index: index % 2
+    )
+    again, not_again = found.layers
+    assert again.kept < not_again.kept
+    assert again.operations.backward > not_again.operations.backward

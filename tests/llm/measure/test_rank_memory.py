@@ -1,0 +1,99 @@
+"""What ranks need, from pieces whose bytes are round numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_pipe.llm.measure.layer_bench import Pieces
+from lightning_pipe.llm.measure.layer_profile import Footprint, Work
+from lightning_pipe.llm.measure.rank_memory import RankMemory, Sharing, estimate_memory
+from lightning_pipe.llm.schedules.named import SCHEDULES
+from lightning_pipe.llm.schedules.simulation import actions_of
+
+NO_WORK = Work(0, 0, 0, 0)
+
+
+def footprint(**bytes_of: int) -> Footprint:
+    names = [name for name in Footprint.__dataclass_fields__ if name != "operations"]
+    return Footprint(**{**dict.fromkeys(names, 0), **bytes_of}, operations=NO_WORK)
+
+
+LAYER = footprint(parameters=1000, gradients=1000, output=1, kept=100, held=160, in_forward=130, in_backward=40,
+                  in_input_backward=70, in_weight_backward=20)  # fmt: skip
+PIECES = Pieces(footprint(output=1), footprint(parameters=500, gradients=500, output=1), (LAYER,) * 4, footprint())
+# Holds nothing between the parts of a backward.
+EASY = replace(PIECES, layers=(replace(LAYER, held=0, in_input_backward=0, in_weight_backward=0),) * 4)
+STATES = Pieces(0, 7, (2000,) * 4, 9)
+
+
+def memory_of(schedule: str, layers: tuple[int, ...], m: int = 4, **options: Any) -> list[RankMemory]:
+    actions = actions_of(SCHEDULES[schedule], 2, m)
+    return estimate_memory(actions, layers, PIECES, STATES, **options)
+
+
+def test_parameters_gradients_and_states_are_those_of_a_ranks_pieces() -> None:
+    first, last = memory_of("1f1b", (1, 3))
+    assert (first.parameters, first.gradients, first.optimizer) == (1500, 1500, 2007)
+    assert (last.parameters, last.gradients, last.optimizer) == (3000, 3000, 6009)
+
+
+def test_what_needs_most_is_the_first_backward_after_all_forwards_that_come_before_it() -> None:
+    gpipe, one_f_one_b = memory_of("gpipe", (2, 2)), memory_of("1f1b", (2, 2))
+    # A stage keeps 200 of a micro-batch; its last layer's backward needs 40 more.
+    assert [(one.activations, one.live) for one in gpipe] == [(4 * 200 + 40, 4)] * 2
+    assert [(one.activations, one.live) for one in one_f_one_b] == [(2 * 200 + 40, 2), (1 * 200 + 40, 1)]
+
+
+def test_a_forward_may_need_more_than_any_backward() -> None:
+    (needy,) = (footprint(output=1, kept=10, held=10, in_forward=500),)
+    pieces = Pieces(footprint(output=1), None, (needy,) * 2, footprint())
+    found = estimate_memory(actions_of(SCHEDULES["gpipe"], 2, 3), (1, 1), pieces, STATES)
+    assert [one.activations for one in found] == [2 * 10 + 500] * 2
+
+
+def test_between_the_parts_of_a_backward_other_bytes_are_held() -> None:
+    """Of the last stage, where the input backward comes right after the forward."""
+    row = actions_of(SCHEDULES["interleaved_zero_bubble"], 2, 4, 1)
+    found = estimate_memory(row, (2, 2), PIECES, STATES)
+    kinds = [str(action)[1] for action in row[1]]
+    ahead = max(kinds[:end].count("I") - kinds[:end].count("W") for end in range(len(kinds) + 1))
+    assert ahead >= 1
+    # Held are 320 of a micro-batch whose weights' backward is still to come.
+    assert found[1].activations >= ahead * 320
+
+
+def test_the_first_stage_does_all_of_its_backward_in_the_second_part() -> None:
+    actions = actions_of(SCHEDULES["interleaved_zero_bubble"], 2, 4, 1)
+    first, last = (estimate_memory(actions, (2, 2), pieces, STATES) for pieces in (PIECES, EASY))
+    assert first[0].activations == last[0].activations
+    assert first[1].activations > last[1].activations
+
+
+def test_buffers_of_messages_are_there_for_every_micro_batch() -> None:
+    first, last = memory_of("1f1b", (2, 2))
+    # A gradient that is received; hidden states that are received, and their gradients.
+    assert (first.messages, last.messages) == (4 * 1, 4 * 2)
+    several = memory_of("interleaved_1f1b", (1, 1, 1, 1))
+    # The middle stages receive two tensors, and keep what they send: a gradient and hidden states.
+    assert [one.messages for one in several] == [4 * (2 + 4), 4 * (4 + 2)]
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+def test_shards_are_parts_beside_what_is_gathered(gathered: bool) -> None:
+    (_, last) = memory_of("1f1b", (2, 2), sharing=Sharing(shard=4, gathered=gathered))
+    assert last.parameters == 2000 / 4 + (2000 if gathered else 1000)
+    assert last.gradients == 2000 / 4 + 2000
+    assert last.optimizer == 4000 / 4 + 3  # 9 of the head, rounded up
+
+
+def test_ranks_share_matrices_of_layers_and_sequences() -> None:
+    first, _ = memory_of("1f1b", (2, 2), sharing=Sharing(tensor=2, context=4))
+    assert first.parameters == 500 + 2 * 500
+    assert first.activations == (2 * 200 + 40) / 4
+
+
+def test_all_is_the_sum() -> None:
+    assert RankMemory(1, 2, 4, 8, 16, 32, live=64).total == 63

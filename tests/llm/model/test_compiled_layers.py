@@ -1,0 +1,172 @@
+"""Layers compiled in place: gradients of the uncompiled ones under schedules, lengths and sharding; names unchanged."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.overrides import TorchFunctionMode
+
+from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.llm.model.activation_checkpoint import checkpoint_layers
+from lightning_pipe.llm.model.compiled_layers import compile_layers, keep_backward_buffers
+from lightning_pipe.llm.model.stage_module import StageModule, make_stage
+from lightning_pipe.llm.schedules.checks import check_combination
+from lightning_pipe.llm.schedules.named import SCHEDULES
+from tests.distributed import run_ranks
+from tests.llm.stage_cases import CONFIG, inputs, loss_of, make_model, train_stages, unequal, whole_stage
+
+# Lowers what inductor would, to eager kernels: no compiler of C++ is needed, and it takes no time.
+OPTIONS: Any = {"backend": "aot_eager", "fullgraph": True}
+TOLERANCE = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_compiled() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+
+
+def run(stage: StageModule, length: int = 6) -> dict[str, torch.Tensor]:
+    (one, *_) = inputs(length)
+    stage.zero_grad()
+    torch.manual_seed(5)
+    loss_of(stage(*one.args, **one.kwargs), one.target).backward()
+    return {name: value.grad.clone() for name, value in stage.module.named_parameters() if value.grad is not None}
+
+
+# ---------------------------------------------------------------------- one rank
+
+
+def test_names_and_layers_are_those_without() -> None:
+    plain, stage = whole_stage(), whole_stage()
+    compile_layers(stage, CONFIG.layers, **OPTIONS)
+    run(stage)
+    assert list(stage.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in stage.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert type(stage.module.get_submodule("layers.3")) is type(plain.module.get_submodule("layers.3"))
+
+
+def test_only_layers_that_the_stage_has_are_compiled_and_they_share_their_graphs() -> None:
+    stage = make_stage(make_model(), CONFIG, ["embedding", "layers.0", "layers.1"], 0, 2)
+    counter = CompileCounterWithBackend("aot_eager")
+    compile_layers(stage, CONFIG.layers, backend=counter)
+    stage(*inputs()[0].args, **inputs()[0].kwargs)
+    assert counter.frame_count == 1
+    assert counter.op_count > 1  # more than what passes through has
+
+
+def test_the_second_length_is_compiled_for_any_length() -> None:
+    stage, plain = whole_stage(), whole_stage()
+    counter = CompileCounterWithBackend("aot_eager")
+    compile_layers(stage, CONFIG.layers, backend=counter)
+    counts = []
+    for length in (6, 7, 5, 9):
+        assert not unequal(run(stage, length), run(plain, length), TOLERANCE)
+        counts.append(counter.frame_count)
+    assert counts == [1, 2, 2, 2]
+
+
+class Doubled(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.nn.functional.scaled_dot_product_attention else result
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_activation_checkpointing_is_the_compilers_business_then(mode: Any) -> None:
+    stage = whole_stage()
+    checkpoint_layers(stage, CONFIG.layers, mode)
+    compile_layers(stage, CONFIG.layers, **OPTIONS)
+    assert not unequal(run(stage), run(whole_stage()), TOLERANCE)
+
+
+@pytest.mark.parametrize("mode", [None, "full", "selective"])
+def test_function_modes_act_in_compiled_layers_too(mode: Any) -> None:
+    stage, plain = whole_stage(), whole_stage()
+    if mode:
+        checkpoint_layers(stage, CONFIG.layers, mode)
+    compile_layers(stage, CONFIG.layers, backend="aot_eager")
+    without = run(plain)
+    with Doubled():
+        expected = run(plain)
+        assert not unequal(run(stage), expected, TOLERANCE)
+    assert unequal(without, expected, TOLERANCE)
+
+
+def test_keeping_backwards_buffers_is_undone_and_lets_zero_bubble_schedules_compile() -> None:
+    config = torch._functorch.config
+    assert config.donated_buffer
+    check = functools.partial(check_combination, sharding=None, reshard_after_forward=None, compiled=True)
+    with pytest.raises(SetupError, match="donated_buffer"):
+        check(SCHEDULES["zbv_zero_bubble"])
+    put_back = keep_backward_buffers()
+    inner = keep_backward_buffers()
+    check(SCHEDULES["zbv_zero_bubble"])
+    inner()
+    assert not config.donated_buffer
+    put_back()
+    assert config.donated_buffer
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_layers_backward_runs_twice_also_where_one_was_compiled_before_that_could_not(first: bool) -> None:
+    if first:
+        earlier = whole_stage()
+        compile_layers(earlier, CONFIG.layers, **OPTIONS)
+        run(earlier)
+    put_back = keep_backward_buffers()
+    try:
+        stage = whole_stage()
+        compile_layers(stage, CONFIG.layers, **OPTIONS)
+        (one, *_) = inputs()
+        loss = loss_of(stage(*one.args, **one.kwargs), one.target)
+    finally:
+        put_back()
+    loss.backward(retain_graph=True)  # raises for a graph with donated buffers, now that the setting is back
+    loss.backward()
+
+
+# ---------------------------------------------------------------------- schedules, on two ranks
+
+CASES: dict[str, tuple[str, Any, bool, tuple[int, ...]]] = {
+    "1f1b, two lengths": ("1f1b", None, False, (6, 7)),
+    "zero bubble, two lengths": ("zbv_zero_bubble", None, False, (6, 7)),
+    "1f1b, sharded": ("1f1b", None, True, (6,)),
+    "zero bubble, sharded": ("zbv_zero_bubble", None, True, (6,)),
+    "1f1b, selective": ("1f1b", "selective", False, (6,)),
+    "zero bubble, sharded, full": ("zbv_zero_bubble", "full", True, (6,)),
+    "zero bubble, sharded, selective": ("zbv_zero_bubble", "selective", True, (6,)),
+}
+
+
+def run_schedules(rank: int, world_size: int) -> dict[str, list[str]]:
+    wrong: dict[str, list[str]] = {}
+    put_back = keep_backward_buffers()
+    for case, (schedule, mode, sharded, lengths) in CASES.items():
+
+        def prepare(stage: StageModule, mode: Any = mode) -> None:
+            if mode is not None:
+                checkpoint_layers(stage, CONFIG.layers, mode)
+            compile_layers(stage, CONFIG.layers, **OPTIONS)
+
+        expected, _ = train_stages(rank, schedule, lengths=lengths)
+        mine, _ = train_stages(rank, schedule, prepare, sharded=sharded, lengths=lengths)
+        wrong[case] = unequal(mine, expected, TOLERANCE)
+    put_back()
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, list[str]]]:
+    return run_ranks(run_schedules, 2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_layers_that_are_not_compiled(case: str, ranks: list[dict[str, list[str]]]) -> None:
+    assert [rank[case] for rank in ranks] == [[], []]

@@ -1,0 +1,128 @@
+"""The bubble of a step, from events that are made up: no processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from lightning_pipe.engine import InputError, SetupError
+from lightning_pipe.llm.schedules.bubble import RankTimes, StepBubble, measure_step, summarise, textbook_bubble
+from lightning_pipe.llm.schedules.named import SCHEDULES
+from lightning_pipe.llm.schedules.simulation import Kind, Timeline, actions_of, simulate
+from lightning_pipe.llm.schedules.timed_stage import StageEvent
+
+MS = 1_000_000
+
+
+def durations_of(stages: int, *, slowest: int = 0) -> dict[tuple[int, Kind], float]:
+    """In milliseconds; stage *slowest* takes twice as long."""
+    each: Mapping[Kind, float] = {"forward": 10, "backward": 20, "input_backward": 12, "weight_backward": 8}
+    return {
+        (stage, kind): taken * (2 if stage == slowest else 1) for stage in range(stages) for kind, taken in each.items()
+    }
+
+
+def events_of(timeline: Timeline) -> list[list[StageEvent]]:
+    """What ranks note that do what a timeline says, each by a clock that no other rank has."""
+    found = []
+    for rank, spans in timeline.spans.items():
+        clock = 10**15 * (3 - rank)
+        events: list[StageEvent] = []
+        end = 0.0
+        for span in spans:
+            times = [clock + round(time * MS) for time in (end, span.start, span.end)]
+            if span.start > end:
+                wait = "wait_forward" if span.kind == "forward" else "wait_backward"
+                events.append(StageEvent(span.stage, wait, span.microbatch, *times[:2]))
+            events.append(StageEvent(span.stage, span.kind, span.microbatch, *times[1:]))
+            end = span.end
+        found.append(events)
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("pp_size", [1, 2, 4])
+def test_ranks_that_keep_to_a_timeline_have_its_bubble_whatever_their_clocks_say(name: str, pp_size: int) -> None:
+    actions = actions_of(SCHEDULES[name], pp_size, 8)
+    stages = {action.stage_index for row in actions.values() for action in row}
+    timeline = simulate(actions, durations_of(len(stages)))
+    step = measure_step(events_of(timeline), actions)
+    assert step.measured == pytest.approx(timeline.bubble_fraction)
+    assert step.step == pytest.approx(timeline.makespan / 1e3)
+    assert step.simulated == pytest.approx(step.measured)
+    assert step.bound == pytest.approx(step.step)
+    for rank, times in enumerate(step.ranks):
+        assert times.busy == pytest.approx(timeline.busy(rank) / 1e3)
+        assert times.other == pytest.approx(0.0, abs=1e-9)
+        assert times.step == pytest.approx(step.step)
+
+
+def test_each_part_of_a_ranks_time_is_found_under_its_name() -> None:
+    def event(kind: str, start: int, end: int) -> StageEvent:
+        return StageEvent(1, kind, 0, start * MS, end * MS)
+
+    rank = [
+        event("wait_forward", 100, 107),
+        event("forward", 107, 110),
+        event("wait_backward", 111, 113),
+        event("input_backward", 113, 117),
+        event("weight_backward", 119, 124),
+    ]
+    longest = [StageEvent(0, "forward", 0, 0, 30 * MS)]
+    step = measure_step([longest, rank], {})
+    assert step.ranks[0] == RankTimes(0.03, 0.0, 0.0, other=0.0, done=0.0)
+    expected = RankTimes(busy=0.012, wait_forward=0.007, wait_backward=0.002, other=0.003, done=0.006)
+    assert vars(step.ranks[1]) == pytest.approx(vars(expected))
+    assert step.step == pytest.approx(0.030)
+    assert step.measured == pytest.approx(1 - 42 / 60)
+    assert (step.simulated, step.bound) == (None, None)
+
+
+def test_the_simulated_step_takes_medians_and_no_communication() -> None:
+    actions = actions_of(SCHEDULES["gpipe"], 2, 3)
+    timeline = simulate(actions, durations_of(2, slowest=1))
+    events = events_of(timeline)
+    # One forward of the last stage takes long, and so does what rank 0 waits for after it.
+    late = [one._replace(end_ns=one.end_ns + 50 * MS) if one[1:3] == ("forward", 2) else one for one in events[1]]
+    place = next(i for i, one in enumerate(late) if one[1:3] == ("forward", 2))
+    late[place + 1 :] = [
+        one._replace(start_ns=one.start_ns + 50 * MS, end_ns=one.end_ns + 50 * MS) for one in late[place + 1 :]
+    ]
+    step = measure_step([events[0], late], actions)
+    assert step.bound == pytest.approx(timeline.makespan / 1e3)
+    assert step.simulated == pytest.approx(timeline.bubble_fraction)
+    assert step.step > timeline.makespan / 1e3
+
+
+def test_a_rank_that_noted_nothing_is_an_error_that_names_it() -> None:
+    with pytest.raises(InputError, match=r"rank\(s\) \[1\] of a pipeline of 2 noted nothing"):
+        measure_step([[StageEvent(0, "forward", 0, 0, 1)], []], {})
+
+
+def test_events_of_another_schedule_are_an_error_that_names_what_lacks() -> None:
+    with pytest.raises(SetupError, match=r"durations lack \(0, 'backward'\)"):
+        measure_step([[StageEvent(0, "forward", 0, 0, 1)]], actions_of(SCHEDULES["gpipe"], 1, 1))
+
+
+def test_the_textbooks_bubble_is_that_of_gpipe_and_1f1b_alone() -> None:
+    found = {name: textbook_bubble(spec, 4, 8) for name, spec in SCHEDULES.items()}
+    assert {name for name, share in found.items() if share is not None} == {"gpipe", "1f1b"}
+    assert found["gpipe"] == found["1f1b"] == pytest.approx(3 / 11)
+
+
+def test_a_summary_holds_the_median_of_each_number_over_the_steps() -> None:
+    def step(scale: float, simulated: float | None) -> StepBubble:
+        return StepBubble((RankTimes(scale, 2, 3, 4, 5), RankTimes(6, 7, 8, 9, scale)), scale, 10, simulated, simulated)
+
+    report = summarise(SCHEDULES["1f1b"], 4, [step(1, 0.1), step(30, 0.3), step(2, 0.2)])
+    assert (report.schedule, report.num_microbatches, report.steps) == ("1f1b", 4, 3)
+    assert report.medians == StepBubble((RankTimes(2, 2, 3, 4, 5), RankTimes(6, 7, 8, 9, 2)), 2, 10, 0.2, 0.2)
+    assert report.textbook == pytest.approx(1 / 5)
+    bare = summarise(SCHEDULES["dualpipev"], 4, [step(1, None)])
+    assert (bare.medians.simulated, bare.medians.bound, bare.textbook) == (None, None, None)
+
+
+def test_a_summary_of_no_steps_is_an_error() -> None:
+    with pytest.raises(InputError, match="no step was measured"):
+        summarise(SCHEDULES["1f1b"], 4, [])

@@ -1,0 +1,298 @@
+"""Steps of every schedule on two ranks: exact, nothing run twice, nothing kept."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.llm.schedules.checks import check_microbatches
+from lightning_pipe.llm.schedules.named import SCHEDULES, ScheduleSpec, count_stages, find_schedule
+from lightning_pipe.llm.schedules.simulation import actions_of, backward_order
+from lightning_pipe.llm.schedules.step import build_evaluation, build_schedule, run_schedule
+from lightning_pipe.llm.schedules.timed_stage import TimedStage
+from tests.distributed import run_ranks
+from tests.llm.schedule_cases import (
+    LENGTH,
+    ROWS,
+    WIDTH,
+    OwnSchedule,
+    gradients_of,
+    loss_of,
+    make_batch,
+    make_pieces,
+    make_stages,
+    run_whole,
+    same,
+)
+
+STEPS = 2
+# Fewer micro-batches than some schedules need in training.
+EVALUATED = (1, 3)
+
+
+@dataclass
+class Case:
+    """What a schedule did on one rank.
+
+    Attributes:
+        wrong: names of the parameters whose gradients differ from one device's.
+        losses: of each step, whether they are one device's; empty lists come out as the list itself.
+        outputs: likewise.
+        forwards: of each stage of the rank, in all steps.
+        kept: how many tensors of the batch were still referenced after the step, by where.
+        has_last: whether the rank has the last stage.
+    """
+
+    has_last: bool
+    wrong: list[str] = field(default_factory=list)
+    losses: list[Any] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    forwards: list[int] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+
+
+def references(values: Iterable[Any]) -> list[weakref.ref[Any]]:
+    return [weakref.ref(value) for value in values if isinstance(value, Tensor)]
+
+
+def train(rank: int, spec: ScheduleSpec, m: int, *, views: bool = False) -> Case:
+    num_stages = 2 * count_stages(spec, 2)
+    actions = actions_of(spec, 2, m) or actions_of(SCHEDULES["gpipe"], 2, m)
+    order = {stage: backward_order(actions, stage) for stage in range(num_stages)}
+    losses, outputs, gradients = run_whole(make_pieces(num_stages, views=views), m, order)
+
+    check_microbatches(spec, m, 2)
+    pieces = make_pieces(num_stages, views=views)
+    stages = make_stages(spec, rank, pieces)
+    alive: list[weakref.ref[Any]] = []
+
+    def loss_in_view(output: Tensor, target: Tensor) -> Tensor:
+        loss = loss_of(output, target).view(1)[0] if views else loss_of(output, target)
+        alive.extend(references((output, target, loss)))
+        return loss
+
+    schedule = build_schedule(spec, stages, m, loss_in_view)
+    case = Case(has_last=stages[-1].is_last)
+    for step in range(STEPS):
+        for stage in stages:
+            stage.submod.zero_grad()
+        found: list[Tensor] = []
+        args, kwargs, targets = make_batch(m)
+        alive.extend(references((*(one for (one,) in args), *(one["factor"] for one in kwargs), *targets)))
+        gc.collect()
+        gc.disable()
+        try:
+            given = run_schedule(schedule, args, kwargs, targets, losses=found, return_outputs=step == 0)
+            del args, kwargs, targets
+            case.kept.append(sum(one() is not None for one in alive))
+        finally:
+            gc.enable()
+        assert not any(loss.requires_grad for loss in found)
+        case.losses.append(same(found, losses) if found else found)
+        case.outputs.append(same(given, outputs) if given else given)
+        for stage in stages:
+            mine, theirs = gradients_of(stage.submod), gradients[stage.stage_index]
+            assert mine.keys() == theirs.keys()
+            case.wrong += [f"{stage.stage_index}.{name}" for name in mine if not torch.equal(mine[name], theirs[name])]
+    case.forwards = [piece.forwards for piece in pieces if piece.forwards]
+    return case
+
+
+def evaluate(rank: int, spec: ScheduleSpec, m: int) -> Case:
+    num_stages = 2 * count_stages(spec, 2)
+    losses, outputs, _ = run_whole(make_pieces(num_stages), m, dict.fromkeys(range(num_stages), ()))
+    pieces = make_pieces(num_stages)
+    stages = make_stages(spec, rank, pieces, train=False)
+    alive: list[weakref.ref[Any]] = []
+
+    def result_of(output: Tensor, target: Tensor) -> tuple[Tensor]:
+        assert not output.requires_grad
+        # Those before it are gone, unless they are to be returned.
+        case.kept.append(sum(one() is not None for one in alive))
+        alive.extend(references((output,)))
+        return (loss_of(output, target),)
+
+    schedule = build_evaluation(spec, stages, m, result_of)
+    case = Case(has_last=stages[-1].is_last)
+    found: list[Any] = []
+    given = run_schedule(schedule, *make_batch(m), losses=found)
+    assert given is None
+    case.losses.append(same([one for (one,) in found], losses) if found else found)
+    # As Lightning does it: under inference mode, where FSDP's buffers must not be made.
+    with torch.inference_mode():
+        given = run_schedule(build_evaluation(spec, stages, m), *make_batch(m), return_outputs=True)
+    case.outputs.append(same(given, outputs) if given else given)
+    assert given is None or not any(one.is_inference() for one in given)
+    assert not any(gradients_of(piece) for piece in pieces)
+    case.forwards = [piece.forwards for piece in pieces if piece.forwards]
+    return case
+
+
+def write_files(rank: int, folder: Path) -> dict[str, Path]:
+    """Schedules as files, with communication and without."""
+    files = {}
+    for name, communicates in (("1f1b", False), ("looped_bfs", True), ("dualpipev", False), ("zbv_zero_bubble", True)):
+        files[f"file of {name}"] = path = folder / f"{name}.csv"
+        spec = SCHEDULES[name]
+        if communicates:
+            num_stages = 2 * count_stages(spec, 2)
+            stages = make_stages(spec, rank, make_pieces(num_stages))
+            schedule: Any = build_schedule(spec, stages, 4, loss_of)
+            schedule._dump_csv(str(path), "compute_comms")
+        else:
+            rows = actions_of(spec, 2, 4)
+            path.write_text("\n".join(",".join(map(str, row)) for row in rows.values()))
+    return files
+
+
+def run_all(rank: int, world_size: int, folder: str) -> dict[Any, Case]:
+    gc.freeze()  # what was imported is not searched again and again
+    cases: dict[Any, Case] = {}
+    for name, spec in SCHEDULES.items():
+        for m in (4, 8):
+            cases["train", name, m] = train(rank, spec, m)
+        for m in EVALUATED:
+            cases["evaluate", name, m] = evaluate(rank, spec, m)
+    own = Path(folder) / str(rank)
+    own.mkdir()
+    for name, path in write_files(rank, own).items():
+        cases["train", name, 4] = train(rank, find_schedule(path), 4)
+        cases["evaluate", name, 3] = evaluate(rank, find_schedule(path), 3)
+    cases["train", "a class of the user's", 4] = train(rank, find_schedule(OwnSchedule), 4)
+    for name in ("1f1b", "interleaved_zero_bubble", "dualpipev"):
+        cases["train", f"{name} with views", 4] = train(rank, SCHEDULES[name], 4, views=True)
+    return cases
+
+
+FILES = [f"file of {name}" for name in ("1f1b", "looped_bfs", "dualpipev", "zbv_zero_bubble")]
+OTHERS = [
+    *FILES,
+    "a class of the user's",
+    *(f"{n} with views" for n in ("1f1b", "interleaved_zero_bubble", "dualpipev")),
+]
+TRAINED = [("train", name, m) for name in SCHEDULES for m in (4, 8)] + [("train", name, 4) for name in OTHERS]
+ALL_EVALUATED = [("evaluate", name, m) for name in SCHEDULES for m in EVALUATED] + [("evaluate", n, 3) for n in FILES]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Case]]:
+    return run_ranks(run_all, 2, str(tmp_path_factory.mktemp("files")))
+
+
+@pytest.mark.parametrize("key", TRAINED, ids=str)
+def test_gradients_and_losses_are_those_of_one_device_to_the_bit(ranks: list[dict[Any, Case]], key: Any) -> None:
+    assert [case.wrong for case in (rank[key] for rank in ranks)] == [[], []]
+    assert sorted(rank[key].has_last for rank in ranks) == [False, True]
+    for rank in ranks:
+        of_each: Any = True if rank[key].has_last else []
+        assert rank[key].losses == [of_each] * STEPS
+
+
+@pytest.mark.parametrize("key", TRAINED, ids=str)
+def test_outputs_come_in_the_order_of_microbatches_if_asked_for(ranks: list[dict[Any, Case]], key: Any) -> None:
+    for rank in ranks:
+        assert rank[key].outputs == ([True, None] if rank[key].has_last else [None, None])
+
+
+@pytest.mark.parametrize("key", TRAINED, ids=str)
+def test_training_runs_each_stage_once_for_each_microbatch_and_step(ranks: list[dict[Any, Case]], key: Any) -> None:
+    for rank in ranks:
+        assert set(rank[key].forwards) == {STEPS * key[2]}
+
+
+@pytest.mark.parametrize("key", TRAINED, ids=str)
+def test_nothing_of_a_batch_is_kept_after_its_step(ranks: list[dict[Any, Case]], key: Any) -> None:
+    for rank in ranks:
+        assert rank[key].kept == [0] * STEPS
+
+
+@pytest.mark.parametrize("key", ALL_EVALUATED, ids=str)
+def test_evaluation_gives_what_the_whole_model_gives_for_any_number_of_microbatches(
+    ranks: list[dict[Any, Case]], key: Any
+) -> None:
+    for rank in ranks:
+        case = rank[key]
+        expected: list[Any] = [True, True] if case.has_last else [[], None]
+        assert [*case.losses, *case.outputs] == expected
+        assert set(case.forwards) == {2 * key[2]}
+
+
+@pytest.mark.parametrize("key", ALL_EVALUATED, ids=str)
+def test_evaluation_holds_one_microbatchs_output_at_a_time(ranks: list[dict[Any, Case]], key: Any) -> None:
+    for rank in ranks:
+        assert rank[key].kept == ([0] * key[2] if rank[key].has_last else [])
+
+
+# What follows needs one rank only.
+
+
+def stage_of(index: int, num_stages: int, module: nn.Module, *, static: bool = True) -> TimedStage:
+    shape = torch.empty(ROWS, LENGTH, WIDTH, device="meta", requires_grad=True) if static else None
+    return TimedStage(
+        module,
+        index,
+        num_stages,
+        torch.device("cpu"),
+        input_args=shape,
+        output_args=shape,
+        events=[],
+        recording=lambda: False,
+    )
+
+
+def refusals(rank: int, world_size: int) -> dict[str, str]:
+    tied = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
+    tied.append(tied[0])
+    found = {}
+
+    def attempt(what: str, name: str, stages: list[TimedStage]) -> None:
+        try:
+            build_schedule(SCHEDULES[name], stages, 4, loss_of)
+            found[what] = ""
+        except SetupError as error:
+            found[what] = str(error)
+
+    attempt("other order", "zbv_zero_bubble", [stage_of(i, 2, nn.Identity()) for i in (1, 0)])
+    attempt("too many", "1f1b", [stage_of(i, 2, nn.Identity()) for i in (0, 1)])
+    attempt("no shapes", "1f1b", [stage_of(0, 1, nn.Identity(), static=False)])
+    attempt("tied, in two parts", "zbv_zero_bubble", [stage_of(0, 2, nn.Identity()), stage_of(1, 2, tied)])
+    attempt("tied on the first", "zbv_zero_bubble", [stage_of(0, 2, tied), stage_of(1, 2, nn.Identity())])
+    attempt("tied, whole", "interleaved_1f1b", [stage_of(0, 2, nn.Identity()), stage_of(1, 2, tied)])
+    schedule = build_schedule(SCHEDULES["gpipe"], [stage_of(0, 1, nn.Identity())], 1, loss_of)
+    with torch.no_grad(), pytest.raises(SetupError) as caught:
+        run_schedule(schedule, [()], [{}], None)
+    found["without gradients"] = str(caught.value)
+    return found
+
+
+@pytest.fixture(scope="module")
+def refused() -> dict[str, str]:
+    return run_ranks(refusals, 1)[0]
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("other order", "rank 0 of 1 has stages (1, 0) of 2; schedule zbv_zero_bubble needs (0, 1) of 2"),
+        ("too many", "stages_per_rank is 2; schedule 1f1b needs one stage"),
+        ("no shapes", "stage 0 is without input_args or output_args"),
+        ("tied, in two parts", "0.weight and 2.weight of stage 1 are one parameter"),
+        ("without gradients", "use build_evaluation's"),
+    ],
+)
+def test_what_would_hang_or_be_wrong_is_refused(refused: dict[str, str], what: str, words: str) -> None:
+    assert words in refused[what]
+
+
+@pytest.mark.parametrize("what", ["tied on the first", "tied, whole"])
+def test_a_parameter_may_be_used_twice_where_the_backward_is_whole(refused: dict[str, str], what: str) -> None:
+    assert refused[what] == ""

@@ -1,0 +1,186 @@
+"""Events of stages: what ran, in which order, and what was waited for."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
+
+from lightning_pipe.llm.schedules.named import SCHEDULES, count_stages
+from lightning_pipe.llm.schedules.simulation import actions_of
+from lightning_pipe.llm.schedules.step import build_evaluation, build_schedule, run_schedule
+from lightning_pipe.llm.schedules.timed_stage import StageEvent, TimedStage, median_durations
+from tests.distributed import run_ranks
+from tests.llm.schedule_cases import loss_of, make_batch, make_pieces, make_stages
+
+MICROBATCHES = 4
+KINDS = {"forward": "F", "backward": "B", "input_backward": "I", "weight_backward": "W"}
+
+
+class Recorded:
+    """One rank's events of a step of a schedule, and when its losses were computed."""
+
+    def __init__(self) -> None:
+        self.train: list[StageEvent] = []
+        self.evaluation: list[StageEvent] = []
+        self.silent: list[StageEvent] = []
+        self.losses: list[tuple[int, int]] = []
+
+
+def make_neighbour_late(stages: list[TimedStage], rank: int, name: str) -> None:
+    """Rank 0 begins its first forward once rank 1 has asked for the result."""
+    store = _get_default_store()
+    if rank == 0:
+        stages[0].submod.register_forward_pre_hook(lambda *_: store.wait([name]))
+    else:
+        stage: Any = stages[0]
+        asked = stage.get_fwd_recv_ops
+
+        def ask(index: int) -> Any:
+            ops = asked(index)
+            store.set(name, "asked")
+            return ops
+
+        stage.get_fwd_recv_ops = ask
+
+
+def record(rank: int, name: str) -> Recorded:
+    recorded, spec = Recorded(), SCHEDULES[name]
+    pieces = make_pieces(2 * count_stages(spec, 2))
+
+    def timed_loss(output: Tensor, target: Tensor) -> Tensor:
+        start = time.perf_counter_ns()
+        loss = loss_of(output, target)
+        recorded.losses.append((start, time.perf_counter_ns()))
+        return loss
+
+    on = True
+    stages = make_stages(spec, rank, pieces, events=recorded.train, recording=lambda: on)
+    make_neighbour_late(stages, rank, name)
+    schedule = build_schedule(spec, stages, MICROBATCHES, timed_loss)
+    run_schedule(schedule, *make_batch(MICROBATCHES))
+    on = False
+    before = len(recorded.train)
+    run_schedule(schedule, *make_batch(MICROBATCHES))
+    recorded.silent = recorded.train[before:]
+    stages = make_stages(spec, rank, pieces, train=False, events=recorded.evaluation)
+    run_schedule(build_evaluation(spec, stages, MICROBATCHES), *make_batch(MICROBATCHES))
+    dist.barrier()
+    return recorded
+
+
+def record_all(rank: int, world_size: int) -> dict[str, Recorded]:
+    return {name: record(rank, name) for name in SCHEDULES}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Recorded]]:
+    return run_ranks(record_all, 2)
+
+
+def of_neighbour(name: str, rank: int, event: StageEvent) -> bool:
+    """Whether what the event needs comes from the other rank."""
+    stages = {action.stage_index: r for r, row in actions_of(SCHEDULES[name], 2, 4).items() for action in row}
+    step = {"forward": -1, "backward": 1, "input_backward": 1, "weight_backward": 0}[event.kind]
+    return stages.get(event.stage + step, rank) != rank
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_ran_is_what_the_schedule_lists_in_its_order(ranks: list[dict[str, Recorded]], name: str) -> None:
+    for rank, row in actions_of(SCHEDULES[name], 2, MICROBATCHES).items():
+        events = [event for event in ranks[rank][name].train if event.kind in KINDS]
+        assert [f"{e.stage}{KINDS[e.kind]}{e.microbatch}" for e in events] == list(map(str, row))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_evaluation_records_one_forward_of_each_microbatch_and_stage(
+    ranks: list[dict[str, Recorded]], name: str
+) -> None:
+    for recorded in ranks:
+        events = [event for event in recorded[name].evaluation if event.kind != "wait_forward"]
+        stages = sorted({event.stage for event in recorded[name].train})
+        assert [(e.stage, e.kind, e.microbatch) for e in events] == [
+            (stage, "forward", m) for stage in stages for m in range(MICROBATCHES)
+        ]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_events_of_a_rank_do_not_overlap(ranks: list[dict[str, Recorded]], name: str) -> None:
+    for recorded in ranks:
+        for events in (recorded[name].train, recorded[name].evaluation):
+            assert all(event.start_ns <= event.end_ns for event in events)
+            assert all(one.end_ns <= other.start_ns for one, other in pairwise(events))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_there_is_a_wait_just_before_what_needs_a_neighbours_tensors(
+    ranks: list[dict[str, Recorded]], name: str
+) -> None:
+    for rank, recorded in enumerate(ranks):
+        events = recorded[name].train
+        waited = {id(after): wait for wait, after in pairwise(events) if wait.kind.startswith("wait")}
+        for event in events:
+            if event.kind not in KINDS:
+                continue
+            assert (id(event) in waited) == of_neighbour(name, rank, event)
+            if id(event) in waited:
+                wait = waited[id(event)]
+                kind = "wait_forward" if event.kind == "forward" else "wait_backward"
+                assert wait[:3] == (event.stage, kind, event.microbatch)
+                assert wait.end_ns == event.start_ns
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_wait_lasts_until_the_neighbour_has_computed(ranks: list[dict[str, Recorded]], name: str) -> None:
+    ends = {(e.stage, e.kind, e.microbatch): e.end_ns for recorded in ranks for e in recorded[name].train}
+    for recorded in ranks:
+        for event in recorded[name].train:
+            if event.kind == "wait_forward":
+                assert event.end_ns > ends[event.stage - 1, "forward", event.microbatch]
+            elif event.kind == "wait_backward":
+                sources = [
+                    ends.get((event.stage + 1, kind, event.microbatch)) for kind in KINDS if "weight" not in kind
+                ]
+                assert any(end is not None and event.end_ns > end for end in sources[1:])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_wait_for_a_late_neighbour_includes_the_neighbours_forward(
+    ranks: list[dict[str, Recorded]], name: str
+) -> None:
+    first = ranks[0][name].train[0]
+    wait = ranks[1][name].train[0]
+    assert (first[:3], wait[:3]) == ((0, "forward", 0), (1, "wait_forward", 0))
+    assert wait.start_ns < first.end_ns < wait.end_ns
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_forward_of_the_last_stage_includes_its_loss(ranks: list[dict[str, Recorded]], name: str) -> None:
+    last = 2 * count_stages(SCHEDULES[name], 2) - 1
+    for recorded in ranks:
+        forwards = [e for e in recorded[name].train if (e.stage, e.kind) == (last, "forward")]
+        losses = recorded[name].losses[: len(forwards)]
+        assert len(forwards) == len(losses)
+        for forward, (start, end) in zip(forwards, losses, strict=True):
+            assert forward.start_ns < start
+            assert end <= forward.end_ns
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_nothing_is_recorded_while_recording_is_off(ranks: list[dict[str, Recorded]], name: str) -> None:
+    assert [recorded[name].silent for recorded in ranks] == [[], []]
+
+
+def test_durations_are_medians_in_seconds_by_stage_and_kind() -> None:
+    taken = {(0, "forward"): [5, 1, 3], (1, "backward"): [2, 4]}
+    events = [
+        StageEvent(stage, kind, index, 100, 100 + nanoseconds)
+        for (stage, kind), times in taken.items()
+        for index, nanoseconds in enumerate(times)
+    ]
+    assert median_durations(events) == pytest.approx({(0, "forward"): 3e-9, (1, "backward"): 3e-9})
