@@ -9,7 +9,7 @@ STAMP := .venv/.setup-complete
 
 setup: $(STAMP)
 
-$(STAMP): scripts/setup.sh pyproject.toml setup.py $(wildcard requirements/*.txt lightning_pipe/recsys/csrc/*)
+$(STAMP): scripts/setup.sh pyproject.toml setup.py $(wildcard requirements/*.txt lightning_pipe/recsys/kernels/csrc/*)
 	scripts/setup.sh
 	touch $@
 

@@ -4,12 +4,12 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-sources = sorted(str(path) for path in Path("lightning_pipe/recsys/csrc").glob("*.cpp"))
+sources = sorted(str(path) for path in Path("lightning_pipe/recsys/kernels/csrc").glob("*.cpp"))
 setup(
     ext_modules=[
         Extension(
             # Beside its sources, where nobody looks for Python modules: it is none.
-            "lightning_pipe.recsys.csrc._native",
+            "lightning_pipe.recsys.kernels.csrc._native",
             sources,
             language="c++",
             extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-fno-strict-aliasing"],

@@ -81,7 +81,7 @@ def test_the_wheel_has_every_file_of_the_package_that_git_has(wheel: Path) -> No
 def test_types_and_the_compiled_library_are_in_it(installed: Path) -> None:
     package = installed / "site" / "lightning_pipe"
     assert (package / "py.typed").is_file()
-    assert list((package / "recsys" / "csrc").glob("_native*.so"))
+    assert list((package / "recsys" / "kernels" / "csrc").glob("_native*.so"))
     code = "from lightning_pipe.recsys import native as one; print(one.__file__, one.library() is not None)"
     assert python(installed, code).split() == [str(package / "recsys" / "native.py"), "True"]
 

@@ -57,10 +57,10 @@ class PipelineProfiler(pl.Callback):
     """Measures what each task costs a step, after chosen optimiser steps. For the strategies ``recsys_*``.
 
     A task costs by how much a step is shorter where it is replayed
-    (:class:`~lightning_pipe.engine.profiling.profiler.TaskProfiler`): what runs beside other work may take long and cost nothing.
-    The latest batches trained are run again for it, some hundred times; parameters, optimisers, metrics and random
-    generators are put back, so training goes on as if nothing had been. All ranks profile at the same step. Rank 0
-    shows what it found, its own figures:
+    (:class:`~lightning_pipe.engine.profiling.profiler.TaskProfiler`): what runs beside other work may take long and
+    cost nothing. The latest batches trained are run again for it, some hundred times; parameters, optimisers, metrics
+    and random generators are put back, so training goes on as if nothing had been. All ranks profile at the same step.
+    Rank 0 shows what it found, its own figures:
 
     - prints a table;
     - gives the trainer's loggers ``exposed/TASK`` and ``own/TASK`` in seconds, and a figure of them to those that take

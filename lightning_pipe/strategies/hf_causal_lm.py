@@ -35,8 +35,8 @@ class HFCausalLM(PipelineModule):
     folder's weights, in torch's default dtype whatever the files' is: each rank reads its own stages' tensors.
 
     Batches hold ``input_ids`` and ``labels`` (rows x length; a label is the token that follows, see
-    :func:`~lightning_pipe.llm.losses.cross_entropy.shift_labels`) and whatever else the model's forward takes. Logits of a whole
-    micro-batch are never made in training: head and cross-entropy work on some tokens at a time.
+    :func:`~lightning_pipe.llm.losses.cross_entropy.shift_labels`) and whatever else the model's forward takes. Logits
+    of a whole micro-batch are never made in training: head and cross-entropy work on some tokens at a time.
 
     Args:
         config: of the model: a mapping with ``model_type``, or a ``PretrainedConfig``; or the path of a local folder

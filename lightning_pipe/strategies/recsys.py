@@ -124,8 +124,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         validate_ids: check that every id is inside its table before the lookup; costs a pass over the ids.
         detect_nan: check the loss on all ranks together; costs a small all-reduce and, on a GPU, a synchronisation.
         balancer: exchange samples between ranks in training, so that all have about as much to do: ``True``, or the
-            arguments of :class:`~lightning_pipe.recsys.balancing.balancer.BatchBalancer`, or one of these. What it does for the
-            batches is in :attr:`balance_report`.
+            arguments of :class:`~lightning_pipe.recsys.balancing.balancer.BatchBalancer`, or one of these. What it does
+            for the batches is in :attr:`balance_report`.
         copy_in_place: copy batches into device memory of batches that nobody holds any more, in place of asking the
             allocator for each; see :class:`~lightning_pipe.recsys.batches.device_buffers.DeviceBuffers`.
         free_features_early: let go of a batch's ids and weights once the input dist has sent them, where only pipelined

@@ -48,8 +48,8 @@ def shard_once(
 
     Args:
         module: holds unsharded TorchRec modules, or is what this function has sharded before.
-        asked: arguments of :func:`~lightning_pipe.recsys.sharding.shard.shard_model`; ``replicas`` and ``sync_every`` are the
-            numbers that its groups are made of. None asks for nothing.
+        asked: arguments of :func:`~lightning_pipe.recsys.sharding.shard.shard_model`; ``replicas`` and ``sync_every``
+            are the numbers that its groups are made of. None asks for nothing.
         device: where tables and dense parameters live.
         timeout: of the process group to shard over, which is made here: all ranks, for as long as the module lives.
         ranks_per_node: as the trainer has it.

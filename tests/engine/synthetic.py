@@ -2,7 +2,8 @@
 
 For real, network, disk and copies are links that make a thread wait on a timer, shared fairly by all who use them at
 once, and compute is a kernel that releases the interpreter lock and has a core for a known time, on as many of the
-cores as the graph's machine has. A task's function takes what its :class:`~lightning_pipe.engine.planning.costs.TaskCost` says.
+cores as the graph's machine has. A task's function takes what its
+:class:`~lightning_pipe.engine.planning.costs.TaskCost` says.
 """
 
 from __future__ import annotations

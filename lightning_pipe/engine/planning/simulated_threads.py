@@ -1,7 +1,8 @@
 """The threads and streams of a pipeline as processes: what a simulation runs.
 
-Each does what its counterpart does in :class:`~lightning_pipe.engine.runtime.pipeline.SWPipeline`, with the lists of waits of
-:class:`~lightning_pipe.engine.runtime.executor.Operation`; only the work is replaced by the time that it takes::
+Each does what its counterpart does in :class:`~lightning_pipe.engine.runtime.pipeline.SWPipeline`, with the lists of
+waits of :class:`~lightning_pipe.engine.runtime.executor.Operation`; only the work is replaced by the time that it
+takes::
 
     main      fetch │ order: own tasks, others into their worker's queue │ join the oldest iteration │ next period
     worker    take from the queue │ wait for other workers' tasks │ wait for background work │ work │ signal

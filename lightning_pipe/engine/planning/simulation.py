@@ -121,8 +121,8 @@ def simulate(
         at_most: iterations to run although not everything repeats, which on a device with streams it may never do.
 
     Raises:
-        PlanError: costs that do not fit the tasks (:func:`~lightning_pipe.engine.planning.costs.checked_costs`), or limits that
-            leave no two iterations.
+        PlanError: costs that do not fit the tasks (:func:`~lightning_pipe.engine.planning.costs.checked_costs`), or
+            limits that leave no two iterations.
     """
     if not 2 <= at_least <= at_most:
         raise PlanError(

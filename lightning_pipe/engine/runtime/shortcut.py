@@ -3,7 +3,8 @@
     first run    fields before ──► fn(ctx) ──► fields after     captured: what differs, and the declared effects
     replays      fields before ─────────────► fields after      put back; upstream of it gradients are zeros
 
-What a replay saves is what a task costs: :class:`~lightning_pipe.engine.profiling.profiler.TaskProfiler` measures with it.
+What a replay saves is what a task costs: :class:`~lightning_pipe.engine.profiling.profiler.TaskProfiler` measures with
+it.
 """
 
 from __future__ import annotations

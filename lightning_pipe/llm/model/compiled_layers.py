@@ -16,10 +16,10 @@ __all__ = ["compile_layers", "keep_backward_buffers"]
 def compile_layers(stage: StageModule, layers: Iterable[str], **options: Any) -> None:
     """Compile a stage's own layers in place: modules, and the names of what is in them, are what they were.
 
-    Call it after :func:`~lightning_pipe.llm.model.activation_checkpoint.checkpoint_layers` and before ``fully_shard``, whose
-    hooks stay outside of the graphs. Layers of one class share their graphs, also those of a rank's several stages, as
-    far as shapes and the settings their forward reads are the same: training, evaluation and each way of calling a
-    layer are graphs of their own, and beyond ``recompile_limit`` (8) layers run uncompiled.
+    Call it after :func:`~lightning_pipe.llm.model.activation_checkpoint.checkpoint_layers` and before ``fully_shard``,
+    whose hooks stay outside of the graphs. Layers of one class share their graphs, also those of a rank's several
+    stages, as far as shapes and the settings their forward reads are the same: training, evaluation and each way of
+    calling a layer are graphs of their own, and beyond ``recompile_limit`` (8) layers run uncompiled.
 
     *Variable lengths.* ``dynamic=None``, the default, is best in most cases: the first length is compiled as it is, the
     second once more for any length, and that is all. ``dynamic=True`` saves the first of the two. ``dynamic=False``

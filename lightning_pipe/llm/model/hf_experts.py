@@ -52,7 +52,8 @@ def has_routers(model: nn.Module) -> bool:
 
 
 def skip_experts(model: nn.Module) -> None:
-    """Let the blocks of a model without data (:func:`~lightning_pipe.llm.model.deferred.fake_copy`) hand their input on.
+    """Let the blocks of a model without data (:func:`~lightning_pipe.llm.model.deferred.fake_copy`) hand their input
+    on.
 
     Which tokens go to which expert they find out from values, so that they cannot run there. What comes out has the
     shape of what goes in. A model without such blocks is left as it is.

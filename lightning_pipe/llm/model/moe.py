@@ -62,8 +62,9 @@ class MoE(nn.Module):
 
     The router's losses, and what its coefficients mean, are those of
     :func:`~lightning_pipe.llm.losses.router_losses.pass_router_logits`; they have an effect inside a
-    :class:`~lightning_pipe.llm.losses.router_losses.RouterLosses` only, which the pipeline's stages and ``PipelineModule``
-    enter. The router works in its weight's own type, also under autocast, as Switch Transformer found necessary.
+    :class:`~lightning_pipe.llm.losses.router_losses.RouterLosses` only, which the pipeline's stages and
+    ``PipelineModule`` enter. The router works in its weight's own type, also under autocast, as Switch Transformer
+    found necessary.
 
     Args:
         dim: width of tokens.

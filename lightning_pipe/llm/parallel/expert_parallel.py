@@ -26,8 +26,8 @@ def check_experts(model: nn.Module, size: int) -> None:
     """See that the experts of a whole model, on any device, can be spread over ``size`` ranks.
 
     Raises:
-        SetupError: a model without :class:`~lightning_pipe.llm.model.moe.MoE` layers, or a number of experts that ``size``
-            does not divide.
+        SetupError: a model without :class:`~lightning_pipe.llm.model.moe.MoE` layers, or a number of experts that
+            ``size`` does not divide.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     if not layers:

@@ -96,7 +96,8 @@ def resolve_tensor_plan(
         model: the unsplit one, or a stage's; its parameters may be fake.
         config: what the unsplit one is made of.
         plan: from names of the unsplit model's modules, in which ``*`` stands for a part between dots, to a word or a
-            ``ParallelStyle``. For the words see :func:`~lightning_pipe.llm.parallel.tensor_parallel.parallelise_tensors`.
+            ``ParallelStyle``. For the words see
+            :func:`~lightning_pipe.llm.parallel.tensor_parallel.parallelise_tensors`.
         size: number of ranks that share a layer.
 
     Returns:

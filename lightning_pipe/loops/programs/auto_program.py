@@ -45,12 +45,13 @@ class Exploration:
         iterations: timed of each plan in each round.
         rounds: in each of which every plan has its turn.
         found: plans of the planner's to try at most, beside the hand-written ones. No more than all rounds can show to
-            be faster beyond noise (:func:`~lightning_pipe.engine.planning.plan_choice.most_found`): none in fewer than 5 rounds.
+            be faster beyond noise (:func:`~lightning_pipe.engine.planning.plan_choice.most_found`): none in fewer than
+            5 rounds.
         replan_above: look again at the begin of an epoch, where an iteration of the last one took this many times what
             it took when the plan was chosen; None never to.
         extra_rounds: at most, for those plans that may yet be the fastest after :attr:`rounds`
-            (:func:`~lightning_pipe.engine.planning.plan_choice.contenders`). They train as every other iteration does, so that
-            nothing is lost by them but what the slower ones of them take longer.
+            (:func:`~lightning_pipe.engine.planning.plan_choice.contenders`). They train as every other iteration does,
+            so that nothing is lost by them but what the slower ones of them take longer.
 
     Raises:
         PlanError: a number is too small, or none.

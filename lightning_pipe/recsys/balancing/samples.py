@@ -176,8 +176,8 @@ def take_apart(batch: Any, real: int | None = None, keep: Collection[str] = ()) 
     """Find the samples of *batch*.
 
     Args:
-        batch: a tensor, a jagged or keyed one, or anything :func:`~lightning_pipe.recsys.batches.pieces.walk` goes through.
-        real: how many rows are samples; the others, at the end, are padding. None: all of them.
+        batch: a tensor, a jagged or keyed one, or anything :func:`~lightning_pipe.recsys.batches.pieces.walk` goes
+        through. real: how many rows are samples; the others, at the end, are padding. None: all of them.
         keep: parts that have no row a sample, as errors call them (``batch.class_weights``).
 
     Raises:

@@ -42,8 +42,8 @@ class TrainPipeline:
 
     Args:
         model: TorchRec's ``DistributedModelParallel`` (its data-parallel wrapper averages the dense gradients), or what
-            :func:`~lightning_pipe.recsys.sharding.shard.shard_model` returns (this project's reducer does). Called with a
-            batch it returns ``(losses, output)``, as TorchRec's pipelines expect; losses are summed. With the latter,
+            :func:`~lightning_pipe.recsys.sharding.shard.shard_model` returns (this project's reducer does). Called with
+            a batch it returns ``(losses, output)``, as TorchRec's pipelines expect; losses are summed. With the latter,
             losses may be None, on any ranks: such a rank counts as having gradients of zero. With the former, on all
             ranks or none.
         optimizer: steps the dense parameters. Learning rates set between two calls of :meth:`progress` count from the
@@ -63,11 +63,11 @@ class TrainPipeline:
         max_norm: scale all gradients of a batch, the tables' included, so that their norm is at most this; None for no
             limit. It takes a model of ``shard_model``.
         balancer: exchanges samples between ranks, so that all have about as much to do: a
-            :class:`~lightning_pipe.recsys.balancing.balancer.BatchBalancer`, its arguments as a mapping, or True for its
-            defaults. Batches of a model in evaluation mode stay as they are.
+            :class:`~lightning_pipe.recsys.balancing.balancer.BatchBalancer`, its arguments as a mapping, or True for
+            its defaults. Batches of a model in evaluation mode stay as they are.
         copy_in_place: copy batches into device memory of batches that nobody holds any more, in place of asking the
-            allocator for each; see :class:`~lightning_pipe.recsys.batches.device_buffers.DeviceBuffers`. Nothing on the CPU,
-            where batches are not copied.
+            allocator for each; see :class:`~lightning_pipe.recsys.batches.device_buffers.DeviceBuffers`. Nothing on the
+            CPU, where batches are not copied.
         free_features_early: let go of a batch's ids and weights once the input dist has sent them, where only pipelined
             sharded modules are fed by them. The step may still read keys, lengths and batch sizes; to use ids is an
             error.

@@ -1,4 +1,5 @@
-"""Tests of lightning_pipe.llm.model.deferred: a model built without memory and made in part equals one built outright."""
+"""Tests of lightning_pipe.llm.model.deferred: a model built without memory and made in part equals one built
+outright."""
 
 from __future__ import annotations
 
