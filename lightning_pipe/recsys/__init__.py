@@ -48,21 +48,21 @@ __all__ = [
 ]
 
 _MODULES = {
-    "BatchBalancer": "balancing",
-    "DynamicEmbeddingBagCollection": "dynamic.modules",
-    "DynamicEmbeddingCollection": "dynamic.modules",
-    "DynamicTable": "dynamic.modules",
-    "ModelRewrite": "rewrite",
-    "RecsysActions": "tasks",
-    "ShardedModel": "sharding",
-    "SparseOptimizer": "table_optimizer",
-    "TokenCount": "token_weighted_loss",
-    "TrainPipeline": "train_pipeline",
-    "make_replica_groups": "replicas",
-    "read_rows": "dynamic.row_files",
-    "recsys_tasks": "tasks",
-    "shard_model": "sharding",
-    "token_weighted_mean": "token_weighted_loss",
+    "BatchBalancer": "balancing.balancer",
+    "DynamicEmbeddingBagCollection": "modules.dynamic_modules",
+    "DynamicEmbeddingCollection": "modules.dynamic_modules",
+    "DynamicTable": "modules.dynamic_modules",
+    "ModelRewrite": "rewrite.model_rewrite",
+    "RecsysActions": "tasks.training",
+    "ShardedModel": "sharding.shard",
+    "SparseOptimizer": "kernels.table_optimizer",
+    "TokenCount": "batches.token_weighted_loss",
+    "TrainPipeline": "tasks.train_pipeline",
+    "make_replica_groups": "sharding.replicas",
+    "read_rows": "dynamic.store.row_files",
+    "recsys_tasks": "tasks.training",
+    "shard_model": "sharding.shard",
+    "token_weighted_mean": "batches.token_weighted_loss",
 }
 
 
