@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,20 @@ ALLOWED = {
 }
 
 
+def layers() -> dict[str, list[str]]:
+    """Rooms with sub-packages, and these, highest first, as the contracts have them."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    return {
+        contract["containers"][0]: [f"{contract['containers'][0]}.{layer}" for layer in contract["layers"]]
+        for contract in contracts
+        if contract["type"] == "layers" and contract["containers"] != ["lightning_pipe"]
+    }
+
+
+def sub_packages() -> list[str]:
+    return [sub_package for found in layers().values() for sub_package in found]
+
+
 def module_name(target: str) -> str:
     return f"lightning_pipe.{target}" if target in ROOMS else target
 
@@ -54,6 +69,12 @@ def lint(folder: Path, imports: dict[str, tuple[str, ...]]) -> subprocess.Comple
         lines = [f"import {module_name(target)}" for target in imports.get(room, ())]
         (package / room / "part.py").write_text("\n".join(lines) + "\n")
     (package / "__init__.py").touch()
+    for sub_package in sub_packages():
+        module = folder / Path(*sub_package.split("."))
+        module.mkdir(parents=True, exist_ok=True)
+        (module / "__init__.py").touch()
+        lines = [f"import {target}" for target in imports.get(sub_package, ())]
+        (module / "part.py").write_text("\n".join(lines) + "\n")
     (folder / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     lint_imports = Path(sys.executable).with_name("lint-imports")
     return subprocess.run(
@@ -64,6 +85,21 @@ def lint(folder: Path, imports: dict[str, tuple[str, ...]]) -> subprocess.Comple
 def test_the_linter_passes_every_import_that_the_table_allows(tmp_path: Path) -> None:
     result = lint(tmp_path, ALLOWED)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("room", layers())
+def test_every_sub_package_is_in_its_rooms_layers(room: str) -> None:
+    folder = ROOT / Path(*room.split("."))
+    found = {f"{room}.{path.name}" for path in folder.iterdir() if (path / "__init__.py").exists()}
+    assert found == set(layers()[room])
+
+
+@pytest.mark.parametrize("room", layers())
+def test_the_linter_refuses_an_import_of_a_higher_sub_package(tmp_path: Path, room: str) -> None:
+    highest, *_, lowest = layers()[room]
+    result = lint(tmp_path, {lowest: (f"{highest}.part",)})
+    assert result.returncode == 1, result.stdout
+    assert f"{lowest}.part -> {highest}.part" in " ".join(result.stdout.split())
 
 
 @pytest.mark.parametrize(
