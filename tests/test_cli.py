@@ -497,6 +497,7 @@ def run_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=HANG, check=False)
 
 
+@pytest.mark.exhaustive
 def test_an_error_of_one_ranks_data_ends_both_processes_with_a_message_each_and_no_traceback(folder: Path) -> None:
     result = run_command(folder, "--model.odd_keys_on_rank", "1")
     assert result.returncode == 1, result.stderr

@@ -126,6 +126,7 @@ print(json.dumps(sorted(sys.modules)))
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "room",
     [

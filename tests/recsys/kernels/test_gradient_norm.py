@@ -331,6 +331,7 @@ def test_the_norm_of_tables_on_two_ranks_is_the_unsharded_modules(name: str, nor
     check(norms_of_two[name])
 
 
+@pytest.mark.exhaustive
 def test_the_norm_of_tables_on_four_ranks_is_the_unsharded_modules() -> None:
     names = ["table_wise", "table_row_wise", "sequences, row_wise", "everything", "outputs that not all ranks use"]
     ranks = run_ranks(norms, 4, names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from lightning_pipe.recsys import PLANS, recsys_plan, recsys_tasks
 from lightning_pipe.recsys.plans.named import evaluation_plan
 from tests.distributed import run_ranks
 from tests.recsys.pipeline_cases import CASES, DEPTHS, STEPS, Case, difference, outcome
+from tests.tiers import sampled, wanted
 
 Results = list[dict[str, dict[str, bool]]]
 
@@ -52,8 +53,12 @@ def compare(names: Iterable[str]) -> dict[str, dict[str, bool]]:
     return found
 
 
-def on_one_node(rank: int, world_size: int) -> dict[str, dict[str, bool]]:
-    found = compare(ON_TWO_RANKS)
+def often(case: str) -> bool:
+    return case in ("everything", "TorchRec's DLRM") or case.endswith("row_wise")
+
+
+def on_one_node(rank: int, world_size: int, cases: Sequence[str]) -> dict[str, dict[str, bool]]:
+    found = compare(cases)
     for plan in DEPTHS:
         for steps in (0, 1, 2):
             one, serial = (outcome(CASES["everything"], which, steps) for which in (plan, "serial"))
@@ -67,8 +72,8 @@ def on_two_nodes(rank: int, world_size: int) -> dict[str, dict[str, bool]]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> Results:
-    return run_ranks(on_one_node, 2)
+def two_ranks(request: pytest.FixtureRequest) -> Results:
+    return run_ranks(on_one_node, 2, wanted(request.config, ON_TWO_RANKS, often))
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +91,7 @@ def test_every_plan_trains_the_same_to_the_bit_on_one_rank(case: str) -> None:
     holds([compare([case])], case)
 
 
-@pytest.mark.parametrize("case", ON_TWO_RANKS)
+@pytest.mark.parametrize("case", sampled(ON_TWO_RANKS, often))
 def test_every_plan_trains_the_same_to_the_bit_on_two_ranks(two_ranks: Results, case: str) -> None:
     holds(two_ranks, case)
 

@@ -6,7 +6,7 @@ One spawn of two ranks runs every case; each test looks at one of them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from tests.recsys.batch_memory_cases import Copying, LiveIds, copying
 from tests.recsys.pipeline_cases import CASES, PLANS, STEPS, Case, Paired, outcome, sharded, train
 from tests.recsys.rewrite_cases import Bags, Batch, batches
 from tests.recsys.train_pipeline_cases import POOLED, error_of, pipeline_of
+from tests.tiers import sampled, wanted
 
 KINDS = ("everything", "sequences, row_wise", "processed features, table_wise", "weighted", "batch size per feature")
 
@@ -165,12 +166,16 @@ def two_epochs() -> list[float]:
         return [float(loss) for _ in range(2) for loss in train(pipeline, data)[0]]
 
 
-def everything(rank: int, world_size: int) -> dict[str, Any]:
+def often(model: str) -> bool:
+    return model in list(MODELS)[::3]
+
+
+def everything(rank: int, world_size: int, models: Sequence[str]) -> dict[str, Any]:
     reading = sharded(Case(lambda: Paired(ReadsIds())))
     with pipeline_of(reading, "prefetch", free_features_early=True) as pipeline:
         error = error_of(lambda: train(pipeline, [Copying(batch) for batch in batches(STEPS)]))
     return {
-        "same": {name: same(name) for name in MODELS},
+        "same": {name: same(name) for name in models},
         "alive": {
             plan: [alive(lambda: Paired(Bags()), plan, free_features_early=early) for early in (False, True)]
             for plan in PLANS
@@ -184,11 +189,11 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_ranks(everything, 2)
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(everything, 2, wanted(request.config, MODELS, often))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sampled(MODELS, often))
 def test_every_plan_trains_as_the_serial_one_without_release_to_the_bit(ranks: list[dict[str, Any]], name: str) -> None:
     for of_rank in ranks:
         assert of_rank["same"][name] == dict.fromkeys(plans_of(name), True)

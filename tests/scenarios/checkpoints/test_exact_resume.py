@@ -20,6 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 from lightning_pipe.engine import SetupError
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from tests.loops.models import FEATURES, Net, Rows, Stream, trainer
+from tests.tiers import sampled
 
 
 class Augmented(Dataset[Tensor]):
@@ -301,7 +302,11 @@ def test_training_goes_on_with_the_very_next_batch_to_the_same_bits(name: str, t
     ],
 )
 @pytest.mark.parametrize(
-    "name", ["shuffled", "own generator", "own sampler", "workers", "stateful", "stateful, without a length"]
+    "name",
+    sampled(
+        ["shuffled", "own generator", "own sampler", "workers", "stateful", "stateful, without a length"],
+        ("own generator", "workers", "stateful").__contains__,
+    ),
 )
 def test_it_does_wherever_the_checkpoint_was_written(name: str, hook: str, batches: int, tmp_path: Path) -> None:
     options = {"val_check_interval": 3, "num_sanity_val_steps": 0} if "validation" in hook else {"limit_val_batches": 0}

@@ -29,6 +29,7 @@ from lightning_pipe.loops.programs.default_program import default_plan
 from lightning_pipe.recsys.plans.named import recsys_plan
 from lightning_pipe.recsys.tasks.training import recsys_tasks
 from tests.scenarios.fuzzing.bounded import open_bounded
+from tests.tiers import sampled
 
 PLAN = recsys_plan("semi_sync", recsys_tasks()).to_yaml()
 OWN_PLAN = "name: own\ntasks: {H2D: {stage: 1, stream: copies}, TrainBatch: {}}\n"
@@ -257,7 +258,7 @@ ACTION_TEXTS: dict[str, str | bytes] = {
 }
 
 
-@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("kind", sampled(ALL, ("plan", "costs").__contains__))
 @pytest.mark.parametrize("what", TEXTS)
 def test_a_file_made_to_harm_is_read_or_refused(what: str, kind: str, tmp_path: Path) -> None:
     open_as(kind, _written(tmp_path, TEXTS[what]))

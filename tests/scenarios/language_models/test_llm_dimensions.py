@@ -178,8 +178,8 @@ def on_four_ranks(rank: int, world: int, cases: Sequence[str]) -> dict[str, Any]
     return found
 
 
-# One of each dimension, and packed rows.
-OFTEN = ("context", "ring, packed", "tensor", "experts")
+# One of each dimension.
+OFTEN = ("ring, packed", "tensor", "experts")
 
 
 @pytest.fixture(scope="module")

@@ -191,7 +191,8 @@ def run_all(rank: int, world: int, cases: Sequence[Any]) -> dict[Any, Any]:
 def often(case: Case | HFCase) -> bool:
     """On two ranks: under a trainer, of Hugging Face, and few micro-batches of lengths that vary."""
     few = isinstance(case, Case) and case.microbatches == 4 and not case.static
-    return case.ranks == 2 and (isinstance(case, HFCase) or case in TRAINER_CASES or few)
+    hugging_face = isinstance(case, HFCase) and case.schedule in ("1f1b", "dualpipev")
+    return case.ranks == 2 and (hugging_face or case in TRAINER_CASES or few)
 
 
 @pytest.fixture(scope="module")

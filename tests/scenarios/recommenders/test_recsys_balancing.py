@@ -151,6 +151,7 @@ def beside(rank: int, world_size: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.exhaustive
 def test_profiles_and_evaluation_beside_it() -> None:
     for found in run_ranks(beside, 2):
         assert found == {

@@ -9,7 +9,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,10 +38,15 @@ from tests.strategies.cases import (
     state_of,
     trainer,
 )
+from tests.tiers import sampled, wanted
 
 KINDS = {"people": "row_wise", "things": "table_wise"}
 BAD_RANK = 1
 BAD_BATCHES = (0, 3)  # the first one trains alone, with recorders on
+
+
+def often(batch: int) -> bool:
+    return batch == 3
 
 
 # ---------------------------------------------------------------------- bad input
@@ -210,10 +215,10 @@ def first_words(rank: int) -> tuple[str, bool]:
         return file.read(), "LOCAL_WORLD_SIZE" in os.environ
 
 
-def run_cases(rank: int, world_size: int) -> dict[str, Any]:
+def run_cases(rank: int, world_size: int, bad_batches: Sequence[int]) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for plan in PLANS:
-        for at in BAD_BATCHES:
+        for at in bad_batches:
             for name, (spoil, arguments, _) in BAD.items():
                 train = loader(48, collate_fn=Spoiling(spoil, at))
                 results[f"{name}, {at}, {plan}"] = failure(Clicks(), recsys(plan, KINDS, **arguments), train=train)
@@ -305,8 +310,8 @@ def evaluations() -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_ranks(run_cases, 2)
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(run_cases, 2, wanted(request.config, BAD_BATCHES, often))
 
 
 def named(results: list[dict[str, Any]], name: str) -> list[Any]:
@@ -330,7 +335,7 @@ def test_the_first_training_says_nothing_of_torchrecs_workings() -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("at", BAD_BATCHES, ids="batch_{}".format)
+@pytest.mark.parametrize("at", sampled(BAD_BATCHES, often, "batch_{}".format))
 @pytest.mark.parametrize("name", [*BAD, "a transfer hook"])
 def test_every_rank_raises_what_is_wrong_with_the_batch_of_one(
     ranks: list[dict[str, Any]], name: str, at: int, plan: str
