@@ -16,9 +16,9 @@ from rich.text import Text
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.plans.fitted_table import FittedTable
 from lightning_pipe.engine.ranks.process_groups import new_group
+from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.llm.schedules.bubble import BubbleReport, StepBubble, measure_step, summarise
 from lightning_pipe.llm.schedules.simulation import actions_of
-from lightning_pipe.llm.schedules.timed_stage import StageEvent
 from lightning_pipe.strategies.llm import LLMPipelineStrategy
 
 __all__ = ["BubbleMonitor", "bubble_table"]
@@ -94,8 +94,7 @@ class BubbleMonitor(pl.Callback):
         runner.record_events = wanted
         if not wanted:
             del runner.events[count:]
-        found: list[list[StageEvent]] = [[] for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather_object(found, events, group=self._group)
+        found = gather(events, self._group)
         pipeline = strategy.device_mesh.mesh.reshape(strategy.pipeline_size, -1)[:, 0].tolist()
         actions = actions_of(
             strategy.schedule_spec, strategy.pipeline_size, strategy.num_microbatches, strategy.stages_per_rank

@@ -19,6 +19,7 @@ from lightning_pipe.callbacks.verdict import StepUse, Verdict, find_verdict, for
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.observe.meter import Meter
 from lightning_pipe.engine.ranks.exchanges import shares_host
+from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.strategies.in_process import InProcessPipelineStrategy
 
@@ -189,8 +190,7 @@ class PipelineMonitor(pl.Callback):
         own = self._epoch.mean() if self._epoch.iterations >= _FEWEST else None
         found: list[StepUse | None] = [own]
         if self._group is not None:
-            found = [None] * dist.get_world_size(self._group)
-            dist.all_gather_object(found, own, group=self._group)
+            found = gather(own, self._group)
         known = [one for one in found if one is not None]
         self._use = known if len(known) == len(found) else []
         if not self._use:

@@ -32,6 +32,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import IterableDataset
 
 from lightning_pipe.engine import InputError, TaskError
+from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fetched, Source, given_again
 from lightning_pipe.loops.data.random_streams import RandomStreams
 from lightning_pipe.loops.data.statuses import StatusGroup
@@ -167,8 +168,7 @@ class EvaluationData(Iterator[Any]):
         if loader._mode != "sequential":
             own = [min(own) if loader._mode == "min_size" else max(own)]
         said = f"{type(failed[0]).__name__}: {failed[0]}" if failed else None
-        all_said: list[Any] = [None] * self._trainer.world_size
-        dist.all_gather_object(all_said, (own, said))
+        all_said = gather((own, said))
         if failed:
             raise failed[0]
         if problems := [f"rank {rank}: {text}" for rank, (_, text) in enumerate(all_said) if text]:
@@ -413,8 +413,7 @@ class EvaluationData(Iterator[Any]):
             said = None
         except Exception as caught:  # of any class: the other ranks wait for this rank's answer
             error, said = caught, f"{type(caught).__name__}: {caught}"
-        ranks: list[Any] = [None] * self._trainer.world_size
-        dist.all_gather_object(ranks, said, group=self._group)
+        ranks: list[Any] = gather(said, self._group)
         if error is not None:
             raise error
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(ranks) if isinstance(text, str)]

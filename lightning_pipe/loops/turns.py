@@ -34,6 +34,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
 from lightning_pipe.engine import InputError
+from lightning_pipe.engine.ranks.together import gather
 
 __all__ = ["Logged", "Turn", "UnevenEvaluation", "align_metrics", "log_for_others", "recorded_logs"]
 
@@ -179,9 +180,7 @@ class Turn:
         return first
 
     def _gather(self, said: Any) -> list[Any]:
-        all_said: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(all_said, said, group=self._group)
-        return all_said
+        return gather(said, self._group)
 
 
 # ---------------------------------------------------------------------- what is logged
@@ -320,8 +319,7 @@ def align_metrics(module: nn.Module) -> None:
             states[name, state] = value
     forms = {key: _form(value) for key, value in states.items()}
     changed = {name for name, metric in metrics.items() if metric._computed is None}
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (forms, changed))
+    ranks = gather((forms, changed))
     for name, metric in metrics.items():
         if any(name in of_rank for _, of_rank in ranks):
             metric._computed = None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_pipe.engine import InputError
+from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.llm.losses.cross_entropy import check_sum
 from lightning_pipe.llm.losses.router_losses import RouterLosses, sum_router_losses
 from lightning_pipe.llm.parallel.context_ranks import ContextRanks
@@ -217,10 +218,7 @@ class BatchRuns:
         found = torch.cat([totals, totals.new_tensor([float(failure is not None)])])
         dist.all_reduce(found, group=self._group)
         if found[-1]:
-            texts: list[Any] = [None] * dist.get_world_size(self._group)
-            dist.all_gather_object(
-                texts, None if failure is None else f"{type(failure).__name__}: {failure}", group=self._group
-            )
+            texts = gather(None if failure is None else f"{type(failure).__name__}: {failure}", self._group)
             if failure is not None:
                 raise failure
             failed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)

@@ -21,7 +21,8 @@ import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import CheckpointIO
 
-from lightning_pipe.engine import PipelineError, SetupError
+from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.ranks.together import on_all_ranks
 from lightning_pipe.strategies.background_save import BackgroundSave, HostCopies
 from lightning_pipe.strategies.base import DistributedStrategy
 from lightning_pipe.strategies.safe_reading import unsafe_names
@@ -39,8 +40,6 @@ __all__ = [
     "FolderCheckpointStrategy",
     "WriteFolder",
     "WritePart",
-    "gather",
-    "on_all_ranks",
     "reasons",
     "write_folder",
 ]
@@ -290,46 +289,6 @@ def _pack(rest: dict[str, Any]) -> bytes:
             stacklevel=2,
         )
     return packed
-
-
-# ---------------------------------------------------------------------- ranks
-
-
-def on_all_ranks(work: Callable[[], T], failed: str, group: dist.ProcessGroup | None = None) -> T:
-    """Do *work*, in which ranks do not wait for each other; raises on all ranks what went wrong on any.
-
-    Args:
-        work: this project's errors say all themselves.
-        failed: what is not done, for the message of any other error.
-        group: to say it through; the world's where there is none.
-    """
-    problem, cause = None, None
-    try:
-        result = work()
-    except Exception as error:  # of the file system, or of what cannot be pickled
-        problem, cause = _said(error, failed), error
-    found = gather(problem, group)
-    if any(found):
-        # What all say alike is said once; else what each says that has failed.
-        texts = {text: [rank for rank, one in enumerate(found) if one == text] for text in found if text is not None}
-        everywhere = len(texts) == 1 and None not in found
-        named = [text if everywhere else f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in texts.items()]
-        raise SetupError("\n".join(named)) from cause
-    return result
-
-
-def _said(error: Exception, failed: str) -> str:
-    """What is said of an error: this project's say all themselves, the system's their kind."""
-    if isinstance(error, PipelineError):
-        return str(error)
-    return f"{failed}: {error}" if isinstance(error, OSError) else f"{failed}: {type(error).__name__}: {error}"
-
-
-def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's value, on every rank; whatever can be pickled."""
-    values = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group)
-    return values
 
 
 def reasons(error: dcp.CheckpointException) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipe.strategies.checkpoint_folder import gather, on_all_ranks
+from lightning_pipe.engine.ranks.together import gather, on_all_ranks
 
 __all__ = ["Group", "by_name", "held_names", "listed", "merge_groups", "optimizer_problems", "pack_state"]
 

@@ -31,6 +31,7 @@ from lightning_pipe.engine.plans.flags import check_flags
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.exchanges import exchanging
 from lightning_pipe.engine.ranks.process_groups import new_group
+from lightning_pipe.engine.ranks.together import on_all_ranks
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.data.batch_source import Uneven
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
@@ -56,7 +57,7 @@ from lightning_pipe.recsys.sharding.shard import ShardedModel
 from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, propose_plans
 from lightning_pipe.recsys.tasks.training import RecsysActions, recsys_tasks
 from lightning_pipe.strategies.auto import AUTO, IN_FLIGHT, exploration_of, refuse_without_auto, tell_choice
-from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy, on_all_ranks
+from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
 from lightning_pipe.strategies.refusals import (
     clips_gradients,
     loss_scaler,

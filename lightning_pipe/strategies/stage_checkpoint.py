@@ -19,8 +19,9 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.optim import Optimizer
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.ranks.together import gather, on_all_ranks
 from lightning_pipe.strategies.checkpoint_export import export_checkpoint, export_pretrained
-from lightning_pipe.strategies.checkpoint_folder import WriteFolder, gather, on_all_ranks, write_folder
+from lightning_pipe.strategies.checkpoint_folder import WriteFolder, write_folder
 from lightning_pipe.strategies.folder_reading import (
     check_stages,
     fill_from_folder,

@@ -20,6 +20,7 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor
 
 from lightning_pipe.engine import PipelineError, SetupError
+from lightning_pipe.engine.ranks.together import gather, on_all_ranks
 from lightning_pipe.llm.batches.microbatches import split_batch
 from lightning_pipe.llm.batches.padding import SequenceKeys, pad_microbatch
 from lightning_pipe.llm.choice.schedule_choice import (
@@ -43,7 +44,6 @@ from lightning_pipe.llm.model.module_config import ModuleConfig, derive_config
 from lightning_pipe.llm.schedules.checks import splits_backward
 from lightning_pipe.llm.schedules.named import ScheduleSpec
 from lightning_pipe.loops.programs.user_errors import note_lost_rank
-from lightning_pipe.strategies.checkpoint_folder import gather, on_all_ranks
 from lightning_pipe.strategies.optimizer_bytes import by_piece, optimizer_bytes
 from lightning_pipe.strategies.pipeline_module import PipelineModule
 from lightning_pipe.strategies.stage_parts import PartsMaker, StagePlan, StageSettings, example_of

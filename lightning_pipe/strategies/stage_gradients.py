@@ -11,11 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.llm.model.tied import TiedGradients, TiedParameter
 from lightning_pipe.llm.parallel.dimensions import StageMeshes
 from lightning_pipe.llm.parallel.gradients import GradientNorm, clip_by_norm
 from lightning_pipe.llm.parallel.tensor_parallel import TensorGradients
-from lightning_pipe.strategies.checkpoint_folder import gather
 from lightning_pipe.strategies.stage_split import SplitModel
 
 __all__ = ["StageGradients"]

@@ -18,6 +18,7 @@ from lightning.pytorch.plugins import Precision
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.agreement import check_agreement
+from lightning_pipe.engine.ranks.together import on_all_ranks
 from lightning_pipe.llm.batches.padding import SequenceKeys
 from lightning_pipe.llm.model.deferred import DeferredInit, is_deferred
 from lightning_pipe.llm.parallel.context_ranks import ContextRanks
@@ -28,7 +29,6 @@ from lightning_pipe.llm.run.runner import PipelineRunner
 from lightning_pipe.llm.schedules.named import ScheduleSpec, place_stages, stages_of_rank
 from lightning_pipe.llm.schedules.step import check_shared_parameters
 from lightning_pipe.strategies.batch_runs import BatchRuns
-from lightning_pipe.strategies.checkpoint_folder import on_all_ranks
 from lightning_pipe.strategies.loss_scaling import LossScaling
 from lightning_pipe.strategies.pipeline_module import PipelineModule
 from lightning_pipe.strategies.stage_gradients import StageGradients

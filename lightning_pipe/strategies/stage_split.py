@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.ranks.together import on_all_ranks
 from lightning_pipe.llm.measure.layer_bench import LossOf, stand_in
 from lightning_pipe.llm.measure.layer_costs import measure_costs
 from lightning_pipe.llm.model.deferred import DeferredInit, fake_copy
@@ -38,7 +39,6 @@ from lightning_pipe.llm.model.tied import TiedParameter, find_tied, name_copies
 from lightning_pipe.llm.parallel.attention_mode import CheckedAttention
 from lightning_pipe.llm.split.by_name import split_at, split_by_cost, split_by_ranges, split_evenly
 from lightning_pipe.llm.split.traced_split import TracedSplit, join_stages, split_into_equal_size, trace_split
-from lightning_pipe.strategies.checkpoint_folder import on_all_ranks
 from lightning_pipe.strategies.hf_weights import PretrainedWeights, load_into
 from lightning_pipe.strategies.stage_parallel import StageParallelism
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from lightning_pipe.engine import InputError, SetupError
-from lightning_pipe.strategies.checkpoint_folder import on_all_ranks
+from lightning_pipe.engine.ranks.together import on_all_ranks
 from tests.distributed import run_ranks
 
 ERRORS: dict[str, Callable[[], Exception]] = {

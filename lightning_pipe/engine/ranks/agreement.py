@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe.engine.plans.errors import PipelineError, PlanError
+from lightning_pipe.engine.ranks.together import communicating_device, gather
 
 __all__ = ["check_agreement"]
 
@@ -41,14 +42,12 @@ def check_agreement(
     if group is None or not dist.is_initialized() or group.size() == 1:
         return
     digest = hashlib.sha256(json.dumps(description).encode()).digest()
-    own = torch.tensor(list(digest), dtype=torch.uint8, device=_device_of(group))
+    own = torch.tensor(list(digest), dtype=torch.uint8, device=communicating_device(group, torch.device("cpu")))
     digests = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(digests, own, group=group)
     if bool((torch.stack(digests) == own).all()):
         return
-    descriptions: list[list[Entry]] = [[]] * group.size()
-    dist.all_gather_object(descriptions, list(description), group=group)
-    raise error(_first_difference(descriptions, what) + advice)
+    raise error(_first_difference(gather(list(description), group), what) + advice)
 
 
 def _first_difference(descriptions: list[list[Entry]], what: str) -> str:
@@ -73,9 +72,3 @@ def _on_rank(rank: int, entry: list[Entry]) -> str:
         return f"rank {rank} has no more entries"
     ((name, value),) = entry
     return f"rank {rank} has {name!r}" + (f" = {value!r}" if value else "")
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """A device whose tensors the group's backend takes: CPU where it can, else the current device of the first type."""
-    types = [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
-    return torch.device("cpu" if "cpu" in types else types[0])

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipe.engine.ranks.together import gather
+
 __all__ = ["exchanging", "gains_from_messages", "shares_host"]
 
 _CPU = torch.device("cpu")
@@ -38,9 +40,7 @@ def gains_from_messages(group: dist.ProcessGroup) -> bool:
 
 def shares_host(group: dist.ProcessGroup) -> bool:
     """Whether the ranks of *group* reach each other without a network; all of them call this."""
-    places: list[str] = [""] * group.size()
-    dist.all_gather_object(places, _place(), group=group)
-    return len(set(places)) == 1
+    return len(set(gather(_place(), group))) == 1
 
 
 def exchanging(group: dist.ProcessGroup) -> dist.ProcessGroup:

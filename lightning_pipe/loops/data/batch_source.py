@@ -23,6 +23,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_pipe.engine import InputError
+from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.loops.data.statuses import Statuses
 
 __all__ = ["AgreedSource", "BatchSource", "Fetched", "Source", "Uneven", "given_again"]
@@ -184,9 +185,8 @@ class AgreedSource:
 
     def _say_what_is_left(self) -> None:
         had, remaining = self._had_by_all, self._remaining()
-        ranks: list[tuple[int, bool]] = [(0, True)] * self._group.size()
         left = self._read_here - had
-        dist.all_gather_object(ranks, (left + (remaining or 0), not left or remaining is not None), group=self._group)
+        ranks = gather((left + (remaining or 0), not left or remaining is not None), self._group)
         counts = ", ".join(
             f"{count}{'' if exact else ' or more'} on rank {rank}" for rank, (count, exact) in enumerate(ranks) if count
         )

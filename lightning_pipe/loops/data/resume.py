@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.plans.shown import printable, shown
+from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.loops.data.random_streams import States, get_states, pack_states, set_states, unpack_states
 
 # Whose work may run ahead.
@@ -99,7 +100,6 @@ def failing_together(what: str) -> Iterator[None]:
         problem, cause = f"{what} is damaged, or of other dataloaders ({said})", error
     found = [problem]
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        found *= dist.get_world_size()
-        dist.all_gather_object(found, problem)
+        found = gather(problem)
     if texts := [one for one in found if one is not None]:
         raise SetupError(f"{'; '.join(texts)}; give another checkpoint, or load the module's values alone") from cause

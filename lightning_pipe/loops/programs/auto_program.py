@@ -26,6 +26,7 @@ from lightning_pipe.engine import IterContext, PipelinePlan, PlanError, SWPipeli
 from lightning_pipe.engine.observe.device_clock import DeviceClock
 from lightning_pipe.engine.observe.trace import Trace
 from lightning_pipe.engine.planning.plan_choice import contenders, fastest, most_found, typical
+from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.engine.runtime.devices import DeviceStreams
 from lightning_pipe.loops.programs.program import TrainingProgram
 
@@ -328,8 +329,7 @@ class AutoProgram(TrainingProgram):
         """The same on every rank, so that all choose alike."""
         if self._group is None or not dist.is_initialized() or self._group.size() == 1:
             return values
-        ranks: list[list[float]] = [[] for _ in range(self._group.size())]
-        dist.all_gather_object(ranks, values, group=self._group)
+        ranks = gather(values, self._group)
         return [statistics.fmean(of_ranks) for of_ranks in zip(*ranks, strict=True)]
 
 

@@ -23,12 +23,13 @@ import torch.distributed as dist
 
 from lightning_pipe.engine.plans.errors import InputError, SetupError
 from lightning_pipe.engine.ranks.agreement import check_agreement
+from lightning_pipe.engine.ranks.together import communicating_device
 from lightning_pipe.engine.runtime.worker import Worker
 from lightning_pipe.recsys.balancing.exchange import ExchangeKind, exchange
 from lightning_pipe.recsys.balancing.gather import Gathered, Gathering, Room, check_workloads
 from lightning_pipe.recsys.balancing.partition import Ranks, imbalance, loads_of, partition
 from lightning_pipe.recsys.balancing.samples import Samples, take_apart
-from lightning_pipe.recsys.batches.agreement import Agreement, communicating_device
+from lightning_pipe.recsys.batches.agreement import Agreement
 
 __all__ = ["Balance", "BalanceReport", "BatchBalancer", "make_balancer"]
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipe.engine.ranks.together import communicating_device
 from lightning_pipe.recsys.balancing.gather import Gathered
 from lightning_pipe.recsys.balancing.partition import Ranks
 from lightning_pipe.recsys.balancing.samples import Samples
-from lightning_pipe.recsys.batches.agreement import communicating_device
 
 __all__ = ["ExchangeKind", "exchange"]
 

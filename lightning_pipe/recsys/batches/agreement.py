@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe.engine.plans.errors import InputError
+from lightning_pipe.engine.ranks.together import gather
 
-__all__ = ["Agreement", "communicating_device", "describe_error"]
+__all__ = ["Agreement", "describe_error"]
 
 T = TypeVar("T")
 
@@ -20,12 +21,6 @@ T = TypeVar("T")
 def describe_error(error: BaseException) -> str:
     """An error of this project says all in its message; of any other, the class belongs to the description."""
     return str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-
-
-def communicating_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """*device*, if the group's backend takes its tensors; else one whose tensors it takes, the host's if it does."""
-    types = [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
-    return device if device.type in types else torch.device("cpu" if "cpu" in types else types[0])
 
 
 class Agreement:
@@ -48,9 +43,7 @@ class Agreement:
         """Every rank's ``value``, in rank order."""
         if self._group is None:
             return [value]
-        values: list[T] = [value] * self._group.size()
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        return gather(value, self._group)
 
     def any_of(self, flags: list[bool]) -> list[bool]:
         """For each flag, whether it is set on any rank."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lightning_pipe.engine.plans.errors import InputError
 from lightning_pipe.engine.ranks.process_groups import new_group
-from lightning_pipe.recsys.batches.agreement import communicating_device
+from lightning_pipe.engine.ranks.together import communicating_device
 
 __all__ = ["TokenCount", "token_weighted_mean"]
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
+from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.recsys.modules.tables import Table
 
 __all__ = ["Piece", "copy_values", "fill_with_init_fn", "full_tensor", "pieces_of", "release"]
@@ -130,8 +131,7 @@ def full_tensor(
         tensor: what this rank's state dict holds: sharded, whole, or None on a rank that holds no part of it.
         device: where the result lives, and what ``group`` communicates.
     """
-    kinds: list[Any] = [None] * group.size()
-    dist.all_gather_object(kinds, None if tensor is None else _description(tensor), group=group)
+    kinds: list[Any] = gather(None if tensor is None else _description(tensor), group)
     shape, dtype, is_whole = next(kind for kind in kinds if kind is not None)
     if is_whole:
         assert isinstance(tensor, torch.Tensor)

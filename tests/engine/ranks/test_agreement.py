@@ -6,11 +6,9 @@ from typing import Any, cast
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from lightning_pipe.engine.plans.errors import PlanError, SetupError
-from lightning_pipe.engine.ranks import agreement
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from tests.distributed import run_ranks
 
@@ -102,14 +100,3 @@ def test_ranks_are_counted_within_the_group_and_the_error_is_of_the_class_asked_
 def test_nothing_is_compared_where_torch_distributed_is_not_initialised() -> None:
     assert not dist.is_initialized()
     check_agreement(BASE, "plan", cast(dist.ProcessGroup, object()))
-
-
-@pytest.mark.parametrize(
-    ("backends", "device"),
-    [("cpu:gloo,cuda:gloo", "cpu"), ("cpu:gloo,cuda:nccl", "cpu"), ("cuda:nccl", "cuda")],
-)
-def test_the_digest_lies_on_a_device_that_the_backend_takes(
-    backends: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
-    assert agreement._device_of(cast(dist.ProcessGroup, object())) == torch.device(device)
