@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.figures import Figure, add_options, at_most, median_ratio, save
 from lightning_pipe.llm.losses.cross_entropy import summed_cross_entropy
-from lightning_pipe.llm.model.module_config import derive_config
+from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.stage_module import make_stage
 from lightning_pipe.llm.schedules.named import count_stages, find_schedule, stages_of_rank
 from lightning_pipe.llm.split.by_name import split_evenly

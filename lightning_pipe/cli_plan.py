@@ -20,7 +20,6 @@ from lightning_pipe.engine.planning.network import Message, NetworkModel
 from lightning_pipe.engine.planning.simulation import SimulatedRun, simulate
 from lightning_pipe.engine.plans.fitted_table import FittedTable
 from lightning_pipe.engine.plans.plan_file import named, plan_file, read_text
-from lightning_pipe.engine.plans.plan_yaml import build_plan
 from lightning_pipe.engine.plans.quantities import parse_bandwidth, parse_duration
 from lightning_pipe.environment import import_torchrec
 from lightning_pipe.llm.run.training_tasks import llm_plan
@@ -151,7 +150,7 @@ def find_plan(name: str) -> PipelinePlan:
     with plan_file(wanted, [*plain, *recsys], "prefetch") as content:
         for plan in plain.values():
             if set(content["tasks"]) == set(plan.tasks):
-                return build_plan(content, list(plan.tasks.values()))
+                return PipelinePlan.from_content(content, list(plan.tasks.values()))
         named = set(content["tasks"])
     return _recsys_plan(wanted, named)
 

@@ -40,7 +40,8 @@ from lightning_pipe.llm.measure.layer_bench import Pieces
 from lightning_pipe.llm.measure.layer_profile import Footprint, Work, measure_footprints, measure_work
 from lightning_pipe.llm.measure.links import measure_links, median_links
 from lightning_pipe.llm.measure.rank_memory import Sharing
-from lightning_pipe.llm.model.module_config import ModuleConfig, derive_config
+from lightning_pipe.llm.model.derived_config import derive_config
+from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.schedules.checks import splits_backward
 from lightning_pipe.llm.schedules.named import ScheduleSpec
 from lightning_pipe.loops.programs.user_errors import note_lost_rank

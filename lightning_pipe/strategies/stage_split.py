@@ -23,8 +23,9 @@ from lightning_pipe.engine.ranks.together import on_all_ranks
 from lightning_pipe.llm.measure.layer_bench import LossOf, stand_in
 from lightning_pipe.llm.measure.layer_costs import measure_costs
 from lightning_pipe.llm.model.deferred import DeferredInit, fake_copy
+from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.hf_experts import has_routers, skip_experts
-from lightning_pipe.llm.model.module_config import ModuleConfig, derive_config
+from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.shapes import StageShapes
 from lightning_pipe.llm.model.stage_module import (
     StageModule,

@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader
 
 from lightning_pipe.llm.batches.microbatches import split_batch
 from lightning_pipe.llm.batches.padding import block_diagonal_mask, pad_microbatch
-from lightning_pipe.llm.model.module_config import ModuleConfig, derive_config
+from lightning_pipe.llm.model.derived_config import derive_config
+from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.schedules.named import SCHEDULES, count_stages
 from lightning_pipe.llm.schedules.simulation import actions_of, backward_order
 from lightning_pipe.llm.split.by_name import split_evenly

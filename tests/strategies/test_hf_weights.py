@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.deferred import deferred_init
-from lightning_pipe.llm.model.module_config import derive_config
+from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.split.by_name import split_evenly
 from lightning_pipe.strategies.hf_causal_lm import HFCausalLM
 from lightning_pipe.strategies.hf_weights import PretrainedWeights, empty_causal_lm, load_into, pretrained_causal_lm

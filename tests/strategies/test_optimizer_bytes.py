@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_pipe.llm.model.deferred import deferred_init, is_deferred
-from lightning_pipe.llm.model.module_config import derive_config
+from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.strategies.optimizer_bytes import by_piece, optimizer_bytes
 from tests.strategies.llm_cases import Tiny, TinyLM
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.model.module_config import ModuleConfig, derive_config
+from lightning_pipe.llm.model.derived_config import derive_config
+from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.parallel.dimensions import Dimensions
 from lightning_pipe.strategies.stage_parallel import StageParallelism
 from tests.scenarios.language_models.test_llm_dimensions import ExpertsLM

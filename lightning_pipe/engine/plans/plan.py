@@ -9,6 +9,7 @@ from typing import Any
 from lightning_pipe.engine.plans.dependencies import Dependency, required_dependencies
 from lightning_pipe.engine.plans.errors import PlanError
 from lightning_pipe.engine.plans.order import check_order, derive_order, find_cycle
+from lightning_pipe.engine.plans.plan_yaml import arguments_of, dump_plan, read_content
 from lightning_pipe.engine.plans.shown import shown
 from lightning_pipe.engine.plans.task import PipelineTask
 
@@ -150,8 +151,6 @@ class PipelinePlan:
 
     def to_yaml(self) -> str:
         """The plan as YAML; :meth:`from_yaml` reads it back."""
-        from lightning_pipe.engine.plans.plan_yaml import dump_plan
-
         return dump_plan(self)
 
     @classmethod
@@ -161,13 +160,25 @@ class PipelinePlan:
         Raises:
             PlanError: unknown or repeated key or task, a missing task, or whatever the constructor refuses.
         """
-        from lightning_pipe.engine.plans.plan_yaml import load_plan
+        return cls.from_content(read_content(text), tasks)
 
-        return load_plan(text, tasks)
+    @classmethod
+    def from_content(cls, content: Mapping[str, Any], tasks: Iterable[PipelineTask]) -> PipelinePlan:
+        """Build a plan for *tasks* (in serial order) from what YAML says, in plain types.
+
+        Args:
+            content: by the keys of a plan's YAML; ``tasks`` is a mapping.
+            tasks: in serial order.
+
+        Raises:
+            PlanError: unknown key or task, a missing task, or whatever the constructor refuses.
+        """
+        pairs, others = arguments_of(content, tasks)
+        return cls([(task, TaskSchedule(**options)) for task, options in pairs], **others)
 
     def table(self) -> str:
         """The plan as a table of tasks: stage, stream, thread group, what each waits for."""
-        from lightning_pipe.engine.plans.render import plan_table
+        from lightning_pipe.engine.plans.render import plan_table  # here, since it loads Rich
 
         return plan_table(self)
 

@@ -10,24 +10,23 @@ import yaml
 from lightning_pipe.engine.plans.checked_yaml import check_keys, load_mapping
 from lightning_pipe.engine.plans.dependencies import Dependency
 from lightning_pipe.engine.plans.errors import PlanError
-from lightning_pipe.engine.plans.plan import PipelinePlan, TaskSchedule
 from lightning_pipe.engine.plans.shown import shown
 from lightning_pipe.engine.plans.task import PipelineTask
+from lightning_pipe.engine.plans.view import PlanView
 
 _PLAN_KEYS = ("name", "pipeline_depth", "tasks", "order", "deps", "cross_iter_deps", "stale")
 _TASK_KEYS = ("stage", "stream", "thread_group", "globally_ordered")
 
 
-def dump_plan(plan: PipelinePlan) -> str:
-    """YAML text that :func:`load_plan` turns into an equal plan, given the same tasks."""
+def dump_plan(plan: PlanView) -> str:
+    """YAML text that ``PipelinePlan.from_yaml`` turns into an equal plan, given the same tasks."""
     return str(yaml.safe_dump(plan_content(plan), sort_keys=False, default_flow_style=None, width=110))
 
 
-def plan_content(plan: PipelinePlan) -> dict[str, Any]:
-    """The plan in plain types, from which :func:`build_plan` makes an equal one."""
-    default = TaskSchedule()
+def plan_content(plan: PlanView) -> dict[str, Any]:
+    """The plan in plain types, from which ``PipelinePlan.from_content`` makes an equal one."""
     tasks = {
-        task: {key: getattr(where, key) for key in _TASK_KEYS if getattr(where, key) != getattr(default, key)}
+        task: {key: getattr(where, key) for key in _TASK_KEYS if getattr(where, key) != getattr(type(where)(), key)}
         for task, where in plan.schedule.items()
     }
     content: dict[str, Any] = {
@@ -47,15 +46,6 @@ def _entry(dependency: Dependency, key: str) -> list[str | int]:
     return pair if key == "deps" else [*pair, dependency.distance]
 
 
-def load_plan(text: str, tasks: Iterable[PipelineTask]) -> PipelinePlan:
-    """A plan from YAML *text* for *tasks*, whose order (not the file's) is the serial one.
-
-    Raises:
-        PlanError: not YAML, unknown or repeated keys, tasks that are unknown or left out, an invalid plan.
-    """
-    return build_plan(read_content(text), tasks)
-
-
 def read_content(text: str) -> dict[str, Any]:
     """What YAML *text* says of a plan, by key; ``tasks`` is a mapping, all else is unchecked.
 
@@ -68,15 +58,20 @@ def read_content(text: str) -> dict[str, Any]:
     return content
 
 
-def build_plan(content: Mapping[str, Any], tasks: Iterable[PipelineTask]) -> PipelinePlan:
-    """The plan for *tasks* that *content* describes.
+def arguments_of(
+    content: Mapping[str, Any], tasks: Iterable[PipelineTask]
+) -> tuple[list[tuple[PipelineTask, dict[str, Any]]], dict[str, Any]]:
+    """What a plan is made from.
 
     Args:
         content: as :func:`read_content` returns it.
         tasks: in serial order.
 
+    Returns:
+        Each task with the arguments of its schedule, and the plan's other arguments.
+
     Raises:
-        PlanError: tasks that are unknown or left out, an invalid plan.
+        PlanError: tasks that are unknown or left out, or an unknown key of a task.
     """
     known = {task.name: task for task in tasks}
     schedules = content["tasks"]
@@ -94,16 +89,12 @@ def build_plan(content: Mapping[str, Any], tasks: Iterable[PipelineTask]) -> Pip
                 f"task {name!r} of the plan has {shown(options)}; write a mapping of {', '.join(_TASK_KEYS)}"
             )
         check_keys(f"task {name!r} of the plan", options, _TASK_KEYS)
-        pairs.append((task, TaskSchedule(**options)))
-    return PipelinePlan(
-        pairs,
-        deps=_entries(content, "deps"),
-        cross_iter_deps=_entries(content, "cross_iter_deps"),
-        pipeline_depth=content.get("pipeline_depth"),
-        stale=_entries(content, "stale"),
-        name="plan" if content.get("name") is None else str(content["name"]),
-        order=_entries(content, "order"),
-    )
+        pairs.append((task, options))
+    return pairs, {
+        **{key: _entries(content, key) for key in ("deps", "cross_iter_deps", "stale", "order")},
+        "pipeline_depth": content.get("pipeline_depth"),
+        "name": "plan" if content.get("name") is None else str(content["name"]),
+    }
 
 
 def _entries(content: Mapping[str, Any], key: str) -> Any:

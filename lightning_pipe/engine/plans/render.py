@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import io
 import shutil
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
 
 from lightning_pipe.engine.plans.fitted_table import FittedTable
-
-if TYPE_CHECKING:
-    from lightning_pipe.engine.plans.plan import PipelinePlan
+from lightning_pipe.engine.plans.view import PlanView
 
 # Where the output is no terminal, and COLUMNS does not say.
 _COLUMNS = 120
 
 
-def plan_table(plan: PipelinePlan) -> str:
+def plan_table(plan: PlanView) -> str:
     """One row a task, in the order in which a period submits them, as wide as the terminal allows."""
     notes = []
     table = _table()
@@ -41,7 +38,7 @@ def plan_table(plan: PipelinePlan) -> str:
     return _text(shutil.get_terminal_size((_COLUMNS, 24)).columns, title, table, *notes)
 
 
-def plan_timeline(plan: PipelinePlan, iterations: int) -> str:
+def plan_timeline(plan: PlanView, iterations: int) -> str:
     """Which iteration each task runs for in each period, for a run of *iterations* batches; never wrapped.
 
     Time runs down inside a period (submission order) and to the right over periods; iteration 0 is trained in period 0.

@@ -1,19 +1,18 @@
-"""What a model is made of, by fully-qualified name (FQN): said by the model, or seen from its structure."""
+"""What a model is made of, by fully-qualified name (FQN), and whether the model has all of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import nn
 
 from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.llm.model.stage_module import base_model, is_causal_lm, run_empty
 
-__all__ = ["ModuleConfig", "derive_config"]
+__all__ = ["NEEDED", "ModuleConfig", "is_inside"]
 
-_NEEDED = (
+NEEDED = (
     "get_pp_module_config() returns a dict of num_layers (an int), layer_prefix (the FQN of the list of layers, such as"
     " 'model.layers'), input_fqns and output_fqns (lists of the FQNs before and after it) and, if some modules are"
     " needed on every stage, always_keep_fqns"
@@ -47,7 +46,7 @@ class ModuleConfig:
             SetupError: a key that is not one of the above, one that is missing, or a value of another type.
         """
         if not isinstance(given, Mapping):
-            raise SetupError(f"get_pp_module_config() returned {given!r}; needed: {_NEEDED}")
+            raise SetupError(f"get_pp_module_config() returned {given!r}; needed: {NEEDED}")
         known = [field.name for field in fields(cls)]
         unknown = [str(key) for key in given if key not in known]
         missing = [key for key in known if key not in given and key != "always_keep_fqns"]
@@ -55,7 +54,7 @@ class ModuleConfig:
             wrong = ([f"the unknown {', '.join(unknown)}"] if unknown else []) + (
                 [f"no {', '.join(missing)}"] if missing else []
             )
-            raise SetupError(f"get_pp_module_config() returned {' and '.join(wrong)}; needed: {_NEEDED}")
+            raise SetupError(f"get_pp_module_config() returned {' and '.join(wrong)}; needed: {NEEDED}")
         values = dict(given)
         for key, value in given.items():
             if key.endswith("_fqns"):
@@ -109,14 +108,14 @@ class ModuleConfig:
             )
         listed = [*self.modules, *self.always_keep_fqns]
         places = set(listed)
-        repeated = {name for name in places if listed.count(name) > 1 or _is_inside(name, places - {name})}
+        repeated = {name for name in places if listed.count(name) > 1 or is_inside(name, places - {name})}
         if repeated:
             raise SetupError(
                 f"the model's config lists {', '.join(sorted(repeated))} twice, by itself or inside another listed"
                 " module; needed is each module in one place only"
             )
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        homeless = [name for name in parameters if not _is_inside(name, places)]
+        homeless = [name for name in parameters if not is_inside(name, places)]
         if homeless:
             raise SetupError(
                 f"{kind} has {', '.join(homeless[:5])}{', ...' if len(homeless) > 5 else ''}, in none of the modules"
@@ -126,7 +125,7 @@ class ModuleConfig:
         shared = [
             name
             for name, parameter in parameters.items()
-            if parameter.requires_grad and _is_inside(name, set(self.always_keep_fqns))
+            if parameter.requires_grad and is_inside(name, set(self.always_keep_fqns))
         ]
         if shared:
             raise SetupError(
@@ -136,65 +135,6 @@ class ModuleConfig:
             )
 
 
-def derive_config(model: nn.Module) -> ModuleConfig:
-    """What a model is made of: as its ``get_pp_module_config()`` says, or as a known structure shows.
-
-    Known are a plain ``nn.Sequential`` and causal LMs of Hugging Face (Llama, Qwen3, GPT-NeoX and their like).
-
-    Raises:
-        SetupError: the model does not say and is none of these, or it does not hold what its config names.
-    """
-    if callable(own := getattr(model, "get_pp_module_config", None)):
-        config = ModuleConfig.from_mapping(own())
-    elif isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
-        config = ModuleConfig(len(model), "")
-    elif is_causal_lm(model):
-        config = _causal_lm_config(model)
-    else:
-        raise SetupError(
-            f"{type(model).__name__} does not say what its stages are made of, and is neither an nn.Sequential nor a"
-            f" Hugging Face causal LM; needed: {_NEEDED}"
-        )
-    config.check(model)
-    return config
-
-
-def _causal_lm_config(model: nn.Module) -> ModuleConfig:
-    """Structure of a Hugging Face causal LM, told by its accessors and by what runs before and after its layers."""
-    names = {id(module): name for name, module in model.named_modules()}
-    lists = {names[id(module)]: module for module in base_model(model).modules() if isinstance(module, nn.ModuleList)}
-    outermost = {name: layers for name, layers in lists.items() if not _is_inside(name, lists.keys() - {name})}
-    if not outermost:
-        raise SetupError(f"{type(model).__name__} has no ModuleList of layers; needed: {_NEEDED}")
-    layer_prefix, layers = max(outermost.items(), key=lambda item: len(item[1]))
-    before: list[str] = []
-    after: list[str] = []
-    everywhere: list[str] = []
-    side = before
-    for child in model.get_submodule(layer_prefix.rpartition(".")[0]).children():
-        if child is layers:
-            side = after
-        elif next(child.parameters(), None) is None and next(child.buffers(), None) is not None:
-            everywhere.append(names[id(child)])
-        else:
-            side.append(names[id(child)])
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    if head is not None:
-        after.append(names[id(head)])
-    config = ModuleConfig(len(layers), layer_prefix, tuple(before), tuple(after), tuple(everywhere))
-    config.check(model)
-    # Registration may tell another order than forward: Phi registers the dropout of its embedding after its layers.
-    called = run_empty(model, config).called
-    first = called.index(config.layer(0)) if config.layer(0) in called else len(called)
-    early = [name for name in called[:first] if name in after]
-    late = [name for name in called[first:] if name in before]
-    return replace(
-        config,
-        input_fqns=tuple(name for name in before if name not in late) + tuple(early),
-        output_fqns=tuple(late) + tuple(name for name in after if name not in early),
-    )
-
-
-def _is_inside(name: str, modules: set[str]) -> bool:
+def is_inside(name: str, modules: set[str]) -> bool:
     """Whether a module or parameter lies in one of the modules, at any depth."""
     return any(name.startswith(f"{module}.") for module in modules)

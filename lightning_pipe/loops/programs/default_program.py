@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, PlanError, State, SWPipeline, TaskSchedule
 from lightning_pipe.engine.plans.plan import MAIN
 from lightning_pipe.engine.plans.plan_file import plan_file
-from lightning_pipe.engine.plans.plan_yaml import build_plan, plan_content
+from lightning_pipe.engine.plans.plan_yaml import plan_content
 from lightning_pipe.loops.programs.program import EvaluationProgram, TrainingProgram
 
 # The names of the tasks.
@@ -64,9 +64,9 @@ def default_plan(transfer: Callable[[Any], Any], plan: str | Path | PipelinePlan
     if isinstance(plan, str) and plan in PLANS:
         return PipelinePlan([(tasks[0], PLANS[plan]), (tasks[1], TaskSchedule())], name=plan)
     if isinstance(plan, PipelinePlan):
-        return _checked(build_plan(plan_content(plan), tasks))
+        return _checked(PipelinePlan.from_content(plan_content(plan), tasks))
     with plan_file(plan, PLANS, "pipeline") as content:
-        return _checked(build_plan(content, tasks))
+        return _checked(PipelinePlan.from_content(content, tasks))
 
 
 def _checked(plan: PipelinePlan) -> PipelinePlan:

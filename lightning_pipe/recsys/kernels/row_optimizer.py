@@ -5,22 +5,35 @@ Tested in ``tests/scenarios/recommenders/test_dynamic_embeddings.py``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from lightning_pipe.recsys.kernels.row_adam import RowAdam
+from torch import Tensor
 
-__all__ = ["row_optimizer", "set_row_optimizer"]
+__all__ = ["RowOptimizer", "row_optimizer", "set_row_optimizer"]
 
 _ATTRIBUTE = "_lightning_pipe_row_optimizer"
 
 
-def set_row_optimizer(kernel: Any, optimizer: RowAdam) -> None:
+class RowOptimizer(Protocol):
+    """Trains the tables of one kernel.
+
+    Attributes:
+        states: of each table, rows x columns.
+    """
+
+    states: list[list[Tensor]]
+
+    def step(self, calls: Sequence[tuple[Any, Tensor]]) -> None:
+        """Train the rows that one batch looked up: the kernel's calls, and the gradient of each one's output."""
+
+
+def set_row_optimizer(kernel: Any, optimizer: RowOptimizer) -> None:
     """From now on *optimizer* trains the kernel's tables."""
     setattr(kernel, _ATTRIBUTE, optimizer)
 
 
-def row_optimizer(kernel: Any) -> RowAdam | None:
+def row_optimizer(kernel: Any) -> RowOptimizer | None:
     """What trains a kernel's tables, if not its own optimiser."""
-    found: RowAdam | None = getattr(kernel, _ATTRIBUTE, None)
+    found: RowOptimizer | None = getattr(kernel, _ATTRIBUTE, None)
     return found

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning_pipe.engine import PipelinePlan, PipelineTask, PlanError, State, TaskSchedule
 from lightning_pipe.engine.plans.plan import MAIN
 from lightning_pipe.engine.plans.plan_file import plan_file
-from lightning_pipe.engine.plans.plan_yaml import build_plan, plan_content
+from lightning_pipe.engine.plans.plan_yaml import plan_content
 from lightning_pipe.engine.ranks.exchanges import gains_from_messages
 from lightning_pipe.recsys.plans.with_balancer import (
     BALANCING,
@@ -300,7 +300,7 @@ def _built(content: dict[str, Any], tasks: Sequence[PipelineTask]) -> PipelinePl
     order = content.get("order")
     if _scaled_late(tasks) and names_once(order, "EmbBackward", "OptimStep"):
         content["order"] = _late_backward(order)
-    return build_plan(content, tasks)
+    return PipelinePlan.from_content(content, tasks)
 
 
 def _late_backward(order: Sequence[str]) -> tuple[str, ...]:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.measure.layer_costs import LayerCosts, measure_costs
 from lightning_pipe.llm.model.deferred import deferred_init, is_deferred
-from lightning_pipe.llm.model.module_config import ModuleConfig, derive_config
+from lightning_pipe.llm.model.derived_config import derive_config
+from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.split.by_name import split_by_cost
 from tests.distributed import run_ranks
 

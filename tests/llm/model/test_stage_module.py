@@ -29,7 +29,8 @@ from transformers import (
 )
 
 from lightning_pipe.engine.plans.errors import InputError, SetupError
-from lightning_pipe.llm.model.module_config import ModuleConfig, derive_config
+from lightning_pipe.llm.model.derived_config import derive_config
+from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.stage_module import (
     PassThrough,
     StageModule,

@@ -22,7 +22,8 @@ from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.losses.router_losses import RouterLosses, sum_router_losses
 from lightning_pipe.llm.model.activation_checkpoint import checkpoint_layers
 from lightning_pipe.llm.model.deferred import fake_copy
-from lightning_pipe.llm.model.module_config import ModuleConfig, derive_config
+from lightning_pipe.llm.model.derived_config import derive_config
+from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.moe import MoE
 from lightning_pipe.llm.model.shapes import StageShapes
 from lightning_pipe.llm.model.stage_module import PassThrough, StageModule, make_stage, shallow_copy

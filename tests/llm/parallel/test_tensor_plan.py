@@ -10,7 +10,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.model.module_config import ModuleConfig, derive_config
+from lightning_pipe.llm.model.derived_config import derive_config
+from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.stage_module import prune
 from lightning_pipe.llm.parallel.tensor_plan import derive_tensor_plan, resolve_tensor_plan
 from tests.strategies.llm_cases import hf_config

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_pipe.llm.losses.cross_entropy import summed_cross_entropy
 from lightning_pipe.llm.model.deferred import fake_copy
-from lightning_pipe.llm.model.module_config import derive_config
+from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.shapes import StageShapes
 from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shallow_copy
 from lightning_pipe.llm.parallel.attention_mode import CheckedAttention

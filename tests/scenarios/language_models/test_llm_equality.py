@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe.llm.batches.padding import SequenceKeys
-from lightning_pipe.llm.model.module_config import derive_config
+from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.parallel.gradients import scale_gradients
 from lightning_pipe.llm.run.preparation import BatchPreparation, Lengths
 from lightning_pipe.llm.run.runner import PipelineRunner

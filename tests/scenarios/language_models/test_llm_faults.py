@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
 from lightning_pipe.engine import InputError, SetupError
-from lightning_pipe.llm.model.module_config import derive_config
+from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.strategies.llm import LLMPipelineStrategy
 from tests.distributed import run_ranks
 from tests.strategies.llm_cases import (
