@@ -28,7 +28,7 @@ from unittest import mock
 
 import yaml
 
-from lightning_pipe.cli import main
+from lightning_pipe.cli.main import main
 from tests.patience import HANG
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -246,7 +246,7 @@ def _fails(run: PageRun, block: Block, status: str) -> None:
 
 def _plan(run: PageRun, block: Block) -> None:
     """``plan``: YAML of a plan, read as a strategy reads it, and as ``plan show`` does."""
-    from lightning_pipe.cli_plan import find_plan
+    from lightning_pipe.cli.plan import find_plan
 
     path = Path(f"{yaml.safe_load(block.code)['name']}.yaml")
     path.write_text(block.code, encoding="utf-8")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from examples.recsys_movielens import files
-from lightning_pipe.cli import PipelineCLI
+from lightning_pipe.cli.training import PipelineCLI
 from tests.recsys.dynamic.dynamic_cases import rows_of
 from tests.strategies.cases import state_of
 

@@ -13,7 +13,7 @@ from torch import nn
 from examples.in_process.images import CLASSES, Shapes, ShapesData
 from examples.in_process.transformer import ByteTransformer, cross_entropy
 from examples.in_process.unet import UNet, unet
-from lightning_pipe.cli import main
+from lightning_pipe.cli.main import main
 from lightning_pipe.pipe import Pipe, pipe_loss
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "in_process"

@@ -100,7 +100,7 @@ def test_names_without_tables_need_no_torchrec() -> None:
         "from lightning_pipe.engine import SetupError\n"
         "for one in ('llm_1f1b_pipeline', 'llm_auto_pipeline', 'in_process_pipeline'):\n"
         "    pl.Trainer(accelerator='cpu', devices=2, strategy=one, logger=False, enable_checkpointing=False)\n"
-        "import lightning_pipe.cli_llm, lightning_pipe.cli_plan\n"
+        "import lightning_pipe.cli.llm, lightning_pipe.cli.plan\n"
         "from lightning_pipe.callbacks import *\n"
         "try:\n"
         "    pl.Trainer(accelerator='cpu', devices=1, strategy='recsys_base_pipeline')\n"

@@ -22,7 +22,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_pipe.cli import main
+from lightning_pipe.cli.main import main
 from lightning_pipe.engine import PipelinePlan, PlanError, SetupError
 from lightning_pipe.llm.schedules.named import read_actions
 from lightning_pipe.loops.programs.default_program import default_plan

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_pipe.cli import main
+from lightning_pipe.cli.main import main
 from tests.running_in import running_in
 
 MODULE = """

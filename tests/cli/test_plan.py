@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_pipe.cli import main
-from lightning_pipe.cli_plan import find_plan, first_break, predict
+from lightning_pipe.cli.main import main
+from lightning_pipe.cli.plan import find_plan, first_break, predict
 from lightning_pipe.engine import PipelinePlan, PipelineTask, ProfileResult, TaskSchedule
 from lightning_pipe.engine.planning.costs import Machine, TaskCost
 from lightning_pipe.engine.planning.network import Message, NetworkModel

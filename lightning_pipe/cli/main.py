@@ -12,20 +12,19 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, NoReturn
+from typing import Any
 
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.distributed import is_torchelastic_launched
 
 import lightning_pipe
-from lightning_pipe.cli_plan import main as plan
+from lightning_pipe.cli.plan import main as plan
+from lightning_pipe.cli.training import Parser, PipelineCLI, count
 from lightning_pipe.engine import PipelineError, SetupError
 from lightning_pipe.engine.plans.shown import printable
 from lightning_pipe.strategies.registry import STRATEGIES
@@ -63,58 +62,6 @@ bubble that was measured, beside the one simulated from the schedule's actions a
 Nothing is validated, logged or saved, and the configuration's callbacks are left out. All options but these two are
 those of 'lightning-pipe fit'.
 """
-
-
-class _Parser(LightningArgumentParser):
-    """Lightning's, which says how a strategy is given options."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if "trainer.strategy" in message and "NestedArg" in message:
-            message += (
-                "\nA strategy that is given by its name takes no options. Give its class, then its options:"
-                " --trainer.strategy lightning_pipe.strategies.RecsysPipelineStrategy --trainer.strategy.plan base"
-            )
-        super().error(message, ex)
-
-
-class PipelineCLI(LightningCLI):
-    """A LightningCLI that hands on what strategies, models, data and callbacks say of their values."""
-
-    _refusal: PipelineError | None = None
-
-    def before_instantiate_classes(self) -> None:
-        for kind in (Strategy, LightningModule, LightningDataModule, Callback):
-            self.parser.add_instantiator(self._make, kind)
-
-    def _make(self, kind: type[Any], *args: Any, **kwargs: Any) -> Any:
-        try:
-            return kind(*args, **kwargs)
-        except PipelineError as error:
-            self._refusal = error
-            raise
-
-    def instantiate_classes(self) -> None:
-        try:
-            super().instantiate_classes()
-        except ValueError as error:
-            if self._refusal is None:
-                raise
-            # jsonargparse tried other types too, and has put this one's message among theirs.
-            raise self._refusal from error
-
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        try:
-            return super().instantiate_trainer(**kwargs)
-        except ValueError as error:  # the arguments' types are right, a value is not
-            hint = self._strategies_hint() if "strategy" in str(error) else ""
-            raise SetupError(f"the configuration of trainer is wrong: {error}{hint}") from error
-
-    def _strategies_hint(self) -> str:
-        hint = "\n'lightning-pipe strategies' lists this project's strategies."
-        given = self.config_init[self.subcommand].trainer.strategy if self.subcommand else None
-        names = [one.name for one in STRATEGIES]
-        close = get_close_matches(given, names, n=1) if isinstance(given, str) else []
-        return f"{hint} Did you mean {close[0]}?" if close else hint
 
 
 class _BubbleCLI(PipelineCLI):
@@ -172,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif given and given[0] == "bubble":
             _bubble(given[1:])
         elif given and given[0] == "llm":
-            from lightning_pipe.cli_llm import main as llm  # here, since it needs a newer torch than other commands
+            from lightning_pipe.cli.llm import main as llm  # here, since it needs a newer torch than other commands
 
             llm(given[1:], _train)
         elif given and given[0] == "plan":
@@ -202,7 +149,7 @@ def _train(arguments: list[str] | None, cli: Callable[..., PipelineCLI] = Pipeli
     usage = {name: {"usage": f"lightning-pipe {name} --config FILE [--OPTION VALUE ...]"} for name in _TRAINING}
     try:
         # The configuration that it saves may overwrite that of an earlier run into the same folder.
-        cli(parser_class=_Parser, parser_kwargs=usage, save_config_kwargs={"overwrite": True}, args=arguments)
+        cli(parser_class=Parser, parser_kwargs=usage, save_config_kwargs={"overwrite": True}, args=arguments)
     except MisconfigurationException as error:
         raise SetupError(str(error)) from error
 
@@ -223,17 +170,6 @@ def _bubble(arguments: list[str]) -> None:
     monitor = BubbleMonitor(every_n_steps=1, warmup=options.warmup)
     # A checkpoint would bring the number of steps that it was made after.
     _train(["fit", *others, "--ckpt_path=null"], partial(_BubbleCLI, monitor, options.warmup + options.steps))
-
-
-def count(text: str) -> int:
-    """A number from 1, for argparse.
-
-    Raises:
-        ArgumentTypeError: it is none.
-    """
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
-    return int(text)
 
 
 def _message(error: PipelineError) -> str:
@@ -298,7 +234,3 @@ def _look(arguments: list[str]) -> None:
         width = max(len(entry.name) for entry in STRATEGIES)
         for entry in STRATEGIES:
             print(f"{entry.name:<{width}}  {entry.description}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,8 +17,8 @@ import yaml
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_pipe
-from lightning_pipe import cli
-from lightning_pipe.cli import main
+from lightning_pipe.cli import main as command
+from lightning_pipe.cli.main import main
 from lightning_pipe.engine import PipelinePlan
 from lightning_pipe.recsys.plans.named import PLANS, recsys_plan
 from lightning_pipe.recsys.tasks.training import recsys_tasks
@@ -217,7 +217,7 @@ def test_an_unknown_plan_is_refused_where_torchrec_is_not_installed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchrec", None)
-    monkeypatch.setattr("lightning_pipe.cli_plan.import_torchrec", lambda: pytest.fail("not needed"))
+    monkeypatch.setattr("lightning_pipe.cli.plan.import_torchrec", lambda: pytest.fail("not needed"))
     assert "there is no plan 'in_process'" in refusal(["plan", "show", "in_process"], capsys)
 
 
@@ -318,7 +318,7 @@ def test_a_users_own_exception_is_raised_as_it_is(folder: Path) -> None:
 def test_without_jsonargparse_training_names_what_to_install_and_looking_works(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
     assert "pip install 'jsonargparse[signatures]'" in refusal(["fit"], capsys)
     assert main(["strategies"]) == 0
 

@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console, Group
 from rich.text import Text
 
-from lightning_pipe.cli import PipelineCLI, count
+from lightning_pipe.cli.training import PipelineCLI, count
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.plans.fitted_table import FittedTable
 from lightning_pipe.llm.choice.estimate import Refused, parse_size

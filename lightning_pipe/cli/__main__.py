@@ -1,0 +1,13 @@
+"""``python -m lightning_pipe.cli``: the command, for launchers that start modules.
+
+Tested in ``tests/cli/test_main.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from lightning_pipe.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

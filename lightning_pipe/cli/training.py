@@ -1,0 +1,82 @@
+"""Lightning's CLI, which hands on what this project's classes say of their values.
+
+Tested in ``tests/cli/test_main.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import Strategy
+
+from lightning_pipe.engine import PipelineError, SetupError
+from lightning_pipe.strategies.registry import STRATEGIES
+
+__all__ = ["Parser", "PipelineCLI", "count"]
+
+
+class Parser(LightningArgumentParser):
+    """Lightning's, which says how a strategy is given options."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if "trainer.strategy" in message and "NestedArg" in message:
+            message += (
+                "\nA strategy that is given by its name takes no options. Give its class, then its options:"
+                " --trainer.strategy lightning_pipe.strategies.RecsysPipelineStrategy --trainer.strategy.plan base"
+            )
+        super().error(message, ex)
+
+
+class PipelineCLI(LightningCLI):
+    """A LightningCLI that hands on what strategies, models, data and callbacks say of their values."""
+
+    _refusal: PipelineError | None = None
+
+    def before_instantiate_classes(self) -> None:
+        for kind in (Strategy, LightningModule, LightningDataModule, Callback):
+            self.parser.add_instantiator(self._make, kind)
+
+    def _make(self, kind: type[Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return kind(*args, **kwargs)
+        except PipelineError as error:
+            self._refusal = error
+            raise
+
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            if self._refusal is None:
+                raise
+            # jsonargparse tried other types too, and has put this one's message among theirs.
+            raise self._refusal from error
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except ValueError as error:  # the arguments' types are right, a value is not
+            hint = self._strategies_hint() if "strategy" in str(error) else ""
+            raise SetupError(f"the configuration of trainer is wrong: {error}{hint}") from error
+
+    def _strategies_hint(self) -> str:
+        hint = "\n'lightning-pipe strategies' lists this project's strategies."
+        given = self.config_init[self.subcommand].trainer.strategy if self.subcommand else None
+        names = [one.name for one in STRATEGIES]
+        close = get_close_matches(given, names, n=1) if isinstance(given, str) else []
+        return f"{hint} Did you mean {close[0]}?" if close else hint
+
+
+def count(text: str) -> int:
+    """A number from 1, for argparse.
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+    return int(text)
