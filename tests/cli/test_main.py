@@ -17,7 +17,7 @@ import yaml
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_pipe
-from lightning_pipe.cli import main as entry
+from lightning_pipe.cli import main as main_module
 from lightning_pipe.cli.main import main
 from lightning_pipe.engine import PipelinePlan
 from lightning_pipe.recsys.plans.named import PLANS, recsys_plan
@@ -318,7 +318,7 @@ def test_a_users_own_exception_is_raised_as_it_is(folder: Path) -> None:
 def test_without_jsonargparse_training_names_what_to_install_and_looking_works(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(entry, "find_spec", lambda name: None)
+    monkeypatch.setattr(main_module, "find_spec", lambda name: None)
     assert "pip install 'jsonargparse[signatures]'" in refusal(["fit"], capsys)
     assert main(["strategies"]) == 0
 
