@@ -20,11 +20,11 @@ train-llm: setup
 	$(BIN)/lightning-pipe fit --config examples/llm_text/1f1b.yaml
 
 # test is for every change; test-all adds the tests marked "exhaustive", such as those in a browser. FILE=tests/... runs
-# those of one file. WORKERS processes run files side by side, each with one thread: a test's ranks are processes, too.
+# all tests of one file. WORKERS processes run files side by side, each with one thread: a test's ranks are processes, too.
 WORKERS ?= 2
 test test-all: export OMP_NUM_THREADS = 1
 test: setup
-	$(BIN)/python -m pytest $(or $(FILE),-n $(WORKERS) --dist loadfile)
+	$(BIN)/python -m pytest $(if $(FILE),--exhaustive $(FILE),-n $(WORKERS) --dist loadfile)
 
 test-all: setup
 	$(BIN)/python -m pytest --exhaustive $(or $(FILE),-n $(WORKERS) --dist loadfile)

@@ -37,9 +37,16 @@ def sampled(cases: Iterable[T], often: Callable[[T], bool], ids: Callable[[T], s
     ]
 
 
-def sampled_rows(cases: Iterable[tuple[Any, ...]], often: Callable[[tuple[Any, ...]], bool]) -> list[Any]:
+def sampled_rows(
+    cases: Iterable[tuple[Any, ...]],
+    often: Callable[[tuple[Any, ...]], bool],
+    ids: Callable[[tuple[Any, ...]], str] | None = None,
+) -> list[Any]:
     """As `sampled`, for tests of several parameters."""
-    return [pytest.param(*case, marks=() if often(case) else (pytest.mark.exhaustive,)) for case in cases]
+    return [
+        pytest.param(*case, marks=() if often(case) else (pytest.mark.exhaustive,), id=ids(case) if ids else None)
+        for case in cases
+    ]
 
 
 def wanted(config: pytest.Config, cases: Iterable[T], often: Callable[[T], bool]) -> list[T]:

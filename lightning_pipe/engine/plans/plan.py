@@ -10,6 +10,7 @@ from lightning_pipe.engine.plans.dependencies import Dependency, required_depend
 from lightning_pipe.engine.plans.errors import PlanError
 from lightning_pipe.engine.plans.order import check_order, derive_order, find_cycle
 from lightning_pipe.engine.plans.plan_yaml import arguments_of, dump_plan, read_content
+from lightning_pipe.engine.plans.render import plan_table, plan_timeline
 from lightning_pipe.engine.plans.shown import shown
 from lightning_pipe.engine.plans.task import PipelineTask
 
@@ -178,14 +179,10 @@ class PipelinePlan:
 
     def table(self) -> str:
         """The plan as a table of tasks: stage, stream, thread group, what each waits for."""
-        from lightning_pipe.engine.plans.render import plan_table  # here, since it loads Rich
-
         return plan_table(self)
 
     def timeline(self, iterations: int = 4) -> str:
         """Which iteration each task runs for, period by period, from filling to draining."""
-        from lightning_pipe.engine.plans.render import plan_timeline
-
         return plan_timeline(self, iterations)
 
     def __str__(self) -> str:

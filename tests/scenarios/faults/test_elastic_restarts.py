@@ -1,11 +1,7 @@
-"""torchrun starts a job again in which a rank was killed, which goes on from its last checkpoint to the same bits.
-
-With LIGHTNING_PIPE_ALL_FAULTS=1 for language models too.
-"""
+"""torchrun starts a job again in which a rank was killed, which goes on from its last checkpoint to the same bits."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -21,9 +17,6 @@ from tests.strategies.cases import difference
 
 pytestmark = pytest.mark.exhaustive
 
-# A start of all ranks for each, and one more.
-TRAINED = list(KINDS) if os.environ.get("LIGHTNING_PIPE_ALL_FAULTS") == "1" else ["pipeline", "recsys"]
-
 
 def undisturbed(here: Here, kind: str) -> dict[str, Tensor]:
     return train(kind, here.folder / kind)
@@ -33,8 +26,9 @@ def undisturbed(here: Here, kind: str) -> dict[str, Tensor]:
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a job that was killed and started again once for each strategy."""
     folder = tmp_path_factory.mktemp("elastic")
-    options = ["--standalone", "--nproc-per-node=2", f"--max-restarts={len(TRAINED)}"]
-    code, output = Launched(options, "tests.scenarios.faults.elastic_program", str(folder), *TRAINED).wait(HANG)
+    # A start of all ranks for each strategy, and one more.
+    options = ["--standalone", "--nproc-per-node=2", f"--max-restarts={len(KINDS)}"]
+    code, output = Launched(options, "tests.scenarios.faults.elastic_program", str(folder), *KINDS).wait(HANG)
     (folder / "output").write_text(output)
     assert code == 0, output
     return folder
@@ -44,14 +38,14 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def final(ranks: Nursery) -> dict[str, list[dict[str, Tensor]]]:
     """What training comes to, by strategy and rank, where nobody is killed."""
     found = {}
-    for kind in TRAINED:
+    for kind in KINDS:
         ended = ranks.run(undisturbed, 2, kind)
         assert [one.code for one in ended] == [0, 0], told(ended)
         found[kind] = [one.value for one in ended]
     return found
 
 
-@pytest.mark.parametrize("kind", TRAINED)
+@pytest.mark.parametrize("kind", KINDS)
 def test_it_comes_to_the_same_parameters(kind: str, job: Path, final: dict[str, list[dict[str, Tensor]]]) -> None:
     for rank in range(2):
         found = torch.load(job / kind / f"final_{rank}")
@@ -59,7 +53,7 @@ def test_it_comes_to_the_same_parameters(kind: str, job: Path, final: dict[str, 
         assert difference(found, final[kind][rank]) == [], (job / "output").read_text()
 
 
-@pytest.mark.parametrize("kind", TRAINED)
+@pytest.mark.parametrize("kind", KINDS)
 def test_it_goes_on_from_the_last_checkpoint(kind: str, job: Path) -> None:
     for rank in range(2):
         attempts: dict[int, list[int]] = {}

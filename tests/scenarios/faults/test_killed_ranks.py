@@ -1,7 +1,7 @@
 """A rank that is killed, wherever it is: the other one ends by itself, soon, and says where it was and why.
 
-In the suite a rank is killed once in each task. With LIGHTNING_PIPE_ALL_FAULTS=1 either rank is, at the beginning and
-at the end of each task, in an epoch's first batch, in the middle, and in its last.
+Either rank is killed, at the beginning and at the end of each task, in an epoch's first batch, in the middle, and in
+its last. `make test` kills one of them once in each task.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ Case = tuple[str, str, int, int, str]
 
 LOST = r"Connection (closed|reset) by peer|Broken pipe|one of them has ended|another rank has ended"
 
+PLACES = list(itertools.product((0, 3, 5), (0, 1), ("begins", "ends")))
+CASES: list[Case] = [(kind, task, *place) for kind, made in KINDS.items() for task in made.tasks for place in PLACES]
 
-ALL = os.environ.get("LIGHTNING_PIPE_ALL_FAULTS") == "1"
+
+def often(case: Case) -> bool:
+    """Whether `make test` runs it: one of each task, in mid-epoch, of rank 0 (which keeps the store) and 1 in turn."""
+    kind, task, iteration, rank, moment = case
+    return iteration == 3 and moment == "begins" and rank == KINDS[kind].tasks.index(task) % 2
 
 
-def _cases() -> list[Case]:
-    tasks = [(kind, task, place) for kind, made in KINDS.items() for place, task in enumerate(made.tasks)]
-    if ALL:
-        places = list(itertools.product((0, 3, 5), (0, 1), ("begins", "ends")))
-        return [(kind, task, *place) for kind, task, _ in tasks for place in places]
-    # Rank 0, which keeps the store, and rank 1 in turn.
-    return [(kind, task, 3, place % 2, "begins") for kind, task, place in tasks]
+EACH_CASE = pytest.mark.parametrize("case", sampled(CASES, often, lambda case: "-".join(map(str, case))))
 
 
 def killed(here: Here) -> None:
@@ -90,9 +90,7 @@ def after_kill(ranks: Nursery) -> Run:
     return run
 
 
-@pytest.mark.parametrize(
-    "case", sampled(_cases(), lambda case: case in _cases()[::3], lambda case: "-".join(map(str, case)))
-)
+@EACH_CASE
 def test_a_rank_ends_soon_after_the_other_was_killed_in_a_task(case: Case, after_kill: Run) -> None:
     ended, rank = after_kill(case), case[3]
     assert ended[rank].code == -signal.SIGKILL, told(ended)
@@ -102,7 +100,7 @@ def test_a_rank_ends_soon_after_the_other_was_killed_in_a_task(case: Case, after
     assert re.search(LOST, str(ended[1 - rank].value)), told(ended)
 
 
-@pytest.mark.parametrize("case", _cases(), ids=lambda case: "-".join(map(str, case)))
+@EACH_CASE
 def test_it_says_in_which_task_it_was(case: Case, after_kill: Run) -> None:
     ended, rank = after_kill(case), case[3]
     assert re.search(WHERE.format(rank=1 - rank), str(ended[1 - rank].value)), told(ended)

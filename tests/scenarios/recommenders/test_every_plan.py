@@ -39,7 +39,7 @@ from tests.strategies.cases import (
     recsys,
     state_of,
 )
-from tests.tiers import wanted
+from tests.tiers import sampled_rows, wanted
 
 KINDS = {"people": "row_wise", "things": "table_wise", "tags": "column_wise"}
 BY_COLUMN = {"people": "column_wise", "things": "row_wise", "tags": "data_parallel"}
@@ -211,20 +211,15 @@ def often(ranks: int, name: str) -> bool:
 def cells() -> list[Any]:
     """Name, plan and ranks of each cell but the serial plan's, those of one number of ranks together."""
     names = {name: (feature.ranks, feature.plans) for name, feature in FEATURES.items()} | {DYNAMIC: ((1, 2), PLANS)}
-    return [
-        pytest.param(
-            ranks,
-            name,
-            plan,
-            id=f"{name}, {plan}, {ranks} ranks",
-            marks=() if often(ranks, name) else (pytest.mark.exhaustive,),
-        )
+    rows = [
+        (ranks, name, plan)
         for ranks in RANKS
         for name, (on, plans) in names.items()
         if ranks in on
         for plan in plans
         if plan != "serial"
     ]
+    return sampled_rows(rows, lambda row: often(*row[:2]), "{0[1]}, {0[2]}, {0[0]} ranks".format)
 
 
 @pytest.fixture(scope="module")

@@ -108,17 +108,19 @@ def plans(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module", params=sampled([2, 4], lambda _: False, "world_{}".format))
+@pytest.fixture(scope="module", params=[2, 4], ids="world_{}".format)
 def trained(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_ranks(plans, request.param)
 
 
+@pytest.mark.exhaustive
 def test_plans_train_replicas_to_the_same_bits(trained: list[dict[str, Any]]) -> None:
     for found in trained:
         names = [f"{plan}, None" for plan in EXACT] + [f"{plan}, 4" for plan in EXACT[:2]]
         assert {name: found[name] for name in names} == {name: [] for name in names}
 
 
+@pytest.mark.exhaustive
 def test_replicas_are_equal_after_every_average_and_whenever_they_are_evaluated(trained: list[dict[str, Any]]) -> None:
     for found in trained:
         batches, evaluations = found["equal, None"]
@@ -132,6 +134,7 @@ def test_replicas_are_equal_after_every_average_and_whenever_they_are_evaluated(
         assert all(evaluations)
 
 
+@pytest.mark.exhaustive
 def test_a_profile_between_two_averages_leaves_no_trace(trained: list[dict[str, Any]]) -> None:
     for found in trained:
         for every in (None, 4):

@@ -96,9 +96,15 @@ def shard(counts: tuple[int, ...], form: str = "files", first: int = 0) -> DataL
     return rows_of(first + sum(counts[:rank]), counts[rank], form)
 
 
+def kinds_of(network: Any) -> dict[str, str] | None:
+    """How the network's tables are sharded; dynamic ones have one way alone."""
+    if isinstance(network, partial):
+        return None
+    return {"people": "row_wise"} if network is Sequenced else KINDS
+
+
 def evaluated(loaders: Any, network: Any = Pooled, own_loaders: bool = True, **options: Any) -> dict[str, Any]:
-    kinds = {"people": "row_wise"} if network is Sequenced else None if isinstance(network, partial) else KINDS
-    used = trainer(recsys(kinds=kinds, **options), use_distributed_sampler=not own_loaders)
+    used = trainer(recsys(kinds=kinds_of(network), **options), use_distributed_sampler=not own_loaders)
     module = Scored(network)
     found = used.validate(module, loaders, verbose=False)
     predicted = used.predict(module, loaders)
