@@ -6,12 +6,13 @@ from lightning_pipe.strategies.pipeline import PipelineStrategy
 
 if TYPE_CHECKING:
     from lightning_pipe.llm.split.traced_split import SplitPoint, pipe_split
-    from lightning_pipe.strategies.checkpoint_export import export_checkpoint, export_pretrained
+    from lightning_pipe.strategies.checkpoint_export import export_checkpoint
     from lightning_pipe.strategies.hf_causal_lm import HFCausalLM
     from lightning_pipe.strategies.in_process import InProcessPipelineStrategy
     from lightning_pipe.strategies.llm import LLMPipelineStrategy
     from lightning_pipe.strategies.llm_auto import AutoLLMPipelineStrategy
     from lightning_pipe.strategies.pipeline_module import PipelineModule
+    from lightning_pipe.strategies.pretrained import export_pretrained
     from lightning_pipe.strategies.recsys import RecsysPipelineStrategy
 
 __all__ = [
@@ -56,8 +57,12 @@ def __getattr__(name: str) -> Any:
 
         all_of_them = (AutoLLMPipelineStrategy, HFCausalLM, LLMPipelineStrategy, PipelineModule, SplitPoint, pipe_split)
         return {one.__name__: one for one in all_of_them}[name]
-    if name in ("export_checkpoint", "export_pretrained"):
-        from lightning_pipe.strategies import checkpoint_export
+    if name == "export_checkpoint":
+        from lightning_pipe.strategies.checkpoint_export import export_checkpoint
 
-        return getattr(checkpoint_export, name)
+        return export_checkpoint
+    if name == "export_pretrained":
+        from lightning_pipe.strategies.pretrained import export_pretrained
+
+        return export_pretrained
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Makes of a checkpoint's folder what other programs read: one file, or a folder of Hugging Face's. One process does.
+"""Makes of a checkpoint's folder one file, which other programs read. One process does.
 
 Values are gathered in files beside the target, not in memory, which needs to hold a few of the largest pieces that a
 rank wrote: a table, or a shard of one.
@@ -15,28 +15,25 @@ import torch
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.plans.whole_file import whole_file
-from lightning_pipe.strategies.checkpoint_folder import DYNAMIC_ROWS, META
 from lightning_pipe.strategies.folder_reading import (
     EXPORTED_FROM,
     check_stages,
-    differences,
     read_metadata,
     read_rest,
     read_whole,
 )
+from lightning_pipe.strategies.folder_writing import DYNAMIC_ROWS, META
 from lightning_pipe.strategies.inert_values import _Refused, described
 from lightning_pipe.strategies.safe_reading import file_named
 from lightning_pipe.strategies.stage_layout import (
-    KIND,
     MODEL,
     OPTIMIZERS,
     TIED,
     optimizer_part,
-    other_names,
     with_other_names,
 )
 
-__all__ = ["export_checkpoint", "export_pretrained"]
+__all__ = ["export_checkpoint"]
 
 _SHARDED_MODEL = "model"
 _ANY_KIND = "by RecsysPipelineStrategy or LLMPipelineStrategy. Give the path of one"
@@ -119,42 +116,3 @@ def _put_stages(checkpoint: dict[str, Any], whole: dict[str, Any]) -> None:
                 {**group, "params": [index[name] for name in group["params"]]} for group in stored["param_groups"]
             ],
         }
-
-
-def export_pretrained(folder: str | Path, config: Any, target: str | Path) -> None:
-    """Make of a checkpoint of stages a folder that Hugging Face's ``from_pretrained`` loads. One process does this.
-
-    Args:
-        folder: what ``Trainer.save_checkpoint`` or ``ModelCheckpoint`` wrote under ``LLMPipelineStrategy``.
-        config: the model's, as :class:`~lightning_pipe.strategies.hf_causal_lm.HFCausalLM` takes it.
-        target: where safetensors and the config go.
-
-    Raises:
-        SetupError: there is no such folder, it is damaged, or does not hold the model that the config describes.
-    """
-    from transformers import AutoModelForCausalLM
-
-    from lightning_pipe.strategies.hf_causal_lm import read_config
-
-    config, source, beside = read_config(config), Path(folder), Path(target).absolute()
-    saved = read_metadata(source, (MODEL,), KIND)
-    beside.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{beside.name}.", dir=beside.parent) as values:
-        whole = read_whole(source, saved, True, MODEL, Path(values))[MODEL]
-        prefix = "model."  # of PipelineModule
-        weights = {name.removeprefix(prefix): value for name, value in whole.items() if name.startswith(prefix)}
-        kinds = {value.dtype for value in weights.values() if value.is_floating_point()}
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, dtype=kinds.pop() if len(kinds) == 1 else None
-            )
-        tied = other_names(model)
-        sizes = {name: value.size() for name, value in weights.items()}
-        needed = {name: value.size() for name, value in model.state_dict().items() if name not in tied}
-        problems = differences(sizes, needed, strict=True)
-        if problems:
-            raise SetupError(
-                f"the checkpoint {str(folder)!r} does not fit the {config.model_type} model of the config:"
-                f" {'; '.join(problems)}. Give the config that the model was built from"
-            )
-        model.save_pretrained(target, state_dict=weights)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.together import gather
-from lightning_pipe.strategies.checkpoint_folder import META, reasons
+from lightning_pipe.strategies.folder_writing import META, reasons
 from lightning_pipe.strategies.inert_values import _Refused, described
 from lightning_pipe.strategies.named_optimizer import listed
 from lightning_pipe.strategies.safe_reading import SafePlanner, SafeReader, file_named, load_object

@@ -11,8 +11,8 @@ from typing import Any
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.together import on_all_ranks
 from lightning_pipe.recsys.sharding.shard import ShardedModel
-from lightning_pipe.strategies.checkpoint_folder import DYNAMIC_ROWS, WriteFolder, write_folder
 from lightning_pipe.strategies.folder_reading import fill_from_folder, misfits, read_metadata, read_rest
+from lightning_pipe.strategies.folder_writing import DYNAMIC_ROWS, WriteFolder, write_folder
 
 _KIND = "under a recsys plan. Give the path of one, or load the module's state before it is sharded"
 _FIX = "Build the module, and shard its tables, as when it was written"

@@ -20,8 +20,6 @@ from torch.optim import Optimizer
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.together import gather, on_all_ranks
-from lightning_pipe.strategies.checkpoint_export import export_checkpoint, export_pretrained
-from lightning_pipe.strategies.checkpoint_folder import WriteFolder, write_folder
 from lightning_pipe.strategies.folder_reading import (
     check_stages,
     fill_from_folder,
@@ -30,6 +28,7 @@ from lightning_pipe.strategies.folder_reading import (
     read_rest,
     room,
 )
+from lightning_pipe.strategies.folder_writing import WriteFolder, write_folder
 from lightning_pipe.strategies.named_optimizer import (
     Group,
     by_name,
@@ -48,7 +47,7 @@ from lightning_pipe.strategies.stage_layout import (
     with_other_names,
 )
 
-__all__ = ["export_checkpoint", "export_pretrained", "load_stage_checkpoint", "save_stage_checkpoint"]
+__all__ = ["load_stage_checkpoint", "save_stage_checkpoint"]
 
 _FIX = "Build the module, and its optimiser, as when it was written"
 

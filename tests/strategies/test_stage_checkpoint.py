@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.strategies.checkpoint_export import export_checkpoint, export_pretrained
+from lightning_pipe.strategies.checkpoint_export import export_checkpoint
 from lightning_pipe.strategies.named_optimizer import listed, merge_groups
+from lightning_pipe.strategies.pretrained import export_pretrained
 from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.strategies.llm_cases import (
