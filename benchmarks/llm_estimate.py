@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from benchmarks.figures import Figure, add_options, quartiles, save
 from lightning_pipe.llm.measure.live_bytes import LiveBytes
 from lightning_pipe.strategies import HFCausalLM, LLMPipelineStrategy
-from lightning_pipe.strategies.stage_estimate import estimate_stages
+from lightning_pipe.strategies.language_model.stage_estimate import estimate_stages
 
 MEBIBYTE = 2**20
 CASES: list[dict[str, Any]] = [

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 from benchmarks.figures import add_options, at_most, save
-from lightning_pipe.strategies.recsys import RecsysPipelineStrategy
+from lightning_pipe.strategies.recommender.strategy import RecsysPipelineStrategy
 
 KEYS = ("user", "item")
 IDS, WIDTH = 1000, 16

@@ -30,4 +30,4 @@ export OMP_NUM_THREADS=1
 "$there/bin/python" -m pytest -p no:cacheprovider -q \
     tests/engine tests/loops/test_training_epoch_loop.py tests/scenarios/checkpoints/test_exactly_once.py tests/pipe/test_pipe.py \
     tests/recsys/plans/test_named.py tests/recsys/tasks/test_train_pipeline.py tests/recsys/dynamic/tables/test_slot_lookup.py \
-    tests/strategies/test_recsys.py tests/test_environment.py "$@"
+    tests/strategies/recommender/test_strategy.py tests/test_environment.py "$@"

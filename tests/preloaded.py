@@ -11,8 +11,8 @@ import warnings
 from pathlib import Path
 
 MODULES = (
-    "lightning_pipe.strategies.recsys",
-    "lightning_pipe.strategies.llm",
+    "lightning_pipe.strategies.recommender.strategy",
+    "lightning_pipe.strategies.language_model.strategy",
     "lightning_pipe.strategies.pipeline",
     "lightning_pipe.strategies.in_process",
     "lightning_pipe.callbacks",

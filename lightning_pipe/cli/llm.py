@@ -18,12 +18,12 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.plans.fitted_table import FittedTable
 from lightning_pipe.llm.choice.estimate import Refused, parse_size
 from lightning_pipe.llm.choice.schedule_choice import Prediction
-from lightning_pipe.strategies.choice_report import named, size, unit_of
-from lightning_pipe.strategies.example_batch import example_batch
-from lightning_pipe.strategies.llm import LLMPipelineStrategy
-from lightning_pipe.strategies.llm_auto import AutoLLMPipelineStrategy
-from lightning_pipe.strategies.pipeline_module import PipelineModule
-from lightning_pipe.strategies.stage_estimate import StageEstimate, estimate_stages, precision_plugin
+from lightning_pipe.strategies.language_model.auto import AutoLLMPipelineStrategy
+from lightning_pipe.strategies.language_model.choice_report import named, size, unit_of
+from lightning_pipe.strategies.language_model.example_batch import example_batch
+from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
+from lightning_pipe.strategies.language_model.stage_estimate import StageEstimate, estimate_stages, precision_plugin
+from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
 
 __all__ = ["estimate_table", "main"]
 

@@ -225,7 +225,7 @@ def _look(arguments: list[str]) -> None:
     )
     options = parser.parse_args(arguments)
     if options.command == "checkpoint":
-        from lightning_pipe.strategies.checkpoint_export import export_checkpoint  # here, since few need it
+        from lightning_pipe.checkpoints.export import export_checkpoint  # here, since few need it
 
         if os.path.lexists(options.file) and not options.force:
             raise SetupError(f"{options.file!r} exists; expected the name of a new file: give another, or --force")

@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING, Any
 from lightning_pipe.strategies.pipeline import PipelineStrategy
 
 if TYPE_CHECKING:
+    from lightning_pipe.checkpoints.export import export_checkpoint
     from lightning_pipe.llm.split.traced_split import SplitPoint, pipe_split
-    from lightning_pipe.strategies.checkpoint_export import export_checkpoint
-    from lightning_pipe.strategies.hf_causal_lm import HFCausalLM
     from lightning_pipe.strategies.in_process import InProcessPipelineStrategy
-    from lightning_pipe.strategies.llm import LLMPipelineStrategy
-    from lightning_pipe.strategies.llm_auto import AutoLLMPipelineStrategy
-    from lightning_pipe.strategies.pipeline_module import PipelineModule
-    from lightning_pipe.strategies.pretrained import export_pretrained
-    from lightning_pipe.strategies.recsys import RecsysPipelineStrategy
+    from lightning_pipe.strategies.language_model.auto import AutoLLMPipelineStrategy
+    from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
+    from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
+    from lightning_pipe.strategies.language_model.pretrained import export_pretrained
+    from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
+    from lightning_pipe.strategies.recommender.strategy import RecsysPipelineStrategy
 
 __all__ = [
     "AutoLLMPipelineStrategy",
@@ -38,7 +38,7 @@ def __getattr__(name: str) -> Any:
         from lightning_pipe.environment import import_torchrec
 
         import_torchrec()
-        from lightning_pipe.strategies.recsys import RecsysPipelineStrategy
+        from lightning_pipe.strategies.recommender.strategy import RecsysPipelineStrategy
 
         return RecsysPipelineStrategy
     if name == "InProcessPipelineStrategy":
@@ -50,19 +50,19 @@ def __getattr__(name: str) -> Any:
 
         require_torch("2.13", "language models in pipeline stages")
         from lightning_pipe.llm.split.traced_split import SplitPoint, pipe_split
-        from lightning_pipe.strategies.hf_causal_lm import HFCausalLM
-        from lightning_pipe.strategies.llm import LLMPipelineStrategy
-        from lightning_pipe.strategies.llm_auto import AutoLLMPipelineStrategy
-        from lightning_pipe.strategies.pipeline_module import PipelineModule
+        from lightning_pipe.strategies.language_model.auto import AutoLLMPipelineStrategy
+        from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
+        from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
+        from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
 
         all_of_them = (AutoLLMPipelineStrategy, HFCausalLM, LLMPipelineStrategy, PipelineModule, SplitPoint, pipe_split)
         return {one.__name__: one for one in all_of_them}[name]
     if name == "export_checkpoint":
-        from lightning_pipe.strategies.checkpoint_export import export_checkpoint
+        from lightning_pipe.checkpoints.export import export_checkpoint
 
         return export_checkpoint
     if name == "export_pretrained":
-        from lightning_pipe.strategies.pretrained import export_pretrained
+        from lightning_pipe.strategies.language_model.pretrained import export_pretrained
 
         return export_pretrained
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,7 @@
-"""Strategies whose checkpoints are folders, into which every rank writes its own part."""
+"""Strategies whose checkpoints are folders, into which every rank writes its own part.
+
+Tested in ``tests/scenarios/checkpoints/test_async_checkpoints.py``.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from typing import Any
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import CheckpointIO
 
+from lightning_pipe.checkpoints.background_save import BackgroundSave
+from lightning_pipe.checkpoints.folder_writing import WritePart, write_folder, write_in_background
+from lightning_pipe.checkpoints.whole_folder import remove_folder
 from lightning_pipe.engine import SetupError
-from lightning_pipe.strategies.background_save import BackgroundSave
 from lightning_pipe.strategies.base import DistributedStrategy
-from lightning_pipe.strategies.folder_writing import WritePart, write_folder, write_in_background
-from lightning_pipe.strategies.whole_folder import remove_folder
 
 __all__ = ["FolderCheckpointStrategy"]
 

@@ -1,6 +1,6 @@
 """What a Trainer may ask for and sharded tables cannot do: refused by name when training is set up.
 
-Tested in ``tests/strategies/test_recsys.py``.
+Tested in ``tests/strategies/recommender/test_strategy.py``.
 """
 
 from __future__ import annotations

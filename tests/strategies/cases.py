@@ -26,7 +26,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizer
-from lightning_pipe.strategies.recsys import RecsysPipelineStrategy
+from lightning_pipe.strategies.recommender.strategy import RecsysPipelineStrategy
 
 PLANS = ("serial", "base", "prefetch", "fused_sparse_dist")  # those that train the same
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}

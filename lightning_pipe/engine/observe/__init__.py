@@ -1,4 +1,5 @@
-"""What ran when: spans, clocks, timelines and their files.
+"""Spans, clocks, timelines and trace files: a record of which task ran when.
 
-Nothing here decides what runs; costs and predictions are in ``planning``.
+Recording and drawing what happened belongs here. Predictions of what will happen are in ``planning``, and measuring
+what a task costs is in ``profiling``.
 """

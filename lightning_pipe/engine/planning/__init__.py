@@ -1,4 +1,4 @@
 """Costs, simulation, search and choice of plans.
 
-A search or a cost model belongs here; what measures costs is in ``profiling``.
+A search or a cost model belongs here. The measurements that costs are made of come from ``profiling``.
 """

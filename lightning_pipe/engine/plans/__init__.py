@@ -1,4 +1,4 @@
-"""Tasks and plans as data: declared, checked, written and drawn; and the errors and small checks that every room uses.
+"""Tasks and plans as data: declaration, checks, YAML, tables and pictures.
 
-Nothing here runs a task or asks another rank.
+The errors and argument checks that every room uses are here too. Nothing here runs a task or talks to another rank.
 """

@@ -1,4 +1,4 @@
-"""What several ranks do together: comparisons, process groups, all-to-alls.
+"""Operations of several ranks: agreement, gathering, process groups, all-to-alls.
 
-Nothing here knows of tasks or plans.
+A new way for ranks to agree belongs here. Nothing here knows tasks or plans.
 """

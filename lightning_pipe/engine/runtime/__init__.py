@@ -1,4 +1,4 @@
-"""Runs a plan: threads, streams, the order of submission, and replays of tasks.
+"""Runs a plan: threads, streams, order of submission, replays of tasks.
 
-What a plan is, and whether it is right, is in ``plans``.
+Whatever happens while a plan runs belongs here. Building and checking plans is in ``plans``.
 """

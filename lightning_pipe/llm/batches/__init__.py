@@ -1,1 +1,4 @@
-"""A batch cut into micro-batches of one length."""
+"""Cuts a batch into micro-batches and pads them to one length.
+
+Nothing here knows stages or schedules.
+"""

@@ -1,1 +1,4 @@
-"""Which schedule, stages and micro-batches to train with."""
+"""Chooses schedule, stages, number of micro-batches and split from measured costs.
+
+A rule for choosing belongs here. The measurements are in ``measure``.
+"""

@@ -1,1 +1,4 @@
-"""Losses of language models and of routers."""
+"""Losses of language models and of mixture-of-experts routers.
+
+Nothing here knows stages or ranks.
+"""

@@ -1,1 +1,4 @@
-"""What layers, links and ranks cost in time and memory."""
+"""Measures time and memory of layers, links and ranks.
+
+Decisions made from these measurements are in ``choice``.
+"""

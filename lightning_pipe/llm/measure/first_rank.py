@@ -1,6 +1,6 @@
 """What one rank finds out for all: the others need the same, and would find something else or take as long.
 
-Tested in ``tests/strategies/test_llm_auto.py``.
+Tested in ``tests/strategies/language_model/test_auto.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a model is made of, and the part of it that a stage runs.
+"""Models and the stage modules built from them: configs, deferred initialisation, weights, tied parameters.
 
 How a model is cut is in ``split``; how ranks share a layer is in ``parallel``.
 """

@@ -1,4 +1,4 @@
-"""Parallel dimensions beside stages: data, tensor, context, experts; and gradients over them.
+"""Parallel dimensions other than stages: data, tensor, context and expert, with their gradients.
 
-A new dimension belongs here.
+A parallel dimension belongs here.
 """

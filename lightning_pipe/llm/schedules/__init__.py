@@ -1,4 +1,4 @@
-"""Schedules by name, their checks, their steps, and their simulation.
+"""Schedules by name, their checks, steps and simulation.
 
-A new schedule belongs here.
+A schedule belongs here, unless PyTorch has it.
 """

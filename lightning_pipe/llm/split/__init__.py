@@ -1,4 +1,4 @@
-"""Which modules each stage holds.
+"""Decides which modules each stage holds.
 
-A split rule belongs here.
+A split rule belongs here. The stage module itself is in ``model``.
 """

@@ -1,4 +1,4 @@
-"""Where batches come from: sources, the ledger, resume, random streams, what ranks say of their next batch.
+"""The source of batches: loaders, samplers, the ledger, resume, random streams.
 
-A rule about samplers or loaders belongs here; what runs a batch is in ``programs``.
+A rule for loaders or samplers belongs here. Code that runs a batch is in ``programs``.
 """

@@ -1,4 +1,4 @@
-"""What is done with a batch, as tasks that call Lightning's hooks.
+"""Programs: the tasks of an iteration, which call Lightning's hooks.
 
-A new kind of program belongs here; Lightning's loops themselves are one folder up.
+A new kind of program belongs here. Lightning's loops themselves are one folder up.
 """

@@ -1,4 +1,4 @@
-"""Samples exchanged between ranks so that all have as much to do.
+"""Exchanges samples between ranks so that all ranks have the same amount of work.
 
 A balancer or a partitioning rule belongs here.
 """

@@ -1,4 +1,4 @@
-"""A batch: what it holds, how it reaches the device, what ranks agree on about it.
+"""Batches: their contents, their copy to the device, and what ranks agree on about them.
 
-What a sharded module makes of a batch is in ``modules``.
+The inputs and outputs of sharded modules are in ``modules``.
 """

@@ -1,1 +1,4 @@
-"""The dense parameters: their values, and their gradients over ranks and batches."""
+"""Dense parameters: their values, and the reduction of their gradients over ranks.
+
+Tables and their optimisers are in ``kernels`` and ``sharding``.
+"""

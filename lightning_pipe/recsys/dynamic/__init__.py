@@ -1,1 +1,4 @@
-"""Embedding tables without a size: any int64 id, rows made at first sight, a bounded cache over a store on disk."""
+"""Embedding tables without a fixed size: any int64 id, new rows on first use, a bounded cache over a store on disk.
+
+``store`` is the disk, ``cache`` is the memory, ``tables`` are the modules.
+"""

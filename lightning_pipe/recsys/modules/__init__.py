@@ -1,4 +1,4 @@
-"""Embedding modules and what goes in and out of them.
+"""Embedding modules, their inputs and outputs, and the format of both on the wire.
 
-How their tables are placed is in ``sharding``.
+The placement of their tables is in ``sharding``.
 """

@@ -1,4 +1,4 @@
-"""The named plans, and those edited for balancers and replicas.
+"""The named plans, and their variants for balancers and replicas.
 
-A new plan belongs here; what its tasks do is in ``tasks``.
+A plan belongs here. The tasks that it places are in ``tasks``.
 """

@@ -1,4 +1,4 @@
-"""Splits the calls of sharded modules into steps that a plan can place.
+"""Splits each call of a sharded module into steps that a plan can place.
 
-The tasks that take these steps are in ``tasks``.
+A new kind of sharded module belongs here. The tasks that run the steps are in ``tasks``.
 """

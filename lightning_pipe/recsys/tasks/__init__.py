@@ -1,4 +1,4 @@
-"""The tasks of a training iteration, what replays restore, and ``TrainPipeline``.
+"""The tasks of an iteration, what replays restore, and ``TrainPipeline``.
 
-A new task belongs here.
+A task belongs here. When and where it runs is in ``plans``.
 """

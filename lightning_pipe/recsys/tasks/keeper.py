@@ -1,6 +1,6 @@
 """Everything that training a sharded model changes, kept and put back.
 
-Tested in ``tests/strategies/test_table_profile.py``.
+Tested in ``tests/strategies/recommender/test_table_profile.py``.
 """
 
 from __future__ import annotations

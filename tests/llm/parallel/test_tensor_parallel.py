@@ -29,7 +29,7 @@ from lightning_pipe.llm.parallel.tensor_plan import TensorPlan, derive_tensor_pl
 from lightning_pipe.llm.run.runner import PipelineRunner, StageInputs
 from lightning_pipe.llm.schedules.named import count_stages, find_schedule, stages_of_rank
 from lightning_pipe.llm.split.by_name import split_evenly
-from lightning_pipe.strategies.hf_causal_lm import HFCausalLM
+from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
 from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.strategies.llm_cases import SEED, beyond_rounding, hf_config, ranks_beyond_rounding

@@ -22,8 +22,8 @@ import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from lightning_pipe.checkpoints.folder_reading import read_metadata, read_rest, read_whole
 from lightning_pipe.engine import SetupError
-from lightning_pipe.strategies.folder_reading import read_metadata, read_rest, read_whole
 from tests.distributed import run_ranks
 from tests.patience import HANG
 from tests.strategies import llm_cases

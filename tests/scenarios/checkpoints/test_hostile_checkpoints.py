@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, StorageMeta
 
+from lightning_pipe.checkpoints.export import export_checkpoint
+from lightning_pipe.checkpoints.folder_reading import read_metadata
+from lightning_pipe.checkpoints.safe_reading import load_object, unsafe_names
 from lightning_pipe.engine import SetupError
-from lightning_pipe.strategies.checkpoint_export import export_checkpoint
-from lightning_pipe.strategies.folder_reading import read_metadata
-from lightning_pipe.strategies.safe_reading import load_object, unsafe_names
-from lightning_pipe.strategies.sharded_checkpoint import load_sharded_checkpoint
-from lightning_pipe.strategies.stage_checkpoint import load_stage_checkpoint
+from lightning_pipe.strategies.language_model.stage_checkpoint import load_stage_checkpoint
+from lightning_pipe.strategies.recommender.sharded_checkpoint import load_sharded_checkpoint
 from tests.distributed import run_ranks
 from tests.scenarios.fuzzing.pickles import Build, Get, Global, Put, Reduce, assemble, torch_file
 from tests.strategies import cases, llm_cases

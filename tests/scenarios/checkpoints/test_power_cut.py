@@ -19,22 +19,22 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_pipe.engine import PipelinePlan, PipelineTask, SetupError, TaskSchedule
-from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
-from lightning_pipe.recsys.dynamic.store.row_files import Rows, read_rows, write_rows
-from lightning_pipe.recsys.dynamic.store.row_store import RunPart
-from lightning_pipe.strategies import whole_folder
-from lightning_pipe.strategies.auto import write_plan
-from lightning_pipe.strategies.background_save import BackgroundSave
-from lightning_pipe.strategies.checkpoint_export import export_checkpoint
-from lightning_pipe.strategies.folder_reading import read_metadata, read_rest, read_whole
-from lightning_pipe.strategies.whole_folder import (
+from lightning_pipe.checkpoints import whole_folder
+from lightning_pipe.checkpoints.background_save import BackgroundSave
+from lightning_pipe.checkpoints.export import export_checkpoint
+from lightning_pipe.checkpoints.folder_reading import read_metadata, read_rest, read_whole
+from lightning_pipe.checkpoints.whole_folder import (
     begin_folder,
     finish_folder,
     folder_to_write,
     put_back,
     remove_folder,
 )
+from lightning_pipe.engine import PipelinePlan, PipelineTask, SetupError, TaskSchedule
+from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
+from lightning_pipe.recsys.dynamic.store.row_files import Rows, read_rows, write_rows
+from lightning_pipe.recsys.dynamic.store.row_store import RunPart
+from lightning_pipe.strategies.auto import write_plan
 from tests.scenarios.checkpoints.disk_recorder import Point, Recording, recorded
 from tests.scenarios.checkpoints.power_cuts import Replay
 from tests.scenarios.recommenders.test_dynamic_embeddings import clicks as dynamic_clicks

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_pipe.llm.schedules.timed_stage import TimedStage
-from lightning_pipe.strategies.llm_auto import AutoLLMPipelineStrategy
+from lightning_pipe.strategies.language_model.auto import AutoLLMPipelineStrategy
 from tests.scenarios.faults.forked_ranks import Ended, Here, Nursery, Raised, told
 from tests.scenarios.faults.injected import PLACES, broken
 from tests.scenarios.faults.left_behind import left_behind

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_pipe.strategies.background_save import BackgroundSave
+from lightning_pipe.checkpoints.background_save import BackgroundSave
 from tests.scenarios.faults.forked_ranks import Ended, Here, Nursery, told
 from tests.scenarios.faults.left_behind import left_behind
 from tests.scenarios.faults.training import BOUND, KINDS, final_state, fit, loader, module

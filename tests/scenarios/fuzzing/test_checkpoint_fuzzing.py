@@ -19,10 +19,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lightning_pipe.checkpoints.export import export_checkpoint
+from lightning_pipe.checkpoints.safe_reading import load_object
 from lightning_pipe.engine import SetupError
-from lightning_pipe.strategies.checkpoint_export import export_checkpoint
-from lightning_pipe.strategies.hf_weights import PretrainedWeights
-from lightning_pipe.strategies.safe_reading import load_object
+from lightning_pipe.llm.model.hf_weights import PretrainedWeights
 from tests.scenarios.fuzzing.bounded import open_bounded
 from tests.scenarios.fuzzing.corpus.checkpoints import good_folder
 from tests.scenarios.fuzzing.corpus.weights import good_weights, safetensors_file

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from lightning_pipe.engine import InputError
 from lightning_pipe.llm.parallel.hf_documents import BY_MASK, BY_POSITIONS
-from lightning_pipe.strategies.hf_causal_lm import HFCausalLM
+from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
 from tests.distributed import run_ranks
 from tests.strategies.llm_cases import SEED, fit, llm
 

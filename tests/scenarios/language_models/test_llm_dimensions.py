@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_pipe.llm.model.moe import MoE
-from lightning_pipe.strategies.pipeline_module import PipelineModule
+from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.strategies.llm_cases import (

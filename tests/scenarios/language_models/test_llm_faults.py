@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRa
 
 from lightning_pipe.engine import InputError, SetupError
 from lightning_pipe.llm.model.derived_config import derive_config
-from lightning_pipe.strategies.llm import LLMPipelineStrategy
+from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
 from tests.distributed import run_ranks
 from tests.strategies.llm_cases import (
     VOCABULARY,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pipe.strategies.pipeline_module import PipelineModule
+from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.scenarios.language_models.test_llm_dimensions import Experts

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_pipe.strategies.stage_checkpoint import export_checkpoint, export_pretrained
+from lightning_pipe.checkpoints.export import export_checkpoint
+from lightning_pipe.strategies.language_model.pretrained import export_pretrained
 from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.strategies.llm_cases import (

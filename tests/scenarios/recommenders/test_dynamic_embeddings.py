@@ -17,13 +17,13 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_pipe.checkpoints.export import export_checkpoint
 from lightning_pipe.engine import SetupError
 from lightning_pipe.recsys.modules.dynamic_modules import (
     DynamicEmbeddingBagCollection,
     DynamicEmbeddingCollection,
     DynamicTable,
 )
-from lightning_pipe.strategies.checkpoint_export import export_checkpoint
 from tests.distributed import run_ranks
 from tests.patience import HANG
 from tests.recsys.dynamic.dynamic_cases import ADAM, rows_of, same

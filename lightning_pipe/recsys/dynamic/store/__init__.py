@@ -1,4 +1,4 @@
 """Rows on disk: stores, versions, commits, exports.
 
-A row store belongs here; nothing here knows of tensors on a device.
+A row store belongs here. Nothing here knows tensors on a device.
 """

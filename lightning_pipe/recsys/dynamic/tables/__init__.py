@@ -1,1 +1,4 @@
-"""Embedding modules without a size, over a cache and a store."""
+"""Embedding modules without a fixed size, over a cache and a store.
+
+Reading and writing rows is in ``cache`` and ``store``.
+"""

@@ -1,0 +1,276 @@
+"""Reads the file ``.metadata`` of ``torch.distributed.checkpoint`` without executing it, and checks every field of it.
+
+Nothing that is read later is larger than the files of the folder: each piece of a tensor is in a file of the folder, at
+bytes of its own, and a tensor is no larger than its pieces together.
+
+Tested in ``tests/scenarios/checkpoints/test_hostile_checkpoints.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from lightning_pipe.checkpoints.inert_calls import PLAIN_CALLS
+from lightning_pipe.checkpoints.inert_pickle import BUDGET, load_inert
+from lightning_pipe.checkpoints.inert_tensors import DTYPES
+from lightning_pipe.checkpoints.inert_values import Call, Pending, _Damaged, _Refused, described
+
+__all__ = ["load_metadata"]
+
+# Levels of dicts and lists that a value is in, and of lists alone.
+_LEVELS, _LISTS = 16, 8
+# Positions in lists that have no value may be this many, as where a list has empty dicts.
+_EMPTY = 1000
+
+
+def load_metadata(stream: IO[bytes], folder: Path) -> dcp.Metadata:
+    """What a folder holds, of its open file ``.metadata``.
+
+    Raises:
+        _Refused: it is damaged, holds what no checkpoint needs, or does not fit the folder's files.
+    """
+    found = load_inert(stream.read(), _find, budget=BUDGET + _size_of_data(folder))
+    if type(found) is not dcp.Metadata:
+        raise _Refused(f"it holds {described(found)}, expected a Metadata")
+    _check_tensors(found)
+    _check_files(found, folder)
+    _check_paths(found)
+    return found
+
+
+def _size_of_data(folder: Path) -> int:
+    """Bytes on the disk of the other files: many pieces need a large ``.metadata``."""
+    with os.scandir(folder) as entries:
+        others = [entry for entry in entries if entry.name != ".metadata"]
+        return sum(512 * entry.stat(follow_symlinks=False).st_blocks for entry in others)
+
+
+# ---------------------------------------------------------------------- classes
+
+
+def _check(what: str, value: Any, *kinds: type) -> Any:
+    if type(value) not in kinds:
+        raise _Refused(f"{what} is {described(value)}, expected {' or '.join(kind.__name__ for kind in kinds)}")
+    return value
+
+
+def _index(state: dict[str, Any]) -> MetadataIndex:
+    name = _check("fqn of storage_data", state.get("fqn"), str)
+    offset = _check(f"offset of storage_data[{described(name)}]", state.get("offset"), torch.Size, type(None))
+    return MetadataIndex(name, offset, _check("index of storage_data", state.get("index"), int, type(None)))
+
+
+def _storage_info(state: dict[str, Any]) -> _StorageInfo:
+    name = _check("relative_path of storage_data", state.get("relative_path"), str)
+    if not name or Path(name).name != name or "\0" in name or len(name) > 255:
+        raise _Refused(f"it refers to {described(name)} (relative_path of storage_data), which is not in its folder")
+    if state.get("transform_descriptors"):
+        raise _Refused(
+            f"transform_descriptors of {described(name)} are not empty: its bytes are not stored as they are"
+        )
+    place = [_check(f"{field} of storage_data", state.get(field), int) for field in ("offset", "length")]
+    if min(place) < 0:
+        raise _Refused(f"{described(name)} is to be read from byte {place[0]}, {place[1]} bytes; expected none below 0")
+    return _StorageInfo(name, *place)
+
+
+def _properties(state: Any) -> TensorProperties:
+    if type(state) is not tuple or len(state) != 5 or state[0] not in DTYPES.values():
+        raise _Refused("properties of state_dict_metadata have no dtype, expected one of numbers and truth values")
+    return TensorProperties(dtype=state[0])
+
+
+def _tensor(state: dict[str, Any]) -> TensorStorageMetadata:
+    return TensorStorageMetadata(
+        properties=_check("properties of state_dict_metadata", state.get("properties"), TensorProperties),
+        size=_check("size of state_dict_metadata", state.get("size"), torch.Size),
+        chunks=[
+            _check("a chunk of state_dict_metadata", one, ChunkStorageMetadata)
+            for one in _check("chunks of state_dict_metadata", state.get("chunks"), list)
+        ],
+    )
+
+
+def _chunk(state: dict[str, Any]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(
+        *(_check(f"{field} of a chunk", state.get(field), torch.Size) for field in ("offsets", "sizes"))
+    )
+
+
+def _metadata(state: dict[str, Any]) -> dcp.Metadata:
+    return dcp.Metadata(
+        state_dict_metadata=_check("state_dict_metadata", state.get("state_dict_metadata"), dict),
+        planner_data=_check("planner_data", state.get("planner_data"), dict, type(None)) or {},
+        storage_data=_check("storage_data", state.get("storage_data"), dict),
+        storage_meta=StorageMeta(),
+    )
+
+
+def _with_state(name: str, build: Callable[[Any], Any], *states: type) -> Call:
+    """A class, of which a pickle makes an instance without arguments and then gives it its fields."""
+
+    def checked(state: Any) -> Any:
+        return build(_check(f"the state of {name}", state, *states))
+
+    return Call(name, lambda: Pending(name, checked))
+
+
+_RECORDS: dict[type, Callable[[Any], Any]] = {
+    dcp.Metadata: _metadata,
+    MetadataIndex: _index,
+    StorageMeta: lambda state: StorageMeta(),
+    _StorageInfo: _storage_info,
+    TensorStorageMetadata: _tensor,
+    ChunkStorageMetadata: _chunk,
+}
+_CALLS: dict[str, Any] = {
+    **{f"{one.__module__}.{one.__name__}": _with_state(one.__name__, build, dict) for one, build in _RECORDS.items()},
+    **DTYPES,
+    **{name: PLAIN_CALLS[name] for name in ("torch.Size", "torch.serialization._get_layout")},
+    f"{TensorProperties.__module__}.TensorProperties": _with_state("TensorProperties", _properties, tuple),
+    f"{BytesStorageMetadata.__module__}.BytesStorageMetadata": Call("BytesStorageMetadata", BytesStorageMetadata),
+    # Nobody needs these: a layout in memory, and the path that the folder was written to.
+    f"{_MEM_FORMAT_ENCODING.__module__}.{_MEM_FORMAT_ENCODING.__name__}": Call("a memory format", lambda _: None),
+    **{
+        f"{module}.{name}": Call("a path", lambda *_: None)
+        for module in ("pathlib", "pathlib._local")
+        for name in ("Path", "PosixPath", "WindowsPath")
+    },
+}
+
+
+def _find(name: str) -> Any:
+    if name in _CALLS:
+        return _CALLS[name]
+    raise _Refused(
+        f"it holds {name}, which torch.distributed.checkpoint does not put there, and which could run any code when it"
+        " is read"
+    )
+
+
+# ---------------------------------------------------------------------- fields
+
+
+def _check_tensors(metadata: dcp.Metadata) -> None:
+    """Each entry is there, and of a tensor no more than its pieces have."""
+    for index, info in metadata.storage_data.items():
+        _check("a key of storage_data", index, MetadataIndex)
+        _check(f"storage_data[{described(index.fqn)}]", info, _StorageInfo)
+    for name, entry in metadata.state_dict_metadata.items():
+        field = f"state_dict_metadata[{described(_check('a key of state_dict_metadata', name, str))}]"
+        _check(field, entry, TensorStorageMetadata, BytesStorageMetadata)
+        if isinstance(entry, BytesStorageMetadata):
+            if MetadataIndex(name) not in metadata.storage_data:
+                raise _Refused(f"{field} is in no file: storage_data has no such entry")
+            continue
+        _check_chunks(field, name, entry, metadata.storage_data)
+
+
+def _check_chunks(
+    field: str, name: str, entry: TensorStorageMetadata, places: Mapping[MetadataIndex, _StorageInfo]
+) -> None:
+    size, elements, known = entry.size, 0, set()
+    for chunk in entry.chunks:
+        fits = len(chunk.offsets) == len(chunk.sizes) == len(size) and all(
+            offset + length <= whole for offset, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
+        )
+        if not fits:
+            raise _Refused(
+                f"{field} of size {list(size)} has a chunk of size {list(chunk.sizes)} at {list(chunk.offsets)}, which"
+                " is not in it"
+            )
+        place = places.get(MetadataIndex(name, chunk.offsets))
+        if place is None:
+            raise _Refused(
+                f"{field} has a chunk at {list(chunk.offsets)} that is in no file: storage_data has none there"
+            )
+        if chunk.sizes.numel() * entry.properties.dtype.itemsize > place.length:
+            raise _Refused(f"{field} has a chunk of size {list(chunk.sizes)}, got {place.length} bytes in storage_data")
+        if chunk.sizes.numel():
+            if chunk.offsets in known:
+                raise _Refused(f"{field} has two chunks at {list(chunk.offsets)}")
+            known.add(chunk.offsets)
+        elements += chunk.sizes.numel()
+    if not entry.chunks or elements < size.numel():
+        raise _Refused(f"{field} of size {list(size)} has {elements} elements in its chunks, expected {size.numel()}")
+
+
+def _check_files(metadata: dcp.Metadata, folder: Path) -> None:
+    """Each piece is in a file, at bytes of its own."""
+    by_file: dict[str, list[tuple[int, int, str]]] = {}
+    for index, info in metadata.storage_data.items():
+        by_file.setdefault(info.relative_path, []).append((info.offset, info.offset + info.length, index.fqn))
+    for file, places in by_file.items():
+        size, last = _size_of(folder / file), 0
+        for begin, end, name in sorted(places):
+            if begin < last:
+                raise _Refused(f"storage_data[{described(name)}] begins at byte {begin} of {file!r}, in another one")
+            if end > size:
+                raise _Damaged(
+                    f"storage_data[{described(name)}] ends at byte {end} of {str(folder / file)!r}, which has {size}"
+                    " bytes: one of these two files"
+                )
+            last = end
+
+
+def _size_of(file: Path) -> int:
+    try:
+        status = file.lstat()
+    except OSError as error:
+        raise _Refused(
+            f"storage_data refers to the file {str(file)!r}, which cannot be read: {error.strerror}"
+        ) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise _Refused(
+            f"storage_data refers to {str(file)!r}, which is a link or a device, expected a file of the folder"
+        )
+    return status.st_size
+
+
+def _check_paths(metadata: dcp.Metadata) -> None:
+    """Each value has a place of its own in dicts and lists that are no larger than they need be."""
+    paths: set[Any] = set()
+    lists: dict[Any, int] = {}
+    for name, path in metadata.planner_data.items():
+        field = f"planner_data[{described(name)}]"
+        if name not in metadata.state_dict_metadata:
+            raise _Refused(f"{field} is not in state_dict_metadata")
+        if type(path) is not tuple or not 2 <= len(path) <= _LEVELS or {type(path[0]), type(path[1])} != {str}:
+            raise _Refused(f"{field} is {described(path)}, expected 2 to {_LEVELS} names and list positions")
+        numbers = [place for place, one in enumerate(path) if type(one) is int]
+        if len(numbers) > _LISTS or any(type(one) not in (str, int) for one in path):
+            raise _Refused(f"{field} has something else than names and at most {_LISTS} list positions")
+        for place in numbers:
+            if not 0 <= path[place] < len(metadata.planner_data) + _EMPTY:
+                raise _Refused(
+                    f"{field} has the list position {described(path[place])}, of {len(metadata.planner_data)}"
+                )
+            lists[path[:place]] = max(path[place] + 1, lists.get(path[:place], 0))
+        paths.add(path)
+    if sum(lists.values()) > 2 * len(paths) + _EMPTY:
+        raise _Refused(f"planner_data has lists of {sum(lists.values())} positions for {len(paths)} values")
+    for name, path in metadata.planner_data.items():
+        for place in range(1, len(path)):
+            if path[:place] in paths or (type(path[place]) is str and path[:place] in lists):
+                raise _Refused(
+                    f"planner_data[{described(name)}] is in the place of another value, or in a list by name"
+                )
+    if len(paths) < len(metadata.planner_data):
+        raise _Refused("planner_data has two values in one place")

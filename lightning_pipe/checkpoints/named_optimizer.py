@@ -1,0 +1,109 @@
+"""An optimiser's state by the names of parameters, since each rank numbers its own.
+
+Tested in ``tests/strategies/language_model/test_stage_checkpoint.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pipe.engine.ranks.together import gather, on_all_ranks
+
+__all__ = ["Group", "by_name", "held_names", "listed", "merge_groups", "optimizer_problems", "pack_state"]
+
+Group = dict[str, Any]
+
+
+def held_names(optimizers: Iterable[Optimizer], module: nn.Module, failed: str) -> list[list[str]]:
+    """The names of each optimiser's parameters, in the order in which it numbers them."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+
+    def held() -> list[list[str]]:
+        return [
+            [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+            for optimizer in optimizers
+        ]
+
+    return on_all_ranks(held, f"{failed}, since an optimiser has parameters that the module has not")
+
+
+def by_name(group: Group, names: Sequence[str]) -> Group:
+    """A group as an optimiser's ``state_dict`` has it, with names in the numbers' place."""
+    rest = {key: value for key, value in group.items() if key != "param_names"}  # those of this rank
+    return {**rest, "params": [names[index] for index in group["params"]]}
+
+
+def merge_groups(ranks: Iterable[Sequence[Group]], order: Sequence[str]) -> list[Group]:
+    """The groups of the unsplit model: those at one place on several ranks are one, unless ranks made others there."""
+    rank_in_model = {name: place for place, name in enumerate(order)}
+    merged: list[Group] = []
+    for at_one_place in zip_longest(*ranks):
+        here: list[Group] = []
+        for group in at_one_place:
+            if group is None:
+                continue
+            same = next((other for other in here if _hyperparameters_equal(group, other)), None)
+            if same is None:
+                here.append({**group})
+            else:
+                same["params"] = [*same["params"], *group["params"]]
+        merged += here
+    for group in merged:
+        group["params"] = sorted(dict.fromkeys(group["params"]), key=lambda name: rank_in_model.get(name, len(order)))
+    return merged
+
+
+def pack_state(optimizer: Optimizer, names: Sequence[str], groups: Sequence[Group], states: Mapping[str, Any]) -> Any:
+    """What the optimiser's ``load_state_dict`` takes, made of what was kept by name."""
+    index = {name: place for place, name in enumerate(names)}
+    group_of = {name: group for group in groups for name in group["params"]}
+    present = optimizer.state_dict()["param_groups"]
+    packed = []
+    for own, at_same_place in zip_longest(present, groups if len(groups) == len(present) else ()):
+        # Of a group in which this rank has nothing, its place tells which it is.
+        found = group_of[names[own["params"][0]]] if own["params"] else at_same_place or own
+        packed.append({**found, "params": own["params"]})
+    return {"state": {index[name]: state for name, state in states.items()}, "param_groups": packed}
+
+
+def optimizer_problems(
+    groups: Sequence[Sequence[Group]], held: Sequence[Sequence[str]], optimizers: Sequence[Optimizer]
+) -> list[str]:
+    """The same on every rank."""
+    if len(groups) != len(held):
+        return [f"it has states of {len(groups)} optimisers, configure_optimizers returns {len(held)}"]
+    problems = []
+    for of_optimizer, names, optimizer in zip(groups, held, optimizers, strict=True):
+        place_of = {name: place for place, group in enumerate(of_optimizer) for name in group["params"]}
+        mixed = {
+            " and ".join({place_of[name]: name for name in own if name in place_of}.values())
+            for own in ([names[i] for i in group["params"]] for group in optimizer.state_dict()["param_groups"])
+            if len({place_of[name] for name in own if name in place_of}) > 1
+        }
+        ranks = gather((names, mixed))
+        needed = {name for names, _ in ranks for name in names}
+        problems += listed("not in the checkpoint's optimiser", needed - place_of.keys())
+        problems += listed("in the checkpoint's optimiser, but not in the module's", place_of.keys() - needed)
+        problems += listed(
+            "in one group of the optimiser, but not of the checkpoint's", set().union(*(m for _, m in ranks))
+        )
+    return problems
+
+
+def listed(what: str, names: Collection[str]) -> list[str]:
+    shown = [name if len(name) <= 200 else f"{name[:200]}..." for name in sorted(names)[:10]]
+    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    return [f"{what}: {', '.join(shown)}{more}"] if names else []
+
+
+def _hyperparameters_equal(one: Group, other: Group) -> bool:
+    def equal(a: Any, b: Any) -> bool:
+        return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
+
+    return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one if key != "params")

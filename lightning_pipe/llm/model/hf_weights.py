@@ -1,0 +1,367 @@
+"""Weights in folders that Hugging Face's ``save_pretrained`` writes, for models of which a rank holds a part.
+
+A model is first built without memory or initialisers, then a rank gives memory to the tensors of its own stages, and
+only those are read, one at a time. So no rank holds the whole model, neither in memory nor as a file's contents.
+What the files do not hold, such as rotary frequencies, is computed as the model's constructor computes it.
+
+The folder's path is trusted, and so are links in it, of which Hugging Face's own cache is made. Not trusted is what the
+files hold: JSON is bounded in size, depth and numbers before it is used, an index names files of the folder alone, and
+the offsets of safetensors are checked by that package against the file. No code of the folder is run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_pipe.checkpoints.named_optimizer import listed
+from lightning_pipe.engine import SetupError
+from lightning_pipe.llm.model.deferred import tensors_are_fake
+from lightning_pipe.llm.model.hf_files import check_header, read_bounded_config, read_index
+
+__all__ = ["PretrainedWeights", "StoredTensor", "empty_causal_lm", "load_into", "pretrained_causal_lm"]
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+# What can be converted to a parameter's dtype as it is: no part of a quantisation.
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """What a file says of a tensor.
+
+    Attributes:
+        file: its name in the folder.
+        shape: of the tensor.
+        dtype: as safetensors calls it, such as ``BF16``.
+    """
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class PretrainedWeights:
+    """The tensors of a local folder that ``save_pretrained`` wrote: one file, or several and their index.
+
+    Files' headers are read at once, and checked against the files' sizes; tensors are read when they are asked for.
+
+    Args:
+        folder: with ``model.safetensors`` or ``model.safetensors.index.json``, and ``config.json``.
+
+    Attributes:
+        folder: the same.
+        tensors: by their names in the files.
+
+    Raises:
+        SetupError: there is no such folder, it holds no safetensors, a file is missing or cannot be read.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = _existing(folder)
+        self.tensors: dict[str, StoredTensor] = {}
+        for file, names in _files(self.folder).items():
+            with _open(self.folder / file) as opened:
+                present = opened.keys()
+                absent = listed("not in it", set(names or ()) - set(present))
+                if absent:
+                    raise SetupError(
+                        f"{str(self.folder / file)!r} is not the file that {_INDEX} describes: {absent[0]}. Two models'"
+                        " files seem to be mixed; write or download the folder again"
+                    )
+                for name in names or present:
+                    header = opened.get_slice(name)
+                    shape = tuple(header.get_shape())
+                    if max(shape, default=0) >= 2**48:
+                        raise SetupError(
+                            f"{str(self.folder / file)!r} has the tensor {name[:200]!r} of the size {shape}"
+                        )
+                    self.tensors[name] = StoredTensor(file, shape, header.get_dtype())
+
+    def config(self) -> Any:
+        """The folder's ``PretrainedConfig``.
+
+        Raises:
+            SetupError: there is none, transformers does not know its model, or the weights are quantised.
+        """
+        path = self.folder / "config.json"
+        if not path.is_file():
+            raise SetupError(f"the folder {str(self.folder)!r} has no config.json; needed is all of what was saved")
+        read_bounded_config(path)
+        try:
+            config: Any = _import("transformers").AutoConfig.from_pretrained(
+                self.folder, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # of any kind: each model's class takes other values
+            reason = (
+                str(error)[:1000] if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+            )
+            raise SetupError(f"{str(path)!r} cannot be used: {reason[:1000]}") from error
+        if getattr(config, "quantization_config", None) is not None:
+            raise SetupError(
+                f"the weights in {str(self.folder)!r} are quantised (config.json has a quantization_config); needed are"
+                " plain ones, which can be trained: give the model that they were made of"
+            )
+        return config
+
+    def match(self, model: nn.Module) -> dict[str, str]:
+        """Which tensor in the files belongs to which of *model*'s.
+
+        Names are mapped as ``from_pretrained`` does it: older names, the class's own conversions, and files of a base
+        model without a head, which lack its prefix. A parameter that has several names needs one of them in the files;
+        the first counts. What the class declares as ignored is ignored, but for parameters.
+
+        Args:
+            model: the whole one; its tensors need no memory.
+
+        Returns:
+            Names in the files, by one of the names in the model.
+
+        Raises:
+            SetupError: something is missing, unexpected, of another shape or kind; lists it by the model's names.
+        """
+        stored = {own: name for name, own in _renamed(model, list(self.tensors), self.folder).items()}
+        saved = model.state_dict().keys()
+        tensors = _tensors(model)
+        groups: dict[int, list[str]] = defaultdict(list)
+        for name, tensor in tensors.items():
+            if name in saved:
+                groups[id(tensor)].append(name)
+        found: dict[str, str] = {}
+        missing: list[str] = []
+        for names in groups.values():
+            first = next((name for name in names if name in stored), None)
+            if first is None:
+                missing.append(names[0])
+            else:
+                found[first] = stored[first]
+        unexpected = [name for name in stored if name not in tensors]
+        missing, unexpected = _not_ignored(model, missing, unexpected)
+        problems = listed("missing in it", missing) + listed("unexpected in it", unexpected)
+        problems += self._differences(found, tensors)
+        if problems:
+            raise SetupError(
+                f"the folder {str(self.folder)!r} does not fit the {type(model).__name__}: {'; '.join(problems)}. Build"
+                " the model from the folder's own config.json, or give the folder that this model was saved to"
+            )
+        return found
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Read tensors, file by file.
+
+        Args:
+            names: of the files, not of a model.
+
+        Yields:
+            A name, and the tensor on the CPU, in the file's dtype. It may be a view of the file: copy it.
+
+        Raises:
+            SetupError: a file cannot be read any more.
+        """
+        by_file: dict[str, list[str]] = defaultdict(list)
+        for name in names:
+            by_file[self.tensors[name].file].append(name)
+        for file, wanted in by_file.items():
+            with _open(self.folder / file) as opened:
+                for name in wanted:
+                    yield name, opened.get_tensor(name)
+
+    def _differences(self, found: Mapping[str, str], tensors: Mapping[str, Tensor]) -> list[str]:
+        sizes, kinds = [], []
+        for own, name in found.items():
+            stored, tensor = self.tensors[name], tensors[own]
+            if stored.shape != tuple(tensor.shape):
+                sizes.append(f"{own} ({list(stored.shape)}, needed is {list(tensor.shape)})")
+            elif (stored.dtype in _FLOATS) != tensor.is_floating_point():
+                kinds.append(f"{own} ({stored.dtype}, needed is what can become {tensor.dtype})")
+        return listed("of another size", sizes) + listed("of another kind", kinds)
+
+
+def empty_causal_lm(config: Any, attention: str) -> nn.Module:
+    """A causal LM whose parameters have memory, or none inside ``deferred_init``, but no values.
+
+    Nothing is initialised and no random number drawn, so that making its tensors costs nothing but their memory.
+    Parameters have torch's default dtype, as those of ``from_pretrained``, whatever dtype the config says that the
+    files have. Buffers that the constructor computes have their values.
+
+    Args:
+        config: a ``PretrainedConfig``.
+        attention: the implementation.
+
+    Raises:
+        SetupError: it cannot be made, such as of more bytes than can be counted or than there are.
+    """
+    try:
+        with _import("transformers.modeling_utils").no_init_weights():
+            model = _import("transformers").AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention, dtype=torch.get_default_dtype()
+            )
+    except (RuntimeError, ValueError) as error:
+        raise SetupError(
+            f"the {config.model_type} model of the config cannot be made: {str(error)[:1000]}. Check the config's sizes"
+        ) from error
+    model.tie_weights()  # which is not done either without initialisers
+    return cast(nn.Module, model)
+
+
+def pretrained_causal_lm(weights: PretrainedWeights, config: Any, attention: str) -> nn.Module:
+    """A causal LM with a folder's weights; without memory inside ``deferred_init``.
+
+    Files and model are compared before any parameter takes memory: a config that is not the files' is refused,
+    however large its model would be.
+
+    Args:
+        weights: of the whole model.
+        config: a ``PretrainedConfig``.
+        attention: the implementation.
+
+    Raises:
+        SetupError: see :func:`load_into`.
+    """
+    if not tensors_are_fake():
+        with torch.device("meta"):
+            weights.match(empty_causal_lm(config, attention))
+    model = empty_causal_lm(config, attention)
+    load_into(model, weights)
+    return model
+
+
+def load_into(model: nn.Module, weights: PretrainedWeights) -> None:
+    """Fill those tensors of *model* that have memory with what the files hold; nothing else is read.
+
+    Values are converted to the dtype, and go to the device, of the tensor that is there. In memory at a time: the
+    model's tensors, and one of a file. No random number is drawn: the random state is what making the model left.
+
+    Args:
+        model: the whole one, under its own names. What has no memory is only checked: all of it inside
+            ``deferred_init``, other ranks' parts after ``DeferredInit.materialise``.
+        weights: of the whole model.
+
+    Raises:
+        SetupError: the weights are not the model's (see :meth:`PretrainedWeights.match`), on every rank that sees the
+            same files; a file cannot be read; or the model is on the meta device.
+    """
+    found, tensors = weights.match(model), _tensors(model)
+    wanted = {name: tensors[own] for own, name in found.items() if not isinstance(tensors[own], FakeTensor)}
+    if any(tensor.is_meta for tensor in wanted.values()):
+        raise SetupError(
+            f"the {type(model).__name__} was built on the meta device, so that {str(weights.folder)!r} cannot be loaded"
+            " into it; build it on a device that has memory"
+        )
+    with torch.no_grad():
+        for name, value in weights.read(wanted):
+            wanted[name].copy_(value)
+
+
+# ---------------------------------------------------------------------- files
+
+
+def _existing(folder: str | Path) -> Path:
+    path = Path(folder)
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise SetupError(f"{str(folder)!r} is a file; needed is the folder that save_pretrained wrote it to")
+    on_hub = re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(folder))
+    fix = (
+        f"for a model on Hugging Face's hub, run 'hf download {folder} --local-dir FOLDER', and give FOLDER"
+        if on_hub
+        else "give the path of one that save_pretrained wrote"
+    )
+    raise SetupError(f"there is no folder {str(folder)!r}, and weights are read from local folders only: {fix}")
+
+
+def _files(folder: Path) -> dict[str, list[str] | None]:
+    """The folder's files, with the names of the tensors to take from each; None for all."""
+    if (folder / _SINGLE).is_file():
+        return {_SINGLE: None}
+    index = folder / _INDEX
+    if not index.is_file():
+        there = listed("it holds", [path.name for path in folder.iterdir()]) or ["it is empty"]
+        raise SetupError(
+            f"the folder {str(folder)!r} has neither {_SINGLE} nor {_INDEX}; {there[0]}. Needed are safetensors:"
+            " transformers makes them of other weights with from_pretrained(...).save_pretrained(...)"
+        )
+    files: dict[str, list[str] | None] = {}
+    for name, file in read_index(index).items():
+        cast(list[str], files.setdefault(file, [])).append(name)
+    absent = listed("are not there", [file for file in files if not (folder / file).is_file()])
+    if absent:
+        raise SetupError(f"of the files that {str(index)!r} names, some {absent[0]}. Copy or download them too")
+    return files
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    safetensors = _import("safetensors")
+    try:
+        check_header(path)
+        with safetensors.safe_open(path, framework="pt", device="cpu") as opened:
+            yield opened
+    except (safetensors.SafetensorError, OSError, TypeError, ValueError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SetupError(f"{str(path)!r} cannot be read: {reason}. Copy or download it again") from error
+
+
+def _import(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise SetupError(
+            f"a folder of weights needs {module}, which is not installed: pip install 'lightning-pipe[hf]'"
+        ) from error
+
+
+# ---------------------------------------------------------------------- names
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by all their names, in the model's order."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _is_hugging_faces(model: nn.Module) -> bool:
+    return hasattr(model, "_checkpoint_conversion_mapping")
+
+
+def _renamed(model: Any, names: list[str], folder: Path) -> dict[str, str]:
+    """The model's names by the files'; as transformers' ``PreTrainedModel._load_pretrained_model`` finds them."""
+    if not _is_hugging_faces(model):
+        return dict(zip(names, names, strict=True))
+    prefix = model.base_model_prefix
+    of_base_model = hasattr(model, prefix) and not any(name.startswith(prefix) for name in names)
+    try:
+        own: dict[str, str] = model._get_key_renaming_mapping(
+            names,
+            model._checkpoint_conversion_mapping,
+            loading_task_model_from_base_state_dict=of_base_model,
+        )
+    except ValueError as error:
+        raise SetupError(f"the names in the folder {str(folder)!r} cannot be told: {error}") from error
+    return own
+
+
+def _not_ignored(model: Any, missing: list[str], unexpected: list[str]) -> tuple[list[str], list[str]]:
+    """Without what the model's class says may be missing or too much."""
+    if not _is_hugging_faces(model):
+        return missing, unexpected
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    # A parameter cannot be missing: nothing has initialised it.
+    needed = [name for name in missing if name in parameters]
+    buffers, others = model._adjust_missing_and_unexpected_keys(
+        [name for name in missing if name not in parameters], unexpected, False
+    )
+    return needed + buffers, others

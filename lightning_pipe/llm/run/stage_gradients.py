@@ -1,0 +1,104 @@
+"""Gradients of a model in stages, made whole: what ranks have parts or copies of is summed, and measured once.
+
+Tested in ``tests/strategies/language_model/test_strategy.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.ranks.together import gather
+from lightning_pipe.llm.model.tied import TiedGradients, TiedParameter
+from lightning_pipe.llm.parallel.dimensions import StageMeshes
+from lightning_pipe.llm.parallel.gradients import GradientNorm, clip_by_norm
+from lightning_pipe.llm.parallel.tensor_parallel import TensorGradients
+from lightning_pipe.llm.split.stage_split import SplitModel
+
+__all__ = ["StageGradients"]
+
+
+class StageGradients:
+    """Between the last backward of a step and its optimisers; every rank makes one, and makes the same calls.
+
+    Args:
+        split: this rank's part of the model.
+        meshes: of all ranks.
+        rank_of_stage: the rank, in the pipeline, of each stage.
+
+    Raises:
+        SetupError: one rank would hold two copies of one parameter, and share them with others.
+    """
+
+    def __init__(self, split: SplitModel, meshes: StageMeshes, rank_of_stage: Mapping[int, int]) -> None:
+        self._split = split
+        self._pipeline = meshes.root["pipeline"]
+        self._rank_of_stage = rank_of_stage
+        for one in split.tied:
+            if len(self._holders(one)) < len(one.stages) and meshes.data is not None:
+                raise SetupError(
+                    f"stages {' and '.join(map(str, one.stages))} hold {' and '.join(one.names)}, one parameter, and"
+                    " one rank holds them both, where data parallelism makes two of it. Use a schedule that places"
+                    " stages in a loop (interleaved_zero_bubble), data-parallel sizes of 1, or untie the two"
+                )
+        copies = [one for one in split.tied if len(self._holders(one)) > 1]
+        held = dict(split.kept.named_parameters())
+        pipelines = meshes.root.mesh.flatten(1).T.tolist()
+        self._tied = TiedGradients(copies, held, [self._holders(one) for one in copies], pipelines)
+        self._tensors = None if meshes.tensor is None else TensorGradients(split.kept, meshes.tensor)
+        self._norm: GradientNorm | None = None
+
+    def check_copies(self, optimizers: Sequence[Optimizer]) -> None:
+        """See that all copies of a parameter are trained alike; every rank calls this when it has its optimisers.
+
+        Raises:
+            SetupError: on every rank: one copy is frozen, or is in another group, or in none.
+        """
+        held = dict(self._split.kept.named_parameters())
+        own = {}
+        for one in self._split.tied:
+            copy = held.get(one.names[0])
+            if copy is not None and self._pipeline.get_local_rank() in self._holders(one):
+                places = [
+                    f"group {place} of optimiser {number}"
+                    + "".join(f", {key}={value!r}" for key, value in sorted(group.items()) if key != "params")
+                    for number, optimizer in enumerate(optimizers)
+                    for place, group in enumerate(optimizer.param_groups)
+                    if any(parameter is copy for parameter in group["params"])
+                ]
+                own[one.names[0]] = f"{'trained' if copy.requires_grad else 'frozen'}, in {places or 'no group'}"
+        found: dict[str, set[str]] = {}
+        for of_rank in gather(own):
+            for name, one_said in of_rank.items():
+                found.setdefault(name, set()).add(one_said)
+        for name, said in found.items():
+            if len(said) > 1:
+                raise SetupError(
+                    f"{name} is one parameter of which two ranks hold copies, and configure_optimizers treats them in"
+                    f" different ways: {' - and - '.join(sorted(said))}. Needed is one for both: choose by the names of"
+                    " named_parameters(), which are the same for all copies, and not by the class of the module"
+                )
+
+    def finish(self) -> None:
+        """Once for each step, when all batches of it are in, before gradients are scaled."""
+        if self._tensors is not None:
+            self._tensors.finish()
+        self._tied.sum()
+
+    def clip(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip by the norm over all stages, in the place of a precision plugin's ``clip_grad_by_norm``."""
+        held: dict[str, nn.Parameter] = dict(self._split.kept.named_parameters())
+        if self._norm is None:
+            # Of copies, the first counts.
+            own = self._pipeline.get_local_rank()
+            copies = {one.names[0] for one in self._split.tied if self._holders(one)[0] != own}
+            counted = {name: value for name, value in held.items() if name not in copies}
+            self._norm = GradientNorm(self._split.names, counted, self._pipeline.get_group())
+        clip_by_norm(held.values(), clip_val, self._norm())
+
+    def _holders(self, one: TiedParameter) -> list[int]:
+        """The ranks, in the pipeline, that hold a copy."""
+        return sorted({self._rank_of_stage[stage] for stage in one.stages})

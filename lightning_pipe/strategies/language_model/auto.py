@@ -1,0 +1,165 @@
+"""Language models in pipeline stages whose schedule, micro-batches and split are chosen when training is set up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.plans.whole_file import whole_file
+from lightning_pipe.llm.choice.schedule_choice import Candidate
+from lightning_pipe.llm.parallel.dimensions import Dimensions
+from lightning_pipe.llm.schedules.checks import splits_backward
+from lightning_pipe.llm.schedules.named import ScheduleSpec
+from lightning_pipe.strategies.language_model.choice_report import print_choice
+from lightning_pipe.strategies.language_model.example_batch import example_batch
+from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
+from lightning_pipe.strategies.language_model.stage_choice import StageChoice, StageChooser
+from lightning_pipe.strategies.language_model.stage_parts import StagePlan
+from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
+
+__all__ = ["AutoLLMPipelineStrategy"]
+
+# What is chosen here.
+_CHOSEN = (
+    *("schedule", "stages_per_rank", "layers_per_stage", "layer_ranges", "balance", "input_weight", "output_weight"),
+    *("split_spec", "split_policy"),
+)
+
+
+class AutoLLMPipelineStrategy(LLMPipelineStrategy):
+    """:class:`LLMPipelineStrategy` that chooses schedule, stages a rank, micro-batches and split.
+
+    When ``fit`` sets up, every rank measures the model's layers over stand-ins of its values: forward, and backward in
+    one part and in two. With the medians over ranks, and messages between neighbours, each of PyTorch's schedules is
+    simulated with all numbers of stages and of micro-batches that divide the batch; what does not fit the memory is
+    left out. The most promising are then run for real, in turns, and the fastest is kept. Nothing is trained by that,
+    and random generators are put back; the module's hooks for batches, its ``summed_loss`` and ``configure_optimizers``
+    are called. What was chosen is printed, and trains exactly as :class:`LLMPipelineStrategy` with those arguments.
+
+    Steps of optimisers are not measured. Functions of the trainer other than ``fit`` choose nothing: a model that is
+    evaluated first is cut for ``1f1b``, and keeps that.
+
+    Args:
+        memory_limit: bytes that each rank may use; by default what is free on its device, and on the CPU any.
+        num_microbatches: use this number; by default any that divides the rows of a batch, from once to eight times the
+            ranks of a pipeline.
+        trials: how many candidates are run for real; 0 to rely on the simulation.
+        batch_size: rows of a batch, where the training data's loader does not say.
+        save_plan: where to write the choice, in YAML: ``class_path`` and ``init_args`` for ``trainer.strategy``.
+        options: other arguments of :class:`LLMPipelineStrategy`; none that says what is chosen here.
+    """
+
+    def __init__(
+        self,
+        *,
+        memory_limit: int | None = None,
+        num_microbatches: int | None = None,
+        trials: int = 6,
+        batch_size: int | None = None,
+        save_plan: str | Path | None = None,
+        **options: Any,
+    ) -> None:
+        given = [f"{name}={options[name]!r}" for name in _CHOSEN if name in options]
+        if given:
+            raise SetupError(
+                f"{' and '.join(given)} is given to the automatic strategy, which chooses that; leave it out, or use"
+                " LLMPipelineStrategy (llm_1f1b_pipeline and the like)"
+            )
+        numbers = {"memory_limit": (memory_limit, 1), "trials": (trials, 0), "batch_size": (batch_size, 1)}
+        for name, (value, least) in numbers.items():
+            if (value is not None or name == "trials") and not (type(value) is int and value >= least):
+                raise SetupError(f"{name} is {value!r}; needed is a whole number, {least} or more")
+        super().__init__(num_microbatches=num_microbatches, **options)
+        self._given |= {name: repr(value) for name, (value, _) in numbers.items()}
+        self._options = options
+        self._memory_limit = memory_limit
+        self._trials = trials
+        self._batch_size = batch_size
+        self._save_plan = save_plan
+        self._choice: StageChoice | None = None
+
+    @property
+    def choice(self) -> StageChoice | None:
+        """What was chosen, and from what; None before ``fit``."""
+        return self._choice
+
+    def _first_plan(self, sizes: Dimensions) -> StagePlan:
+        """For a model that is evaluated before any choice."""
+        if sizes.pipeline < 2:
+            raise SetupError(
+                "the automatic strategy chooses how the ranks of a pipeline take turns, and this pipeline has"
+                f" {sizes.pipeline} rank; needed are 2 devices or more, or LLMPipelineStrategy"
+            )
+        return StagePlan(self._asked_schedule, sizes.pipeline, 1, 2 * sizes.pipeline, self._split_options)
+
+    def _plan_for(self, module: PipelineModule) -> StagePlan:
+        trainer = module.trainer
+        if trainer.state.fn != TrainerFn.FITTING:
+            return super()._plan_for(module)
+        assert self._maker is not None
+        chooser = StageChooser(
+            self._maker,
+            self._allows,
+            self._plan_of,
+            self._asked_microbatches,
+            self._memory_limit,
+            # A trial would compile every layer anew.
+            self._trials if self._compile_options is None else 0,
+        )
+        with isolate_rng():
+            loader = trainer.fit_loop._data_source.dataloader()
+            choice = chooser.choose(module, partial(example_batch, module, loader, self._batch_size))
+        self._choice = choice
+        plan = self._plan_of(choice.chosen.candidate)
+        self._check_plan(plan, self._stage_meshes.dimensions)
+        if self.is_global_zero:
+            print_choice(choice)
+            if self._save_plan is not None:
+                self._write(choice.chosen.candidate, self._save_plan)
+        return plan
+
+    def _plan_of(self, candidate: Candidate) -> StagePlan:
+        split = replace(self._split_options, layers_per_stage=candidate.layers_per_stage)
+        return StagePlan(
+            candidate.spec, self.pipeline_size, candidate.stages_per_rank, candidate.num_microbatches, split
+        )
+
+    def _allows(self, spec: ScheduleSpec) -> bool:
+        if self._compile_options is not None and splits_backward(spec) is not False:
+            return False  # each part of a compiled layer's backward would be all of it
+        try:
+            self._check_combination(spec, self._stage_meshes.dimensions)
+        except SetupError:
+            return False
+        return True
+
+    def _write(self, candidate: Candidate, path: str | Path) -> None:
+        """Write the arguments that make this choice; where that fails, training goes on with a warning."""
+        plain = {name: value for name, value in self._options.items() if _is_plain(value)}
+        chosen = {
+            "schedule": candidate.spec.name,
+            "num_microbatches": candidate.num_microbatches,
+            "stages_per_rank": candidate.stages_per_rank,
+            "layers_per_stage": list(candidate.layers_per_stage),
+        }
+        content = {"class_path": "lightning_pipe.strategies.LLMPipelineStrategy", "init_args": {**chosen, **plain}}
+        try:
+            with whole_file(path) as unfinished:
+                unfinished.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+        except OSError as error:
+            rank_zero_warn(f"the choice cannot be written to {str(path)!r} ({error}); training goes on with it")
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether YAML has it."""
+    if isinstance(value, dict):
+        return all(_is_plain(one) for pair in value.items() for one in pair)
+    return all(map(_is_plain, value)) if isinstance(value, list) else isinstance(value, (bool, int, float, str))

@@ -1,0 +1,231 @@
+"""Batches run through the stages, and what came of them, on every rank.
+
+Tested in ``tests/strategies/language_model/test_strategy.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from lightning_pipe.engine import InputError
+from lightning_pipe.engine.ranks.together import gather
+from lightning_pipe.llm.losses.cross_entropy import check_sum
+from lightning_pipe.llm.losses.router_losses import RouterLosses, sum_router_losses
+from lightning_pipe.llm.parallel.context_ranks import ContextRanks
+from lightning_pipe.llm.parallel.dimensions import StageMeshes
+from lightning_pipe.llm.parallel.gradients import scale_gradients
+from lightning_pipe.llm.run.preparation import BatchPreparation, PreparedBatch, StepInputs
+from lightning_pipe.llm.run.runner import PipelineRunner, StageInputs
+from lightning_pipe.strategies.language_model.loss_scaling import LossScaling
+from lightning_pipe.strategies.language_model.pipeline_module import BatchResult, PipelineModule, RouterMeans
+
+__all__ = ["BatchRuns"]
+
+
+# Number of sums over ranks: the loss and three router losses.
+_SUMS = 4
+
+
+class BatchRuns:
+    """What :class:`PipelineModule` calls where its model is in stages; every rank makes the same calls.
+
+    Args:
+        module: says what a micro-batch's loss and prediction are.
+        runner: of this rank's stages.
+        preparation: of its batches.
+        meshes: of all ranks.
+        context: those that share this one's sequences; None for this one alone.
+        last_stage_rank: in the pipeline, the rank of the last stage.
+        group: of all ranks, on the CPU; used by nothing else that runs beside a batch.
+        device: of this rank.
+        scaling: of losses in half precision.
+        has_routers: whether any stage, of whatever rank, has a mixture of experts.
+    """
+
+    def __init__(
+        self,
+        module: PipelineModule,
+        runner: PipelineRunner,
+        preparation: BatchPreparation,
+        meshes: StageMeshes,
+        context: ContextRanks | None,
+        last_stage_rank: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        scaling: LossScaling | None,
+        has_routers: bool,
+    ) -> None:
+        self._module = module
+        self._runner = runner
+        self._preparation = preparation
+        self._meshes = meshes
+        self._context = context
+        self._last_stage_rank = last_stage_rank
+        self._group = group
+        self._device = device
+        self._scaling = scaling
+        self._tokens = 0
+        self._has_routers = has_routers
+        self._sum_seen = False
+        # Ranks that share a tensor have the same losses: one of them counts.
+        self._counts = meshes.tensor is None or meshes.tensor.get_local_rank() == 0
+
+    def begin_step(self) -> None:
+        """Forget batches of a step that was not finished: an epoch, or a training, may have ended in the middle."""
+        self._tokens = 0
+        if self._scaling is not None:
+            self._scaling.end()
+
+    def run(self, batch: Any, prepared: PreparedBatch | None) -> BatchResult:
+        """The batch's loss on every rank; where gradients are enabled, its gradients too.
+
+        Args:
+            batch: a loader's.
+            prepared: what was prepared ahead; a batch that the user has made anew since is prepared now.
+        """
+        step = self._prepare(batch, prepared)
+        train = torch.is_grad_enabled()
+        scale = self._scaling.begin(step.tokens) if train and self._scaling is not None else 1.0
+        micro_batches, routers = self._with_routers(step, scale) if self._has_routers else (step.micro_batches, [])
+        if train:
+            losses = self._runner.train(micro_batches, self._scaled_loss(scale))
+            self._tokens += step.tokens
+        else:
+            losses = self._runner.evaluate(micro_batches, self._module.summed_loss)
+        total, *of_routers = self._totals(losses, routers)
+        loss = total.float().to(self._device) / (scale * max(step.tokens, 1))
+        return BatchResult(loss, step.tokens, RouterMeans.of(torch.stack(of_routers)))
+
+    def _with_routers(self, step: StepInputs, scale: float) -> tuple[list[StageInputs], list[RouterLosses]]:
+        """Losses of routers count for the tokens of their micro-batch, and are scaled as the main loss is."""
+        module = self._module
+        routers = [
+            RouterLosses(module.loss_tokens(one.target), counted=module.router_tokens(one.target), scale=scale)
+            for one in step.micro_batches
+        ]
+        inputs = zip(step.micro_batches, routers, strict=True)
+        return [replace(one, contexts=(*one.contexts, partial(_same, losses))) for one, losses in inputs], routers
+
+    def _scaled_loss(self, scale: float) -> Any:
+        summed_loss = self._module.summed_loss if self._sum_seen else self._seen_loss
+        return summed_loss if scale == 1.0 else lambda output, target: summed_loss(output, target) * scale
+
+    def _seen_loss(self, output: Any, target: Any) -> Tensor:
+        """The module's, which is asked once whether it is a sum."""
+        loss = self._module.summed_loss(output, target)
+        if not self._sum_seen:
+            self._sum_seen = True
+            check_sum(self._module.summed_loss, loss, output, target)
+        return loss
+
+    def predict(self, batch: Any, prepared: PreparedBatch | None) -> Any:
+        """The module's predictions for the batch, on every rank of the pipeline."""
+        step = self._prepare(batch, prepared)
+        own = zip(step.cut.items, step.lengths, strict=True)  # results come in the order of micro-batches
+
+        def prediction(output: Any, padded: Any) -> Any:
+            micro_batch, length = next(own)
+            leaves, structure = tree_flatten(output)
+            of_tokens = [isinstance(one, Tensor) and one.ndim > 2 and one.shape[1] == step.length for one in leaves]
+            if not any(of_tokens) or self._context is not None:
+                return self._module.prediction(output, padded)
+            cut = [one[:, :length] if is_cut else one for one, is_cut in zip(leaves, of_tokens, strict=True)]
+            return self._module.prediction(tree_unflatten(cut, structure), micro_batch)
+
+        results = self._runner.evaluate(step.micro_batches, prediction)
+        self._agree_on_failure(torch.zeros(0, dtype=torch.float64))
+        found: list[Any] = [None, None]
+        failure: InputError | None = None
+        if self._runner.has_last_stage:
+            try:
+                if self._context is not None:
+                    # All ranks that share the sequences come here, or none, and find the same shapes.
+                    results = [
+                        tree_map(lambda part, length=length: self._join(part, step.length)[:, :length], result)
+                        for result, length in zip(results, step.lengths, strict=True)
+                    ]
+                # Of a list of micro-batches, which need not be as long, a list; without those that filled it up.
+                given = isinstance(batch, (list, tuple))
+                found[0] = list(results)[: len(batch)] if given else step.cut.trim(results)
+            except InputError as error:
+                failure = error
+                found[1] = f"{type(failure).__name__}: {failure}"
+        pipeline = self._meshes.root["pipeline"].get_group()
+        dist.broadcast_object_list(found, group=pipeline, group_src=self._last_stage_rank)
+        if found[1] is not None:
+            raise InputError(f"a micro-batch's prediction failed: {found[1]}") from failure
+        return found[0]
+
+    def join(self, batch: Any, *, with_losses: bool) -> None:
+        """Run another pipeline's batch without counting its tokens and losses.
+
+        Args:
+            batch: batch of another pipeline.
+            with_losses: True if the other pipelines call :meth:`run`, False for :meth:`predict`.
+        """
+        step = self._preparation.finish(self._preparation.begin(batch, counts=False))
+        self._runner.evaluate(step.micro_batches, lambda output, target: output)
+        self._agree_on_failure(torch.zeros(_SUMS if with_losses else 0, dtype=torch.float64))
+
+    def _join(self, result: Any, length: int) -> Tensor:
+        """Of all context ranks' chunks, which must have tokens in dimension 1."""
+        assert self._context is not None
+        shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        if not isinstance(result, Tensor) or result.ndim < 2 or result.shape[1] * self._context.size != length:
+            raise InputError(
+                f"a micro-batch's prediction has the shape {shape}, but with context_parallel_size ="
+                f" {self._context.size} each rank has it for a part of the tokens; needed is (rows, tokens,"
+                " ...), which is put together"
+            )
+        return self._context.join(result)
+
+    def divide(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Divide gradients, once, by the tokens of all batches since the last time."""
+        scale = 1.0 if self._scaling is None else self._scaling.end()
+        scale_gradients(parameters, scale / max(self._tokens, 1))
+        self._tokens = 0
+
+    def _prepare(self, batch: Any, prepared: PreparedBatch | None) -> StepInputs:
+        if prepared is not None and not prepared.is_of(batch):
+            prepared.work.wait()
+            prepared = None
+        return self._preparation.finish(prepared or self._preparation.begin(batch))
+
+    def _totals(self, losses: Sequence[Tensor], routers: Sequence[RouterLosses]) -> Tensor:
+        """The sums of the losses on all ranks' last stages, and of those of all ranks' routers, on every rank."""
+        totals = torch.zeros(_SUMS, dtype=torch.float64)
+        if self._counts and self._runner.failure is None:
+            if losses:
+                totals[0] = torch.stack(list(losses)).sum().float()
+            totals[1:] = sum_router_losses(routers)
+        return self._agree_on_failure(totals)
+
+    def _agree_on_failure(self, totals: Tensor) -> Tensor:
+        """Sum up over all ranks.
+
+        Raises:
+            InputError: on every rank, where one's stage or result failed; there, what it raised.
+        """
+        failure = self._runner.failure
+        found = torch.cat([totals, totals.new_tensor([float(failure is not None)])])
+        dist.all_reduce(found, group=self._group)
+        if found[-1]:
+            texts = gather(None if failure is None else f"{type(failure).__name__}: {failure}", self._group)
+            if failure is not None:
+                raise failure
+            failed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+            raise InputError(f"the batch could not be run. {failed}")
+        return found[:-1]
+
+
+def _same(losses: RouterLosses) -> RouterLosses:
+    """They are entered once for each of a rank's stages."""
+    return losses

@@ -1,0 +1,104 @@
+"""What was chosen of several ways to train in stages, as a table for a terminal.
+
+Tested in ``tests/strategies/language_model/test_auto.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console, Group
+from rich.text import Text
+
+from lightning_pipe.engine.plans.fitted_table import FittedTable
+from lightning_pipe.llm.choice.schedule_choice import Candidate, Prediction
+from lightning_pipe.strategies.language_model.stage_choice import StageChoice
+
+__all__ = ["choice_report", "named", "print_choice", "size", "unit_of"]
+
+_ROWS = 8
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+def choice_report(choice: StageChoice) -> Group:
+    """The choice, why it is that, and the others that came close."""
+    chosen, shown = choice.chosen, _shown(choice)
+    unit, factor = unit_of([one.peak for one in shown])
+    table = FittedTable(box=box.SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("schedule", no_wrap=True)
+    for column in ("stages", "micro", "expected", "real", "bubble", unit):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("layers")
+    for one in shown:
+        table.add_row(*_row(one, factor), style="bold" if one is chosen else "")
+    tried = [one for one in choice.predictions if one.measured is not None]
+    simulated = len(choice.predictions) + choice.too_large
+    why = (
+        f"the fastest of {len(tried)} run for real, of {simulated} simulated"
+        if tried
+        else (f"the fastest of {simulated} simulated")
+    )
+    limit = (
+        ""
+        if choice.memory_limit is None
+        else (
+            f"; {choice.too_large} do not fit {size(choice.memory_limit)} a rank"
+            if choice.too_large
+            else f"; all fit {size(choice.memory_limit)} a rank"
+        )
+    )
+    explained = Text(
+        f"stages of a rank, micro-batches, ms of a step simulated and run, {unit} of the rank that needs most, layers"
+        " of each stage",
+        style="dim",
+    )
+    notes = [Text(f"  {note}") for note in choice.notes]
+    return Group(Text(f"{named(chosen.candidate)}: {why}{limit}", style="bold"), "", table, "", explained, *notes)
+
+
+def _shown(choice: StageChoice) -> list[Prediction]:
+    """Those that were run, fastest first, and then the best of each schedule that was not."""
+    tried = sorted((one for one in choice.predictions if one.measured is not None), key=lambda one: one.measured or 0.0)
+    names = {one.candidate.spec.name for one in tried}
+    others = []
+    for one in sorted(choice.predictions, key=lambda one: one.seconds):
+        if one.candidate.spec.name not in names:
+            names.add(one.candidate.spec.name)
+            others.append(one)
+    return [*tried, *others][: max(_ROWS, len(tried))]
+
+
+def _row(one: Prediction, factor: int) -> tuple[str, ...]:
+    candidate = one.candidate
+    return (
+        candidate.spec.name,
+        str(candidate.stages_per_rank),
+        str(candidate.num_microbatches),
+        f"{1e3 * one.seconds:.1f}",
+        "" if one.measured is None else f"{1e3 * one.measured:.1f}",
+        f"{100 * one.bubble:.0f} %",
+        f"{one.peak / factor:.1f}",
+        "+".join(map(str, candidate.layers_per_stage)),
+    )
+
+
+def named(candidate: Candidate) -> str:
+    stages = f"{candidate.stages_per_rank} stage{'s' if candidate.stages_per_rank > 1 else ''} a rank"
+    layers = "+".join(map(str, candidate.layers_per_stage))
+    return f"{candidate.spec.name}, {stages}, {candidate.num_microbatches} micro-batches, layers {layers}"
+
+
+def size(count: int) -> str:
+    """Bytes in the largest unit that leaves a number of at least 1."""
+    return next((f"{count / factor:.1f} {unit}" for unit, factor in _UNITS if count >= factor), f"{count} B")
+
+
+def unit_of(counts: Sequence[int]) -> tuple[str, int]:
+    """One unit, and its bytes, for numbers that stand side by side: that of the largest."""
+    return next(((unit, factor) for unit, factor in _UNITS if max(counts, default=0) >= factor), ("B", 1))
+
+
+def print_choice(choice: StageChoice) -> None:
+    """Print the report."""
+    Console(markup=False, highlight=False, emoji=False).print(choice_report(choice))

@@ -1,0 +1,168 @@
+"""Hugging Face's causal language models, ready to be trained in stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.llm.losses.cross_entropy import chunked_cross_entropy
+from lightning_pipe.llm.model.hf_weights import PretrainedWeights, pretrained_causal_lm
+from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule, labels_of
+
+__all__ = ["HFCausalLM", "read_config"]
+
+# Of configs whose models do something to logits before the loss, which a head in chunks would leave out.
+_CHANGE_LOGITS = (
+    "final_logit_softcapping",  # Gemma 2 and 3
+    "lm_head_multiplier",  # Falcon-H1
+    "logit_scale",  # Cohere
+    "logits_scaling",  # Granite
+    "logits_soft_cap",  # RecurrentGemma
+    "output_logit_soft_cap",  # xLSTM
+)
+_ROUTER_LOSSES = ("router_aux_loss_coef", "aux_loss_alpha", "router_z_loss_coef")
+
+
+class HFCausalLM(PipelineModule):
+    """A causal language model of Hugging Face's, trained with AdamW.
+
+    Made of a config, its weights are random. Made of a folder that ``save_pretrained`` wrote, it begins with the
+    folder's weights, in torch's default dtype whatever the files' is: each rank reads its own stages' tensors.
+
+    Batches hold ``input_ids`` and ``labels`` (rows x length; a label is the token that follows, see
+    :func:`~lightning_pipe.llm.losses.cross_entropy.shift_labels`) and whatever else the model's forward takes. Logits
+    of a whole micro-batch are never made in training: head and cross-entropy work on some tokens at a time.
+
+    Args:
+        config: of the model: a mapping with ``model_type``, or a ``PretrainedConfig``; or the path of a local folder
+            with ``config.json`` and safetensors.
+        learning_rate: AdamW's.
+        weight_decay: AdamW's.
+        attention: the implementation; ``sdpa`` trains everywhere.
+        chunk_tokens: how many tokens' logits are made at a time.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        learning_rate: float = 3e-4,
+        weight_decay: float = 0.1,
+        attention: str = "sdpa",
+        chunk_tokens: int = 1024,
+    ) -> None:
+        super().__init__()
+        self._weights = PretrainedWeights(config) if isinstance(config, (str, Path)) else None
+        self.config = read_config(config if self._weights is None else self._weights.config())
+        _refuse_router_loss(self.config)
+        self.max_sequence_length = getattr(self.config, "max_position_embeddings", None)
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.attention = attention
+        self.chunk_tokens = chunk_tokens
+
+    def build_model(self) -> nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        model: Any
+        if self._weights is None:
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                self.config, attn_implementation=self.attention
+            )
+        else:
+            model = pretrained_causal_lm(self._weights, self.config, self.attention)
+        head = model.get_output_embeddings()
+        name = next((name for name, part in model.named_children() if part is head), None)
+        if head is None or name is None:
+            raise SetupError(
+                f"the config's model_type is {self.config.model_type!r}, whose {type(model).__name__} has no head for"
+                " the next token beside its layers; needed is the config of a causal language model, such as llama,"
+                " qwen3 or gpt_neox"
+            )
+        plain = not any(getattr(self.config, name, None) for name in _CHANGE_LOGITS)
+        if plain:
+            setattr(model, name, _ChunkedHead(head))
+        return cast(nn.Module, model)
+
+    def pretrained_weights(self) -> PretrainedWeights | None:
+        return self._weights
+
+    def summed_loss(self, output: Tensor, micro_batch: Mapping[str, Any]) -> Tensor:
+        head = self._head()
+        if head is None:
+            return super().summed_loss(output, micro_batch)
+        return chunked_cross_entropy(
+            output,
+            head.weight,
+            labels_of(micro_batch),
+            bias=head.bias,
+            chunk_tokens=self.chunk_tokens,
+            ignore_index=self.ignore_index,
+        )
+
+    def prediction(self, output: Tensor, micro_batch: Mapping[str, Any]) -> Tensor:
+        """Logits: rows x length x vocabulary."""
+        head = self._head()
+        return output if head is None else nn.functional.linear(output, head.weight, head.bias)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay)
+
+    def _output(self, micro_batch: Mapping[str, Any]) -> Tensor:
+        assert self.model is not None
+        (tokens,), keywords = self._inputs_of_whole(micro_batch)
+        output: Tensor = self.model(input_ids=tokens, use_cache=False, **keywords).logits
+        return output
+
+    def _head(self) -> _ChunkedHead | None:
+        assert self.model is not None
+        return next((part for part in self.model.children() if isinstance(part, _ChunkedHead)), None)
+
+
+class _ChunkedHead(nn.Module):
+    """A head that hands on hidden states: who wants logits, or their loss, takes its weight.
+
+    Args:
+        head: whose parameters it takes over, under their names.
+    """
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.weight = head.weight
+        self.bias = head.bias
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+def _refuse_router_loss(config: Any) -> None:
+    coefficient = next((getattr(config, name, None) for name in _ROUTER_LOSSES if getattr(config, name, None)), None)
+    if getattr(config, "output_router_logits", False) and coefficient:
+        raise SetupError(
+            f"the config has output_router_logits=True and a coefficient of {coefficient}, for a loss that Hugging"
+            f" Face's {config.model_type} model computes over all of its layers; here the loss is that of the tokens"
+            " alone, and routers would not be balanced. Set output_router_logits=False, and let build_model call"
+            " lightning_pipe.llm.model.hf_experts.tap_routers, which gives each layer's router its losses"
+        )
+
+
+def read_config(given: Any) -> Any:
+    """A ``PretrainedConfig``: as given, or from a mapping with ``model_type``."""
+    try:
+        from transformers import AutoConfig, PretrainedConfig
+    except ImportError as error:
+        raise SetupError(
+            "HFCausalLM needs Hugging Face's transformers, which is not installed: pip install 'lightning-pipe[hf]'"
+        ) from error
+    if isinstance(given, PretrainedConfig):
+        return given
+    if not isinstance(given, Mapping) or "model_type" not in given:
+        raise SetupError(
+            f"the config is {given!r}; needed is a mapping with model_type, such as"
+            " {'model_type': 'llama', 'hidden_size': 256}, or the path of a folder that save_pretrained wrote"
+        )
+    return AutoConfig.for_model(**given)

@@ -1,0 +1,94 @@
+"""How many bytes optimisers will keep for a model's parameters, found before there are any of either."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from lightning.pytorch.core.optimizer import _configure_optimizers
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pipe.llm.measure.layer_bench import Pieces
+from lightning_pipe.llm.model.deferred import like_tensor
+from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.stage_module import shallow_copy
+from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
+
+__all__ = ["by_piece", "optimizer_bytes"]
+
+_SMALL = 2  # elements in each dimension
+
+
+def optimizer_bytes(module: PipelineModule, config: ModuleConfig) -> Pieces[int]:
+    """Bytes of the states that the module's optimisers keep for each piece of its model.
+
+    ``configure_optimizers`` is called with small parameters in the place of the model's, and what it gives makes a step
+    on them. A state with its parameter's shape, or without one in a dimension, will have that of the large one.
+
+    Args:
+        module: its model may be without memory, and is left as it is.
+        config: what the model is made of.
+
+    Raises:
+        Exception: whatever the module or an optimiser raises.
+    """
+    whole = module.model
+    assert whole is not None
+    small = shallow_copy(whole)
+    large = _make_small(small)
+    module.model = small
+    try:
+        configured: Any = module.configure_optimizers()
+    finally:
+        module.model = whole
+    optimizers: Sequence[Optimizer] = _configure_optimizers(configured)[0] if configured is not None else []
+    for one in small.parameters():
+        one.grad = torch.zeros_like(one) if one.requires_grad else None
+    sizes: dict[int, int] = {}
+    for optimizer in optimizers:
+        optimizer.step()
+        for parameter, state in optimizer.state.items():
+            tensors = [value for value in state.values() if isinstance(value, Tensor)]
+            shape = large.get(id(parameter), parameter.shape)
+            sizes[id(parameter)] = sum(_grown(one, parameter, shape) for one in tensors)
+    names = {name: sizes.get(id(one), 0) for name, one in small.named_parameters(remove_duplicate=False)}
+    return by_piece(names, config)
+
+
+def by_piece(sizes: Mapping[str, int], config: ModuleConfig) -> Pieces[int]:
+    """Numbers of parameters, by their names, added up for each piece of a model."""
+
+    def of(modules: Sequence[str]) -> int:
+        return sum(size for name, size in sizes.items() if name.startswith(tuple(f"{one}." for one in modules)))
+
+    return Pieces(0, of(config.input_fqns), tuple(of([name]) for name in config.layers), of(config.output_fqns))
+
+
+def _make_small(model: nn.Module) -> dict[int, torch.Size]:
+    """Replace a model's parameters, in place; the shapes of what was there, by the new ones' ids."""
+    made: dict[int, Tensor] = {}
+    shapes: dict[int, torch.Size] = {}
+    for part in model.modules():
+        for name, one in part._parameters.items():
+            if one is not None:
+                if id(one) not in made:
+                    bare = torch.zeros([min(size, _SMALL) for size in one.shape], dtype=one.dtype)
+                    made[id(one)] = like_tensor(one, bare)
+                    shapes[id(made[id(one)])] = one.shape
+                part._parameters[name] = cast(nn.Parameter, made[id(one)])
+    return shapes
+
+
+def _grown(state: Tensor, small: Tensor, shape: torch.Size) -> int:
+    """Bytes of a state, once its parameter has this shape."""
+    sizes = shape if state.shape == small.shape else _grown_sizes(state.shape, small.shape, shape)
+    return math.prod(sizes) * state.element_size()
+
+
+def _grown_sizes(state: torch.Size, small: torch.Size, shape: torch.Size) -> list[int]:
+    if len(state) != len(small):
+        return list(state)
+    return [there if here == other else here for here, other, there in zip(state, small, shape, strict=True)]

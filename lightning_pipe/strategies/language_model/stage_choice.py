@@ -1,0 +1,391 @@
+"""Measures a module's layers, simulates every way to train it in stages, and runs the most promising for real.
+
+All ranks come to the same choice: what each measures is gathered, and what is made of it is made once or alike.
+
+Tested in ``tests/strategies/language_model/test_auto.py``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch.plugins import Precision
+from torch import Tensor
+
+from lightning_pipe.engine import PipelineError, SetupError
+from lightning_pipe.engine.ranks.together import gather, on_all_ranks
+from lightning_pipe.llm.batches.microbatches import split_batch
+from lightning_pipe.llm.batches.padding import SequenceKeys, pad_microbatch
+from lightning_pipe.llm.choice.schedule_choice import (
+    Calibration,
+    Candidate,
+    Measurements,
+    Prediction,
+    calibrate,
+    finalists,
+    list_candidates,
+    median_pieces,
+    microbatch_counts,
+    predict,
+)
+from lightning_pipe.llm.measure.first_rank import from_first
+from lightning_pipe.llm.measure.layer_bench import Pieces
+from lightning_pipe.llm.measure.layer_profile import Footprint, Work, measure_footprints, measure_work
+from lightning_pipe.llm.measure.links import measure_links, median_links
+from lightning_pipe.llm.measure.rank_memory import Sharing
+from lightning_pipe.llm.model.derived_config import derive_config
+from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.schedules.checks import splits_backward
+from lightning_pipe.llm.schedules.named import ScheduleSpec
+from lightning_pipe.loops.programs.user_errors import note_lost_rank
+from lightning_pipe.strategies.language_model.optimizer_bytes import by_piece, optimizer_bytes
+from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
+from lightning_pipe.strategies.language_model.stage_parts import PartsMaker, StagePlan, StageSettings, example_of
+from lightning_pipe.strategies.language_model.stage_trials import StageTrials, Trial
+
+__all__ = [
+    "StageChoice",
+    "StageChooser",
+    "footprints_of",
+    "layers_of",
+    "microbatches_of",
+    "optimizer_states",
+    "sharing_of",
+]
+
+_ROUNDS = 3
+# How much slower than the fastest a candidate may be in a round to be run in the next one.
+_HOPELESS = 1.1
+_ADAMS = 2  # tensors of a parameter's size that Adam keeps
+
+
+@dataclass(frozen=True)
+class StageChoice:
+    """What was chosen, and from what.
+
+    Attributes:
+        chosen: the fastest.
+        predictions: of all that fit the memory and did not fail.
+        too_large: how many did not fit.
+        memory_limit: bytes of a rank; None for no limit.
+        notes: what else there is to say.
+    """
+
+    chosen: Prediction
+    predictions: tuple[Prediction, ...]
+    too_large: int
+    memory_limit: int | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StageChooser:
+    """Chooses for modules; every rank calls :meth:`choose` for the same ones.
+
+    Attributes:
+        maker: of parts.
+        allowed: whether a schedule may be used.
+        plan_of: what a candidate is to the maker.
+        num_microbatches: to use; None for any that divides the batch.
+        memory_limit: bytes of each rank; None for what is free on the device, and on the CPU any.
+        trials: how many candidates are run for real.
+    """
+
+    maker: PartsMaker
+    allowed: Callable[[ScheduleSpec], bool]
+    plan_of: Callable[[Candidate], StagePlan]
+    num_microbatches: int | None
+    memory_limit: int | None
+    trials: int
+
+    def choose(self, module: PipelineModule, batch: Callable[[], Any]) -> StageChoice:
+        """The fastest way to train a module.
+
+        Args:
+            module: whose model is whole; it is left as it is.
+            batch: gives one like those of training, on the CPU; called on every rank, the first's is used.
+
+        Raises:
+            SetupError: on every rank: a batch that no number of micro-batches divides, nothing that fits the memory, a
+                model that is not cut by its layers or cannot be run.
+        """
+        group, size = self.maker.numbers_group, self._size
+        config = on_all_ranks(lambda: layers_of(module), "the layers of the model cannot be told", group)
+        given = self._shared(on_all_ranks(batch, "there is no batch to measure with", group))
+        counts = microbatch_counts_of(given, size, self.num_microbatches)
+        measured, notes = self._measure(module, config, given, counts)
+        limits = [one for one in gather(self._limit(), group) if one is not None]
+        limit = min(limits, default=None)
+
+        def simulated(known: Calibration | None) -> tuple[list[Prediction], int]:
+            listed = list_candidates(config, size, measured, by_memory=limit is not None, allowed=self.allowed)
+            found = [predict(one, size, measured, known) for one in listed]
+            return _that_fit(found, limit, counts), len(found)
+
+        predictions, number = from_first(lambda: simulated(None), "could not simulate schedules", group)
+        too_large = number - len(predictions)
+        if self.trials:
+            bench = _Bench(StageTrials(module, self.maker, given), self.plan_of)
+            runs = [run for one in _to_calibrate(predictions) if (run := bench.recorded(one.candidate)) is not None]
+            known = calibrate(runs, size, measured)
+            predictions, _ = from_first(lambda: simulated(known), "could not simulate schedules", group)
+            predictions = bench.run_finalists(predictions, self.trials)
+            notes += bench.failed
+        chosen = min(predictions, key=lambda one: (one.measured is None, one.measured or 0.0, one.seconds))
+        return StageChoice(chosen, tuple(predictions), too_large, limit, tuple(notes))
+
+    @property
+    def _size(self) -> int:
+        return self.maker.meshes.dimensions.pipeline
+
+    def _shared(self, batch: Any) -> Any:
+        return from_first(lambda: batch, "could not hand on its batch", self.maker.numbers_group)
+
+    def _limit(self) -> int | None:
+        if self.memory_limit is not None or self.maker.device.type != "cuda":
+            return self.memory_limit
+        torch.cuda.empty_cache()
+        free: int = torch.cuda.mem_get_info(self.maker.device)[0]
+        return free
+
+    def _measure(
+        self, module: PipelineModule, config: ModuleConfig, batch: Any, counts: Sequence[int]
+    ) -> tuple[Measurements, list[str]]:
+        """On all ranks at once, as they will compute."""
+        group, device, settings = self.maker.numbers_group, self.maker.device, self.maker.settings
+
+        def own() -> tuple[dict[int, Pieces[Work]], dict[int, Pieces[Footprint]], tuple[Pieces[int], list[str]]]:
+            cut = {count: microbatches_of(module, batch, count, settings)[0] for count in counts}
+            work = {count: self._work_of(module, config, item) for count, item in cut.items()}
+            footprints = {
+                count: footprints_of(module, config, item, settings, self.maker.precision)
+                for count, item in cut.items()
+                if group.rank() == 0
+            }
+            return work, footprints, optimizer_states(module, config, settings.offload)
+
+        work, footprints, (states, notes) = on_all_ranks(own, "what layers take cannot be measured", group)
+        every = gather(work, group)
+        links = gather(measure_links(self.maker.meshes.root["pipeline"].get_group(), device), group)
+        return (
+            Measurements(
+                {count: median_pieces([one[count] for one in every]) for count in counts},
+                from_first(lambda: footprints, "could not hand on its footprints", group),
+                states,
+                median_links(links),
+                sharing_of(settings),
+            ),
+            notes,
+        )
+
+    def _work_of(self, module: PipelineModule, config: ModuleConfig, item: Mapping[str, Any]) -> Pieces[Work]:
+        here: Mapping[str, Any] = move_data_to_device(item, self.maker.device)
+        make = example_of(module, 1, here)
+        assert make is not None and module.model is not None
+        with self.maker.precision.train_step_context():
+            example = make()
+            return measure_work(
+                module.model,
+                config,
+                example.args,
+                example.kwargs,
+                example.loss_of,
+                device=self.maker.device,
+                prepare=lambda stage: self.maker.settings.parallelism.checkpoint(stage, config.layers),
+                varies=self.maker.settings.parallelism.is_checkpointed,
+            )
+
+
+class _Bench:
+    """Runs candidates for real; those that fail are not run again."""
+
+    def __init__(self, trials: StageTrials, plan_of: Callable[[Candidate], StagePlan]) -> None:
+        self._trials = trials
+        self._plan_of = plan_of
+        self._out: set[Candidate] = set()
+        self.failed: list[str] = []
+
+    def recorded(self, candidate: Candidate) -> tuple[Candidate, Sequence[Any], float] | None:
+        """What :func:`calibrate` takes; None where it failed."""
+        trial = self._try(candidate, record=True)
+        return None if trial is None else (candidate, trial.events, trial.recorded)
+
+    def run_finalists(self, predictions: Sequence[Prediction], most: int) -> list[Prediction]:
+        """Run the most promising, and the next ones where none of those can be run; all, with what they took.
+
+        Raises:
+            SetupError: on every rank: none can be run.
+        """
+        seconds: dict[Candidate, list[float]] = {}
+        left = list(predictions)
+        while not seconds and (left := [one for one in left if one.candidate not in self._out]):
+            seconds = self._times(finalists(left, most))
+        if not seconds:
+            raise SetupError(
+                f"none of {len(predictions)} ways to train in stages could be run: {'; '.join(self.failed)}"
+            )
+        return [
+            replace(one, measured=statistics.median(seconds[one.candidate])) if seconds.get(one.candidate) else one
+            for one in predictions
+            if one.candidate not in self._out
+        ]
+
+    def _times(self, candidates: Sequence[Prediction]) -> dict[Candidate, list[float]]:
+        """Run candidates in turns, for as long as they may be the fastest; seconds of those that could be run."""
+        seconds = {one.candidate: list[float]() for one in candidates}
+        still = set(seconds)
+        for _ in range(_ROUNDS):
+            for candidate in seconds:
+                if candidate in still and (trial := self._try(candidate)) is not None:
+                    seconds[candidate] += trial.seconds
+            still -= self._out
+            best = min((min(seconds[one]) for one in still), default=0.0)
+            still = {one for one in still if min(seconds[one]) <= _HOPELESS * best}
+        return {one: times for one, times in seconds.items() if one not in self._out}
+
+    def _try(self, candidate: Candidate, *, record: bool = False) -> Trial | None:
+        if candidate in self._out:
+            return None
+        try:
+            return self._trials.run(self._plan_of(candidate), record=record)
+        except PipelineError as error:  # on every rank
+            self._out.add(candidate)
+            self.failed.append(f"{candidate.spec.name} could not be run: {type(error).__name__}: {error}")
+            return None
+        except Exception as error:
+            # The other ranks are in the middle of the step, and would take the next candidate's messages for its own.
+            error.add_note(
+                f"schedule {candidate.spec.name} was tried out on all ranks, of which one has failed in the middle of a"
+                " step; set memory_limit to less than is free, or trials=0 to choose without trying"
+            )
+            note_lost_rank(error, dist.get_world_size())
+            raise
+
+
+def layers_of(module: PipelineModule) -> ModuleConfig:
+    """What the module's model is made of: as it says, or as its structure shows."""
+    assert module.model is not None
+    config = module.pipeline_config()
+    if config is None:
+        return derive_config(module.model)
+    config.check(module.model)
+    return config
+
+
+def microbatch_counts_of(batch: Any, pp_size: int, asked: int | None) -> list[int]:
+    """Numbers of micro-batches to choose from.
+
+    Raises:
+        SetupError: none divides the batch.
+    """
+    if isinstance(batch, (list, tuple)):
+        return [len(batch)]  # micro-batches already
+    rows = split_batch(batch, 1).rows
+    if asked is None:
+        return microbatch_counts(rows, pp_size)
+    if rows % asked:
+        raise SetupError(
+            f"num_microbatches is {asked}, and the batch has {rows} row(s); needed is a number that divides them, or"
+            " none to let it be chosen"
+        )
+    return [asked]
+
+
+def microbatches_of(module: PipelineModule, batch: Any, count: int, settings: StageSettings) -> list[dict[str, Any]]:
+    """The micro-batches of a batch, padded to one length as in training."""
+    items = split_batch(batch, count, ignore_index=module.ignore_index).items
+    keys = SequenceKeys(labels=module.ignore_index, others=settings.pad_values)
+    longest = max((one.shape[1] for item in items for one in _sequences(item, keys)), default=0)
+    length = settings.lengths.up_to(module.max_sequence_length).of(longest)
+    return [pad_microbatch(item, length, keys) for item in items]
+
+
+def _sequences(item: Mapping[str, Any], keys: SequenceKeys) -> list[Tensor]:
+    found = [item.get(key) for key in keys.values()]
+    return [one for one in found if isinstance(one, Tensor) and one.ndim > 1][:1]
+
+
+def footprints_of(
+    module: PipelineModule, config: ModuleConfig, item: Mapping[str, Any], settings: StageSettings, precision: Precision
+) -> Pieces[Footprint]:
+    """Bytes of the model's pieces for a micro-batch, found without memory."""
+    make = example_of(module, 1, item)
+    assert make is not None and module.model is not None
+    with precision.train_step_context():
+        example = make()
+        return measure_footprints(
+            module.model,
+            config,
+            example.args,
+            example.kwargs,
+            example.loss_of,
+            prepare=lambda stage: settings.parallelism.checkpoint(stage, config.layers),
+            varies=settings.parallelism.is_checkpointed,
+        )
+
+
+def optimizer_states(module: PipelineModule, config: ModuleConfig, offload: bool) -> tuple[Pieces[int], list[str]]:
+    """Bytes of the states that optimisers keep on the device for each piece, and what to say of them.
+
+    Where ``configure_optimizers`` cannot be tried out they are taken for Adam's.
+    """
+    if offload:
+        return Pieces(0, 0, (0,) * config.num_layers, 0), []
+    try:
+        return optimizer_bytes(module, config), []
+    except Exception as error:  # the user's own code, in a place where it does not expect to be called
+        assert module.model is not None
+        sizes = {
+            name: _ADAMS * one.numel() * one.element_size()
+            for name, one in module.model.named_parameters(remove_duplicate=False)
+            if one.requires_grad
+        }
+        return by_piece(sizes, config), [
+            f"states of optimisers are taken for Adam's: with small parameters configure_optimizers failed ({error})"
+        ]
+
+
+def sharing_of(settings: StageSettings) -> Sharing:
+    """How many ranks share what a stage has."""
+    sizes = settings.sizes
+    shard = sizes.shard * sizes.context if sizes.shard > 1 else 1
+    return Sharing(shard, sizes.tensor, sizes.context, not settings.parallelism.reshard_after_forward)
+
+
+def _that_fit(predictions: Sequence[Prediction], limit: int | None, counts: Sequence[int]) -> list[Prediction]:
+    """Fastest first.
+
+    Raises:
+        SetupError: none does, or there is none.
+    """
+    if not predictions:
+        raise SetupError(
+            f"no schedule takes {' or '.join(map(str, counts))} micro-batches over this many ranks and layers; needed"
+            " is another batch size or num_microbatches, or a model with at least a layer for each rank"
+        )
+    fitting = [one for one in predictions if limit is None or one.peak <= limit]
+    if not fitting:
+        least = min(predictions, key=lambda one: one.peak)
+        raise SetupError(
+            f"none of {len(predictions)} ways to train in stages fits {limit:,} bytes a rank (memory_limit, or what is"
+            f" free); the least is {least.peak:,} bytes, with schedule {least.candidate.spec.name} and"
+            f" {least.candidate.num_microbatches} micro-batches. Set activation_checkpointing='full', use more ranks"
+            " (pipeline_parallel_size, data_parallel_shard_size), or smaller batches"
+        )
+    return sorted(fitting, key=lambda one: one.seconds)
+
+
+def _to_calibrate(predictions: Sequence[Prediction]) -> list[Prediction]:
+    """The fastest with backwards in one part, and in two."""
+    found = []
+    for parts in (False, True):
+        with suppress(StopIteration):
+            found.append(next(one for one in predictions if bool(splits_backward(one.candidate.spec)) == parts))
+    return found

@@ -1,0 +1,145 @@
+"""What a strategy's configuration needs on each rank, from a module whose model is never made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.llm.choice.estimate import Refused, compare, estimate, operations_of
+from lightning_pipe.llm.choice.schedule_choice import Candidate, Prediction, layer_counts, layers_by_memory
+from lightning_pipe.llm.measure.layer_bench import Pieces
+from lightning_pipe.llm.measure.layer_profile import Footprint, Work
+from lightning_pipe.llm.model.deferred import deferred_init
+from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.schedules.checks import check_microbatches
+from lightning_pipe.llm.split.by_name import split_at, split_by_cost, split_by_ranges, split_evenly
+from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
+from lightning_pipe.strategies.language_model.stage_choice import (
+    footprints_of,
+    layers_of,
+    microbatches_of,
+    optimizer_states,
+    sharing_of,
+)
+from lightning_pipe.strategies.language_model.stage_parts import StagePlan
+from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
+
+__all__ = ["StageEstimate", "estimate_stages", "precision_plugin"]
+
+
+@dataclass(frozen=True)
+class StageEstimate:
+    """What a configuration comes to.
+
+    Attributes:
+        configured: of the strategy as it is.
+        others: of all schedules, where they were asked for.
+        rows: of a micro-batch.
+        length: of its sequences.
+        notes: what else there is to say.
+    """
+
+    configured: Prediction
+    others: tuple[Prediction | Refused, ...]
+    rows: int
+    length: int
+    notes: tuple[str, ...]
+
+
+def precision_plugin(given: Any) -> Precision:
+    """Lightning's plugin for the trainer's ``precision``.
+
+    Raises:
+        SetupError: one that is not known here.
+    """
+    name = {"None": "32-true", "32": "32-true", "64": "64-true"}.get(str(given), str(given))
+    if name in ("16-mixed", "bf16-mixed"):
+        return MixedPrecision(name, "cpu")  # type: ignore[arg-type]
+    if name == "bf16-true":
+        return HalfPrecision("bf16-true")
+    known = {"32-true": Precision, "64-true": DoublePrecision}
+    if name not in known:
+        raise SetupError(
+            f"the trainer's precision is {given!r}, of which there is no estimate; needed is '32-true', 'bf16-mixed',"
+            " '16-mixed' or 'bf16-true'"
+        )
+    return known[name]()
+
+
+def estimate_stages(
+    strategy: LLMPipelineStrategy,
+    module: PipelineModule,
+    batch: Any,
+    world_size: int,
+    precision: Precision,
+    *,
+    all_schedules: bool = False,
+) -> StageEstimate:
+    """What each rank will need, and the bubble to expect. Nothing is trained, and no process started.
+
+    Args:
+        strategy: not set up.
+        module: whose model is not built yet; it is built without memory.
+        batch: of training, on any device; its values do not matter.
+        world_size: devices times nodes.
+        precision: of the trainer.
+        all_schedules: whether to compare with all of PyTorch's.
+
+    Raises:
+        SetupError: what the strategy would refuse; a model that is traced.
+    """
+    settings = strategy.settings(world_size)
+    plan, sharing = settings.plan, sharing_of(settings)
+    check_microbatches(plan.spec, plan.num_microbatches, plan.pipeline_size, plan.stages_per_rank)
+    if module.model is None:
+        with precision.module_init_context(), deferred_init():
+            module.configure_model()
+    if plan.split.traces:
+        raise SetupError(
+            "split_spec or split_policy is given, so the model is traced; needed for an estimate is one that is cut by"
+            " its layers: leave them out"
+        )
+    config = layers_of(module)
+    item = microbatches_of(module, batch, plan.num_microbatches, settings)[0]
+    footprints = footprints_of(module, config, item, settings, precision)
+    states, notes = optimizer_states(module, config, settings.offload)
+    layers = _layers_per_stage(plan, config, footprints, states)
+    candidate = Candidate(plan.spec, plan.stages_per_rank, plan.num_microbatches, layers)
+    size = plan.pipeline_size
+    if settings.sizes.expert > 1:
+        notes.append("experts that ranks share are counted as if each rank had all of them")
+    others = compare(config, size, plan.num_microbatches, footprints, states, sharing) if all_schedules else []
+    rows, length = next(iter(item.values())).shape[:2]
+    return StageEstimate(
+        estimate(candidate, size, footprints, states, sharing), tuple(others), rows, length, tuple(notes)
+    )
+
+
+def _layers_per_stage(
+    plan: StagePlan, config: ModuleConfig, footprints: Pieces[Footprint], states: Pieces[int]
+) -> tuple[int, ...]:
+    """As the strategy will split, with operations in the place of seconds."""
+    split, count = plan.split, plan.num_stages
+    if split.balance == "memory":
+        return layers_by_memory(config, count, footprints, states, plan.num_microbatches)
+    if split.layers_per_stage is not None:
+        stages = split_at(config, split.layers_per_stage)
+    elif split.layer_ranges is not None:
+        stages = split_by_ranges(config, split.layer_ranges)
+    elif split.balance == "time":
+        work = operations_of(footprints)
+        stages = split_by_cost(config, count, [_all(one) for one in work.layers], _all(work.input), _all(work.output))
+    else:
+        stages = split_evenly(config, count, *split.weights)
+    if len(stages) != count:
+        raise SetupError(
+            f"the layers of {len(stages)} stages are given; the schedule has {count}: give one number for each"
+        )
+    return layer_counts(config, stages)
+
+
+def _all(work: Work | None) -> float:
+    return 0.0 if work is None else work.forward + work.backward

@@ -1,0 +1,181 @@
+"""Profiles of the recsys tasks under a Trainer: of the module as it trains, which is not trained by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.trainer import call
+from torch.optim import Optimizer
+
+from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, SWPipeline, TaskProfiler
+from lightning_pipe.loops.data.random_streams import get_states, set_states
+from lightning_pipe.recsys.balancing.balancer import BatchBalancer
+from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
+from lightning_pipe.recsys.kernels.gradient_norm import clip_by_global_norm
+from lightning_pipe.recsys.plans.named import recsys_plan
+from lightning_pipe.recsys.rewrite.embeddings import Embeddings
+from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
+from lightning_pipe.recsys.sharding.shard import ShardedModel
+from lightning_pipe.recsys.tasks.keeper import ModelKeeper
+from lightning_pipe.recsys.tasks.training import RecsysActions, recsys_tasks
+from lightning_pipe.strategies.recommender.untrained import leaving_no_trace
+from lightning_pipe.strategies.refusals import loss_scaler
+
+__all__ = ["Profiled", "profile_tables"]
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """What a profile is of.
+
+    Args:
+        trainer: which trains; between two batches, and not in the middle of an accumulation.
+        module: its module.
+        sharded: the same, sharded.
+        reducer: of its dense gradients.
+        optimizers: of its dense parameters.
+        precision: the plugin.
+        rewrite: makes one of the module, in the place of the training's, which must be set aside.
+        before_lookup: as of training.
+        balancer: of training, open; None where there is none.
+        loss_of: as of training.
+        plan: that is measured.
+        device: where it trains.
+    """
+
+    trainer: pl.Trainer
+    module: pl.LightningModule
+    sharded: ShardedModel
+    reducer: DenseGradientReducer | None
+    optimizers: Sequence[Optimizer]
+    precision: Precision
+    rewrite: Callable[[], ModelRewrite]
+    before_lookup: Callable[[], None]
+    balancer: BatchBalancer | None
+    loss_of: Callable[[Any], torch.Tensor | None]
+    plan: PipelinePlan
+    device: torch.device
+
+
+def profile_tables(
+    of: Profiled, batches: Sequence[Any], tasks: Sequence[str] | None, rounds: int, iterations: int
+) -> ProfileResult:
+    """Profile tasks; every rank calls this at the same point.
+
+    Args:
+        of: what.
+        batches: on the host, as loaders give them.
+        tasks: by name; all by default.
+        rounds: how often each is measured.
+        iterations: of each measurement.
+
+    Raises:
+        SetupError: gradients of some batches are accumulated, losses are scaled, or tables have no size.
+    """
+    _check(of)
+    clip_value = of.trainer.gradient_clip_val
+    clip = partial(_clip, of.sharded, float(clip_value)) if clip_value else None
+    rewrite = of.rewrite()
+    report = None if of.balancer is None else of.balancer.report
+    try:
+        actions = RecsysActions(
+            rewrite,
+            transfer=partial(_transfer, of.trainer),
+            training_step=partial(_step, of),
+            loss_of=of.loss_of,
+            optimizer_step=partial(_optimize, of.optimizers),
+            reducer=of.reducer,
+            before_lookup=of.before_lookup,
+            after_embedding_backward=of.sharded.step_data_parallel_tables,
+            lookup_context=of.precision.forward_context,
+            clip=clip,
+            balancer=of.balancer,
+            replicas=of.sharded.replicas,
+        )
+        found = recsys_tasks(actions, scaled_late=clip is not None)
+        plan = recsys_plan(of.plan, found)
+        with (
+            SWPipeline(plan, of.device, dist.group.WORLD) as pipeline,
+            leaving_no_trace(of.trainer, of.module, of.device),
+            torch.enable_grad(),
+        ):
+            keeper = _Keeper(of)
+            kept = keeper.keep()
+            try:
+                # Finds what feeds the sharded modules, where that is found by watching.
+                pipeline.run_one_serial_iter(batches[0])
+                profiler = TaskProfiler(pipeline, batches, keeper, rounds=rounds, iterations=iterations)
+                return profiler.profile_many(tasks)
+            finally:
+                pipeline.abandon()
+                keeper.put_back(kept)
+    finally:
+        rewrite.restore()
+        if of.balancer is not None and report is not None:
+            of.balancer.report = report
+
+
+class _Keeper:
+    """Of the model, its optimisers, and what its step draws random numbers from."""
+
+    def __init__(self, of: Profiled) -> None:
+        self._model = ModelKeeper(of.sharded, of.optimizers)
+        self._device = of.device
+
+    def keep(self) -> tuple[Any, Any]:
+        return self._model.keep(), get_states(self._device)
+
+    def put_back(self, kept: tuple[Any, Any]) -> None:
+        model, generators = kept
+        self._model.put_back(model)
+        set_states(generators, self._device)
+
+
+def _check(of: Profiled) -> None:
+    if of.trainer.fit_loop._should_accumulate():
+        raise SetupError(
+            "a profile was asked for in the middle of an accumulation, whose gradients it would lose; ask behind an"
+            f" optimiser step: every {of.trainer.accumulate_grad_batches} batches"
+        )
+    if loss_scaler(of.precision) is not None:
+        raise SetupError(
+            "a profile was asked for under precision 16-mixed, whose loss scaler decides whether steps are made;"
+            " profile with 'bf16-mixed' or 32"
+        )
+    if of.sharded.dynamic_rows:
+        raise SetupError(
+            f"a profile was asked for of dynamic tables ({', '.join(of.sharded.dynamic_rows)}), whose batches cannot be"
+            " run again without leaving their rows in the cache; profile the model with plain tables of these sizes"
+        )
+
+
+def _transfer(trainer: pl.Trainer, batch: Any) -> Any:
+    return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+
+
+def _step(of: Profiled, batch: Any) -> Any:
+    for optimizer in of.optimizers:
+        optimizer.zero_grad()
+    results = of.trainer._results
+    if results is not None:
+        results.batch = batch
+    with of.precision.train_step_context():
+        return of.module.training_step(batch, 0)
+
+
+def _optimize(optimizers: Sequence[Optimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def _clip(sharded: ShardedModel, max_norm: float, embeddings: Embeddings) -> torch.Tensor:
+    assert embeddings.kernel_gradients is not None
+    dense = [parameter for _, parameter in sharded.dense_parameters()]
+    return clip_by_global_norm(dense, sharded.table_gradient_norm(embeddings.kernel_gradients), max_norm)

@@ -1,0 +1,228 @@
+"""Each rank keeps its part of a model: under its own names, with one device's values, and only what can be cut so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.llm.model.deferred import deferred_init
+from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.parallel.stage_parallel import StageParallelism
+from lightning_pipe.llm.split.stage_split import SplitModel, SplitOptions, split_model
+from tests.strategies.llm_cases import (
+    SEED,
+    VOCABULARY,
+    WIDTH,
+    TinyLM,
+    differing,
+    packed_batches,
+    row_batches,
+    values_of,
+)
+
+CONFIG = {"layer_prefix": "layers", "input_fqns": ["embedding"], "output_fqns": ["head"]}
+
+
+class Plain(nn.Module):
+    """Embedding, layers and head; what else it does is for its subclasses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(self.layer() for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def layer(self) -> nn.Module:
+        return nn.Linear(WIDTH, WIDTH)
+
+    def get_pp_module_config(self) -> dict[str, Any]:
+        return {"num_layers": 4, **CONFIG}
+
+    def forward(self, input_ids: Tensor) -> Any:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Scaling(Plain):
+    def forward(self, input_ids: Tensor) -> Any:
+        return super().forward(input_ids) * 0.5
+
+
+class TupleLayer(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), None
+
+
+class Tuples(Plain):
+    def layer(self) -> nn.Module:
+        return TupleLayer(WIDTH, WIDTH)
+
+    def forward(self, input_ids: Tensor) -> Any:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x)[0]
+        return self.head(x)
+
+
+class Tied(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embedding.weight
+
+
+class Kept(Plain):
+    """Holds what every stage needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.BatchNorm1d(3, affine=False)
+        self.always.running_mean = torch.rand(3)
+
+    def get_pp_module_config(self) -> dict[str, Any]:
+        return {"num_layers": 4, **CONFIG, "always_keep_fqns": ["always"]}
+
+
+def split(
+    kind: type[nn.Module], mine: Sequence[int], num_stages: int, layers: Sequence[int] | None = None, **options: Any
+) -> SplitModel:
+    torch.manual_seed(SEED)
+    with deferred_init() as record:
+        model = kind()
+    names = {one.name for one in fields(SplitOptions)} & options.keys()
+    where = SplitOptions(None if layers is None else tuple(layers), **{name: options.pop(name) for name in names})
+    settings: dict[str, Any] = {
+        "config": None,
+        "device": torch.device("cpu"),
+        "parallelism": StageParallelism(),
+        **options,
+    }
+    return split_model(model, record, num_stages=num_stages, mine=mine, options=where, **settings)
+
+
+def whole(kind: type[nn.Module] = TinyLM) -> nn.Module:
+    torch.manual_seed(SEED)
+    return kind()
+
+
+@pytest.mark.parametrize(
+    "ranks", [[(0,), (1,)], [(0, 2), (1, 3)], [(0, 3), (1, 2)], [(0,), (1,), (2,), (3,)], [(0,)]], ids=str
+)
+def test_ranks_parts_are_the_model_to_the_bit_under_its_own_names(ranks: list[tuple[int, ...]]) -> None:
+    parts = [split(TinyLM, mine, sum(map(len, ranks))) for mine in ranks]
+    found = [values_of(part.kept) for part in parts]
+    assert sum(map(len, found)) == len(values_of(whole()))
+    assert not differing({name: value for one in found for name, value in one.items()}, values_of(whole()))
+    assert {part.names for part in parts} == {tuple(name for name, _ in whole().named_parameters())}
+
+
+def test_stages_one_after_the_other_are_the_model() -> None:
+    (batch,) = packed_batches(1, 1)
+    ids, rest = batch[0]["input_ids"], {key: batch[0][key] for key in ("position_ids", "cu_seq_lens_q")}
+    first, second = split(TinyLM, (0, 3), 4), split(TinyLM, (1, 2), 4)
+    stages = {**first.stages, **second.stages}
+    x = ids
+    for index in range(4):
+        x = stages[index](x, **rest)
+    assert torch.equal(x, whole()(ids, **rest))
+
+
+def test_what_is_kept_and_what_is_run_are_the_same_parameters() -> None:
+    part = split(TinyLM, (1, 3), 4)
+    kept = {id(parameter) for parameter in part.kept.parameters()}
+    run = {id(parameter) for stage in part.stages.values() for parameter in stage.parameters()}
+    assert kept == run
+    assert list(part.stages) == [1, 3]
+
+
+def test_what_is_not_a_ranks_own_takes_no_memory() -> None:
+    part = split(TinyLM, (1,), 2)
+    assert {name.split(".")[0] for name in values_of(part.kept)} == {"layers", "norm", "head"}
+    assert all(parameter.untyped_storage().nbytes() for parameter in part.kept.parameters())
+
+
+def test_shapes_of_every_stage_are_known_on_every_rank() -> None:
+    ids = row_batches(1)[0]["input_ids"]
+    for mine in ((0,), (1,)):
+        first, last = split(TinyLM, mine, 2).shapes.of((ids,), {})
+        assert tuple(first.outputs[0].shape) == (*ids.shape, WIDTH)
+        assert tuple(last.outputs[0].shape) == (*ids.shape, VOCABULARY)
+
+
+def test_what_every_stage_needs_is_on_every_rank() -> None:
+    expected = whole(Kept).state_dict()
+    for mine in ((0,), (1,)):
+        state = split(Kept, mine, 2).kept.state_dict()
+        assert torch.equal(state["always.running_mean"], expected["always.running_mean"])
+
+
+def test_layers_go_where_they_are_told_to() -> None:
+    part = split(TinyLM, (0,), 2, layers=[1, 3])
+    assert {name.split(".")[1] for name in values_of(part.kept) if name.startswith("layers")} == {"0"}
+    light = split(TinyLM, (0,), 2, weights=(3, 1))
+    assert {name.split(".")[1] for name in values_of(light.kept) if name.startswith("layers")} == {"0"}
+
+
+def test_a_config_that_is_given_goes_before_the_models_own() -> None:
+    given = ModuleConfig(4, "layers", ("embedding",), ("norm", "head"))
+    assert len(split(TinyLM, (0,), 2, config=given).stages) == 1
+    with pytest.raises(SetupError, match="num_layers=3"):
+        split(TinyLM, (0,), 2, config=ModuleConfig(3, "layers", ("embedding",), ("norm", "head")))
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (Scaling, r"Scaling cannot be cut.*changes its input.*Move what else"),
+        (Tuples, r"Tuples cannot be cut.*(changes its input|fails)"),
+    ],
+)
+def test_a_forward_that_a_stage_would_do_again_is_refused_when_shapes_are_first_known(
+    kind: type[nn.Module], says: str
+) -> None:
+    ids = row_batches(1)[0]["input_ids"]
+    with pytest.raises(SetupError, match=says):
+        split(kind, (0,), 2).shapes.of((ids,), {})
+    split(kind, (0,), 1).shapes.of((ids,), {})  # a single stage runs it once
+
+
+def test_tied_parameters_are_refused_with_both_names_where_that_is_asked_for() -> None:
+    with pytest.raises(SetupError, match=r"embedding.weight and head.weight are one and the same"):
+        split(Tied, (0,), 2, sum_tied=False)
+
+
+@pytest.mark.parametrize(("mine", "held"), [((0,), ["embedding"]), ((1,), ["head"])])
+def test_every_stage_has_its_copy_of_a_tied_parameter_under_its_first_name(mine: tuple[int], held: list[str]) -> None:
+    part = split(Tied, mine, 2)
+    assert torch.equal(part.kept.get_parameter("embedding.weight"), whole(Tied).get_parameter("embedding.weight"))
+    assert "head.weight" not in dict(part.kept.named_parameters())
+    for name in held:
+        assert part.kept.get_submodule(name).weight is part.kept.get_parameter("embedding.weight")
+    assert [one.names for one in part.tied] == [("embedding.weight", "head.weight")]
+    assert [one.stages for one in part.tied] == [(0, 1)]
+
+
+def test_a_rank_with_both_stages_of_a_tied_parameter_has_it_once() -> None:
+    part = split(Tied, (0, 3), 4)
+    assert part.kept.get_parameter("embedding.weight") is part.kept.get_parameter("head.weight")
+    assert part.stages[3].module.get_parameter("head.weight") is part.kept.get_parameter("head.weight")
+
+
+@pytest.mark.parametrize(
+    ("stages", "layers", "says"),
+    [
+        (2, [1, 1, 2], "layers_per_stage says 3 stages; the schedule has 2"),
+        (2, [1, 4], "4"),
+        (8, None, "4 layers cannot go to 8 stages"),
+    ],
+)
+def test_layers_that_do_not_fit_the_stages_are_refused(stages: int, layers: list[int] | None, says: str) -> None:
+    with pytest.raises(SetupError, match=says):
+        split(TinyLM, (0,), stages, layers)

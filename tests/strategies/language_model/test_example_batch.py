@@ -1,0 +1,110 @@
+"""A batch to measure with, of whatever data there are, or the reason why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.strategies.language_model.example_batch import example_batch
+from tests.strategies.llm_cases import Tiny, loader, packed_batches, row_batches
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    def __init__(self, count: int = 10) -> None:
+        self.count = count
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self.asked.append(index)
+        return {"input_ids": torch.full((3,), index), "labels": torch.full((3,), index)}
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        raise AssertionError("a row was taken")
+
+
+class WithExample(Tiny):
+    def example_micro_batch(self) -> dict[str, Any]:
+        tokens = torch.arange(6).view(2, 3)
+        return {"input_ids": tokens, "labels": tokens, "scale": 2.0}
+
+
+class Moving(Tiny):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {key: value + 100 for key, value in batch.items()}
+
+
+def test_rows_come_from_the_dataset_past_its_sampler() -> None:
+    rows = Rows()
+    sampler = RandomSampler(rows, generator=torch.Generator().manual_seed(1))
+    assert sampler.generator is not None
+    state = sampler.generator.get_state()
+    found = example_batch(Tiny(), DataLoader(rows, 4, sampler=sampler), None)
+    assert found["input_ids"][:, 0].tolist() == [0, 1, 2, 3]
+    assert rows.asked == [0, 1, 2, 3]
+    assert torch.equal(sampler.generator.get_state(), state)
+
+
+def test_a_sampler_of_batches_says_how_many_rows_there_are() -> None:
+    rows = Rows()
+    batches = BatchSampler(RandomSampler(rows), 3, drop_last=False)
+    assert len(example_batch(Tiny(), DataLoader(rows, batch_sampler=batches), None)["labels"]) == 3
+
+
+def test_there_are_no_more_rows_than_in_the_dataset() -> None:
+    assert len(example_batch(Tiny(), DataLoader(Rows(3), 4), None)["labels"]) == 3
+
+
+def test_a_dataset_of_batches_gives_its_first() -> None:
+    batches = row_batches(2)
+    assert torch.equal(example_batch(Tiny(), loader(batches), None)["input_ids"], batches[0]["input_ids"])
+    packed = example_batch(Tiny(), loader(packed_batches(4, 2)), None)
+    assert len(packed) == 4
+
+
+def test_a_batch_goes_through_the_hooks_of_its_transfer() -> None:
+    assert example_batch(Moving(), DataLoader(Rows(), 2), None)["labels"].tolist() == [[100] * 3, [101] * 3]
+
+
+@pytest.mark.parametrize(("given", "rows"), [(None, 5), (7, 7)])
+def test_the_modules_example_is_repeated_to_as_many_rows_as_a_batch_has(given: int | None, rows: int) -> None:
+    dataset = Rows()
+    found = example_batch(WithExample(), DataLoader(dataset, 5), given)
+    assert found["input_ids"][:, 0].tolist() == [0, 3, 0, 3, 0, 3, 0][:rows]
+    assert found["scale"] == 2.0
+    assert dataset.asked == []
+
+
+def test_of_a_stream_the_modules_example_does() -> None:
+    assert len(example_batch(WithExample(), DataLoader(Stream(), 4), None)["labels"]) == 4
+    assert len(example_batch(WithExample(), [1, 2, 3], 6)["labels"]) == 6
+
+
+@pytest.mark.parametrize(
+    ("module", "given", "says"),
+    [
+        (
+            Tiny(),
+            DataLoader(Stream(), 4),
+            "DataLoader of Stream, of which a batch cannot be taken without being missed",
+        ),
+        (Tiny(), iter([1]), "of which a batch cannot be taken without being missed"),
+        (WithExample(), iter([1]), "the rows of a batch are not known from a list_iterator"),
+        (Tiny(), DataLoader(TensorDataset(torch.zeros(0)), 4), "the training data are empty"),
+        (Tiny(), DataLoader(Rows(), batch_sampler=[[1, 2]]), "DataLoader of Rows with a sampler of batches"),
+    ],
+    ids=["stream", "iterator", "example of an iterator", "empty", "sampler"],
+)
+def test_without_a_batch_it_is_said_what_is_needed(module: Tiny, given: Any, says: str) -> None:
+    with pytest.raises(SetupError, match=f"{says}.*; needed is a DataLoader over a dataset with an index, or"):
+        example_batch(module, given, None)

@@ -1,0 +1,234 @@
+"""Models of Hugging Face's configs: their own code and names, and no whole logits in training."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from lightning_pipe.engine import InputError, SetupError
+from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
+from tests.rounding import Reference
+from tests.strategies.llm_cases import (
+    SEED,
+    VOCABULARY,
+    TinyHF,
+    beyond_rounding,
+    differing,
+    fit,
+    gradients_of,
+    hf_config,
+    llm,
+    loader,
+    row_batches,
+    trainer,
+    values_of,
+)
+
+TYPES = ("llama", "qwen3", "gpt_neox")
+
+
+def built(model_type: str = "llama", **changes: Any) -> HFCausalLM:
+    torch.manual_seed(SEED)
+    module = HFCausalLM(hf_config(model_type) | changes, chunk_tokens=8)
+    module.configure_model()
+    return module
+
+
+def original(module: HFCausalLM) -> Any:
+    torch.manual_seed(SEED)
+    return AutoModelForCausalLM.from_config(module.config, attn_implementation="sdpa")
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_class_names_and_initial_values_are_hugging_faces_own(model_type: str) -> None:
+    module = built(model_type)
+    theirs = original(module)
+    assert module.model is not None
+    assert type(module.model) is type(theirs)
+    assert list(module.model.state_dict()) == list(theirs.state_dict())
+    assert not differing(values_of(module.model), values_of(theirs))
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_loss_and_gradients_are_those_of_hugging_faces_whole_logits(model_type: str) -> None:
+    module, batch = built(model_type), row_batches(1)[0]
+    loss = module.run_batch(batch).loss
+    loss.backward()
+    found, expected = {"loss": loss, **gradients_of(module.model)}, whole_logits(module, batch)
+    assert not beyond_rounding(found, expected)
+    assert found.keys() == expected.values.keys()
+
+
+def whole_logits(module: HFCausalLM, batch: dict[str, Tensor]) -> Reference:
+    """Loss and gradients of Hugging Face's own model."""
+
+    def trained() -> dict[str, Any]:
+        theirs = original(module)
+        logits = theirs(input_ids=batch["input_ids"]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        loss.backward()
+        return {"loss": loss, **gradients_of(theirs)}
+
+    return Reference.of(trained)
+
+
+def test_whole_logits_are_never_made_in_training() -> None:
+    class Largest(TorchDispatchMode):
+        rows = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            for one in tree_leaves(result):
+                if isinstance(one, Tensor) and one.shape[-1:] == (VOCABULARY,):
+                    self.rows = max(self.rows, one.numel() // VOCABULARY)
+            return result
+
+    module = built()
+    batch = row_batches(1)[0]
+    with Largest() as largest:
+        module.run_batch(batch).loss.backward()
+    assert 8 <= largest.rows < batch["labels"].numel()
+    assert largest.rows <= 16  # a chunk's; the head's weight is as wide, with 16 rows
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_predictions_are_logits(model_type: str) -> None:
+    module, data = TinyHF(hf_config(model_type)), row_batches(1, 3)
+    torch.manual_seed(SEED)
+    (predicted,) = trainer("auto").predict(module, loader(data))  # type: ignore[misc]
+    with torch.no_grad():
+        expected = Reference.of(lambda: {"logits": original(module).eval()(input_ids=data[0]["input_ids"]).logits})
+    assert not expected.differences({"logits": predicted})
+
+
+def test_a_model_that_changes_its_logits_keeps_its_head() -> None:
+    module = built("granite", logits_scaling=4.0)
+    batch = row_batches(1)[0]
+    loss = module.run_batch(batch).loss
+    loss.backward()
+    assert not whole_logits(module, batch).differences({"loss": loss, **gradients_of(module.model)})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("recurrent_gemma", {"logits_soft_cap": 0.05, "num_hidden_layers": 3, "lru_width": 16}),
+        ("gemma2", {"final_logit_softcapping": 0.05}),
+        ("cohere", {"logit_scale": 3.0}),
+    ],
+)
+def test_logits_that_are_capped_or_scaled_are_in_the_loss(model_type: str, changes: dict[str, Any]) -> None:
+    torch.manual_seed(SEED)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+    }
+    sizes |= {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    module = HFCausalLM({"model_type": model_type} | sizes | changes, attention="eager")
+    module.configure_model()
+    assert module.model is not None
+    torch.manual_seed(SEED)
+    theirs = AutoModelForCausalLM.from_config(module.config, attn_implementation="eager")
+    theirs.load_state_dict(module.model.state_dict())
+    batch = row_batches(1)[0]
+
+    def loss() -> dict[str, Tensor]:
+        logits = theirs(input_ids=batch["input_ids"], use_cache=False).logits
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())}
+
+    assert Reference.of(loss).differences({"loss": module.run_batch(batch).loss}) == []
+
+
+def test_a_loss_of_routers_over_all_layers_is_refused_and_not_dropped() -> None:
+    config = hf_config("llama") | {"model_type": "mixtral", "num_local_experts": 2, "output_router_logits": True}
+    with pytest.raises(SetupError, match=r"output_router_logits=True and a coefficient of 0\.02.*tap_routers"):
+        HFCausalLM(config | {"router_aux_loss_coef": 0.02})
+    for without in ({"router_aux_loss_coef": 0.0}, {"output_router_logits": False}):
+        HFCausalLM(config | without)
+
+
+def test_it_trains_with_adamw_of_its_settings() -> None:
+    module = HFCausalLM(hf_config("llama"), learning_rate=0.02, weight_decay=0.3)
+    used = fit(module, "auto", row_batches(2))
+    (group,) = used.optimizers[0].param_groups
+    assert (type(used.optimizers[0]), group["lr"], group["weight_decay"]) == (torch.optim.AdamW, 0.02, 0.3)
+
+
+def test_a_config_of_hugging_faces_class_is_taken_too() -> None:
+    config = LlamaConfig(**{key: value for key, value in hf_config("llama").items() if key != "model_type"})
+    assert HFCausalLM(config).config is config
+
+
+@pytest.mark.parametrize("given", [{"hidden_size": 8}, None], ids=str)
+def test_a_config_without_a_type_is_refused(given: Any) -> None:
+    with pytest.raises(SetupError, match=r"needed is a mapping with model_type"):
+        HFCausalLM(given)
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "transformers":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(SetupError, match=r"lightning-pipe\[hf\]"):
+        HFCausalLM(hf_config("llama"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model's weights in half the bits, in several files."""
+    original(built("qwen3")).to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="3KB")
+    return tmp_path
+
+
+@pytest.mark.parametrize("as_path", [str, Path])
+def test_a_folders_weights_are_what_it_begins_with(as_path: Any, folder: Path) -> None:
+    module = TinyHF(as_path(folder))
+    fit(module, "auto", row_batches(1))
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    assert module.config.model_type == "qwen3"
+    assert not differing(module.initial, values_of(theirs))
+
+
+def test_stages_begin_with_a_folders_weights(folder: Path) -> None:
+    module = TinyHF(folder)
+    fit(module, llm("interleaved_1f1b", 4), row_batches(1))
+    assert not differing(module.initial, values_of(AutoModelForCausalLM.from_pretrained(folder)))
+
+
+def test_a_name_that_is_no_folder_is_refused() -> None:
+    with pytest.raises(SetupError, match=r"'hf download meta-llama/Llama-3\.1-8B --local-dir FOLDER'"):
+        HFCausalLM("meta-llama/Llama-3.1-8B")
+
+
+@pytest.mark.parametrize(("given", "refused"), [({}, True), ({"max_length": 12}, False)])
+def test_a_sequence_longer_than_the_configs_positions_is_refused_unless_a_strategy_says_more(
+    given: dict[str, Any], refused: bool
+) -> None:
+    module = TinyHF(hf_config("llama") | {"max_position_embeddings": 8})
+    if not refused:
+        fit(module, llm("gpipe", 4, **given), row_batches(1))
+        return
+    with pytest.raises(InputError, match=r"a sequence has 9 tokens; the model's maximum is 8"):
+        fit(module, llm("gpipe", 4, **given), row_batches(1))

@@ -1,0 +1,152 @@
+"""A PipelineModule trains on one device with Lightning's default strategy, from what it says for a pipeline."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.engine import InputError
+from lightning_pipe.llm.losses.cross_entropy import summed_cross_entropy
+from lightning_pipe.strategies.language_model.pipeline_module import BatchResult, PipelineModule
+from tests.rounding import Reference
+from tests.strategies.llm_cases import (
+    SEED,
+    VOCABULARY,
+    WIDTH,
+    Tiny,
+    as_one,
+    fit,
+    llm,
+    loader,
+    packed_batches,
+    ranks_beyond_rounding,
+    results_of,
+    row_batches,
+    train_alone,
+    train_with_lightning,
+    trainer,
+)
+
+
+def built() -> Tiny:
+    torch.manual_seed(SEED)
+    module = Tiny()
+    module.configure_model()
+    return module
+
+
+def test_it_trains_on_the_mean_over_the_tokens_of_a_batch() -> None:
+    found = results_of(train_with_lightning(Tiny(optimizer="adamw"), row_batches(3)), steps=0)
+    reference = Reference.of(lambda: results_of(train_alone(Tiny(), "adamw", row_batches(3), 1), steps=0))
+    assert not ranks_beyond_rounding([found], reference)
+
+
+def test_a_list_of_micro_batches_is_one_batch() -> None:
+    module = built()
+    (batch,) = packed_batches(4, 1)
+    result, whole = module.run_batch(batch), module.run_batch(as_one(batch))
+    assert result.tokens == whole.tokens == sum(int((one["labels"] != -100).sum()) for one in batch)
+    expected = Reference.of(lambda: {"loss": module.run_batch(as_one(batch)).loss})
+    assert expected.differences({"loss": result.loss}) == []
+
+
+def test_a_batch_without_loss_tokens_has_a_loss_of_zero() -> None:
+    batch = row_batches(1)[0]
+    result = built().run_batch(batch | {"labels": torch.full_like(batch["labels"], -100)})
+    assert (result.tokens, float(result.loss)) == (0, 0.0)
+
+
+def test_predictions_have_a_row_for_each_row_of_the_batch() -> None:
+    module = Tiny()
+    data = row_batches(2, 7)
+    outputs: Any = trainer("auto").predict(module, loader(data))
+    assert [output.shape for output in outputs] == [(7, one["labels"].shape[1], VOCABULARY) for one in data]
+
+
+def test_metrics_are_logged_as_means_over_tokens() -> None:
+    module, data = Tiny(), row_batches(3, 5)
+    used = fit(module, "auto", row_batches(1), loader(data))
+    model = module.model
+    assert model is not None
+    tokens = sum(int((one["labels"] != -100).sum()) for one in data)
+
+    @torch.no_grad()
+    def mean() -> dict[str, Tensor]:
+        sums = [summed_cross_entropy(model(one["input_ids"]), one["labels"]) for one in data]
+        return {"val_loss": torch.stack(sums).sum() / tokens}
+
+    assert Reference.of(mean).differences(used.callback_metrics) == []
+
+
+def test_a_model_made_before_is_not_made_again() -> None:
+    module = Tiny(early=True)
+    model = module.model
+    module.configure_model()
+    assert module.model is model
+
+
+def test_its_own_description_goes_before_the_models() -> None:
+    class Describing(Tiny):
+        def get_pp_module_config(self) -> dict[str, Any]:
+            return {"num_layers": 4, "layer_prefix": "layers", "input_fqns": ["embedding"], "output_fqns": ["head"]}
+
+    found = Describing().pipeline_config()
+    assert found is not None
+    assert found.output_fqns == ("head",)
+    assert Tiny().pipeline_config() is None
+
+
+def test_hooks_say_what_a_batch_is_and_what_its_loss_is() -> None:
+    class Regression(PipelineModule):
+        def build_model(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+
+        def model_inputs(self, micro_batch: Any) -> Any:
+            return (micro_batch["x"],), {}
+
+        def summed_loss(self, output: Tensor, micro_batch: Any) -> Tensor:
+            return (output.squeeze(-1) - micro_batch["y"]).square().sum()
+
+        def loss_tokens(self, micro_batch: Any) -> int:
+            return len(micro_batch["y"])
+
+        def prediction(self, output: Tensor, micro_batch: Any) -> Tensor:
+            return output.squeeze(-1)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    torch.manual_seed(SEED)
+    batch = {"x": torch.randn(5, WIDTH), "y": torch.randn(5)}
+    module = Regression()
+    fit(module, "auto", [batch])
+    model = module.model
+    assert model is not None
+    expected = Reference.of(lambda: {"loss": (model(batch["x"]).squeeze(-1) - batch["y"]).square().mean()})
+    assert expected.differences({"loss": module.run_batch(batch).loss}) == []
+    assert module.predict_step(batch, 0).shape == (5,)
+
+
+def test_a_batch_that_is_no_mapping_is_refused() -> None:
+    with pytest.raises(InputError, match=r"the batch is a tensor.*needed is a mapping"):
+        built().run_batch(torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "stages"])
+def test_a_batch_without_labels_can_be_predicted_but_not_trained(strategy: str) -> None:
+    used = "auto" if strategy == "auto" else llm("gpipe", 2)
+    batches = [{"input_ids": batch["input_ids"]} for batch in row_batches(1)]
+    assert len(trainer(used).predict(Tiny(), loader(batches))) == 1  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"the batch has 'input_ids'; the loss needs 'labels'"):
+        fit(Tiny(), "auto" if strategy == "auto" else llm("gpipe", 2), batches)
+
+
+def test_who_takes_a_batchs_result_for_its_loss_is_told_where_the_loss_is() -> None:
+    result = BatchResult(torch.tensor(1.0), 3)
+    assert copy.deepcopy(result).tokens == 3
+    with pytest.raises(AttributeError, match=r"has loss, tokens and routers, and no 'backward'.*result\.loss"):
+        result.backward()

@@ -1,0 +1,432 @@
+"""Checkpoints of stages: training goes on from one on any split as if it had not stopped; exports; what goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
+
+from lightning_pipe.checkpoints.export import export_checkpoint
+from lightning_pipe.checkpoints.named_optimizer import listed, merge_groups
+from lightning_pipe.engine import SetupError
+from lightning_pipe.strategies.language_model.pretrained import export_pretrained
+from tests.distributed import run_ranks
+from tests.rounding import Reference
+from tests.strategies.llm_cases import (
+    Tiny,
+    TinyHF,
+    TinyLM,
+    fit,
+    hf_config,
+    llm,
+    loader,
+    row_batches,
+    train_with_lightning,
+    trainer,
+    values_of,
+)
+
+BEFORE = 3  # steps of the first of two epochs, after which the checkpoint is written
+BATCHES = row_batches(BEFORE, rows=8)
+
+
+class Grouped(Tiny):
+    """AdamW in three groups: the first is on the first stage alone, the last on the last."""
+
+    def __init__(self, layers: int = 8, **options: Any) -> None:
+        super().__init__(layers, **options)
+        self.save_hyperparameters("layers")
+
+    def configure_optimizers(self) -> Any:
+        groups: dict[str, list[nn.Parameter]] = {"embedding": [], "layers": [], "head": []}
+        for name, parameter in self.named_parameters():
+            groups[next((key for key in groups if f".{key}." in name), "head")].append(parameter)
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": groups["embedding"], "lr": 0.02, "weight_decay": 0.0},
+                {"params": groups["layers"], "lr": 0.01, "betas": (0.8, 0.99)},
+                {"params": groups["head"], "lr": 0.005},
+            ],
+            eps=1e-3,
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 2, 0.5), "interval": "step"}}
+
+
+class OneGroup(Grouped):
+    """The same parameters in one group."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Frozen(Grouped):
+    """The optimiser has nothing of the embedding."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW((p for n, p in self.named_parameters() if "embedding" not in n), lr=0.01)
+
+
+class Wider(Grouped):
+    """Of another size in the first layer and in the last."""
+
+    def build_model(self) -> nn.Module:
+        model = TinyLM(self.layers)
+        for index in (0, -1):
+            model.layers[index].mlp = nn.Sequential(nn.Linear(8, 9), nn.GELU(), nn.Linear(9, 8))
+        return model
+
+
+def keeping(folder: Path, **options: Any) -> dict[str, Any]:
+    """The trainer's arguments for keeping a checkpoint of each epoch."""
+    callback = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, **options)
+    return {"enable_checkpointing": True, "default_root_dir": folder, "callbacks": [callback]}
+
+
+def go_on(module: pl.LightningModule, strategy: Any, path: Path, batches: Any = BATCHES, **options: Any) -> pl.Trainer:
+    """Train on from a checkpoint, the module made from another seed than the one that it was written by."""
+    used = trainer(strategy, **options)
+    torch.manual_seed(0)
+    used.fit(module, loader(batches), ckpt_path=path)
+    return used
+
+
+def undisturbed(folder: Path) -> dict[str, Any]:
+    """Two epochs of training; checkpoints are kept in the folder."""
+    module = Grouped()
+    fit(module, llm(), BATCHES, max_epochs=2, **keeping(folder))
+    return {"losses": module.losses, "parameters": values_of(module.model)}
+
+
+def resumed(path: Path, strategy: Any, batches: Any = BATCHES) -> dict[str, Any]:
+    """The second epoch, from a checkpoint."""
+    module = Grouped()
+    used = go_on(module, strategy, path, batches, max_epochs=2, use_distributed_sampler=False)
+    rates = [group["lr"] for group in used.optimizers[0].param_groups]
+    return {"losses": module.losses, "parameters": values_of(module.model), "rates": rates}
+
+
+def half(rank: int) -> list[dict[str, Tensor]]:
+    """Every other row of each batch, of the first replica of a pipeline or of the second."""
+    return [{key: value[rank % 2 :: 2] for key, value in batch.items()} for batch in BATCHES]
+
+
+def evaluated(path: Path | None, strategy: Any, module: pl.LightningModule | None = None) -> dict[str, Any]:
+    """What validation, test and prediction make of a checkpoint; of the module as it is where there is none."""
+    results: dict[str, Any] = {}
+    for name in ("validate", "test", "predict"):
+        used = trainer(strategy())
+        found = getattr(used, name)(module or Grouped(), loader(BATCHES[:2]), ckpt_path=path)
+        results[name] = found if name == "predict" else next(iter(found[0].values()))
+    return results
+
+
+def error_of(work: Callable[[], Any]) -> str:
+    with pytest.raises(SetupError) as caught:
+        work()
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------------- two ranks, then four, then one
+
+
+def on_two_ranks(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    results: dict[str, Any] = {"undisturbed": undisturbed(folder / "two")}
+    path = folder / "two" / "step=3.ckpt"
+    results["resumed"] = {
+        "the same": resumed(path, llm()),
+        "another schedule": resumed(path, llm("interleaved_1f1b")),
+        "saved on one": resumed(folder / "one" / "step=3.ckpt", llm()),
+        "other layers": resumed(path, llm(layers_per_stage=[2, 6])),
+        "saved on V stages": _through_v_stages(folder),
+    }
+    results["sharded"] = _through_shards(path, folder, half(rank))
+    results["evaluated"] = evaluated(path, llm)
+    results["weights only"] = _weights_only(folder)
+    hf = TinyHF(hf_config("llama"))
+    fit(hf, llm(), BATCHES[:2]).save_checkpoint(folder / "hf")
+    results["hf"] = trainer(llm()).predict(TinyHF(hf_config("llama")), loader(BATCHES[:1]), ckpt_path=folder / "hf")
+    results["errors"] = _errors(path, folder)
+    return results
+
+
+def _through_v_stages(folder: Path) -> dict[str, Any]:
+    """Saved where rank 0 has the first stage and the last: the hyper-parameters of no group depend on the rank."""
+    fit(Grouped(), llm("zbv_zero_bubble"), BATCHES, **keeping(folder / "v"))
+    return resumed(folder / "v" / "step=3.ckpt", llm())
+
+
+def _through_shards(path: Path, folder: Path, batches: Any) -> dict[str, Any]:
+    """Read from two stages into two shards of one stage, saved there, and read back; and trained on as shards."""
+
+    def shards() -> Any:
+        return llm(pipeline_parallel_size=1, data_parallel_shard_size=2)
+
+    used = go_on(Grouped(), shards(), path)  # nothing is left to train after one epoch
+    used.save_checkpoint(folder / "shards")
+    module = Grouped()
+    trainer(llm()).validate(module, loader(BATCHES[:1]), ckpt_path=folder / "shards")
+    through = values_of(module.model)
+    return {"parameters": through, "losses": resumed(path, shards(), batches=batches)["losses"]}
+
+
+def _weights_only(folder: Path) -> dict[str, Any]:
+    fit(Grouped(), llm(), BATCHES, **keeping(folder / "weights", save_weights_only=True))
+    path = folder / "weights" / "step=3.ckpt"
+    with pytest.raises(KeyError, match="contains only the model"):
+        go_on(Grouped(), llm(), path)
+    keys = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    return {"evaluated": evaluated(path, llm), "parts": {key.partition(".")[0] for key in keys}}
+
+
+def _errors(path: Path, folder: Path) -> dict[str, str]:
+    def validate(given: Any, module: pl.LightningModule | None = None) -> str:
+        return error_of(lambda: trainer(llm()).validate(module or Grouped(), loader(BATCHES), ckpt_path=given))
+
+    def resume(module: pl.LightningModule) -> str:
+        return error_of(lambda: go_on(module, llm(), path))
+
+    used = trainer(llm())
+    used.validate(Grouped(), loader(BATCHES[:1]), verbose=False)
+    lenient = Grouped(10)
+    lenient.strict_loading = False
+    trainer(llm()).validate(lenient, loader(BATCHES[:1]), ckpt_path=path)
+    return {
+        "nothing": validate(folder / "nothing"),
+        "a file": validate(folder / "file.ckpt"),
+        "no checkpoint": validate(folder),
+        "of another kind": validate(folder / "other"),
+        "unreadable": validate(folder / "broken"),
+        "missing": validate(path, Grouped(10)),
+        "unexpected": validate(path, Grouped(6)),
+        "sizes": validate(path, Wider()),
+        "more trained": resume(Frozen()),
+        "other groups": resume(OneGroup()),
+        "unwritable": error_of(lambda: used.save_checkpoint(folder / "file.ckpt" / "below")),
+        "options": error_of(lambda: used.save_checkpoint(folder / "out", storage_options={})),
+        "plugin": error_of(lambda: setattr(used.strategy, "checkpoint_io", used.strategy.checkpoint_io)),
+    }
+
+
+def on_four_ranks(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    path = folder / "two" / "step=3.ckpt"
+    return {
+        "resumed": resumed(path, llm()),
+        "replicated": resumed(path, llm(data_parallel_replicate_size=2), batches=half(rank))["losses"],
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, Any]:
+    """One process, one stage; its checkpoint is in ``folder / "one"``."""
+    return undisturbed(folder / "one")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path, alone: dict[str, Any]) -> list[dict[str, Any]]:
+    (folder / "file.ckpt").touch()
+    for name in ("other", "broken"):
+        (folder / name).mkdir()
+        torch.save({}, folder / name / "meta.pt")
+    dcp.save({"module": {"weight": torch.ones(2)}}, checkpoint_id=folder / "other")
+    (folder / "broken" / ".metadata").write_bytes(b"not a pickle")
+    return run_ranks(on_two_ranks, 2, folder)
+
+
+def check_resumed(parts: list[dict[str, Any]], expected: dict[str, Any], name: str = "") -> None:
+    """To the bit: the losses, and the parameters of all ranks together."""
+    whole = {key: value for part in parts for key, value in part["parameters"].items()}
+    assert whole.keys() == expected["parameters"].keys(), name
+    assert [key for key, value in whole.items() if not torch.equal(value, expected["parameters"][key])] == [], name
+    for part in parts:
+        assert part["losses"] == expected["losses"][BEFORE:], name
+
+
+@pytest.fixture(scope="module")
+def second_epoch() -> Reference:
+    """Losses under Lightning's own strategy, for gradients that are added up in another order."""
+    return Reference.of(lambda: {"losses": train_with_lightning(Grouped(), BATCHES, max_epochs=2).losses[BEFORE:]})
+
+
+def test_training_goes_on_as_if_it_had_not_stopped(
+    ranks: list[dict[str, Any]], alone: dict[str, Any], second_epoch: Reference
+) -> None:
+    assert len(alone["losses"]) == 2 * BEFORE
+    for result in ranks:
+        assert result["undisturbed"]["losses"] == alone["losses"]
+    names = ranks[0]["resumed"].keys()
+    assert len(names) == 5
+    for name in names - {"saved on V stages"}:
+        check_resumed([result["resumed"][name] for result in ranks], alone, name)
+    # A V schedule may add up gradients of micro-batches in another order.
+    for result in ranks:
+        assert not second_epoch.differences({"losses": result["resumed"]["saved on V stages"]["losses"]})
+
+
+def test_each_group_goes_on_with_its_own_hyperparameters(ranks: list[dict[str, Any]]) -> None:
+    """Six steps, the rates halved after each two; also where a rank has nothing of a group."""
+    for result in ranks:
+        for name, found in result["resumed"].items():
+            assert found["rates"] == pytest.approx([0.02 / 8, 0.01 / 8, 0.005 / 8]), name
+
+
+@pytest.mark.exhaustive
+def test_two_stages_go_on_as_four(
+    ranks: list[dict[str, Any]], alone: dict[str, Any], folder: Path, second_epoch: Reference
+) -> None:
+    four = run_ranks(on_four_ranks, 4, folder)
+    check_resumed([result["resumed"] for result in four], alone)
+    for result in four:
+        assert not second_epoch.differences({"losses": result["replicated"]})
+
+
+def test_two_stages_go_on_as_one(ranks: list[dict[str, Any]], alone: dict[str, Any], folder: Path) -> None:
+    check_resumed([resumed(folder / "two" / "step=3.ckpt", llm())], alone)
+
+
+def test_shards_of_a_stage_are_read_and_written(
+    ranks: list[dict[str, Any]], folder: Path, second_epoch: Reference
+) -> None:
+    """What went through two shards and back is as it was."""
+    module = Grouped()
+    trainer(llm()).validate(module, loader(BATCHES[:1]), ckpt_path=folder / "two" / "step=3.ckpt")
+    expected = values_of(module.model)
+    whole = {key: value for result in ranks for key, value in result["sharded"]["parameters"].items()}
+    assert whole.keys() == expected.keys()
+    assert all(torch.equal(whole[key], expected[key]) for key in expected)
+    for result in ranks:
+        assert not second_epoch.differences({"losses": result["sharded"]["losses"]})
+
+
+def test_evaluation_reads_a_checkpoint(ranks: list[dict[str, Any]], folder: Path) -> None:
+    expected = evaluated(folder / "one" / "step=3.ckpt", llm)
+    assert expected["validate"] == expected["test"]
+    assert expected["validate"] != evaluated(None, llm)["validate"]
+    for result in ranks:
+        for found in (result["evaluated"], result["weights only"]["evaluated"]):
+            assert (found["validate"], found["test"]) == (expected["validate"], expected["test"])
+            assert all(torch.equal(*pair) for pair in zip(found["predict"], expected["predict"], strict=True))
+        assert result["weights only"]["parts"] == {"state_dict"}
+
+
+def test_a_folder_is_keyed_by_the_unsplit_model_s_names(ranks: list[dict[str, Any]], folder: Path) -> None:
+    module = Grouped()
+    module.configure_model()
+    names = set(module.state_dict())
+    for kept in ("one", "two", "v"):
+        paths = dcp.FileSystemReader(folder / kept / "step=3.ckpt").read_metadata().planner_data
+        assert paths is not None
+        assert {path[1] for path in paths.values() if path[0] == "state_dict"} == names
+        assert {path[2] for path in paths.values() if path[0] == "optimizer_0"} == names
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("nothing", "nothing' is not there; needed is a folder written under LLMPipelineStrategy"),
+        ("a file", "is a file; needed is a folder"),
+        ("no checkpoint", r"is a folder without meta\.pt"),
+        ("of another kind", "other' is a folder of another kind"),
+        ("unreadable", r"broken/\.metadata' cannot be read: "),
+        ("missing", r"missing in it: model\.layers\.8\.mlp\.0\.bias, .*, model\.layers\.9\..*\. Build the module"),
+        ("unexpected", r"unexpected in it: model\.layers\.6\.mlp\.0\.bias"),
+        ("sizes", r"of another size: model\.layers\.0\.mlp\.0\.bias \(\[8\], needed is \[9\]\), .*layers\.7\.mlp"),
+        ("more trained", r"in the checkpoint's optimiser, but not in the module's: model\.embedding\."),
+        ("other groups", r"in one group of the optimiser, but not of the checkpoint's: model\.embedding\.\S+ and "),
+        ("unwritable", "below' cannot be written"),
+        ("options", "storage_options={} were given"),
+        ("plugin", "plugin TorchCheckpointIO"),
+    ],
+)
+def test_what_does_not_fit_is_named_on_every_rank(case: str, message: str, ranks: list[dict[str, Any]]) -> None:
+    for result in ranks:
+        with pytest.raises(SetupError, match=message):
+            raise SetupError(result["errors"][case])
+
+
+def test_of_many_names_some_are_given() -> None:
+    assert listed("missing", {f"layer{index}" for index in range(10, 25)})[0].endswith("layer19 and 5 more")
+    assert listed("missing", ["a"]) == ["missing: a"]
+    assert listed("missing", []) == []
+
+
+# ---------------------------------------------------------------------- export
+
+
+@pytest.fixture(scope="module")
+def exported(ranks: list[dict[str, Any]], folder: Path) -> Path:
+    export_checkpoint(folder / "two" / "step=3.ckpt", folder / "exported.ckpt")
+    return folder / "exported.ckpt"
+
+
+def test_one_file_holds_what_the_unsplit_module_takes(exported: Path, ranks: list[dict[str, Any]]) -> None:
+    module = Grouped.load_from_checkpoint(exported, layers=8)
+    assert Grouped.load_from_checkpoint(exported).layers == 8, "the hyper-parameters are kept"
+    state = torch.load(exported, weights_only=True)["state_dict"]
+    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+    model = TinyLM(8)
+    model.load_state_dict({name.removeprefix("model."): value for name, value in state.items()})
+    used = trainer("auto")
+    expected = Reference.of(lambda: used.validate(module, loader(BATCHES[:2]), verbose=False)[0])
+    assert not expected.differences({"val_loss": ranks[0]["evaluated"]["validate"]})
+
+
+def test_one_device_trains_on_from_the_file(exported: Path, second_epoch: Reference) -> None:
+    """Under Lightning's own strategy."""
+    found = resumed(exported, "auto")
+    assert not second_epoch.differences({"losses": found["losses"]})
+    assert found["rates"] == pytest.approx([0.02 / 8, 0.01 / 8, 0.005 / 8])
+
+
+def test_a_hugging_face_model_is_exported_for_from_pretrained(
+    ranks: list[dict[str, Any]], folder: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = TinyHF(hf_config("llama")).config
+    export_pretrained(folder / "hf", config, tmp_path / "model")
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    expected = Reference.of(lambda: {"logits": model(input_ids=BATCHES[0]["input_ids"]).logits})
+    for result in ranks:
+        assert not expected.differences({"logits": result["hf"][0]})
+    other = TinyHF(hf_config("llama", layers=5)).config
+    with pytest.raises(SetupError, match=r"does not fit the llama model of the config: missing in it: model\.la"):
+        export_pretrained(folder / "hf", other, tmp_path / "other")
+
+
+@pytest.mark.parametrize("name", ["nothing", "file.ckpt", "other"])
+def test_only_a_checkpoint_is_exported(name: str, ranks: list[dict[str, Any]], folder: Path) -> None:
+    with pytest.raises(SetupError, match="needed is a folder written by RecsysPipelineStrategy or LLMPipelineStrategy"):
+        export_checkpoint(folder / name, folder / "out.ckpt")
+    assert not (folder / "out.ckpt").exists()
+
+
+# ---------------------------------------------------------------------- groups of several ranks
+
+
+def test_groups_of_ranks_are_one_where_they_say_the_same() -> None:
+    decayed, plain = {"lr": 1.0, "decay": 0.1}, {"lr": 1.0, "decay": 0.0}
+    first = [{**decayed, "params": ["b"]}, {**plain, "params": []}]
+    second = [{**decayed, "params": ["a", "b"]}, {**plain, "params": ["c"]}]
+    merged = merge_groups([first, second], ["a", "b", "c"])
+    assert merged == [{**decayed, "params": ["a", "b"]}, {**plain, "params": ["c"]}]
+
+
+def test_ranks_that_leave_out_empty_groups_do_not_mix_them() -> None:
+    decayed = {"lr": torch.tensor(1.0), "decay": 0.1, "params": ["a"]}
+    plain = {"lr": torch.tensor(1.0), "decay": 0.0, "params": ["b"]}
+    merged = merge_groups([[decayed], [plain], [decayed, plain]], ["a", "b"])
+    assert [(group["decay"], group["params"]) for group in merged] == [(0.1, ["a"]), (0.0, ["b"]), (0.0, ["b"])]

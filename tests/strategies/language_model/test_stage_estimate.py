@@ -1,0 +1,156 @@
+"""What is estimated of ranks, beside what they hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins import Precision
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.llm.choice.schedule_choice import Prediction
+from lightning_pipe.llm.measure.live_bytes import LiveBytes
+from lightning_pipe.llm.measure.rank_memory import RankMemory
+from lightning_pipe.llm.schedules.named import SCHEDULES
+from lightning_pipe.strategies.language_model.stage_estimate import StageEstimate, estimate_stages, precision_plugin
+from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
+from tests.distributed import run_ranks
+from tests.strategies.llm_cases import Tiny, TinyHF, fit, hf_config, row_batches
+
+CASES: dict[str, dict[str, Any]] = {
+    "gpipe": {},
+    "1f1b": {"activation_checkpointing": "selective", "layers_per_stage": [3, 1]},
+    "interleaved_1f1b": {"activation_checkpointing": "full"},
+    "interleaved_zero_bubble": {},
+    "zbv_zero_bubble": {"layer_ranges": [[0, 1], [1, 2], [2, 3], [3, 4]]},
+}
+# Long enough that activations outweigh what PyTorch and Lightning hold beside them.
+HF = {**hf_config("llama"), "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 64}
+
+
+def batches() -> list[dict[str, Any]]:
+    return row_batches(2, lengths=(64,))
+
+
+class RealBytes(LiveBytes):
+    def _count(self, tensor: torch.Tensor, key: int) -> None:
+        if not isinstance(tensor, FakeTensor):
+            super()._count(tensor, key)
+
+
+class Counting(pl.Callback):
+    """Bytes of all tensors that training makes, at the worst moment."""
+
+    def __init__(self) -> None:
+        self.live = RealBytes({})
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.live.__enter__()
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.live.__exit__(None, None, None)
+
+
+def strategy_of(schedule: str, **options: Any) -> LLMPipelineStrategy:
+    return LLMPipelineStrategy(schedule, num_microbatches=4, **{**CASES.get(schedule, {}), **options})
+
+
+def estimated(schedule: str, ranks: int = 2, **options: Any) -> StageEstimate:
+    return estimate_stages(strategy_of(schedule), TinyHF(HF), batches()[0], ranks, Precision(), **options)
+
+
+def train(rank: int, world: int) -> dict[str, tuple[int, int, int]]:
+    found = {}
+    for schedule in CASES:
+        counting, module = Counting(), TinyHF(HF, optimizer="adamw")
+        used = fit(module, strategy_of(schedule), batches(), callbacks=[counting])
+        parameters = sum(one.nbytes for one in module.parameters())
+        states = [one for state in used.optimizers[0].state.values() for one in state.values()]
+        buffers = sum(one.nbytes for one in module.buffers())
+        found[schedule] = parameters, sum(one.nbytes for one in states), counting.live.peak + parameters + buffers
+    return found
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[dict[str, tuple[int, int, int]]]:
+    return run_ranks(train, 2)
+
+
+def said(schedule: str) -> list[RankMemory]:
+    module = TinyHF(HF, optimizer="adamw")
+    found = estimate_stages(strategy_of(schedule), module, batches()[0], 2, Precision())
+    return list(found.configured.memory)
+
+
+@pytest.mark.parametrize("schedule", CASES)
+def test_parameters_and_states_are_those_that_ranks_hold(schedule: str, measured: Any) -> None:
+    found = [(one.parameters, one.optimizer) for one in said(schedule)]
+    assert found == [one[schedule][:2] for one in measured]
+
+
+@pytest.mark.parametrize("schedule", CASES)
+def test_all_is_what_training_holds_at_the_worst_moment_within_a_tenth(schedule: str, measured: Any) -> None:
+    for expected, one in zip(said(schedule), measured, strict=True):
+        assert expected.total == pytest.approx(one[schedule][2], rel=0.1)
+
+
+def test_all_schedules_are_compared_where_that_is_asked_for() -> None:
+    assert estimated("1f1b").others == ()
+    found = estimated("1f1b", all_schedules=True).others
+    assert [one.candidate.spec.name for one in found if isinstance(one, Prediction)] == list(SCHEDULES)
+
+
+def test_the_model_is_not_made_and_micro_batches_are_as_in_training() -> None:
+    module = Tiny()
+    found = estimate_stages(LLMPipelineStrategy("1f1b", num_microbatches=8), module, row_batches(1)[0], 2, Precision())
+    assert (found.rows, found.length) == (2, 9)
+    assert all(isinstance(one, FakeTensor) for one in module.parameters())
+
+
+def test_states_on_the_host_do_not_count() -> None:
+    strategy = LLMPipelineStrategy("1f1b", num_microbatches=4, offload_optimizer=True)
+    found = estimate_stages(strategy, Tiny(optimizer="adamw"), row_batches(1)[0], 2, Precision())
+    assert [one.optimizer for one in found.configured.memory] == [0, 0]
+
+
+def test_an_optimiser_that_cannot_be_tried_is_taken_for_adam() -> None:
+    class Needy(Tiny):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=self.trainer.world_size)
+
+    found = estimate_stages(strategy_of("gpipe"), Needy(), row_batches(1)[0], 2, Precision())
+    assert [one.optimizer for one in found.configured.memory] == [2 * one.gradients for one in found.configured.memory]
+    assert "taken for Adam's" in found.notes[0]
+
+
+def test_half_precision_needs_less() -> None:
+    whole, half = (
+        estimate_stages(strategy_of("gpipe"), TinyHF(HF), batches()[0], 2, precision_plugin(name)).configured.memory[0]
+        for name in ("32-true", "bf16-true")
+    )
+    assert half.parameters == whole.parameters / 2
+    assert half.activations < whole.activations
+
+
+@pytest.mark.parametrize("name", ["32", 32, None, "16-mixed", "bf16-mixed", "64-true"])
+def test_precisions_are_known_by_the_trainers_names(name: Any) -> None:
+    assert isinstance(precision_plugin(name), Precision)
+
+
+def test_what_is_not_known_or_refused_is_an_error() -> None:
+    with pytest.raises(SetupError, match="the trainer's precision is 'transformer-engine', of which there is no"):
+        precision_plugin("transformer-engine")
+    with pytest.raises(SetupError, match="num_microbatches is 1; schedule 1f1b needs at least one for each of the 2"):
+        estimate_stages(LLMPipelineStrategy("1f1b", num_microbatches=1), Tiny(), row_batches(1)[0], 2, Precision())
+    with pytest.raises(SetupError, match="do not make the 3 ranks"):
+        estimate_stages(
+            LLMPipelineStrategy("1f1b", pipeline_parallel_size=2), Tiny(), row_batches(1)[0], 3, Precision()
+        )
+    with pytest.raises(SetupError, match="so the model is traced"):
+        estimate_stages(
+            LLMPipelineStrategy("1f1b", split_policy="equal_size"), Tiny(), row_batches(1)[0], 2, Precision()
+        )

@@ -1,0 +1,701 @@
+"""What a trainer does around a pipeline of stages, and what it refuses: as Lightning on one device."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+
+from lightning_pipe.engine import InputError, SetupError
+from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
+from tests.distributed import run_ranks
+from tests.rounding import Reference
+from tests.strategies.llm_cases import (
+    SEED,
+    VOCABULARY,
+    WIDTH,
+    Counting,
+    Tiny,
+    TinyHF,
+    Trained,
+    differing,
+    fit,
+    gradients_of,
+    hf_config,
+    llm,
+    loader,
+    ranks_beyond_rounding,
+    results_of,
+    row_batches,
+    sgd,
+    train_with_lightning,
+    trainer,
+    values_of,
+)
+
+# ---------------------------------------------------------------------- modules
+
+
+class Scheduled(Tiny):
+    """Has a learning rate that halves every two steps, and notes it."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.rates: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = sgd(self.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+
+class Clipped(Tiny):
+    """Notes gradients when they are clipped."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        model = self.model
+        assert model is not None
+        self.clipped = {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+
+
+class Undescribed(Tiny):
+    """A model of which nothing says what it is made of."""
+
+    def build_model(self) -> nn.Module:
+        class Own(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+                self.head = nn.Linear(WIDTH, VOCABULARY)
+
+            def forward(self, input_ids: Tensor) -> Tensor:
+                return self.head(self.embedding(input_ids))
+
+        return Own()
+
+
+class Scaling(Tiny):
+    """A model whose forward does something to hidden states outside of its modules: every stage would do it again."""
+
+    def build_model(self) -> nn.Module:
+        class Scaled(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+                self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+                self.head = nn.Linear(WIDTH, VOCABULARY)
+
+            def forward(self, input_ids: Tensor) -> Tensor:
+                x = self.embedding(input_ids) * 2.0
+                for layer in self.layers:
+                    x = layer(x)
+                return self.head(x)
+
+        return Scaled()
+
+    def get_pp_module_config(self) -> dict[str, Any]:
+        return {"num_layers": 4, "layer_prefix": "layers", "input_fqns": ["embedding"], "output_fqns": ["head"]}
+
+
+class VectorLoss(Tiny):
+    def summed_loss(self, output: Tensor, micro_batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1), micro_batch["labels"].flatten(), reduction="none")
+
+
+class FailingPrediction(Tiny):
+    def prediction(self, output: Tensor, micro_batch: Any) -> Tensor:
+        raise KeyError("no such answer")
+
+
+class ByHand(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Other(pl.LightningModule):
+    """Not a PipelineModule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layer(batch["input_ids"].float()).sum()
+
+    def configure_optimizers(self) -> Any:
+        return sgd(self.parameters())
+
+
+# ---------------------------------------------------------------------- what a trainer is asked for
+
+UNEVEN: Any = {"steps": 4, "rows": 7, "lengths": (9, 5, 7)}  # 7 rows fill no number of micro-batches but one and seven
+RUNS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": dict,
+    "max_steps": lambda: {"max_steps": 3},
+    "limits": lambda: {"limit_train_batches": 2, "max_epochs": 2},
+    "fast_dev_run": lambda: {"fast_dev_run": True},
+    "validation in mid-epoch": lambda: {"val_check_interval": 2, "max_epochs": 2},
+    "early stopping": lambda: {
+        "max_epochs": 5,
+        "callbacks": [EarlyStopping("val_loss", mode="max", patience=0, min_delta=1.0)],
+        "num_sanity_val_steps": 0,
+    },
+}
+SCHEDULE_OF = dict(zip(RUNS, ("gpipe", "1f1b", "looped_bfs", "dualpipev", "zbv_zero_bubble", "1f1b"), strict=True))
+
+
+def run(strategy: Any, **options: Any) -> dict[str, Any]:
+    """Train with validation, and say where everything stands."""
+    module = Scheduled()
+    used = fit(module, strategy, row_batches(**UNEVEN), loader(row_batches(2, 6)), **options)
+    return {
+        "losses": module.losses,
+        "rates": module.rates,
+        "steps": (used.global_step, used.current_epoch, used.fit_loop.epoch_loop.batch_progress.total.completed),
+        "metrics": {name: float(value) for name, value in used.callback_metrics.items()},
+        "parameters": values_of(module.model),
+    }
+
+
+def numbers(ran: dict[str, Any]) -> dict[str, Any]:
+    """Those that rounding may change, by name."""
+    metrics = {f"metric {name}": value for name, value in ran["metrics"].items()}
+    return {"losses": ran["losses"]} | metrics | ran["parameters"]
+
+
+def evaluate(strategy: Any) -> dict[str, Any]:
+    """Validation, test and prediction without training before."""
+    module, data = Tiny(), loader(row_batches(3, 7))
+    used = trainer(strategy)
+    torch.manual_seed(SEED)
+    (validated,) = used.validate(module, data, verbose=False)
+    (tested,) = used.test(module, data, verbose=False)
+    predictions = enumerate(used.predict(module, data) or [])
+    return {**validated, **tested} | {f"prediction {index}": value for index, value in predictions}
+
+
+def accumulate(strategy: Any) -> dict[str, Any]:
+    """Two batches a step; they differ in how many tokens count."""
+    module = Clipped()
+    used = fit(module, strategy, row_batches(5, 8), accumulate_grad_batches=2)
+    return {"gradients": module.gradients, "parameters": values_of(module.model), "steps": used.global_step}
+
+
+def clip(strategy: Any, **options: Any) -> dict[str, Any]:
+    module = Clipped()
+    fit(module, strategy, row_batches(4, 8), **options)
+    return {"gradients": module.clipped, "parameters": values_of(module.model)}
+
+
+def clipped_results(clipped: dict[str, Any]) -> dict[str, Any]:
+    """By name, the last step's gradients and the parameters."""
+    return results_of(Trained([], [clipped["gradients"]], clipped["parameters"]))
+
+
+def train_around_validation(strategy: Any, validate: bool) -> dict[str, Any]:
+    module = Counting()
+    options = {"val_check_interval": 1} if validate else {"limit_val_batches": 0}
+    # Where all processes are joined by Gloo, Lightning itself has no inference mode.
+    with mock.patch("lightning.pytorch.loops.utilities._distributed_is_initialized", return_value=False):
+        data = loader(row_batches(2, 8))
+        used = fit(module, strategy, row_batches(3, 8), data, num_sanity_val_steps=0, **options)
+        if validate:
+            used.validate(module, data, verbose=False)
+            used.predict(module, data)
+        used.fit_loop.max_epochs = 2
+        used.fit(module, loader(row_batches(3, 8)), data)
+    return {
+        "losses": module.losses,
+        "forwards": {index: module.forwards.count(index) for index in set(module.forwards)},
+        "inference": module.inference_modes,
+        "parameters": values_of(module.model),
+    }
+
+
+def initial_values(rank: int, early: bool, schedule: str) -> dict[str, Tensor]:
+    used = trainer(llm(schedule), limit_train_batches=1)
+    torch.manual_seed(SEED + rank)  # the first rank's draws are everybody's
+    module = Tiny(early=early)
+    used.fit(module, loader(row_batches(1)))
+    return module.initial
+
+
+def log_to_csv(folder: Path, strategy: Any) -> list[dict[str, str]]:
+    logger = CSVLogger(folder, name="", version=0)
+    fit(Tiny(), strategy, row_batches(4), logger=logger)
+    with (folder / "version_0" / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+def tied() -> TinyHF:
+    return TinyHF(hf_config("llama") | {"tie_word_embeddings": True})
+
+
+def of_rank(rank: int, first: Any, second: Any) -> Any:
+    return first if rank == 0 else second
+
+
+GOOD = row_batches(3)
+# By name: the strategy's arguments, the module and the batches, each for a rank.
+Refusal = tuple[Callable[[int], Any], Callable[[], Any], Callable[[int], Any]]
+REFUSALS: dict[str, tuple[Refusal, type[Exception], list[str]]] = {
+    "too few micro-batches": (
+        (lambda _: llm("1f1b", 1), Tiny, lambda _: GOOD),
+        SetupError,
+        ["num_microbatches is 1", "at least one for each of the 2 stages", "use 2 or more"],
+    ),
+    "too few micro-batches of DualPipeV": (
+        (lambda _: llm("dualpipev", 3), Tiny, lambda _: GOOD),
+        SetupError,
+        ["num_microbatches is 3", "4 stages", "use 4 or more"],
+    ),
+    "micro-batches that make no rounds": (
+        (lambda _: llm("interleaved_1f1b", 5), Tiny, lambda _: GOOD),
+        SetupError,
+        ["num_microbatches is 5", "use 4 or 6"],
+    ),
+    "fewer layers than stages": (
+        (lambda _: llm("zbv_zero_bubble", 4), partial(Tiny, 3), lambda _: GOOD),
+        SetupError,
+        ["3 layers cannot go to 4 stages", "lower pipeline_parallel_size"],
+    ),
+    "a world that is no product": (
+        (lambda _: llm(pipeline_parallel_size=3), Tiny, lambda _: GOOD),
+        SetupError,
+        ["pipeline_parallel_size=3", "2 ranks", "product"],
+    ),
+    "layers that do not add up": (
+        (lambda _: llm(layers_per_stage=[1, 2]), Tiny, lambda _: GOOD),
+        SetupError,
+        ["[1, 2]", "4"],
+    ),
+    "layers of too few stages": (
+        (lambda _: llm(layers_per_stage=[4]), Tiny, lambda _: GOOD),
+        SetupError,
+        ["layers_per_stage says 1 stages", "has 2", "one number each"],
+    ),
+    "two stages a rank of a schedule of one": (
+        (lambda _: llm("gpipe", stages_per_rank=2), Tiny, lambda _: GOOD),
+        SetupError,
+        ["stages_per_rank is 2", "one stage"],
+    ),
+    "another module": (
+        (lambda _: llm(), Other, lambda _: GOOD),
+        SetupError,
+        ["the module is a Other", "PipelineModule"],
+    ),
+    "a model that does not say": (
+        (lambda _: llm(), Undescribed, lambda _: GOOD),
+        SetupError,
+        ["Own does not say what its stages are made of", "get_pp_module_config"],
+    ),
+    "a forward that scales": (
+        (lambda _: llm(), Scaling, lambda _: GOOD),
+        SetupError,
+        ["Scaled cannot be cut", "changes its input", "Move"],
+    ),
+    "tied embeddings, where they are to be refused": (
+        (lambda _: llm(tied_embeddings="refuse"), tied, lambda _: GOOD),
+        SetupError,
+        ["lm_head.weight", "embed_tokens.weight", "tie_word_embeddings=False", "'sum'"],
+    ),
+    "optimisation by hand": (
+        (lambda _: llm(), ByHand, lambda _: GOOD),
+        SetupError,
+        ["automatic_optimization is False", "Use automatic optimisation"],
+    ),
+    "ranks with different configurations": (
+        (lambda rank: llm("gpipe", 4 + rank), Tiny, lambda _: GOOD),
+        SetupError,
+        ["num_microbatches", "rank 0 has", "rank 1 has"],
+    ),
+    "ranks with different schedules": (
+        (lambda rank: llm(of_rank(rank, "gpipe", "zbv_zero_bubble")), Tiny, lambda _: GOOD),
+        SetupError,
+        ["schedule", "gpipe", "zbv_zero_bubble"],
+    ),
+    "too long a sequence": (
+        (lambda _: llm(max_length=8), Tiny, lambda _: GOOD),
+        InputError,
+        ["9 tokens", "maximum is 8", "cut the sequences"],
+    ),
+    "a longer sequence than the longest bucket": (
+        (lambda _: llm(length_buckets=[4, 8]), Tiny, lambda _: GOOD),
+        InputError,
+        ["9 tokens", "longest bucket has 8"],
+    ),
+    "rows that do not fill": (
+        (lambda _: llm(strict_batches=True), Tiny, lambda _: row_batches(3, 7)),
+        InputError,
+        ["7 rows", "num_microbatches=4", "strict_batches=False"],
+    ),
+    "different batches": (
+        (lambda _: llm(), Tiny, lambda rank: row_batches(3, 8 + 8 * rank)),
+        InputError,
+        ["different batches", "on rank 0", "on rank 1", "distributed_sampler_kwargs"],
+    ),
+    "one rank's batch that is none": (
+        (lambda _: llm(), Tiny, lambda rank: of_rank(rank, GOOD, [GOOD[0], "words", GOOD[2]])),
+        InputError,
+        [],
+    ),
+    "one rank's batch of two lengths": (
+        (
+            lambda _: llm(),
+            Tiny,
+            lambda rank: of_rank(rank, GOOD, [GOOD[0], GOOD[1] | {"labels": GOOD[0]["labels"]}, GOOD[2]]),
+        ),
+        InputError,
+        [],
+    ),
+    "a loss for each token": ((lambda _: llm(), VectorLoss, lambda _: GOOD), InputError, []),
+    "a token outside the vocabulary": (
+        (lambda _: llm(), Tiny, lambda _: [GOOD[0], GOOD[1] | {"input_ids": GOOD[1]["input_ids"] + VOCABULARY}]),
+        InputError,
+        [],
+    ),
+    "a label outside the vocabulary": (
+        (lambda _: llm("zbv_zero_bubble"), Tiny, lambda _: [GOOD[0] | {"labels": GOOD[0]["labels"] + 2 * VOCABULARY}]),
+        InputError,
+        [],
+    ),
+}
+# What the rank says whose own mistake it is; the others say that it made one.
+OF_ONE_RANK = {
+    "one rank's batch that is none": (1, ["the batch is a str", "needed is a mapping"], ["rank(s) 1"]),
+    "one rank's batch of two lengths": (1, ["the lengths", "needed is one length"], ["rank(s) 1"]),
+    "a loss for each token": (1, ["shape (36,)", "scalar"], ["rank 1: InputError", "sum over its tokens"]),
+    "a token outside the vocabulary": (0, ["index out of range"], ["could not be run", "rank 0: IndexError: index"]),
+    "a label outside the vocabulary": (0, ["out of bounds"], ["could not be run", "rank 0: IndexError: Target"]),
+}
+# Where that rank's error is PyTorch's.
+PYTORCHS = ("a token outside the vocabulary", "a label outside the vocabulary")
+
+
+def fit_on(rank: int, strategy: Callable[[int], Any], module: Callable[[], Any], batches: Callable[[int], Any]) -> None:
+    fit(module(), strategy(rank), batches(rank))
+
+
+def refusal(work: Callable[[], Any]) -> tuple[str, str]:
+    try:
+        work()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", "was raised"
+
+
+def on_two_ranks(rank: int, world: int, folder: Path) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for name, options in RUNS.items():
+        found["run", name] = run(llm(SCHEDULE_OF[name]), **options())
+    for schedule in ("1f1b", "zbv_zero_bubble"):
+        found["evaluate", schedule] = evaluate(llm(schedule))
+        found["around", schedule] = [train_around_validation(llm(schedule), validate) for validate in (True, False)]
+    found["accumulate"] = accumulate(llm("interleaved_1f1b"))
+    found["clip norm"] = clip(llm("1f1b"), gradient_clip_val=0.05)
+    found["clip value"] = clip(llm("1f1b"), gradient_clip_val=0.01, gradient_clip_algorithm="value")
+    for schedule in ("1f1b", "looped_bfs", "dualpipev"):
+        for early in (False, True):
+            found["initial", schedule, early] = initial_values(rank, early, schedule)
+    found["csv"] = log_to_csv(folder, llm())
+    for name, ((strategy, module, batches), _, _) in REFUSALS.items():
+        found["refusal", name] = refusal(partial(fit_on, rank, strategy, module, batches))
+    found["refused prediction"] = refusal(lambda: trainer(llm()).predict(FailingPrediction(), loader(row_batches(1))))
+    # After all these errors, a run still goes well.
+    found["last"] = run(llm())["losses"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    """What each of two ranks has come to."""
+    return run_ranks(on_two_ranks, 2, tmp_path_factory.mktemp("csv"))
+
+
+def joined(ranks: list[dict[Any, Any]], key: Any, *within: Any) -> dict[str, Tensor]:
+    """The parts that ranks hold."""
+    together: dict[str, Tensor] = {}
+    for rank in ranks:
+        part = rank[key]
+        for name in within:
+            part = part[name]
+        together |= part
+    return together
+
+
+# ---------------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_trainers_options_mean_what_they_mean_on_one_device(name: str, found: list[dict[Any, Any]]) -> None:
+    runs: list[dict[str, Any]] = []
+
+    def alone() -> dict[str, Any]:
+        runs.append(run("auto", **RUNS[name]()))
+        return numbers(runs[-1])
+
+    expected = Reference.of(alone)
+    for rank in found:
+        got = rank["run", name]
+        assert (got["rates"], got["steps"]) == (runs[0]["rates"], runs[0]["steps"])
+    assert not ranks_beyond_rounding((numbers(rank["run", name]) for rank in found), expected)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv_zero_bubble"])
+def test_evaluation_gives_every_rank_what_one_device_gives(schedule: str, found: list[dict[Any, Any]]) -> None:
+    expected = Reference.of(lambda: evaluate("auto"))
+    assert expected.values["prediction 0"].shape == (7, 9, VOCABULARY)
+    for rank in found:
+        assert rank["evaluate", schedule].keys() == expected.values.keys()
+        assert not expected.differences(rank["evaluate", schedule])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv_zero_bubble"])
+def test_validation_between_steps_changes_nothing_and_no_forward_is_run_for_shapes(
+    schedule: str, found: list[dict[Any, Any]]
+) -> None:
+    held: set[int] = set()
+    for rank in found:
+        validated, plain = rank["around", schedule]
+        assert validated["losses"] == plain["losses"]
+        assert not differing(validated["parameters"], plain["parameters"])
+        assert not held & set(plain["forwards"])
+        held |= set(plain["forwards"])
+        # Six steps of four micro-batches; and after each, and twice more after three, two batches of evaluation.
+        assert set(plain["forwards"].values()) == {6 * 4}
+        assert set(validated["forwards"].values()) == {6 * 4 + (6 + 2) * 2 * 4}
+        assert validated["inference"] == {False}
+    assert held == {0, 1, 2, 3}
+
+
+def test_accumulated_gradients_are_divided_once_by_the_tokens_of_all_batches(found: list[dict[Any, Any]]) -> None:
+    batches = row_batches(5, 8)
+    for rank in found:
+        assert rank["accumulate"]["steps"] == 3  # two batches, two batches, one
+
+    def alone() -> dict[str, Any]:
+        torch.manual_seed(SEED)
+        module = Tiny()
+        module.configure_model()
+        model = module.model
+        assert model is not None
+        optimizer, gradients = sgd(model.parameters()), []
+        for parts in (batches[:2], batches[2:4], batches[4:]):
+            optimizer.zero_grad()
+            losses = [module.summed_loss(module._output(part), part) for part in parts]
+            total = torch.stack(losses).sum() / sum(module.loss_tokens(part) for part in parts)
+            total.backward()
+            gradients.append(gradients_of(model))
+            optimizer.step()
+        return results_of(Trained([], gradients, values_of(model)))
+
+    ranks = (Trained([], rank["accumulate"]["gradients"], rank["accumulate"]["parameters"]) for rank in found)
+    assert not ranks_beyond_rounding(map(results_of, ranks), Reference.of(alone))
+
+
+def test_gradients_are_clipped_by_the_norm_of_all_stages(found: list[dict[Any, Any]]) -> None:
+    gradients = joined(found, "clip norm", "gradients")
+    # PyTorch divides by the norm and 1e-6 more, which is at most 2e-5 of a norm that is clipped.
+    assert torch.nn.utils.get_total_norm(gradients.values()) == pytest.approx(0.05, rel=2.1e-5)
+    alone = Reference.of(lambda: clipped_results(clip("auto", gradient_clip_val=0.05)))
+    assert not ranks_beyond_rounding((clipped_results(rank["clip norm"]) for rank in found), alone)
+
+
+def test_gradients_are_clipped_by_value(found: list[dict[Any, Any]]) -> None:
+    gradients = joined(found, "clip value", "gradients")
+    assert max(value.abs().max() for value in gradients.values()) == torch.tensor(0.01)
+    options: dict[str, Any] = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    alone = Reference.of(lambda: clipped_results(clip("auto", **options)))
+    assert not ranks_beyond_rounding((clipped_results(rank["clip value"]) for rank in found), alone)
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["built in build_model", "built before"])
+@pytest.mark.parametrize("schedule", ["1f1b", "looped_bfs", "dualpipev"])
+def test_initial_values_are_those_of_one_device_to_the_bit(
+    schedule: str, early: bool, found: list[dict[Any, Any]]
+) -> None:
+    torch.manual_seed(SEED)
+    module = Tiny()
+    module.configure_model()
+    expected = values_of(module.model)
+    assert not differing(joined(found, ("initial", schedule, early)), expected)
+    assert all(0 < len(rank["initial", schedule, early]) < len(expected) for rank in found)
+
+
+def test_a_logger_gets_every_steps_loss_once(found: list[dict[Any, Any]], tmp_path: Path) -> None:
+    expected = log_to_csv(tmp_path, "auto")
+    (got,) = [rank["csv"] for rank in found[:1]]
+    assert [line["step"] for line in got] == [line["step"] for line in expected] == ["0", "1", "2", "3"]
+    alone = Reference.of(lambda: {"losses": train_with_lightning(Tiny(), row_batches(4)).losses})
+    for lines in (got, expected):
+        assert not alone.differences({"losses": [float(line["train_loss"]) for line in lines]})
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_bad_input_is_refused_on_every_rank_with_what_is_needed(name: str, found: list[dict[Any, Any]]) -> None:
+    _, error, words = REFUSALS[name]
+    own, own_words, others_words = OF_ONE_RANK.get(name, (None, [], []))
+    for index, rank in enumerate(found):
+        kind, message = rank["refusal", name]
+        assert kind == ("IndexError" if name in PYTORCHS and index == own else error.__name__), message
+        for word in words + (own_words if index == own else others_words):
+            assert word in message
+
+
+def test_a_prediction_that_fails_is_an_error_on_every_rank(found: list[dict[Any, Any]]) -> None:
+    kinds, messages = zip(*(rank["refused prediction"] for rank in found), strict=True)
+    assert kinds == ("InputError", "KeyError")
+    assert "rank 1: KeyError: 'no such answer'" in messages[0]
+
+
+def test_ranks_go_on_after_errors(found: list[dict[Any, Any]]) -> None:
+    assert all(rank["last"] == found[0]["last"] and len(rank["last"]) == 4 for rank in found)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"schedule": "2f2b"}, ["'2f2b'", "1f1b", ".csv"]),
+        ({"variable_lengths": False}, ["variable_lengths is False", "give max_length"]),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused_at_once(given: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(SetupError) as error:
+        llm(**given)
+    assert all(word in str(error.value) for word in words)
+
+
+# ---------------------------------------------------------------------- hooks; one process is a pipeline, too
+
+ZEROING = ("on_before_zero_grad", "callback on_before_zero_grad", "optimizer_zero_grad")
+HOOKS = sorted(
+    {name for name in dir(pl.LightningModule) if name.startswith("on_") and callable(getattr(pl.LightningModule, name))}
+    - {"on_before_batch_transfer", "on_after_batch_transfer"}
+    | {"setup", "teardown", "configure_optimizers", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"}
+    | {"configure_gradient_clipping", "training_step", "validation_step"}
+)
+CALLBACK_HOOKS = sorted(name for name in dir(Callback) if name.startswith("on_") or name in ("setup", "teardown"))
+
+
+class Recording(Scheduled):
+    """Writes down each of its hooks, and where the trainer stood."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, ...]] = []
+
+
+class RecordingCallback(Callback):
+    def __init__(self, calls: list[tuple[Any, ...]]) -> None:
+        self.calls = calls
+
+
+def note(calls: list[tuple[Any, ...]], name: str, used: pl.Trainer | None, *args: Any) -> None:
+    indices = tuple(value for value in args if isinstance(value, int))
+    scalars = tuple(round(float(v), 4) for v in args if isinstance(v, Tensor) and v.numel() == 1)
+    where = () if used is None else (used.global_step, used.current_epoch, used.fit_loop.epoch_loop.batch_idx)
+    calls.append((name, indices, scalars, where))
+
+
+def _hook_of_module(name: str) -> Callable[..., Any]:
+    def hook(self: Recording, *args: Any, **kwargs: Any) -> Any:
+        note(self.calls, name, self._trainer, *args, *kwargs.values())
+        return getattr(super(Recording, self), name)(*args, **kwargs)
+
+    return hook
+
+
+def _hook_of_callback(name: str) -> Callable[..., Any]:
+    def hook(self: RecordingCallback, used: pl.Trainer, module: Any, *args: Any, **kwargs: Any) -> None:
+        note(self.calls, f"callback {name}", used, *args, *kwargs.values())
+
+    return hook
+
+
+for _name in HOOKS:
+    setattr(Recording, _name, _hook_of_module(_name))
+for _name in CALLBACK_HOOKS:
+    setattr(RecordingCallback, _name, _hook_of_callback(_name))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accumulate_grad_batches": 2, "val_check_interval": 3, "gradient_clip_val": 0.05}],
+    ids=["plain", "accumulated"],
+)
+def test_hooks_come_in_lightnings_order_but_for_those_around_zeroing(options: dict[str, Any]) -> None:
+    def calls_of(strategy: Any) -> list[tuple[Any, ...]]:
+        module = Recording()
+        callback = RecordingCallback(module.calls)
+        fit(module, strategy, row_batches(**UNEVEN), loader(row_batches(2)), callbacks=[callback], **options)
+        return module.calls
+
+    def without(calls: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        return [one for one in calls if one[0] not in ZEROING]
+
+    expected, got = calls_of("auto"), calls_of(llm("gpipe"))
+    assert {"on_before_backward", "on_after_backward", "optimizer_step", "lr_scheduler_step", *ZEROING} <= {
+        name for name, *_ in expected
+    }
+    assert without(got) == without(expected)
+    assert [one[0] for one in got if one[0] in ZEROING] == [one[0] for one in expected if one[0] in ZEROING]
+    for place, (name, *_) in enumerate(got):
+        if name == "optimizer_zero_grad":
+            assert [one[0] for one in got[place - 2 : place + 2]] == [
+                "callback on_before_zero_grad",
+                "on_before_zero_grad",
+                "optimizer_zero_grad",
+                "training_step",
+            ]
+
+
+def test_a_module_is_its_own_again_after_training() -> None:
+    module = Tiny()
+    fit(module, llm("gpipe"), row_batches(1))
+    assert module._run_in_stages is None
+    assert module._predict_in_stages is None
+    batch = row_batches(1)[0]
+    loss = module.run_batch(batch).loss
+    assert isinstance(module, PipelineModule)
+    assert loss.requires_grad
+
+
+def test_a_step_that_a_hook_skips_trains_nothing_and_the_next_one_goes_on() -> None:
+    class Skipping(Tiny):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 2 else None
+
+    module, data = Skipping(), row_batches(4)
+    assert fit(module, llm("gpipe"), data, max_epochs=2).global_step == 2 * 2
+    alone = Reference.of(lambda: {"losses": train_with_lightning(Skipping(), data, max_epochs=2).losses})
+    assert not alone.differences({"losses": module.losses})
+
+
+def test_a_batch_made_anew_in_a_hook_is_what_is_trained() -> None:
+    class Changing(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch | {"input_ids": batch["input_ids"].flip(0)}, batch_idx)
+
+    module = Changing()
+    fit(module, llm("gpipe"), row_batches(3))
+    alone = Reference.of(lambda: {"losses": train_with_lightning(Changing(), row_batches(3)).losses})
+    assert not alone.differences({"losses": module.losses})

@@ -1,0 +1,407 @@
+"""Checkpoints: training goes on from one as if it had not stopped, on any number of ranks; and what goes wrong."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from lightning_pipe.checkpoints.export import export_checkpoint
+from lightning_pipe.engine import SetupError
+from lightning_pipe.strategies import RecsysPipelineStrategy
+from tests.distributed import run_ranks
+from tests.strategies.cases import (
+    ADAGRAD,
+    PLANS,
+    ROW_WISE_ADAGRAD,
+    SGD,
+    Clicks,
+    Dlrm,
+    Mixed,
+    Pooled,
+    Sequenced,
+    adam,
+    difference,
+    fit,
+    loader,
+    predictions,
+    recsys,
+    state_of,
+    trainer,
+)
+
+SCHEDULE = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 5, "gamma": 0.5}}
+KINDS = {"people": "row_wise", "past": "table_wise"}
+
+
+def by_step(module: Clicks) -> Any:
+    optimizer = adam(module)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 5, 0.5), "interval": "step"}}
+
+
+def all_in_one(module: Clicks) -> Any:
+    """The tables too, since Lightning keeps nothing of an optimiser in backward."""
+    return torch.optim.SGD(module.parameters(), lr=0.5)
+
+
+def clicks() -> Clicks:
+    return Clicks(Sequenced, optimizers=by_step)
+
+
+def keeping(folder: Path, **options: Any) -> dict[str, Any]:
+    """The trainer's arguments for keeping checkpoints in a folder."""
+    return {
+        "enable_checkpointing": True,
+        "default_root_dir": folder,
+        "callbacks": [ModelCheckpoint(folder, filename="{epoch}", **options)],
+    }
+
+
+def resumed_and_uninterrupted(folder: Path, **arguments: Any) -> dict[str, Any]:
+    """Four epochs at once, and two and two with a checkpoint between; other plans after it than before."""
+    results = {}
+    for plan, next_plan in pairwise((*PLANS, PLANS[0])):
+        whole, first, second = clicks(), clicks(), clicks()
+        expected = state_of(fit(whole, recsys(plan, KINDS, **arguments), max_epochs=4))
+        options = keeping(folder / plan)
+        fit(first, recsys(plan, KINDS, **arguments), max_epochs=2, **options)
+        strategy = recsys(next_plan, KINDS, **arguments)
+        used = fit(second, strategy, max_epochs=4, ckpt_path=folder / plan / "epoch=1.ckpt")
+        results[f"{plan}, then {next_plan}"] = {
+            "losses": (whole.losses, first.losses + second.losses),
+            "differs": difference(state_of(used), expected),
+            "steps": used.global_step,
+            "rates": strategy.sharded_model.learning_rates(),
+        }
+    return results
+
+
+def check_resumed(results: dict[str, Any]) -> None:
+    assert len(results) == len(PLANS)
+    for name, result in results.items():
+        uninterrupted, resumed = result["losses"]
+        assert resumed == uninterrupted, name
+        assert result["differs"] == [], name
+        assert result["steps"] == len(uninterrupted)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"sparse_lr_scheduler": SCHEDULE}], ids=["the dense schedule", "their own"])
+def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(arguments: dict[str, Any], tmp_path: Path) -> None:
+    check_resumed(resumed_and_uninterrupted(tmp_path, **arguments))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_was_in_flight_in_mid_epoch_is_trained_by_the_run_that_goes_on(plan: str, tmp_path: Path) -> None:
+    whole, first, second = (Clicks(optimizers=all_in_one) for _ in range(3))
+    expected = state_of(fit(whole, recsys(plan, optimizer=SGD), max_epochs=2))
+    options = keeping(tmp_path, every_n_train_steps=4, save_top_k=-1)
+    options["callbacks"][0].filename = "{step}"
+    fit(first, recsys(plan, optimizer=SGD), max_epochs=1, **options)
+    used = fit(second, recsys(plan, optimizer=SGD), max_epochs=2, ckpt_path=tmp_path / "step=4.ckpt")
+    assert second.losses == whole.losses[4:]
+    found = state_of(used)
+    assert difference(found, {name: expected[name] for name in found}) == []
+
+
+# ---------------------------------------------------------------------- another number of ranks
+
+
+def on_two_ranks(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    results: dict[str, Any] = {"resumed": resumed_and_uninterrupted(folder / "resumed")}
+    used = fit(clicks(), recsys("prefetch", KINDS, ROW_WISE_ADAGRAD), **keeping(folder / "from two"))
+    results["saved"] = state_of(used)
+    used = fit(
+        clicks(),
+        recsys("base", KINDS, ROW_WISE_ADAGRAD),
+        ckpt_path=folder / "from one" / "epoch=1.ckpt",
+    )
+    results["loaded"] = state_of(used)
+    for name, network in (("another model", Pooled), ("other optimisers", Sequenced)):
+        with pytest.raises(SetupError) as caught:
+            fit(Clicks(network, optimizers=by_step), recsys(), ckpt_path=folder / "from one" / "epoch=1.ckpt")
+        results[name] = str(caught.value)
+    (folder / "a file").touch()
+    for name, path in bad_paths(folder).items():
+        try:
+            trainer(recsys(kinds=KINDS)).validate(clicks(), loader(), ckpt_path=path)
+        except SetupError as error:
+            results[name] = str(error)
+    return results
+
+
+def bad_paths(folder: Path) -> dict[str, str]:
+    return {"not there": str(folder / "nothing"), "a file": str(folder / "a file"), "a folder without": str(folder)}
+
+
+def on_three_ranks(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """Trains on from what two ranks left, with tables sharded in other ways."""
+    kinds = {"people": "table_wise", "past": "row_wise"}
+    path = folder / "from two" / "epoch=1.ckpt"
+    loaded = state_of(fit(clicks(), recsys("prefetch", kinds, ROW_WISE_ADAGRAD), ckpt_path=path))
+    used = fit(clicks(), recsys("prefetch", kinds, ROW_WISE_ADAGRAD), ckpt_path=path, max_epochs=3)
+    used.save_checkpoint(folder / "from three")
+    return {"loaded": loaded, "saved": state_of(used)}
+
+
+def test_a_checkpoint_can_be_read_on_another_number_of_ranks(tmp_path: Path) -> None:
+    used = fit(clicks(), recsys("serial", KINDS, ROW_WISE_ADAGRAD), **keeping(tmp_path / "from one"))
+    from_one = state_of(used)
+    ranks = run_ranks(on_two_ranks, 2, tmp_path)
+    # Nothing is left to train after two epochs: what is loaded is what is there.
+    used = fit(clicks(), recsys("prefetch", KINDS, ROW_WISE_ADAGRAD), ckpt_path=tmp_path / "from two" / "epoch=1.ckpt")
+    from_two = state_of(used)
+    export_checkpoint(tmp_path / "from two" / "epoch=1.ckpt", tmp_path / "file")
+    alone = clicks()
+    alone.load_state_dict(torch.load(tmp_path / "file", weights_only=True)["state_dict"])
+    assert all(torch.equal(value, from_two[name]) for name, value in alone.state_dict().items())
+    three = run_ranks(on_three_ranks, 3, tmp_path)
+    kinds = {"people": "row_wise", "past": "table_wise"}
+    path = tmp_path / "from three"
+    used = fit(clicks(), recsys("base", kinds, ROW_WISE_ADAGRAD), ckpt_path=path, max_epochs=3)
+    from_three = state_of(used)
+    assert any("momentum1" in name for name in from_three)
+    for results in three:
+        assert difference(results["loaded"], from_two) == []
+        assert difference(results["saved"], from_three) == []
+        assert difference(results["saved"], from_two) != []
+    for results in ranks:
+        assert "missing in it: network.bags.embedding_bags.things.weight, " in results["another model"]
+        assert "unexpected in it: network.history.embeddings.past.weight" in results["another model"]
+        assert "of another size: network.over.0.weight ([8, 19], needed is [8, 27])" in results["another model"]
+        assert "of another size: state.network.bags.embedding_bags.people.weight." in results["other optimisers"]
+        assert difference(results["loaded"], from_one) == []
+        assert difference(from_two, results["saved"]) == []
+        check_resumed(results["resumed"])
+        for name in bad_paths(tmp_path):
+            assert f"is {name}" in results[name]
+
+
+# ---------------------------------------------------------------------- Lightning's ways with checkpoints
+
+
+def test_evaluation_reads_a_checkpoint(tmp_path: Path) -> None:
+    used = fit(clicks(), recsys(), val=loader(8), **keeping(tmp_path))
+    expected = used.callback_metrics["val_loss"].item()
+    (found,) = trainer(recsys("base")).validate(clicks(), loader(8), str(tmp_path / "epoch=1.ckpt"), verbose=False)
+    assert found["val_loss"] == expected
+    read: Any = trainer(recsys("serial")).predict(clicks(), loader(8), ckpt_path=tmp_path / "epoch=1.ckpt")
+    assert torch.equal(torch.cat(read), predictions(used, used.lightning_module, loader(8)))
+    before = state_of(used)
+    (best,) = used.test(dataloaders=loader(8), ckpt_path="best", verbose=False)
+    assert best["test_loss"] == expected
+    assert difference(state_of(used), before) == []
+
+
+def test_only_the_best_are_kept_and_the_last_may_be_a_link(tmp_path: Path) -> None:
+    options = keeping(tmp_path, monitor="val_loss", save_top_k=2, save_last="link")
+    fit(clicks(), recsys(), val=loader(8), max_epochs=5, **options)
+    callback = options["callbacks"][0]
+    names = {path.name for path in tmp_path.iterdir()}
+    assert len(callback.best_k_models) == 2
+    assert names == {"last.ckpt", *(Path(path).name for path in callback.best_k_models)}
+    assert (tmp_path / "last.ckpt").is_symlink()
+
+
+def test_a_checkpoint_may_be_written_over(tmp_path: Path) -> None:
+    options = keeping(tmp_path, save_last=True)
+    options["callbacks"][0].filename = "same"
+    options["callbacks"][0]._enable_version_counter = False
+    used = fit(clicks(), recsys(), max_epochs=3, **options)
+    assert {path.name for path in tmp_path.iterdir()} == {"same.ckpt", "last.ckpt"}
+    for name in ("same.ckpt", "last.ckpt"):
+        again = fit(clicks(), recsys(), max_epochs=3, ckpt_path=tmp_path / name)
+        assert difference(state_of(again), state_of(used)) == []
+
+
+def test_the_last_checkpoint_is_found_by_its_word(tmp_path: Path) -> None:
+    whole = clicks()
+    fit(whole, recsys(), max_epochs=3)
+    fit(clicks(), recsys(), max_epochs=2, **keeping(tmp_path, save_last=True))
+    module = clicks()
+    fit(module, recsys(), max_epochs=3, ckpt_path="last", **keeping(tmp_path, save_last=True))
+    assert module.losses == whole.losses[12:]
+
+
+def test_a_checkpoint_may_hold_the_weights_only(tmp_path: Path) -> None:
+    used = fit(clicks(), recsys(), **keeping(tmp_path, save_weights_only=True))
+    path = tmp_path / "epoch=1.ckpt"
+    keys = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    assert keys
+    assert not any(key.startswith("tables.") for key in keys)
+    expected = used.validate(dataloaders=loader(8), verbose=False)
+    assert trainer(recsys()).validate(clicks(), loader(8), str(path), verbose=False) == expected
+    with pytest.raises(KeyError, match="contains only the model"):
+        fit(clicks(), recsys(), ckpt_path=path)
+
+
+def test_a_trainer_can_write_a_checkpoint_after_training(tmp_path: Path) -> None:
+    strategy = recsys(sparse_lr_scheduler=SCHEDULE)
+    whole = clicks()
+    used = fit(whole, strategy, max_epochs=2)
+    used.save_checkpoint(tmp_path / "after")
+    module, expected = clicks(), clicks()
+    fit(expected, recsys(sparse_lr_scheduler=SCHEDULE), max_epochs=3)
+    again = fit(module, recsys(sparse_lr_scheduler=SCHEDULE), max_epochs=3, ckpt_path=tmp_path / "after")
+    assert module.losses == expected.losses[12:]
+    assert isinstance(again.strategy, RecsysPipelineStrategy)
+
+
+# ---------------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: folder / "nothing", "nothing' is not there; needed is a folder"),
+        (lambda folder: _ddp_checkpoint(folder), "is a file; needed is a folder written under a recsys plan"),
+        (lambda folder: folder, "is a folder without meta.pt"),
+    ],
+    ids=["nothing", "of another strategy", "another folder"],
+)
+def test_what_is_no_checkpoint_of_a_plan_is_refused(make: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=message):
+        fit(clicks(), recsys(), ckpt_path=make(tmp_path))
+
+
+def _ddp_checkpoint(folder: Path) -> Path:
+    used = fit(Clicks(in_backward=ADAGRAD), "auto", max_epochs=1)
+    used.save_checkpoint(folder / "file.ckpt")
+    return folder / "file.ckpt"
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        (
+            Mixed,
+            r"missing in it: network\.normalize\.bias, network\.normalize.* network\.weighted\..*; of another size",
+        ),
+        (Dlrm, r"missing in it: network\.dlrm\..*; unexpected in it: network\.bags\..*people\.weight, .*network\.over"),
+    ],
+    ids=["more modules", "other modules"],
+)
+def test_a_checkpoint_of_another_model_is_refused(network: Any, message: str, tmp_path: Path) -> None:
+    fit(Clicks(), recsys(), max_epochs=1).save_checkpoint(tmp_path / "pooled")
+    with pytest.raises(SetupError, match=f"does not fit the module: {message}"):
+        fit(Clicks(network), recsys(), ckpt_path=tmp_path / "pooled")
+
+
+def test_a_checkpoint_of_other_shapes_is_refused(tmp_path: Path) -> None:
+    class Wider(Pooled):
+        def __init__(self) -> None:
+            super().__init__()
+            self.over = nn.Sequential(nn.Linear(3 + 3 * 8, 8), nn.ReLU(), nn.Linear(8, 2))
+
+    fit(Clicks(), recsys(), max_epochs=1).save_checkpoint(tmp_path / "pooled")
+    with pytest.raises(
+        SetupError, match=r"of another size: network\.over\.2\.bias \(\[1\], needed is \[2\]\), .*over\.2\.weight"
+    ):
+        fit(Clicks(Wider), recsys(), ckpt_path=tmp_path / "pooled")
+
+
+def test_a_checkpoint_can_be_read_into_another_sharding(tmp_path: Path) -> None:
+    split = {"people": "column_wise", "things": "data_parallel"}
+    used = fit(Clicks(), recsys(kinds=split))
+    used.save_checkpoint(tmp_path / "split")
+    for kinds in ({"people": "data_parallel", "things": "row_wise"}, {"people": "row_wise", "things": "column_wise"}):
+        again = fit(Clicks(), recsys(kinds=kinds), ckpt_path=tmp_path / "split")
+        assert difference(state_of(again), state_of(used)) == []
+
+
+def test_a_state_per_row_and_shard_needs_the_same_split_by_columns(tmp_path: Path) -> None:
+    split = recsys(kinds={"people": "column_wise", "things": "row_wise"}, optimizer=ROW_WISE_ADAGRAD)
+    fit(Clicks(), split).save_checkpoint(tmp_path / "split")
+    whole = {"people": "table_wise", "things": "row_wise"}
+    with pytest.raises(SetupError, match=r"of another size: state\..*people\.momentum1 \(\[48\], needed is \[24\]\)"):
+        fit(Clicks(), recsys(kinds=whole, optimizer=ROW_WISE_ADAGRAD), ckpt_path=tmp_path / "split")
+    # To evaluate, the tables are enough.
+    trainer(recsys(kinds=whole, optimizer=ROW_WISE_ADAGRAD)).validate(Clicks(), loader(8), str(tmp_path / "split"))
+
+
+def test_a_module_may_have_more_than_a_checkpoint_where_it_is_not_strict(tmp_path: Path) -> None:
+    class More(Pooled):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.Parameter(torch.full((1,), 7.0))
+
+    used, path = trained(tmp_path)
+    expected = used.validate(used.lightning_module, loader(8), verbose=False)
+    module = Clicks(More)
+    module.strict_loading = False
+    assert trainer(recsys()).validate(module, loader(8), str(path), verbose=False) == expected
+    assert dict(module.named_parameters())["network.extra"].item() == 7.0
+
+
+def trained(folder: Path) -> tuple[pl.Trainer, Path]:
+    used = fit(Clicks(), recsys(), max_epochs=1)
+    used.save_checkpoint(folder / "kept")
+    return used, folder / "kept"
+
+
+@pytest.mark.parametrize("part", ["dcp.save", "torch.save"])
+def test_a_write_that_breaks_leaves_what_was_there(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used, path = trained(tmp_path)
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    assert before
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no space left on device")
+
+    target, attribute = (dcp.FileSystemWriter, "write_data") if part == "dcp.save" else (torch, "save")
+    with monkeypatch.context() as patch:
+        patch.setattr(target, attribute, broken)
+        with pytest.raises(SetupError, match=r"kept' cannot be written: .*no space left on device"):
+            used.save_checkpoint(path)
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    used.save_checkpoint(path)
+    assert {folder.name for folder in tmp_path.iterdir()} == {"kept"}
+
+
+def test_a_file_is_replaced_by_the_folder(tmp_path: Path) -> None:
+    used, _ = trained(tmp_path)
+    (tmp_path / "file.ckpt").write_text("of another strategy")
+    used.save_checkpoint(tmp_path / "file.ckpt")
+    assert (tmp_path / "file.ckpt" / "meta.pt").is_file()
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "message"),
+    [
+        ("s3://bucket/checkpoint", {}, "path is 's3://bucket/checkpoint'.*folder"),
+        ("{folder}/kept/meta.pt/below", {}, "below' cannot be written: .*Not a directory"),
+        ("{folder}/other", {"storage_options": {}}, "storage_options={} were given"),
+    ],
+    ids=["remote", "unwritable", "storage options"],
+)
+def test_where_no_checkpoint_can_be_written_is_said(
+    path: str, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    used, _ = trained(tmp_path)
+    with pytest.raises(SetupError, match=message):
+        used.save_checkpoint(path.format(folder=tmp_path), **options)
+
+
+def resumed_on_ranks(rank: int, size: int, folder: str, kind: str) -> tuple[int, list[str]]:
+    kinds = dict.fromkeys(("people", "things"), kind)
+    whole = Clicks()
+    fit(whole, recsys("prefetch", kinds), max_epochs=2)
+    half = fit(Clicks(), recsys("prefetch", kinds), max_epochs=1)
+    half.save_checkpoint(Path(folder) / "half.ckpt")
+    module = Clicks()
+    used = fit(module, recsys("prefetch", kinds), ckpt_path=Path(folder) / "half.ckpt", max_epochs=2)
+    return used.global_step, [str(loss) for loss in module.losses if loss not in whole.losses]
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
+def test_ranks_that_have_no_shard_of_a_table_go_on_too(kind: str, tmp_path: Path) -> None:
+    for steps, others in run_ranks(resumed_on_ranks, 2, str(tmp_path), kind):
+        assert steps > 0
+        assert others == []
