@@ -35,6 +35,7 @@ from lightning_pipe.llm.parallel.dimensions import Dimensions, StageMeshes
 from lightning_pipe.llm.parallel.stage_parallel import StageParallelism
 from lightning_pipe.llm.run.optimizer_offload import OffloadedState
 from lightning_pipe.llm.run.preparation import Lengths, PreparedBatch
+from lightning_pipe.llm.run.recorder import StageRecorder
 from lightning_pipe.llm.run.runner import PipelineRunner
 from lightning_pipe.llm.run.training_tasks import llm_evaluation_plan, llm_plan
 from lightning_pipe.llm.schedules.checks import check_combination, check_microbatches, splits_backward
@@ -53,6 +54,7 @@ from lightning_pipe.strategies.language_model.pipeline_module import BatchResult
 from lightning_pipe.strategies.language_model.stage_checkpoint import load_stage_checkpoint, save_stage_checkpoint
 from lightning_pipe.strategies.language_model.stage_parts import PartsMaker, StageParts, StagePlan, StageSettings
 from lightning_pipe.strategies.refusals import refuse_callbacks_of_whole_modules
+from lightning_pipe.strategies.running import Running, RunningStages
 
 # Arguments that may differ between ranks.
 _OF_RANKS = {
@@ -314,6 +316,16 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
     def runner(self) -> PipelineRunner:
         """What runs this rank's stages."""
         return self._made.runner
+
+    def running(self) -> Running:
+        """Answers of this strategy to callbacks, once the trainer has set it up."""
+        return Running(
+            title=f"schedule {self.schedule_spec.name}",
+            record=lambda keep: StageRecorder(self.runner, self.device_mesh, keep),
+            stages=RunningStages(
+                self.runner, self.schedule_spec, self.num_microbatches, self.stages_per_rank, self.device_mesh
+            ),
+        )
 
     @property
     def plan(self) -> StagePlan:
