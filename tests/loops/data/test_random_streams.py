@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -15,6 +16,7 @@ from lightning_pipe.loops.data.random_streams import (
     get_states,
     pack_states,
     set_states,
+    swap_states,
     unpack_bytes,
     unpack_states,
 )
@@ -138,6 +140,30 @@ def test_states_come_back_from_a_checkpoint_with_the_normal_numbers_that_are_kep
     set_states(unpack_states(packed), CPU)
     assert pack_states(get_states(CPU)) == packed
     assert (normal(), draw(), normal()) == expected
+
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "nothing": lambda: None,
+    "random": random.random,
+    "gauss": lambda: random.gauss(0, 1),
+    "rand": numpy.random.rand,
+    "randn": numpy.random.randn,
+    "two randn": lambda: numpy.random.randn(2),
+    "many": lambda: numpy.random.rand(700),
+    "seed": lambda: numpy.random.seed(3),
+}
+
+
+@pytest.mark.parametrize("before", DRAWS)
+@pytest.mark.parametrize("since", DRAWS)
+def test_a_swap_returns_the_states_found_and_leaves_the_states_given(before: str, since: str) -> None:
+    seed()
+    DRAWS[before]()
+    given = get_states(CPU)
+    DRAWS[since]()
+    found = pack_states(get_states(CPU))
+    assert pack_states(swap_states(given, CPU)) == found
+    assert pack_states(get_states(CPU)) == pack_states(given)
 
 
 DAMAGED: dict[str, tuple[str, Any]] = {
