@@ -18,39 +18,33 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map_only
 from torchrec.distributed.model_parallel import get_unwrapped_module
-from torchrec.distributed.types import ShardedModule
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.engine.plans.errors import InputError, SetupError
 from lightning_pipe.recsys.batches.agreement import Agreement
 from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows
 from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
 from lightning_pipe.recsys.kernels.fused import (
-    evaluating,
     fused_kernels,
     moves_rows_at_zero_gradient,
-    prefetches_set_aside,
 )
 from lightning_pipe.recsys.kernels.kernel_calls import (
     LookupCalls,
     can_follow_rates,
     capture_calls,
     check_capturable,
-    has_dense_kernels,
-    trains_only_tables,
 )
 from lightning_pipe.recsys.kernels.row_optimizer import row_optimizer
-from lightning_pipe.recsys.modules.call_arguments import Arguments, CallArguments, PostprocessResults, same_arguments
+from lightning_pipe.recsys.modules.call_arguments import Arguments, PostprocessResults, same_arguments
 from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire
-from lightning_pipe.recsys.modules.inputs import FeatureForm
 from lightning_pipe.recsys.modules.outputs import wait_output
 from lightning_pipe.recsys.rewrite.boundary import without_gradient
+from lightning_pipe.recsys.rewrite.direct_calls import Announced, call_now, join_call, lookup_mode
 from lightning_pipe.recsys.rewrite.early_release import EarlyRelease, own_objects
 from lightning_pipe.recsys.rewrite.embeddings import Embeddings, Features, Inputs, Requests, Splits, record_stream
 from lightning_pipe.recsys.rewrite.input_dist import answer_without_splits, fusing, let_go_of_sent, send_splits
 from lightning_pipe.recsys.rewrite.record import Recorder
+from lightning_pipe.recsys.rewrite.replaced_forwards import ReplacedForwards
 from lightning_pipe.recsys.rewrite.resolution import Method, Resolution
 from lightning_pipe.recsys.rewrite.sharded_modules import Sharded, find_sharded
 from lightning_pipe.recsys.rewrite.table_backward import TableBackward
@@ -60,7 +54,7 @@ __all__ = ["ModelRewrite"]
 _ADVICE = " Or evaluate batch by batch, as the step comes: the strategy's pipelined_evaluation=False."
 
 
-class ModelRewrite:
+class ModelRewrite(ReplacedForwards):
     """Replaces the forwards of a model's sharded modules until ``restore``.
 
     Args:
@@ -110,15 +104,16 @@ class ModelRewrite:
         status_group: dist.ProcessGroup | None = None,
     ) -> None:
         model = get_unwrapped_module(model)
-        self._sharded = find_sharded(model, validate_ids, ids_on_wire)
-        self._early_release = EarlyRelease(self._sharded) if free_features_early else None
-        first = next(iter(self._sharded.values()))
-        self._device = first.device
+        sharded = find_sharded(model, validate_ids, ids_on_wire)
+        first = next(iter(sharded.values()))
         group = input_group if input_group is not None else first.own_group
+        agreement = Agreement(agree_group if agree_group is not None else group, first.device)
+        super().__init__(model, sharded, agreement, Resolution(model, method, step, sharded, agreement, group))
+        self._early_release = EarlyRelease(self._sharded) if free_features_early else None
+        self._device = first.device
         self._group = group if group is not None and group.size() > 1 else None
         status = status_group if status_group is not None else group
         self._status_group = status if status is not None and status.size() > 1 else None
-        self._agreement = Agreement(agree_group if agree_group is not None else group, self._device)
         # A rank knows the kernels of its own shards alone, and all ranks must do alike.
         modules = self.modules.values()
         by_rows, some_cannot_follow, self.agrees_unused = self._agreement.any_of(
@@ -138,118 +133,15 @@ class ModelRewrite:
             self._agreement.raise_together(error)
         self.looks_ahead = look_ahead and not some_cannot_follow
         self.tables_backward = TableBackward(self.modules, self._agreement)
-        self._resolution = Resolution(model, method, step, self._sharded, self._agreement, group)
-        self._model = model
-        self._postprocess_forwards: dict[str, Callable[..., Any]] = {}
         self._serving: Embeddings | None = None
         self._recorder: Recorder | None = None
-        self._attached = False
-        self.announce: Callable[[tuple[str, Arguments]], None] | None = None
+        self.announce: Callable[[Announced], None] | None = None
         self.attach()
-
-    @property
-    def model(self) -> torch.nn.Module:
-        """The model, without wrappers."""
-        return self._model
-
-    @property
-    def resolved(self) -> bool:
-        """Whether it is known which modules are pipelined. Until then a batch must be trained serially."""
-        return self._resolution.done
-
-    @property
-    def records(self) -> bool:
-        """Whether the method watches the first step; if so, that step must be trained serially."""
-        return self._resolution.records
 
     @property
     def has_peers(self) -> bool:
         """Whether other ranks take part: what one rank does not do, they would wait for."""
         return self._status_group is not None
-
-    @property
-    def only_tables(self) -> bool:
-        """Whether the sharded modules train tables alone, and no feature processors."""
-        return all(map(trains_only_tables, self.modules.values()))
-
-    @property
-    def has_replicated_tables(self) -> bool:
-        """Whether this rank looks up tables that every rank holds, which no kernel trains."""
-        return any(map(has_dense_kernels, self.modules.values()))
-
-    @property
-    def attached(self) -> bool:
-        """Whether the forwards are replaced at present."""
-        return self._attached
-
-    @property
-    def pipelined(self) -> dict[str, CallArguments]:
-        """The pipelined modules and how their arguments come out of a batch."""
-        return {name: entry.arguments for name, entry in self._sharded.items() if entry.arguments is not None}
-
-    @property
-    def unpipelined(self) -> dict[str, str]:
-        """The other sharded modules, and why each is not pipelined."""
-        return {name: entry.reason for name, entry in self._sharded.items() if entry.arguments is None}
-
-    @property
-    def postprocessed(self) -> dict[str, CallArguments]:
-        """The post-processing modules that are run ahead, and how their arguments come out of a batch."""
-        found: dict[str, CallArguments] = {}
-        for arguments in self.pipelined.values():
-            found |= arguments.postprocesses()
-        return found
-
-    @property
-    def modules(self) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
-        """All sharded modules by name."""
-        return {name: entry.module for name, entry in self._sharded.items()}
-
-    # What is replaced, and put back
-
-    def attach(self) -> None:
-        """Replaces the forwards, again after ``detach``; what was found about the model stays known.
-
-        Raises:
-            SetupError: something else has replaced one of them.
-        """
-        if not self._attached:
-            for entry in self._sharded.values():
-                entry.install(_ServedForward(self, entry))
-            self._attached = True
-            self._attach_postprocesses()
-
-    def _attach_postprocesses(self) -> None:
-        for name in self.postprocessed:
-            module = self._model.get_submodule(name)
-            if "forward" not in module.__dict__:
-                self._postprocess_forwards[name] = module.forward
-                module.forward = _PostprocessForward(self, name, module.forward)
-
-    def detach(self) -> None:
-        """Puts back everything that was replaced: the model is as it was before. Batches in flight stay good."""
-        if self._attached:
-            for entry in self._sharded.values():
-                entry.restore()
-            for name in self.postprocessed:
-                self._model.get_submodule(name).__dict__.pop("forward", None)
-            self._attached = False
-
-    def restore(self) -> None:
-        """``detach``, for good: what is torn down can be rewritten by another."""
-        self.detach()
-
-    # What feeds each module
-
-    def resolve(self, batch: Any) -> None:
-        """Finds what feeds each module from a transferred batch alone, directly or by fx. A collective.
-
-        Raises:
-            SetupError: the method is ``record``, which needs the first batch to train.
-            InputError: on any rank the batch cannot feed a module.
-        """
-        self._resolution.without_step(batch)
-        self._attach_postprocesses()
 
     @contextmanager
     def recording(self, batch: Any) -> Iterator[Embeddings]:
@@ -260,8 +152,6 @@ class ModelRewrite:
         """
         with self.serving(Embeddings(self._inputs(batch)), batch) as embeddings:
             yield embeddings
-
-    # The tasks of one batch, in their order
 
     def transferred(self, before: Any, after: Any) -> None:
         """A batch was moved to the device: what it has in common with the loader's is not to be let go of."""
@@ -381,7 +271,7 @@ class ModelRewrite:
         modules = {name: self._sharded[name].module for name in features.distributed}
         awaitables: dict[str, Any] = {}
         captured: dict[str, LookupCalls | None] = {}
-        with _lookup_mode(*modules.values()):
+        with lookup_mode(*modules.values()):
             for name, module in modules.items():
                 with self._capturing(module) as captured[name]:
                     awaitables[name] = module.compute_and_output_dist(inputs.contexts[name], features.distributed[name])
@@ -433,8 +323,6 @@ class ModelRewrite:
         """
         self.tables_backward.run(embeddings, scale, agree_unused)
 
-    # What a sharded module's replaced forward does
-
     def _called(self, entry: Sharded, call: Arguments) -> Any:
         embeddings = self._serving
         if embeddings is not None and embeddings.is_ready(entry.name):
@@ -458,36 +346,16 @@ class ModelRewrite:
         return embeddings.add(entry.name, output, lookups)
 
     def _call_now(self, entry: Sharded, call: Arguments) -> Any:
-        """The whole call at once, on the module's own process group; ranks agree first that all can."""
-        error: Exception | None = None
-        with _lookup_mode(entry.module):
-            try:
-                call = self._prepare(entry, call)
-            except Exception as wrong:  # of whatever kind: the other ranks wait for an answer
-                error = wrong
-            if self.announce is None:
-                self._agreement.raise_together(error)
-            elif error is not None:
-                raise error
-            else:
-                self.announce(
-                    (entry.name, tree_map_only(KeyedJaggedTensor, FeatureForm.of, call, is_leaf=_is_features))
-                )
-            positional, named = call
-            with entry.lock, prefetches_set_aside([entry.module]):
-                return wait_output(entry.forward(*positional, **named))
+        return call_now(entry, lambda: self._prepare(entry, call), self._agreement, self.announce)
 
-    def join(self, announced: tuple[str, Arguments]) -> None:
+    def join(self, announced: Announced) -> None:
         """Run a lookup that other ranks have announced, with empty features. The output is discarded.
 
         Args:
             announced: name of the module, and the arguments of the call with features replaced by their form.
         """
         name, forms = announced
-        entry = self._sharded[name]
-        positional, named = tree_map_only(FeatureForm, lambda form: form.empty(self._device), forms)
-        with _lookup_mode(entry.module), entry.lock, prefetches_set_aside([entry.module]):
-            wait_output(entry.forward(*positional, **named))
+        join_call(self._sharded[name], forms, self._device)
 
     def _postprocess(self, name: str, forward: Callable[..., Any], call: Arguments) -> Any:
         if self._serving is not None and self._serving.inputs.postprocessed.matches(name, *call):
@@ -521,14 +389,6 @@ class ModelRewrite:
         return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
 
-def _is_features(value: Any) -> bool:
-    return isinstance(value, KeyedJaggedTensor)  # otherwise tree_map descends into it
-
-
-def _lookup_mode(*modules: torch.nn.Module) -> AbstractContextManager[None]:
-    return nullcontext() if torch.is_grad_enabled() else evaluating(modules)
-
-
 def _has_row_optimizers(modules: Iterable[torch.nn.Module]) -> bool:
     return any(row_optimizer(kernel) is not None for module in modules for kernel in fused_kernels(module))
 
@@ -536,26 +396,3 @@ def _has_row_optimizers(modules: Iterable[torch.nn.Module]) -> bool:
 def _claim_rows(modules: Iterable[torch.nn.Module]) -> list[BatchRows]:
     """The rows of dynamic tables that these modules have just looked up."""
     return [rows for module in modules if isinstance(module, ShardedDynamicModule) for rows in module.claim_rows()]
-
-
-class _ServedForward:
-    """Stands in for a sharded module's forward."""
-
-    def __init__(self, rewrite: ModelRewrite, entry: Sharded) -> None:
-        self._rewrite = rewrite
-        self._entry = entry
-
-    def __call__(self, *positional: Any, **named: Any) -> Any:
-        return self._rewrite._called(self._entry, (positional, named))
-
-
-class _PostprocessForward:
-    """Stands in for a post-processing module's forward."""
-
-    def __init__(self, rewrite: ModelRewrite, name: str, forward: Callable[..., Any]) -> None:
-        self._rewrite = rewrite
-        self._name = name
-        self._forward = forward
-
-    def __call__(self, *positional: Any, **named: Any) -> Any:
-        return self._rewrite._postprocess(self._name, self._forward, (positional, named))

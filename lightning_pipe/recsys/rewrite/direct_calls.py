@@ -1,0 +1,82 @@
+"""Calls of sharded modules that no task made ahead: the whole call at once, on the module's own process group.
+
+Tested in ``tests/scenarios/recommenders/test_recsys_uneven_evaluation.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_pipe.recsys.batches.agreement import Agreement
+from lightning_pipe.recsys.kernels.fused import evaluating, prefetches_set_aside
+from lightning_pipe.recsys.modules.call_arguments import Arguments
+from lightning_pipe.recsys.modules.inputs import FeatureForm
+from lightning_pipe.recsys.modules.outputs import wait_output
+from lightning_pipe.recsys.rewrite.sharded_modules import Sharded
+
+__all__ = ["Announced", "call_now", "join_call", "lookup_mode"]
+
+# Name of a module, and the arguments of a call with features replaced by their form.
+Announced = tuple[str, Arguments]
+
+
+def lookup_mode(*modules: torch.nn.Module) -> AbstractContextManager[None]:
+    """Context of lookups: without grad mode the kernels' step counters stay as they are."""
+    return nullcontext() if torch.is_grad_enabled() else evaluating(modules)
+
+
+def call_now(
+    entry: Sharded,
+    prepare: Callable[[], Arguments],
+    agreement: Agreement,
+    announce: Callable[[Announced], None] | None,
+) -> Any:
+    """Call a sharded module and wait for its output.
+
+    Args:
+        entry: the module.
+        prepare: returns the arguments as the module takes them, or raises.
+        agreement: over the ranks that call the module together; they agree first that all can.
+        announce: instead, tells ranks without a batch to join the call.
+
+    Raises:
+        InputError: on every rank, if the arguments of any rank are wrong; only on this rank with *announce*.
+    """
+    error: Exception | None = None
+    with lookup_mode(entry.module):
+        try:
+            call = prepare()
+        except Exception as wrong:  # of whatever kind: the other ranks wait for an answer
+            error = wrong
+        if announce is None:
+            agreement.raise_together(error)
+        elif error is not None:
+            raise error
+        else:
+            announce((entry.name, tree_map_only(KeyedJaggedTensor, FeatureForm.of, call, is_leaf=_is_features)))
+        positional, named = call
+        with entry.lock, prefetches_set_aside([entry.module]):
+            return wait_output(entry.forward(*positional, **named))
+
+
+def join_call(entry: Sharded, forms: Arguments, device: torch.device) -> None:
+    """Take part in a call that other ranks have announced, with empty features. The output is discarded.
+
+    Args:
+        entry: the module.
+        forms: the arguments of the call, with features replaced by their form.
+        device: where the empty features go.
+    """
+    positional, named = tree_map_only(FeatureForm, lambda form: form.empty(device), forms)
+    with lookup_mode(entry.module), entry.lock, prefetches_set_aside([entry.module]):
+        wait_output(entry.forward(*positional, **named))
+
+
+def _is_features(value: Any) -> bool:
+    return isinstance(value, KeyedJaggedTensor)  # otherwise tree_map descends into it

@@ -1,0 +1,172 @@
+"""The forwards of sharded modules that a rewrite replaces, and puts back; and what feeds each of these modules.
+
+Tested in ``tests/recsys/rewrite/test_model_rewrite.py``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torchrec.distributed.types import ShardedModule
+
+from lightning_pipe.recsys.batches.agreement import Agreement
+from lightning_pipe.recsys.kernels.kernel_calls import has_dense_kernels, trains_only_tables
+from lightning_pipe.recsys.modules.call_arguments import Arguments, CallArguments
+from lightning_pipe.recsys.rewrite.resolution import Resolution
+from lightning_pipe.recsys.rewrite.sharded_modules import Sharded
+
+__all__ = ["ReplacedForwards"]
+
+
+class ReplacedForwards(ABC):
+    """Replaces the forwards of a model's sharded modules, and of the post-processing modules that run ahead.
+
+    Args:
+        model: the model, without wrappers.
+        sharded: its sharded modules by name.
+        agreement: compares what ranks found.
+        resolution: finds out what feeds each module.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, sharded: Mapping[str, Sharded], agreement: Agreement, resolution: Resolution
+    ) -> None:
+        self._model = model
+        self._sharded = sharded
+        self._agreement = agreement
+        self._resolution = resolution
+        self._postprocess_forwards: dict[str, Callable[..., Any]] = {}
+        self._attached = False
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model, without wrappers."""
+        return self._model
+
+    @property
+    def resolved(self) -> bool:
+        """Whether it is known which modules are pipelined. Until then a batch must be trained serially."""
+        return self._resolution.done
+
+    @property
+    def records(self) -> bool:
+        """Whether the method watches the first step; if so, that step must be trained serially."""
+        return self._resolution.records
+
+    @property
+    def only_tables(self) -> bool:
+        """Whether the sharded modules train tables alone, and no feature processors."""
+        return all(map(trains_only_tables, self.modules.values()))
+
+    @property
+    def has_replicated_tables(self) -> bool:
+        """Whether this rank looks up tables that every rank holds, which no kernel trains."""
+        return any(map(has_dense_kernels, self.modules.values()))
+
+    @property
+    def attached(self) -> bool:
+        """Whether the forwards are replaced at present."""
+        return self._attached
+
+    @property
+    def pipelined(self) -> dict[str, CallArguments]:
+        """The pipelined modules and how their arguments come out of a batch."""
+        return {name: entry.arguments for name, entry in self._sharded.items() if entry.arguments is not None}
+
+    @property
+    def unpipelined(self) -> dict[str, str]:
+        """The other sharded modules, and why each is not pipelined."""
+        return {name: entry.reason for name, entry in self._sharded.items() if entry.arguments is None}
+
+    @property
+    def postprocessed(self) -> dict[str, CallArguments]:
+        """The post-processing modules that are run ahead, and how their arguments come out of a batch."""
+        found: dict[str, CallArguments] = {}
+        for arguments in self.pipelined.values():
+            found |= arguments.postprocesses()
+        return found
+
+    @property
+    def modules(self) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
+        """All sharded modules by name."""
+        return {name: entry.module for name, entry in self._sharded.items()}
+
+    # What is replaced, and put back
+
+    def attach(self) -> None:
+        """Replaces the forwards, again after ``detach``; what was found about the model stays known.
+
+        Raises:
+            SetupError: something else has replaced one of them.
+        """
+        if not self._attached:
+            for entry in self._sharded.values():
+                entry.install(_ServedForward(self, entry))
+            self._attached = True
+            self._attach_postprocesses()
+
+    def _attach_postprocesses(self) -> None:
+        for name in self.postprocessed:
+            module = self._model.get_submodule(name)
+            if "forward" not in module.__dict__:
+                self._postprocess_forwards[name] = module.forward
+                module.forward = _PostprocessForward(self, name, module.forward)
+
+    def detach(self) -> None:
+        """Puts back everything that was replaced: the model is as it was before. Batches in flight stay good."""
+        if self._attached:
+            for entry in self._sharded.values():
+                entry.restore()
+            for name in self.postprocessed:
+                self._model.get_submodule(name).__dict__.pop("forward", None)
+            self._attached = False
+
+    def restore(self) -> None:
+        """``detach``, for good: what is torn down can be rewritten by another."""
+        self.detach()
+
+    # What feeds each module
+
+    def resolve(self, batch: Any) -> None:
+        """Finds what feeds each module from a transferred batch alone, directly or by fx. A collective.
+
+        Raises:
+            SetupError: the method is ``record``, which needs the first batch to train.
+            InputError: on any rank the batch cannot feed a module.
+        """
+        self._resolution.without_step(batch)
+        self._attach_postprocesses()
+
+    @abstractmethod
+    def _called(self, entry: Sharded, call: Arguments) -> Any:
+        """Return the output of a sharded module for a call of its forward."""
+
+    @abstractmethod
+    def _postprocess(self, name: str, forward: Callable[..., Any], call: Arguments) -> Any:
+        """Return the output of a post-processing module for a call of its forward."""
+
+
+class _ServedForward:
+    """Stands in for a sharded module's forward."""
+
+    def __init__(self, rewrite: ReplacedForwards, entry: Sharded) -> None:
+        self._rewrite = rewrite
+        self._entry = entry
+
+    def __call__(self, *positional: Any, **named: Any) -> Any:
+        return self._rewrite._called(self._entry, (positional, named))
+
+
+class _PostprocessForward:
+    """Stands in for a post-processing module's forward."""
+
+    def __init__(self, rewrite: ReplacedForwards, name: str, forward: Callable[..., Any]) -> None:
+        self._rewrite = rewrite
+        self._name = name
+        self._forward = forward
+
+    def __call__(self, *positional: Any, **named: Any) -> Any:
+        return self._rewrite._postprocess(self._name, self._forward, (positional, named))
