@@ -1,4 +1,4 @@
-"""The layout that `make lint` enforces beside the layers: sizes of folders, files and constructors, names of classes."""
+"""`make lint` enforces sizes of folders, files and constructors, and that a class name is used once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture(scope="module")
 def check_layout() -> ModuleType:
     spec = importlib.util.spec_from_file_location("check_layout", ROOT / "scripts" / "check_layout.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

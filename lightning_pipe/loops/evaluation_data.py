@@ -18,79 +18,33 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from math import inf
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import IterableDataset
 
 from lightning_pipe.engine import InputError, TaskError
 from lightning_pipe.engine.ranks.together import gather
-from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fetched, Source, given_again
+from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fetched, Source
+from lightning_pipe.loops.data.peeking import BatchesOfLoader, PeekingSource, dataloader_of
 from lightning_pipe.loops.data.random_streams import RandomStreams
 from lightning_pipe.loops.data.statuses import StatusGroup
+from lightning_pipe.loops.evaluation_counts import UNEVEN_ADVICE, compare_counts
+from lightning_pipe.loops.evaluation_strategies import BringsEvaluation, JoinsEvaluation
 from lightning_pipe.loops.programs.batch_hooks import BatchHooks
 from lightning_pipe.loops.programs.default_program import default_evaluation
 from lightning_pipe.loops.programs.program import EvaluationProgram
 from lightning_pipe.loops.programs.user_errors import note_lost_rank, user_error
 from lightning_pipe.loops.turns import Logged, Turn, log_for_others, recorded_logs
 
-__all__ = ["BringsEvaluation", "EvaluationData", "JoinsEvaluation"]
+__all__ = ["EvaluationData"]
 
 Transfer = Callable[[Any], Any]
-
-_ADVICE = (
-    "In every batch all ranks work together: let those without one join the others (uneven_evaluation='join'), or give"
-    " them as many, by a sampler that fills up or by drop_last=True"
-)
-
-
-@runtime_checkable
-class BringsEvaluation(Protocol):
-    """A strategy that evaluates in a plan of its own."""
-
-    def evaluation_program(self, trainer: pl.Trainer, transfer: Transfer, step: str) -> EvaluationProgram:
-        """Build the program of one dataloader.
-
-        Args:
-            trainer: whose module is evaluated.
-            transfer: moves a batch to the device through the user's hooks, on the main thread.
-            step: the module's method: ``validation_step``, ``test_step`` or ``predict_step``.
-        """
-        ...
-
-
-@runtime_checkable
-class JoinsEvaluation(Protocol):
-    """Strategy whose ranks can take part in the collectives of batches that they do not have."""
-
-    # True if values logged without sync_dist are the same on all ranks.
-    logs_for_all: bool
-
-    def in_turn(self, turn: Turn, step: str) -> AbstractContextManager[None]:
-        """Context in which collectives of a step are announced to *turn*. Every rank enters it.
-
-        Args:
-            turn: batch that only some ranks have.
-            step: name of the module's method that evaluates the batch.
-        """
-        ...
-
-    def join_evaluation(self, what: str, detail: Any) -> None:
-        """Start an announced collective with empty input.
-
-        Args:
-            what: name of the collective.
-            detail: data of the announcement.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -124,7 +78,7 @@ class EvaluationData(Iterator[Any]):
         self._ended: Callable[[int], None] | None = None
         self._streams: RandomStreams | None = None
         self._hooks: BatchHooks | None = None
-        self._source: _Peeking | None = None
+        self._source: PeekingSource | None = None
         self._programs: dict[tuple[str, int | None], EvaluationProgram] = {}
         self._program: EvaluationProgram | None = None
         self._inside = ExitStack()
@@ -137,7 +91,7 @@ class EvaluationData(Iterator[Any]):
         # batches that are left here while other ranks have none, and the batch that other ranks join.
         self._loader: int | None = None
         self._had_batches = False
-        self._own: _Peeking | None = None
+        self._own: PeekingSource | None = None
         self._turn: Turn | None = None
         self._logged: list[Logged] = []
 
@@ -146,44 +100,9 @@ class EvaluationData(Iterator[Any]):
     def agree(
         self, loader: CombinedLoader, batches: Sequence[int | float], failed: Sequence[Exception], *, predicting: bool
     ) -> None:
-        """Compare the numbers of batches of all ranks. Every rank calls this after its loaders are set up.
-
-        Args:
-            loader: loaders of this rank.
-            batches: number of batches of each dataloader, from its length and the trainer's limits.
-            failed: errors in the set-up of this rank's loaders; all ranks raise them.
-            predicting: True for prediction, where uneven numbers are always allowed.
-
-        Raises:
-            InputError: on every rank, if numbers differ and the strategy refuses that, or if ranks have different
-                numbers of dataloaders.
-        """
-        self.uneven, self._refuses, self._all_are_empty = False, False, None
-        strategy = self._trainer.strategy
-        refuses = getattr(strategy, "uneven_evaluation", "error") == "error"
-        if self._trainer.world_size == 1 or (refuses and not getattr(strategy, "evaluates_together", False)):
-            return
-        # A limit says nothing of how many batches a loader has, nor does what an iterable dataset says of its length.
-        own = [many if _knows_length(one) else inf for one, many in zip(loader.flattened, batches, strict=True)]
-        if loader._mode != "sequential":
-            own = [min(own) if loader._mode == "min_size" else max(own)]
-        said = f"{type(failed[0]).__name__}: {failed[0]}" if failed else None
-        all_said = gather((own, said))
-        if failed:
-            raise failed[0]
-        if problems := [f"rank {rank}: {text}" for rank, (_, text) in enumerate(all_said) if text]:
-            raise InputError(f"loaders of {self._what} cannot be used. {'; '.join(problems)}")
-        ranks = [of_rank for of_rank, _ in all_said]
-        self._all_are_empty = not any(map(any, ranks))
-        unknown = any(inf in of_rank for of_rank in ranks)
-        self.uneven = unknown or any(of_rank != own for of_rank in ranks)
-        self._refuses = refuses and not predicting
-        if all(of_rank == own for of_rank in ranks) or (not self._refuses and len(set(map(len, ranks))) == 1):
-            return
-        counts = ", ".join(f"{of_rank} on rank {rank}" for rank, of_rank in enumerate(ranks))
-        raise InputError(
-            f"ranks have uneven numbers of batches in {self._what}, for each dataloader: {counts}. {_ADVICE}"
-        )
+        """See :func:`~lightning_pipe.loops.evaluation_counts.compare_counts`."""
+        counts = compare_counts(self._trainer, self._what, loader, batches, failed, predicting)
+        self.uneven, self._refuses, self._all_are_empty = counts.uneven, counts.refuses, counts.all_are_empty
 
     def skips(self, otherwise: bool) -> bool:
         """Return True if no rank has a batch; *otherwise* if ranks have not been compared."""
@@ -295,7 +214,7 @@ class EvaluationData(Iterator[Any]):
         """Begin with the dataloader whose batch is next; raises ``StopIteration`` where none is."""
         assert self._streams is not None
         if self._source is None:
-            self._source = _Peeking(self._batches())
+            self._source = PeekingSource(self._batches())
         if not self._source.knows_next:
             # As in Lightning's loop the iterator is made here, and its sampler seeded, between two batches.
             self._streams.restart()
@@ -312,7 +231,7 @@ class EvaluationData(Iterator[Any]):
         assert self._fetcher is not None
         known = self._batches_of
         in_turn = self._fetcher.combined_loader._mode == "sequential" and len(known) > 1 and not self.uneven
-        self._of_loader = _OfLoader(self._source, loader, known[loader] if in_turn else None, self._take)
+        self._of_loader = BatchesOfLoader(self._source, loader, known[loader] if in_turn else None, self._take)
         return program
 
     def _enter(self, loader: int | None, build: Callable[..., EvaluationProgram]) -> EvaluationProgram:
@@ -404,7 +323,7 @@ class EvaluationData(Iterator[Any]):
         """
         assert self._source is not None
         if self._own is None:
-            self._own = _Peeking(BatchSource(self._fetch, self._source.unread()))
+            self._own = PeekingSource(BatchSource(self._fetch, self._source.unread()))
         error: Exception | None = None
         said: int | str | None
         try:
@@ -453,9 +372,9 @@ class EvaluationData(Iterator[Any]):
             statuses,
             lambda: None,
             "error" if self._refuses else None,
-            kind=_dataloader,
+            kind=dataloader_of,
             of=self._what,
-            advice=_ADVICE,
+            advice=UNEVEN_ADVICE,
         )
 
     def _fetch(self) -> Fetched:
@@ -464,71 +383,3 @@ class EvaluationData(Iterator[Any]):
         is_last = self._fetcher.done
         batch = self._hooks.prepare(batch, dataloader_idx)
         return batch, is_last, {"batch_idx": batch_idx, "dataloader_idx": dataloader_idx, "is_last": is_last}
-
-
-def _knows_length(loader: Any) -> bool:
-    return sized_len(loader) is not None and not isinstance(getattr(loader, "dataset", None), IterableDataset)
-
-
-def _dataloader(fetched: Fetched) -> int:
-    index: int = fetched[2]["dataloader_idx"]
-    return index
-
-
-class _Peeking:
-    """Batches of which the next one can be looked at."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._next: Fetched | None = None
-        self._ended = False
-
-    @property
-    def knows_next(self) -> bool:
-        """Whether that one has been read."""
-        return self._ended or self._next is not None
-
-    def loader_of_next(self) -> int:
-        """The next one's dataloader; raises ``StopIteration`` where there is none."""
-        if self._ended:
-            raise StopIteration
-        if self._next is None:
-            try:
-                self._next = self._source()
-            except StopIteration:
-                self._ended = True
-                raise
-        return _dataloader(self._next)
-
-    def take(self) -> Fetched:
-        assert self._next is not None
-        fetched, self._next = self._next, None
-        return fetched
-
-    def unread(self) -> list[Callable[[], Fetched]]:
-        """Batches that were fetched and not taken, in order."""
-        looked_at = [] if self._next is None else [partial(given_again, self._next)]
-        return [*looked_at, *self._source.unread()]
-
-    def close(self) -> None:
-        if isinstance(self._source, AgreedSource):
-            self._source.close()
-
-
-class _OfLoader(Iterator[Any]):
-    """The batches of one dataloader; where their number is known, nothing is read of the next one."""
-
-    def __init__(
-        self, source: _Peeking, loader: int, batches: int | float | None, take: Callable[[Fetched], Any]
-    ) -> None:
-        self._source = source
-        self._loader = loader
-        self._remaining = batches
-        self._take = take
-
-    def __next__(self) -> Any:
-        if self._remaining == 0 or self._source.loader_of_next() != self._loader:
-            raise StopIteration
-        if self._remaining is not None:
-            self._remaining -= 1
-        return self._take(self._source.take())

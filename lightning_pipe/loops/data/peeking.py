@@ -1,0 +1,79 @@
+"""Sources of batches that know the dataloader of their next batch, and the batches of one dataloader.
+
+Tested in ``tests/loops/test_evaluation_loop.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from lightning_pipe.loops.data.batch_source import AgreedSource, Fetched, Source, given_again
+
+__all__ = ["BatchesOfLoader", "PeekingSource", "dataloader_of"]
+
+
+class PeekingSource:
+    """Batches of which the next one can be looked at."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._next: Fetched | None = None
+        self._ended = False
+
+    @property
+    def knows_next(self) -> bool:
+        """Whether that one has been read."""
+        return self._ended or self._next is not None
+
+    def loader_of_next(self) -> int:
+        """The next one's dataloader; raises ``StopIteration`` where there is none."""
+        if self._ended:
+            raise StopIteration
+        if self._next is None:
+            try:
+                self._next = self._source()
+            except StopIteration:
+                self._ended = True
+                raise
+        return dataloader_of(self._next)
+
+    def take(self) -> Fetched:
+        assert self._next is not None
+        fetched, self._next = self._next, None
+        return fetched
+
+    def unread(self) -> list[Callable[[], Fetched]]:
+        """Batches that were fetched and not taken, in order."""
+        looked_at = [] if self._next is None else [partial(given_again, self._next)]
+        return [*looked_at, *self._source.unread()]
+
+    def close(self) -> None:
+        if isinstance(self._source, AgreedSource):
+            self._source.close()
+
+
+class BatchesOfLoader(Iterator[Any]):
+    """The batches of one dataloader; where their number is known, nothing is read of the next one."""
+
+    def __init__(
+        self, source: PeekingSource, loader: int, batches: int | float | None, take: Callable[[Fetched], Any]
+    ) -> None:
+        self._source = source
+        self._loader = loader
+        self._remaining = batches
+        self._take = take
+
+    def __next__(self) -> Any:
+        if self._remaining == 0 or self._source.loader_of_next() != self._loader:
+            raise StopIteration
+        if self._remaining is not None:
+            self._remaining -= 1
+        return self._take(self._source.take())
+
+
+def dataloader_of(fetched: Fetched) -> int:
+    """Index of the dataloader of a batch."""
+    index: int = fetched[2]["dataloader_idx"]
+    return index

@@ -1,0 +1,89 @@
+"""Compares the numbers of batches that ranks have to evaluate.
+
+Tested in ``tests/loops/test_evaluation_loop.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import IterableDataset
+
+from lightning_pipe.engine import InputError
+from lightning_pipe.engine.ranks.together import gather
+
+__all__ = ["UNEVEN_ADVICE", "BatchCounts", "compare_counts"]
+
+UNEVEN_ADVICE = (
+    "In every batch all ranks work together: let those without one join the others (uneven_evaluation='join'), or give"
+    " them as many, by a sampler that fills up or by drop_last=True"
+)
+
+
+class BatchCounts(NamedTuple):
+    """Result of the comparison.
+
+    Attributes:
+        uneven: True if ranks have, or may have, different numbers of batches.
+        refuses: True if an uneven number that is found later is an error.
+        all_are_empty: True if no rank has a batch; None if ranks were not compared.
+    """
+
+    uneven: bool = False
+    refuses: bool = False
+    all_are_empty: bool | None = None
+
+
+def compare_counts(
+    trainer: pl.Trainer,
+    what: str,
+    loader: CombinedLoader,
+    batches: Sequence[int | float],
+    failed: Sequence[Exception],
+    predicting: bool,
+) -> BatchCounts:
+    """Compare the numbers of batches of all ranks. Every rank calls this after its loaders are set up.
+
+    Args:
+        trainer: the trainer, whose strategy refuses or allows uneven numbers.
+        what: the kind of evaluation, for errors.
+        loader: loaders of this rank.
+        batches: number of batches of each dataloader, from its length and the trainer's limits.
+        failed: errors in the set-up of this rank's loaders; all ranks raise them.
+        predicting: True for prediction, where uneven numbers are always allowed.
+
+    Raises:
+        InputError: on every rank, if numbers differ and the strategy refuses that, or if ranks have different
+            numbers of dataloaders.
+    """
+    strategy = trainer.strategy
+    refuses = getattr(strategy, "uneven_evaluation", "error") == "error"
+    if trainer.world_size == 1 or (refuses and not getattr(strategy, "evaluates_together", False)):
+        return BatchCounts()
+    # A limit says nothing of how many batches a loader has, nor does what an iterable dataset says of its length.
+    own = [many if _knows_length(one) else inf for one, many in zip(loader.flattened, batches, strict=True)]
+    if loader._mode != "sequential":
+        own = [min(own) if loader._mode == "min_size" else max(own)]
+    said = f"{type(failed[0]).__name__}: {failed[0]}" if failed else None
+    all_said = gather((own, said))
+    if failed:
+        raise failed[0]
+    if problems := [f"rank {rank}: {text}" for rank, (_, text) in enumerate(all_said) if text]:
+        raise InputError(f"loaders of {what} cannot be used. {'; '.join(problems)}")
+    ranks = [of_rank for of_rank, _ in all_said]
+    unknown = any(inf in of_rank for of_rank in ranks)
+    refuses = refuses and not predicting
+    even = all(of_rank == own for of_rank in ranks)
+    if even or (not refuses and len(set(map(len, ranks))) == 1):
+        return BatchCounts(unknown or not even, refuses, not any(map(any, ranks)))
+    counts = ", ".join(f"{of_rank} on rank {rank}" for rank, of_rank in enumerate(ranks))
+    raise InputError(f"ranks have uneven numbers of batches in {what}, for each dataloader: {counts}. {UNEVEN_ADVICE}")
+
+
+def _knows_length(loader: Any) -> bool:
+    return sized_len(loader) is not None and not isinstance(getattr(loader, "dataset", None), IterableDataset)

@@ -1,0 +1,60 @@
+"""Methods of strategies that the evaluation loop calls.
+
+Tested in ``tests/loops/test_evaluation_loop.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, runtime_checkable
+
+import lightning.pytorch as pl
+
+from lightning_pipe.loops.programs.program import EvaluationProgram
+from lightning_pipe.loops.turns import Turn
+
+__all__ = ["BringsEvaluation", "JoinsEvaluation"]
+
+Transfer = Callable[[Any], Any]
+
+
+@runtime_checkable
+class BringsEvaluation(Protocol):
+    """A strategy that evaluates in a plan of its own."""
+
+    def evaluation_program(self, trainer: pl.Trainer, transfer: Transfer, step: str) -> EvaluationProgram:
+        """Build the program of one dataloader.
+
+        Args:
+            trainer: whose module is evaluated.
+            transfer: moves a batch to the device through the user's hooks, on the main thread.
+            step: the module's method: ``validation_step``, ``test_step`` or ``predict_step``.
+        """
+        ...
+
+
+@runtime_checkable
+class JoinsEvaluation(Protocol):
+    """Strategy whose ranks can take part in the collectives of batches that they do not have."""
+
+    # True if values logged without sync_dist are the same on all ranks.
+    logs_for_all: bool
+
+    def in_turn(self, turn: Turn, step: str) -> AbstractContextManager[None]:
+        """Context in which collectives of a step are announced to *turn*. Every rank enters it.
+
+        Args:
+            turn: batch that only some ranks have.
+            step: name of the module's method that evaluates the batch.
+        """
+        ...
+
+    def join_evaluation(self, what: str, detail: Any) -> None:
+        """Start an announced collective with empty input.
+
+        Args:
+            what: name of the collective.
+            detail: data of the announcement.
+        """
+        ...
