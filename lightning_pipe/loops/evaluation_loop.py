@@ -23,7 +23,6 @@ from lightning_pipe.loops.data.random_streams import States, get_states
 from lightning_pipe.loops.data.termination import AgreedTermination
 from lightning_pipe.loops.data.uneven_loaders import uneven_loaders
 from lightning_pipe.loops.evaluation_data import EvaluationData
-from lightning_pipe.loops.programs.hook_calls import quick_hook_calls
 from lightning_pipe.loops.programs.user_errors import note_lost_rank
 from lightning_pipe.loops.turns import align_metrics
 
@@ -107,7 +106,7 @@ class PipelineEvaluationLoop(_EvaluationLoop):
         fitting = self._trainer_fn == TrainerFn.FITTING and not self.trainer.sanity_checking
         self.begun_with = get_states(self.trainer.strategy.root_device) if fitting else None
         self._waited = self._workers_waiting()
-        with quick_hook_calls(), self._ahead.ending():
+        with self._ahead.ending():
             return super().run()
 
     @property
@@ -224,7 +223,7 @@ class PipelinePredictionLoop(_PredictionLoop):
         return self._ahead.skips(super().skip)
 
     def run(self) -> Any:
-        with quick_hook_calls(), self._ahead.ending():
+        with self._ahead.ending():
             return super().run()
 
     def teardown(self) -> None:

@@ -8,10 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
-from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipe.engine import IterContext, TaskError
@@ -22,10 +20,8 @@ from lightning_pipe.loops.data.termination import AgreedTermination
 from lightning_pipe.loops.epoch_data import EpochData
 from lightning_pipe.loops.fit_loop import PipelineFitLoop
 from lightning_pipe.loops.programs.default_program import default_program
-from lightning_pipe.loops.programs.hook_calls import is_watched, quick_hook_calls
 from lightning_pipe.loops.programs.program import TrainingProgram
 from lightning_pipe.loops.programs.user_errors import note_lost_rank, user_error
-from lightning_pipe.loops.quick_results import QuickClosureResult, QuickResults
 
 Transfer = Callable[[Any], Any]
 
@@ -65,10 +61,6 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         self._completes = False
         # Whether a checkpoint was written while a validation was not over, until that has begun anew.
         self.validation_due = False
-        self._results = QuickResults.of(self._results)
-        if type(self.automatic_optimization).output_result_cls is ClosureResult:
-            self.automatic_optimization.output_result_cls = QuickClosureResult
-        self._validates: bool | None = None
 
     @classmethod
     def install(cls, trainer: pl.Trainer) -> PipelineTrainingEpochLoop:
@@ -158,7 +150,6 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         self._data.put_generators(data_fetcher)
         super().on_run_start(data_fetcher)
-        self._validates = None  # it does not change in an epoch, and takes long to find out
         self._data.begin(data_fetcher)
         if self._program is None and self._data.ledger is not None:
             strategy = self.trainer.strategy
@@ -167,8 +158,7 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
 
     def run(self, data_fetcher: _DataFetcher) -> None:
         try:
-            with quick_hook_calls():
-                super().run(data_fetcher)
+            super().run(data_fetcher)
             self._data.end()
         finally:
             # An epoch can end with batches in flight: max_steps, an early stop, an exception.
@@ -220,11 +210,7 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         self.batch_progress.is_last_batch = ledger.oldest.is_last
         self.batch_progress.increment_ready()
         logs = trainer._logger_connector
-        if not self._in_training:
-            logs.on_batch_start(batch)
-        else:
-            logs._first_loop_iter = logs._first_loop_iter is None
-            self._results.batch, self._results.batch_size, self._results.dataloader_idx = batch, None, None
+        logs.on_batch_start(batch)
 
         output: Any = None
         skip_rest = False
@@ -239,10 +225,7 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
                 self.batch_progress.increment_by(0, is_last_batch=True)
             else:
                 self.batch_progress.increment_started()
-                if is_watched(trainer):
-                    with trainer.profiler.profile("run_training_batch"):  # type: ignore[attr-defined]
-                        output = self._train(ctx, batch, batch_idx)
-                else:
+                with trainer.profiler.profile("run_training_batch"):  # type: ignore[attr-defined]
                     output = self._train(ctx, batch, batch_idx)
         if skip_rest:
             ledger.skip()
@@ -260,40 +243,9 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
             raise StopIteration
         call._call_callback_hooks(trainer, "on_train_batch_end", output, batch, batch_idx)
         call._call_lightning_module_hook(trainer, "on_train_batch_end", output, batch, batch_idx)
-        if self._results or not self._in_training:
-            logs.on_batch_end()
-        else:  # which would put nothing to what was logged
-            self._results.batch = self._results.batch_size = None
+        logs.on_batch_end()
         self.batch_progress.increment_completed()
-        if self._may_update_logs():
-            logs.update_train_step_metrics()
-
-    @property
-    def _in_training(self) -> bool:
-        """Whether Lightning takes this loop's results for those at work; it asks itself some ten times a batch."""
-        return self.trainer.state.stage is RunningStage.TRAINING
-
-    def _may_update_logs(self) -> bool:
-        """Whether the batch may be one whose values go to the loggers."""
-        trainer: Any = self.trainer
-        every = trainer.log_every_n_steps
-        due = every and (self._batches_that_stepped + 1) % every == 0
-        return due or trainer.should_stop or trainer.fast_dev_run or not self._in_training
-
-    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        if self.trainer.strategy.lr_scheduler_configs:
-            super().update_lr_schedulers(interval, update_plateau_schedulers)
-
-    def _should_check_val_epoch(self) -> bool:
-        trainer: Any = self.trainer
-        if self._validates is None:
-            self._validates = trainer.enable_validation
-        every = trainer.check_val_every_n_epoch
-        return (
-            self._validates
-            and trainer.limit_val_batches > 0
-            and (every is None or (trainer.current_epoch + 1) % every == 0)
-        )
+        logs.update_train_step_metrics()
 
     def _on_before_fetch(self) -> None:
         self.trainer.profiler.start(_FETCH)  # type: ignore[attr-defined]

@@ -1,8 +1,9 @@
 """What each rank has to say of its next batch: a number and a flag, told to all and heard from all.
 
 Told at once and heard one batch later, so that nobody waits. Through a collective in the background, or, where all
-ranks are on one machine, on a board in memory that they share: a collective of Gloo's wakes threads on each rank for
-a few numbers, 0.4 ms of a step where ranks share their cores.
+ranks are on one machine, on a board in memory that they share. Gloo's all-reduce of three numbers wakes threads on each
+rank: with two ranks on two cores it takes 0.4 ms of processor time per rank and step more than the board, which is 4 %
+of a step of 10 ms. The board takes less than 0.1 ms.
 """
 
 from __future__ import annotations

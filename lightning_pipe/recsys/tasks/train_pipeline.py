@@ -20,7 +20,6 @@ from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.exchanges import exchanging
 from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.recsys.balancing.balancer import BalanceReport, BatchBalancer, make_balancer
-from lightning_pipe.recsys.batches.device_buffers import DeviceBuffers
 from lightning_pipe.recsys.batches.transfer import move_batch
 from lightning_pipe.recsys.dense.accumulation import Accumulation
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
@@ -65,17 +64,11 @@ class TrainPipeline:
         balancer: exchanges samples between ranks, so that all have about as much to do: a
             :class:`~lightning_pipe.recsys.balancing.balancer.BatchBalancer`, its arguments as a mapping, or True for
             its defaults. Batches of a model in evaluation mode stay as they are.
-        copy_in_place: copy batches into device memory of batches that nobody holds any more, in place of asking the
-            allocator for each; see :class:`~lightning_pipe.recsys.batches.device_buffers.DeviceBuffers`. Nothing on the
-            CPU, where batches are not copied.
         free_features_early: let go of a batch's ids and weights once the input dist has sent them, where only pipelined
             sharded modules are fed by them. The step may still read keys, lengths and batch sizes; to use ids is an
             error.
         input_group: process group of the input dist, of the ranks that the tables are sharded over; by default a new
             one, which every rank of the world must make, or under a plan that works no batch ahead the tables' own.
-
-    Attributes:
-        device_buffers: what batches are copied into, with ``copy_in_place``.
 
     Raises:
         PlanError: there is no such plan, or it cannot be run.
@@ -110,7 +103,6 @@ class TrainPipeline:
         accumulate: int = 1,
         max_norm: float | None = None,
         balancer: bool | Mapping[str, Any] | BatchBalancer | None = None,
-        copy_in_place: bool = False,
         free_features_early: bool = False,
         input_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -119,7 +111,6 @@ class TrainPipeline:
             execute_all_batches=execute_all_batches,
             validate_ids=validate_ids,
             detect_nan=detect_nan,
-            copy_in_place=copy_in_place,
             free_features_early=free_features_early,
         )
         declared = recsys_plan(plan, recsys_tasks())
@@ -138,15 +129,11 @@ class TrainPipeline:
         self._execute_all_batches = execute_all_batches
         self._closed = False
         device = torch.device(device)
-        self.device_buffers = DeviceBuffers(device) if copy_in_place else None
         # Its step trains nothing, that is done in backward: it hands learning rates to the kernels.
         tables: KeyedOptimizer | None = getattr(model, "fused_optimizer", None)
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         with ExitStack() as undo:
             transfer: Callable[[Any], Any] = partial(move_batch, device=device)
-            if self.device_buffers is not None:
-                transfer = self.device_buffers.filled_by(transfer)
-                undo.callback(self.device_buffers.clear)
             replicas = None if sharded is None else sharded.replicas
             if input_group is None:
                 # Whether there is another group follows from the plan: ranks with others would wait for each other.

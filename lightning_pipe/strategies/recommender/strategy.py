@@ -40,7 +40,6 @@ from lightning_pipe.loops.programs.auto_program import AutoProgram, PlanChoice
 from lightning_pipe.loops.programs.default_program import default_evaluation
 from lightning_pipe.loops.turns import Turn, UnevenEvaluation
 from lightning_pipe.recsys.balancing.balancer import BalanceReport, BatchBalancer, make_balancer
-from lightning_pipe.recsys.batches.device_buffers import DeviceBuffers
 from lightning_pipe.recsys.batches.transfer import check_movable
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.kernels.fused import evaluating, prefetches_set_aside
@@ -128,8 +127,6 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         balancer: exchange samples between ranks in training, so that all have about as much to do: ``True``, or the
             arguments of :class:`~lightning_pipe.recsys.balancing.balancer.BatchBalancer`, or one of these. What it does
             for the batches is in :attr:`balance_report`.
-        copy_in_place: copy batches into device memory of batches that nobody holds any more, in place of asking the
-            allocator for each; see :class:`~lightning_pipe.recsys.batches.device_buffers.DeviceBuffers`.
         free_features_early: let go of a batch's ids and weights once the input dist has sent them, where only pipelined
             sharded modules are fed by them. Steps, hooks and callbacks may still read keys, lengths and batch sizes; to
             use ids is an error.
@@ -173,7 +170,6 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         validate_ids: bool = False,
         detect_nan: bool = False,
         balancer: bool | Mapping[str, Any] | BatchBalancer | None = None,
-        copy_in_place: bool = False,
         free_features_early: bool = False,
         uneven_batches: Uneven = "shortest",
         uneven_evaluation: UnevenEvaluation = "join",
@@ -203,7 +199,6 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         check_flags(
             validate_ids=validate_ids,
             detect_nan=detect_nan,
-            copy_in_place=copy_in_place,
             free_features_early=free_features_early,
             pipelined_evaluation=pipelined_evaluation,
             async_checkpoints=async_checkpoints,
@@ -225,8 +220,6 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         self._validate_ids = validate_ids
         self._detect_nan = detect_nan
         self._balancer = make_balancer(balancer)
-        self._copy_in_place = copy_in_place
-        self.device_buffers: DeviceBuffers | None = None
         self._free_features_early = free_features_early
         self._pipelined_evaluation = pipelined_evaluation
         self._asked = {
@@ -585,9 +578,6 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
     def _checked(self, trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """*transfer*, of batches that Lightning can move, where it is Lightning that moves them."""
         holders = (self.lightning_module, getattr(trainer, "datamodule", None))
-        if self._copy_in_place:
-            self.device_buffers = self.device_buffers or DeviceBuffers(self.root_device)
-            transfer = self.device_buffers.filled_by(transfer)
         if any(one is not None and is_overridden("transfer_batch_to_device", one) for one in holders):
             return transfer
 
@@ -788,7 +778,6 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         self._table_gradients = None
         if self._balancer is not None:
             self._balancer.close()
-        self.device_buffers = None
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None

@@ -105,7 +105,6 @@ MODELS: dict[str, tuple[Case, dict[str, Any]]] = {
     "accumulation": (copying(POOLED), {"accumulate": 3}),
     "clipping": (copying(POOLED), {"max_norm": 0.1}),
     "balancing": (copying(POOLED), {"balancer": True}),
-    "copies in place": (copying(CASES["everything"]), {"copy_in_place": True}),
 }
 
 

@@ -60,7 +60,7 @@ def test_a_plan_may_be_a_name_an_object_or_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["validate_ids", "detect_nan", "copy_in_place", "free_features_early", "pipelined_evaluation", "async_checkpoints"],
+    ["validate_ids", "detect_nan", "free_features_early", "pipelined_evaluation", "async_checkpoints"],
 )
 def test_what_is_on_or_off_is_no_text(name: str) -> None:
     options: dict[str, Any] = {name: "false"}
