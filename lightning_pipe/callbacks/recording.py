@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning_pipe.engine import SWPipeline, TaskSpan
 from lightning_pipe.engine.observe.clocks import ClockOffset
 from lightning_pipe.engine.observe.timeline import BACKWARD, EVALUATION, FORWARD, RECOMPUTE, TASK, Bar, task_bars
-from lightning_pipe.engine.plans.plan import MAIN
+from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.pipe.plans import work_of
 from lightning_pipe.strategies.in_process import InProcessPipelineStrategy
 

@@ -26,7 +26,8 @@ from lightning_pipe.engine.observe.device_clock import DeviceClock
 from lightning_pipe.engine.observe.meter import Meter
 from lightning_pipe.engine.observe.trace import TaskSpan, Trace
 from lightning_pipe.engine.plans.errors import PlanError
-from lightning_pipe.engine.plans.plan import MAIN, PipelinePlan
+from lightning_pipe.engine.plans.plan import PipelinePlan
+from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.engine.plans.task import IterContext, PipelineTask
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.runtime.executor import Entered, Executor, Operation, Slot
