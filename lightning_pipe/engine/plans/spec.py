@@ -25,8 +25,8 @@ _MOST_STALE = 32
 class PlanSpec:
     """A plan as plain data: an edit returns a new one, and ``PipelinePlan.from_spec`` gives it tasks.
 
-    The data of a :class:`~lightning_pipe.engine.PipelinePlan` is its attribute ``spec``. Types, shapes and ranges of the values are checked here; whether tasks and their dependencies allow the plan is
-    checked when it is given its tasks.
+    The data of a :class:`~lightning_pipe.engine.PipelinePlan` is its attribute ``spec``. Types, shapes and ranges of
+    the values are checked here; whether tasks and their dependencies allow the plan is checked with its tasks.
 
     Args:
         name: what logs, tables and errors call it.
