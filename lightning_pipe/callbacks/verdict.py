@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_pipe.engine import PipelinePlan
-from lightning_pipe.engine.plans.plan import MAIN
+from lightning_pipe.engine.plans.schedule import MAIN
 
 __all__ = ["StepUse", "Verdict", "find_verdict", "forward_wait"]
 

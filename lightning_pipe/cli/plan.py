@@ -6,14 +6,14 @@ import argparse
 import difflib
 import json
 import os
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from rich import box
 from rich.console import Console, Group
 from rich.text import Text
 
-from lightning_pipe.engine import PipelinePlan, PlanError, ProfileResult, TaskSchedule
+from lightning_pipe.engine import PipelinePlan, PlanError, PlanSpec, ProfileResult, TaskSchedule
 from lightning_pipe.engine.planning.costs import RESOURCES, Machine, Resource, TaskCost, without
 from lightning_pipe.engine.planning.costs_yaml import CostsFile, load_costs
 from lightning_pipe.engine.planning.network import Message, NetworkModel
@@ -147,24 +147,25 @@ def find_plan(name: str) -> PipelinePlan:
             f"there is no plan {name!r}: it is neither a strategy ({', '.join(of_strategy)}), nor a plan"
             f" ({', '.join(plans)}), nor a file.{f' Did you mean {close[0]}?' if close else ''}"
         )
-    with plan_file(wanted, [*plain, *recsys], "prefetch") as content:
+    with plan_file(wanted, [*plain, *recsys], "prefetch") as spec:
         for plan in plain.values():
-            if set(content["tasks"]) == set(plan.tasks):
-                return PipelinePlan.from_content(content, list(plan.tasks.values()))
-        named = set(content["tasks"])
-    return _recsys_plan(wanted, named)
+            if spec.schedule.keys() == plan.tasks.keys():
+                return PipelinePlan.from_spec(spec, plan.tasks.values())
+        return _recsys_plan(spec)
 
 
-def _recsys_plan(plan: str, named: Set[object] = frozenset()) -> PipelinePlan:
-    """The plan of that name or in that file, which says by the tasks that it names whether samples are balanced, and
+def _recsys_plan(plan: str | PlanSpec) -> PipelinePlan:
+    """The plan of that name, or of a spec, which says by the tasks that it names whether samples are balanced, and
     tables have replicas."""
     import_torchrec()  # here, since other commands do without it
-    from lightning_pipe.recsys.plans.named import recsys_plan
+    from lightning_pipe.recsys.plans.named import PLANS, plan_of_spec
     from lightning_pipe.recsys.plans.with_balancer import BALANCING
     from lightning_pipe.recsys.plans.with_replicas import AVERAGING
     from lightning_pipe.recsys.tasks.training import recsys_tasks
 
-    return recsys_plan(plan, recsys_tasks(balanced=not named.isdisjoint(BALANCING), replicated=AVERAGING in named))
+    spec = PLANS[plan] if isinstance(plan, str) else plan
+    named = spec.schedule.keys()
+    return plan_of_spec(spec, recsys_tasks(balanced=not named.isdisjoint(BALANCING), replicated=AVERAGING in named))
 
 
 # ---------------------------------------------------------------------- costs

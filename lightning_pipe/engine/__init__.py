@@ -3,7 +3,9 @@
 from lightning_pipe.engine.observe.trace import TaskSpan
 from lightning_pipe.engine.plans.dependencies import Dependency, required_dependencies
 from lightning_pipe.engine.plans.errors import InputError, PipelineError, PlanError, SetupError, TaskError
-from lightning_pipe.engine.plans.plan import PipelinePlan, TaskSchedule
+from lightning_pipe.engine.plans.plan import PipelinePlan
+from lightning_pipe.engine.plans.schedule import TaskSchedule
+from lightning_pipe.engine.plans.spec import PlanSpec
 from lightning_pipe.engine.plans.task import DeclaredIO, IterContext, PipelineTask, State
 from lightning_pipe.engine.profiling.profile import ProfileResult, TaskProfile
 from lightning_pipe.engine.profiling.profiler import TaskProfiler
@@ -19,6 +21,7 @@ __all__ = [
     "PipelinePlan",
     "PipelineTask",
     "PlanError",
+    "PlanSpec",
     "ProfileResult",
     "SWPipeline",
     "SetupError",

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from lightning_pipe.engine.observe.trace import TaskSpan
 from lightning_pipe.engine.plans.dependencies import Dependency
-from lightning_pipe.engine.plans.plan import MAIN
+from lightning_pipe.engine.plans.schedule import MAIN
 
 TASK, DEVICE, EVALUATION = "task", "device", "evaluation"
 FORWARD, BACKWARD = "forward", "backward"

@@ -18,7 +18,8 @@ from lightning_pipe.engine.planning.costs import Machine, TaskCost, checked_cost
 from lightning_pipe.engine.planning.plan_limits import PlanLimits
 from lightning_pipe.engine.planning.simulation import simulate
 from lightning_pipe.engine.plans.dependencies import Dependency, required_dependencies
-from lightning_pipe.engine.plans.plan import MAIN, PipelinePlan, TaskSchedule
+from lightning_pipe.engine.plans.plan import PipelinePlan
+from lightning_pipe.engine.plans.schedule import MAIN, TaskSchedule
 from lightning_pipe.engine.plans.task import PipelineTask
 
 MAIN_THREAD = 0

@@ -21,7 +21,8 @@ from typing import Literal, NamedTuple
 
 from lightning_pipe.engine.planning.costs import Machine, Resource, TaskCost, awaited, loads
 from lightning_pipe.engine.planning.processes import Clock, Process, SharedResource, Signal, Work
-from lightning_pipe.engine.plans.plan import MAIN, PipelinePlan
+from lightning_pipe.engine.plans.plan import PipelinePlan
+from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.engine.runtime.executor import Operation
 
 # Two states are the same if what is left of all work is, to this part of an iteration's whole work.

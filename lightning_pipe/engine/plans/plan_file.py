@@ -10,10 +10,9 @@ import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from lightning_pipe.engine.plans.errors import PlanError
-from lightning_pipe.engine.plans.plan_yaml import read_content
+from lightning_pipe.engine.plans.spec import PlanSpec
 
 __all__ = ["named", "plan_file", "read_text"]
 
@@ -21,8 +20,8 @@ _MOST_BYTES = 2**22  # a profile of ten thousand tasks; readers of YAML allow le
 
 
 @contextmanager
-def plan_file(plan: object, names: Iterable[str], example: str) -> Iterator[dict[str, Any]]:
-    """Give what a plan's file says. A PlanError that is raised inside names the file.
+def plan_file(plan: object, names: Iterable[str], example: str) -> Iterator[PlanSpec]:
+    """Read a plan's file. A PlanError that is raised inside names the file.
 
     Args:
         plan: what the user gave, which is none of *names*; a path, if it is right.
@@ -41,7 +40,7 @@ def plan_file(plan: object, names: Iterable[str], example: str) -> Iterator[dict
         )
     text = read_text(plan, f"the plan {plan}", f"name a file written as by {write_one}")
     with named(plan):
-        yield read_content(text)
+        yield PlanSpec.from_yaml(text)
 
 
 @contextmanager

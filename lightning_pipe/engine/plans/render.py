@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import io
 import shutil
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
 
+from lightning_pipe.engine.plans.dependencies import Dependency
 from lightning_pipe.engine.plans.fitted_table import FittedTable
-from lightning_pipe.engine.plans.view import PlanView
+from lightning_pipe.engine.plans.spec import PlanSpec
 
 # Where the output is no terminal, and COLUMNS does not say.
 _COLUMNS = 120
 
 
-def plan_table(plan: PlanView) -> str:
+def plan_table(plan: PlanSpec, dependencies: Sequence[Dependency], stale: Sequence[Dependency]) -> str:
     """One row a task, in the order in which a period submits them, as wide as the terminal allows."""
     notes = []
     table = _table()
@@ -23,22 +25,20 @@ def plan_table(plan: PlanView) -> str:
         table.add_column(column, justify="right" if column == "stage" else "left", no_wrap=column != "waits for")
     for name in plan.order:
         where = plan.schedule[name]
-        waits = [
-            d.upstream + (f"[i-{d.distance}]" if d.distance else "") for d in plan.dependencies if d.downstream == name
-        ]
+        waits = [d.upstream + (f"[i-{d.distance}]" if d.distance else "") for d in dependencies if d.downstream == name]
         group = where.thread_group + ("*" if where.globally_ordered else "")
         table.add_row(name, str(where.stage), where.stream or "current", group, ", ".join(dict.fromkeys(waits)))
     if any(where.globally_ordered for where in plan.schedule.values()):
         notes.append("* globally ordered: its collectives are submitted in the order of this table, on every rank.")
-    if any(d.distance for d in plan.dependencies):
+    if any(d.distance for d in dependencies):
         notes.append("[i-n]: of the n-th iteration before its own.")
-    if plan.stale:
-        notes.append("Given up (stale): " + "; ".join(map(str, plan.stale)) + ".")
+    if stale:
+        notes.append("Given up (stale): " + "; ".join(map(str, stale)) + ".")
     title = f"plan {plan.name}: {plan.pipeline_depth} batches in flight at most"
     return _text(shutil.get_terminal_size((_COLUMNS, 24)).columns, title, table, *notes)
 
 
-def plan_timeline(plan: PlanView, iterations: int) -> str:
+def plan_timeline(plan: PlanSpec, iterations: int) -> str:
     """Which iteration each task runs for in each period, for a run of *iterations* batches; never wrapped.
 
     Time runs down inside a period (submission order) and to the right over periods; iteration 0 is trained in period 0.

@@ -24,7 +24,8 @@ from lightning_pipe.engine.observe.meter import Meter
 from lightning_pipe.engine.observe.ranges import task_range
 from lightning_pipe.engine.observe.trace import Begun, Trace
 from lightning_pipe.engine.plans.errors import TaskError
-from lightning_pipe.engine.plans.plan import MAIN, PipelinePlan
+from lightning_pipe.engine.plans.plan import PipelinePlan
+from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.engine.plans.task import IterContext
 from lightning_pipe.engine.runtime.devices import DeviceStreams
 from lightning_pipe.engine.runtime.sequencer import SubmissionSequencer

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from lightning_pipe.engine.observe.device_clock import DeviceClock
 from lightning_pipe.engine.observe.trace import TaskSpan, Trace
 from lightning_pipe.engine.plans.errors import PlanError
-from lightning_pipe.engine.plans.plan import MAIN, PipelinePlan
+from lightning_pipe.engine.plans.plan import PipelinePlan
+from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.engine.plans.task import IterContext, PipelineTask
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.runtime.periods import Periods, ends_on_interrupt

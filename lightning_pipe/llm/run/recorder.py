@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pipe.engine.observe.timeline import Bar, in_iterations
-from lightning_pipe.engine.plans.plan import MAIN
+from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.llm.run.runner import PipelineRunner
 from lightning_pipe.llm.schedules.timed_stage import StageEvent
 

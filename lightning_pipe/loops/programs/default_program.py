@@ -9,9 +9,8 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, PlanError, State, SWPipeline, TaskSchedule
-from lightning_pipe.engine.plans.plan import MAIN
 from lightning_pipe.engine.plans.plan_file import plan_file
-from lightning_pipe.engine.plans.plan_yaml import plan_content
+from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.loops.programs.program import EvaluationProgram, TrainingProgram
 
 # The names of the tasks.
@@ -64,9 +63,9 @@ def default_plan(transfer: Callable[[Any], Any], plan: str | Path | PipelinePlan
     if isinstance(plan, str) and plan in PLANS:
         return PipelinePlan([(tasks[0], PLANS[plan]), (tasks[1], TaskSchedule())], name=plan)
     if isinstance(plan, PipelinePlan):
-        return _checked(PipelinePlan.from_content(plan_content(plan), tasks))
-    with plan_file(plan, PLANS, "pipeline") as content:
-        return _checked(PipelinePlan.from_content(content, tasks))
+        return _checked(PipelinePlan.from_spec(plan.spec, tasks))
+    with plan_file(plan, PLANS, "pipeline") as spec:
+        return _checked(PipelinePlan.from_spec(spec, tasks))
 
 
 def _checked(plan: PipelinePlan) -> PipelinePlan:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from lightning_pipe.engine import PipelineError, PipelinePlan, TaskError
-from lightning_pipe.engine.plans.plan import MAIN
+from lightning_pipe.engine.plans.schedule import MAIN
 
 __all__ = ["note_lost_rank", "user_error"]
 

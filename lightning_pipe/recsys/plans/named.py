@@ -12,59 +12,49 @@ semi_sync          3       2             1               1            of the bat
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from lightning_pipe.engine import PipelinePlan, PipelineTask, PlanError, State, TaskSchedule
-from lightning_pipe.engine.plans.plan import MAIN
+from lightning_pipe.engine import PipelinePlan, PipelineTask, PlanError, PlanSpec, State, TaskSchedule
 from lightning_pipe.engine.plans.plan_file import plan_file
-from lightning_pipe.engine.plans.plan_yaml import plan_content
+from lightning_pipe.engine.plans.schedule import MAIN
+from lightning_pipe.engine.plans.spec import Edge
 from lightning_pipe.engine.ranks.exchanges import gains_from_messages
-from lightning_pipe.recsys.plans.with_balancer import (
-    BALANCING,
-    balancing_schedule,
-    content_with_balancing,
-    names_once,
-    with_balancing,
-)
-from lightning_pipe.recsys.plans.with_replicas import (
-    AVERAGING,
-    content_with_replicas,
-    stale_with_replicas,
-    with_replicas,
-)
+from lightning_pipe.recsys.plans.with_balancer import BALANCING, with_balancing
+from lightning_pipe.recsys.plans.with_replicas import AVERAGING, with_replicas
 
+_LOOKUP = ("H2DAndShuffle", "EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch", "EmbForward")
 _STEP = ("DenseForward", "LossPostprocess", "DenseBackward", "EmbBackward", "FinalizeGrads", "OptimStep")
 
 
-class NamedPlan(NamedTuple):
-    """A plan for the recsys tasks.
-
-    Attributes:
-        says: what it does, in a line.
-        schedule: of tasks that run ahead, or on a stream or in a thread of their own.
-        order: of a period; empty for the serial one.
-        stale: dependencies that it gives up.
-    """
-
-    says: str
-    schedule: dict[str, TaskSchedule]
-    order: tuple[str, ...] = ()
-    stale: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether it looks up batches before it is their turn."""
-        return self.schedule.get("EmbForward", TaskSchedule()).stage > 0
+def _plan(name: str, ahead: dict[str, TaskSchedule], order: tuple[str, ...], stale: tuple[Edge, ...] = ()) -> PlanSpec:
+    """A plan in which tasks that are not in *ahead* run when their batch is trained."""
+    schedule = {task: ahead.get(task, TaskSchedule()) for task in (*_LOOKUP, *_STEP)}
+    return PlanSpec(name, schedule, order, stale=stale)
 
 
-PLANS: dict[str, NamedPlan] = {
-    "serial": NamedPlan("one batch at a time, every task on the main thread", {}),
+# NVIDIA's JaggedMegatronPrefetchTrainPipelineSparseDist, step by step: TorchRec's prefetch pipeline with the prefetch
+# in a thread of its own, beside the backward pass.
+_PREFETCH = _plan(
+    "prefetch",
+    {
+        "H2DAndShuffle": TaskSchedule(2, "memcpy"),
+        "EmbInputDistStart": TaskSchedule(2, "data_dist"),
+        "EmbInputDistWait": TaskSchedule(1, "data_dist"),
+        "EmbPrefetch": TaskSchedule(1, "prefetch", thread_group="prefetch"),
+    },
+    (
+        *("H2DAndShuffle", "EmbInputDistWait", "EmbForward", "DenseForward", "EmbPrefetch"),
+        *(*_STEP[1:], "EmbInputDistStart"),
+    ),
+)
+_NAMED = (
+    _plan("serial", {}, ()),
     # TorchRec's TrainPipelineSparseDist, step by step.
-    "base": NamedPlan(
-        "the copy two batches ahead and the input dist one batch ahead",
+    _plan(
+        "base",
         {
             "H2DAndShuffle": TaskSchedule(2, "memcpy"),
             "EmbInputDistStart": TaskSchedule(1, "data_dist"),
@@ -77,41 +67,13 @@ PLANS: dict[str, NamedPlan] = {
             *("EmbInputDistWait", "DenseBackward", "EmbBackward", "FinalizeGrads", "OptimStep"),
         ),
     ),
-    # NVIDIA's JaggedMegatronPrefetchTrainPipelineSparseDist, step by step: TorchRec's prefetch pipeline with the
-    # prefetch in a thread of its own, beside the backward pass.
-    "prefetch": NamedPlan(
-        "the copy and the input dist two batches ahead, the prefetch one batch ahead in a thread of its own",
-        {
-            "H2DAndShuffle": TaskSchedule(2, "memcpy"),
-            "EmbInputDistStart": TaskSchedule(2, "data_dist"),
-            "EmbInputDistWait": TaskSchedule(1, "data_dist"),
-            "EmbPrefetch": TaskSchedule(1, "prefetch", thread_group="prefetch"),
-        },
-        (
-            "H2DAndShuffle",
-            "EmbInputDistWait",
-            "EmbForward",
-            "DenseForward",
-            "EmbPrefetch",
-            *_STEP[1:],
-            "EmbInputDistStart",
-        ),
-    ),
-    # The same with the prefetch in front of the lookup: a whole step to hide behind, for rows that come from a disk.
-    "early_prefetch": NamedPlan(
-        "as prefetch, which begins in front of the lookup and not behind the forward pass",
-        {
-            "H2DAndShuffle": TaskSchedule(2, "memcpy"),
-            "EmbInputDistStart": TaskSchedule(2, "data_dist"),
-            "EmbInputDistWait": TaskSchedule(1, "data_dist"),
-            "EmbPrefetch": TaskSchedule(1, "prefetch", thread_group="prefetch"),
-        },
-        ("H2DAndShuffle", "EmbInputDistWait", "EmbPrefetch", "EmbForward", *_STEP, "EmbInputDistStart"),
-    ),
+    _PREFETCH,
+    # The prefetch comes before the lookup: a whole step to hide it, for rows that come from a disk.
+    replace(_PREFETCH.move("EmbPrefetch", after="EmbInputDistWait"), name="early_prefetch"),
     # TorchRec's TrainPipelineFusedSparseDist: tables are written in the backward of their lookups, so the next batch is
     # looked up beside what is left of this one: its dense gradients' reduction, its optimiser step, its logging.
-    "fused_sparse_dist": NamedPlan(
-        "the copy two batches ahead, the input dist one, and the lookup too, as soon as the tables are written",
+    _plan(
+        "fused_sparse_dist",
         {
             "H2DAndShuffle": TaskSchedule(2, "memcpy"),
             "EmbInputDistStart": TaskSchedule(1, "data_dist"),
@@ -120,23 +82,14 @@ PLANS: dict[str, NamedPlan] = {
             "EmbForward": TaskSchedule(1, "emb_lookup"),
         },
         (
-            "EmbInputDistStart",
-            "H2DAndShuffle",
-            "DenseForward",
-            "LossPostprocess",
-            "EmbInputDistWait",
-            "DenseBackward",
-            "EmbBackward",
-            "EmbPrefetch",
-            "EmbForward",
-            "FinalizeGrads",
-            "OptimStep",
+            *("EmbInputDistStart", "H2DAndShuffle", "DenseForward", "LossPostprocess", "EmbInputDistWait"),
+            *("DenseBackward", "EmbBackward", "EmbPrefetch", "EmbForward", "FinalizeGrads", "OptimStep"),
         ),
     ),
     # TorchRec's TrainPipelineSemiSync, from its first batch on and without stash_gradients. The lookup stays on the
     # current stream: on another one, what of the tables it reads would depend on which stream is faster.
-    "semi_sync": NamedPlan(
-        "the copy three batches ahead, the input dist two, and the lookup one, before the batch before is trained",
+    _plan(
+        "semi_sync",
         {
             "H2DAndShuffle": TaskSchedule(3, "memcpy"),
             "EmbInputDistStart": TaskSchedule(2, "data_dist"),
@@ -145,21 +98,13 @@ PLANS: dict[str, NamedPlan] = {
             "EmbForward": TaskSchedule(1),
         },
         (
-            "EmbInputDistStart",
-            "H2DAndShuffle",
-            "DenseForward",
-            "LossPostprocess",
-            "EmbPrefetch",
-            "EmbForward",
-            "EmbInputDistWait",
-            "DenseBackward",
-            "EmbBackward",
-            "FinalizeGrads",
-            "OptimStep",
+            *("EmbInputDistStart", "H2DAndShuffle", "DenseForward", "LossPostprocess", "EmbPrefetch", "EmbForward"),
+            *("EmbInputDistWait", "DenseBackward", "EmbBackward", "FinalizeGrads", "OptimStep"),
         ),
         (("EmbBackward", "EmbForward"),),
     ),
-}
+)
+PLANS = {plan.name: plan for plan in _NAMED}
 
 
 # What may have a thread of its own: it waits, and submits nothing. The others submit to process groups, which two
@@ -179,11 +124,33 @@ def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) 
     Raises:
         PlanError: neither a known name nor a file, or a plan that these tasks cannot run under.
     """
-    if isinstance(plan, str) and plan in PLANS and PLANS[plan].looks_ahead:
-        _check_lookups(plan, tasks)
-    found = _find(plan, tasks)
-    if looks_ahead(found):
-        _check_lookups(found.name, tasks)
+    if isinstance(plan, PipelinePlan):
+        return plan_of_spec(plan.spec, tasks)
+    if isinstance(plan, str) and plan in PLANS:
+        return plan_of_spec(PLANS[plan], tasks)
+    with plan_file(plan, PLANS, "prefetch") as spec:
+        return plan_of_spec(spec, tasks)
+
+
+def plan_of_spec(spec: PlanSpec, tasks: Sequence[PipelineTask]) -> PipelinePlan:
+    """Build the plan of *spec*, with the tasks of a balancer and the average of replicas only where *tasks* has them.
+
+    Args:
+        spec: a plan of the recsys tasks.
+        tasks: the recsys tasks, in serial order.
+
+    Raises:
+        PlanError: a plan that these tasks cannot run under.
+    """
+    names = [task.name for task in tasks]
+    spec = with_replicas(spec) if AVERAGING in names else spec.without([AVERAGING])
+    # Where gradients are scaled late (recsys_tasks(scaled_late=True)), the tables' backward is the later of the two.
+    if [name for name in names if name in ("EmbBackward", "OptimStep")] == ["OptimStep", "EmbBackward"]:
+        spec = _with_late_backward(spec)
+    spec = with_balancing(spec) if not set(BALANCING).isdisjoint(names) else spec.without(BALANCING)
+    if looks_ahead(spec):
+        _check_lookups(spec.name, tasks)
+    found = PipelinePlan.from_spec(spec, tasks)
     for task, where in found.schedule.items():
         if where.thread_group != MAIN and task not in ON_WORKERS:
             raise PlanError(
@@ -222,13 +189,13 @@ def needs_input_group(plan: PipelinePlan) -> bool:
     return plan.max_stage > 0 or (world is not None and gains_from_messages(world))
 
 
-def looks_ahead(plan: PipelinePlan) -> bool:
+def looks_ahead(plan: PipelinePlan | PlanSpec) -> bool:
     """Whether *plan* looks up batches before it is their turn: what is read there may change until then."""
-    return plan.schedule["EmbForward"].stage > 0
+    return plan.schedule.get("EmbForward", TaskSchedule()).stage > 0
 
 
 # What an evaluation runs of them.
-_EVALUATION = ("H2DAndShuffle", "EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch", "EmbForward", "DenseForward")
+_EVALUATION = (*_LOOKUP, "DenseForward")
 
 
 def evaluation_plan(training: PipelinePlan, tasks: Sequence[PipelineTask]) -> PipelinePlan:
@@ -240,76 +207,22 @@ def evaluation_plan(training: PipelinePlan, tasks: Sequence[PipelineTask]) -> Pi
         training: the plan of training, which says how far ahead each task runs, and where.
         tasks: the recsys tasks, in serial order.
     """
-    kept = [(task, training.schedule[task.name]) for task in tasks if task.name in _EVALUATION]
-    order = [task for task in training.order if task in _EVALUATION and task != "DenseForward"]
-    edges = [
-        (one.upstream, one.downstream, one.distance)
-        for one in (*training.deps, *training.cross_iter_deps)
-        if one.upstream in _EVALUATION and one.downstream in _EVALUATION and one.upstream != "DenseForward"
-    ]
-    return PipelinePlan(
-        kept,
-        deps=[edge[:2] for edge in edges if not edge[2]],
-        cross_iter_deps=[edge for edge in edges if edge[2]],
-        name=f"{training.name}_evaluation",
-        order=[*order, "DenseForward"],
+    spec = training.spec.only(_EVALUATION).move("DenseForward")
+    deps, cross_iter_deps = (
+        tuple(edge for edge in edges if edge[0] != "DenseForward") for edges in (spec.deps, spec.cross_iter_deps)
     )
+    name = f"{training.name}_evaluation"
+    spec = PlanSpec(name, spec.schedule, spec.order, deps, cross_iter_deps)
+    return PipelinePlan.from_spec(spec, [task for task in tasks if task.name in _EVALUATION])
 
 
-def _find(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) -> PipelinePlan:
-    if isinstance(plan, PipelinePlan):
-        return _built(plan_content(plan), tasks)
-    if isinstance(plan, str) and plan in PLANS:
-        named = PLANS[plan]
-        # Where EmbBackward is the last task (recsys_tasks(scaled_late=True)), it follows OptimStep in the period too.
-        order, schedule, stale = named.order, named.schedule, named.stale
-        if _replicated(tasks):
-            order = (*with_replicas(order),) if order else ()
-            stale = (*stale_with_replicas(stale), *stale)
-        if _scaled_late(tasks):
-            order = _late_backward(order)
-        if order and _balanced(tasks):
-            copy, input_dist = schedule["H2DAndShuffle"], schedule["EmbInputDistStart"]
-            schedule = {**schedule, **balancing_schedule(copy.stage, input_dist.stream)}
-            order = (*with_balancing(order, copy.stage != input_dist.stage),)
-        places = [(task, schedule.get(task.name, TaskSchedule())) for task in tasks]
-        return PipelinePlan(places, stale=stale, name=plan, order=order)
-    with plan_file(plan, PLANS, "prefetch") as content:
-        return _built(content, tasks)
-
-
-def _balanced(tasks: Sequence[PipelineTask]) -> bool:
-    return any(task.name in BALANCING for task in tasks)
-
-
-def _replicated(tasks: Sequence[PipelineTask]) -> bool:
-    return any(task.name == AVERAGING for task in tasks)
-
-
-def _scaled_late(tasks: Sequence[PipelineTask]) -> bool:
-    """Whether the tables' backward comes after the optimiser step."""
-    names = [task.name for task in tasks if task.name in ("EmbBackward", "OptimStep")]
-    return names == ["OptimStep", "EmbBackward"]
-
-
-def _built(content: dict[str, Any], tasks: Sequence[PipelineTask]) -> PipelinePlan:
-    """The plan that *content* describes, for just these tasks. Anything wrong with it is for the engine to refuse."""
-    content["tasks"] = dict(content["tasks"])
-    content_with_balancing(content, _balanced(tasks))
-    content_with_replicas(content, _replicated(tasks))
-    order = content.get("order")
-    if _scaled_late(tasks) and names_once(order, "EmbBackward", "OptimStep"):
-        content["order"] = _late_backward(order)
-    return PipelinePlan.from_content(content, tasks)
-
-
-def _late_backward(order: Sequence[str]) -> tuple[str, ...]:
-    """*order* with ``EmbBackward`` after ``OptimStep``, and with it the average and lookups that came between the
-    two."""
-    if not order or order.index("EmbBackward") > order.index("OptimStep"):
-        return tuple(order)
-    backward, step = order.index("EmbBackward"), order.index("OptimStep")
-    moved = [task for task in order[backward:step] if task in ("EmbBackward", AVERAGING, "EmbForward")]
-    rest = [task for task in order if task not in moved]
-    position = rest.index("OptimStep") + 1
-    return (*rest[:position], *moved, *rest[position:])
+def _with_late_backward(plan: PlanSpec) -> PlanSpec:
+    """Move ``EmbBackward`` after ``OptimStep``, and the average and lookups that came between the two with it."""
+    if not plan.order or plan.position("EmbBackward") > plan.position("OptimStep"):
+        return plan
+    after = "OptimStep"
+    for task in plan.order[plan.position("EmbBackward") : plan.position("OptimStep")]:
+        if task in ("EmbBackward", AVERAGING, "EmbForward"):
+            plan = plan.move(task, after=after)
+            after = task
+    return plan

@@ -14,7 +14,7 @@ from lightning_pipe.engine.planning.plan_limits import PlanLimits
 from lightning_pipe.engine.planning.planner import find_plans
 from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.task import PipelineTask
-from lightning_pipe.recsys.plans.named import ON_WORKERS, PLANS, read_beyond_tables, recsys_plan
+from lightning_pipe.recsys.plans.named import ON_WORKERS, PLANS, looks_ahead, read_beyond_tables, recsys_plan
 from lightning_pipe.recsys.plans.with_replicas import AVERAGING
 
 __all__ = ["hand_written_plans", "propose_plans", "recsys_costs", "recsys_limits", "recsys_machine"]
@@ -53,7 +53,7 @@ def hand_written_plans(tasks: Sequence[PipelineTask], *, on_disk: bool = False) 
     names = [
         name
         for name, plan in PLANS.items()
-        if not plan.stale and (only_tables or not plan.looks_ahead) and (on_disk or name != "early_prefetch")
+        if not plan.stale and (only_tables or not looks_ahead(plan)) and (on_disk or name != "early_prefetch")
     ]
     return [recsys_plan(name, tasks) for name in names]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pipe.engine import InputError
-from lightning_pipe.engine.plans.plan import MAIN
+from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.recsys.kernels.fused import fused_kernels
 from tests.distributed import run_ranks
 from tests.rounding import Reference
