@@ -47,7 +47,7 @@ trainer:
   num_nodes: 2
   strategy:
     class_path: lightning_pipe.strategies.LLMPipelineStrategy
-    init_args: {schedule: gpipe, num_microbatches: 8, data_parallel_replicate_size: 2}
+    init_args: {schedule: gpipe, num_microbatches: 8, parallel: {dp_replicate: 2}}
   logger: {class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir: logs}}
   callbacks:
     - class_path: language.Loud
