@@ -103,6 +103,8 @@ def lint(folder: Path, imports: dict[str, tuple[str, ...]]) -> subprocess.Comple
         (module / "__init__.py").touch()
         lines = [f"import {target}" for target in imports.get(sub_package, ())]
         (module / "part.py").write_text("\n".join(lines) + "\n")
+    for strategy in ("in_process", "pipeline"):  # modules that contracts name
+        (package / "strategies" / f"{strategy}.py").touch()
     (folder / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     lint_imports = Path(sys.executable).with_name("lint-imports")
     return subprocess.run(
@@ -137,6 +139,13 @@ def test_the_linter_refuses_every_import_that_the_table_forbids(tmp_path: Path, 
     result = lint(tmp_path, {room: (target,)})
     assert result.returncode == 1, result.stdout + result.stderr
     assert f"lightning_pipe.{room}.part -> {module_name(target)}" in result.stdout
+
+
+@pytest.mark.parametrize("strategy", ["in_process", "language_model", "pipeline", "recommender"])
+def test_the_linter_refuses_a_callback_that_knows_a_strategy_by_class(tmp_path: Path, strategy: str) -> None:
+    result = lint(tmp_path, {"callbacks": (f"lightning_pipe.strategies.{strategy}",)})
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert f"lightning_pipe.callbacks.part -> lightning_pipe.strategies.{strategy}" in result.stdout
 
 
 # Imports every module of one room in a fresh interpreter, past the package's own __init__ (which registers the

@@ -19,7 +19,7 @@ from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.llm.schedules.bubble import BubbleReport, StepBubble, measure_step, summarise
 from lightning_pipe.llm.schedules.simulation import actions_of
-from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
+from lightning_pipe.strategies.running import RunningStages, running
 
 __all__ = ["BubbleMonitor", "bubble_table"]
 
@@ -61,11 +61,8 @@ class BubbleMonitor(pl.Callback):
         """What the last fit came to, once it has ended; None where no step was measured."""
         return self._report
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit":
-            _strategy(trainer)
-
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        _stages(trainer)
         self._steps.clear()
         self._seen, self._before, self._report = 0, None, None
         # Its own, on the CPU: others may be under way at the same time.
@@ -77,7 +74,7 @@ class BubbleMonitor(pl.Callback):
         self._seen += 1
         if self._seen <= self._warmup or (trainer.global_step + 1) % self._every:
             return
-        runner = _strategy(trainer).runner
+        runner = _stages(trainer).runner
         self._before = len(runner.events), runner.record_events
         runner.record_events = True
         dist.barrier(group=self._group)
@@ -87,18 +84,17 @@ class BubbleMonitor(pl.Callback):
     ) -> None:
         if self._before is None:
             return
-        strategy = _strategy(trainer)
-        runner, (count, wanted) = strategy.runner, self._before
+        stages = _stages(trainer)
+        runner, (count, wanted) = stages.runner, self._before
         self._before = None
         events = runner.events[count:]
         runner.record_events = wanted
         if not wanted:
             del runner.events[count:]
         found = gather(events, self._group)
-        pipeline = strategy.device_mesh.mesh.reshape(strategy.pipeline_size, -1)[:, 0].tolist()
-        actions = actions_of(
-            strategy.schedule_spec, strategy.pipeline_size, strategy.num_microbatches, strategy.stages_per_rank
-        )
+        size = stages.mesh.size(0)
+        pipeline = stages.mesh.mesh.reshape(size, -1)[:, 0].tolist()
+        actions = actions_of(stages.schedule, size, stages.num_microbatches, stages.stages_per_rank)
         step = measure_step([found[rank] for rank in pipeline], actions)
         self._steps.append(step)
         values = {"bubble": step.measured}
@@ -118,21 +114,21 @@ class BubbleMonitor(pl.Callback):
                 f" {self._every}th step after {self._warmup} batches"
             )
             return
-        strategy = _strategy(trainer)
-        self._report = summarise(strategy.schedule_spec, strategy.num_microbatches, self._steps)
+        stages = _stages(trainer)
+        self._report = summarise(stages.schedule, stages.num_microbatches, self._steps)
         if trainer.is_global_zero:
             # No markup: a schedule's name may be a path with square brackets.
             Console(markup=False, highlight=False, emoji=False).print(bubble_table(self._report))
 
 
-def _strategy(trainer: pl.Trainer) -> LLMPipelineStrategy:
-    strategy = trainer.strategy
-    if not isinstance(strategy, LLMPipelineStrategy):
+def _stages(trainer: pl.Trainer) -> RunningStages:
+    stages = running(trainer.strategy).stages
+    if stages is None:
         raise SetupError(
-            f"the strategy is a {type(strategy).__name__}; only a pipeline of stages has a bubble: needed is an"
+            f"the strategy is a {type(trainer.strategy).__name__}; only a pipeline of stages has a bubble: needed is an"
             " LLMPipelineStrategy, by class or as llm_1f1b_pipeline and the like"
         )
-    return strategy
+    return stages
 
 
 def bubble_table(report: BubbleReport) -> Group:

@@ -21,7 +21,7 @@ from lightning_pipe.engine.observe.meter import Meter
 from lightning_pipe.engine.ranks.exchanges import shares_host
 from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.loops import PipelineTrainingEpochLoop
-from lightning_pipe.strategies.in_process import InProcessPipelineStrategy
+from lightning_pipe.strategies.running import running
 
 __all__ = ["PipelineMonitor", "leave_step_out"]
 
@@ -200,7 +200,7 @@ class PipelineMonitor(pl.Callback):
             pipeline_of(trainer, self).plan,
             num_workers=_num_workers(trainer),
             cores=max(1, len(os.sched_getaffinity(0)) // max(1, trainer.num_devices)),
-            has_pipe=isinstance(trainer.strategy, InProcessPipelineStrategy),
+            has_pipe=running(trainer.strategy).has_pipe,
             one_host=self._one_host,
         )
         self._verdict = replace(verdict, text=f"epoch {trainer.current_epoch}: {verdict.text}")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -37,20 +37,12 @@ from lightning_pipe.engine.observe.trace import Trace
 from lightning_pipe.engine.plans.whole_file import whole_file
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.exchanges import shares_host
+from lightning_pipe.strategies.running import running
 
 __all__ = ["PipelineProfiler"]
 
 _PACKAGES = ("lightning-pipe", "torch", "lightning", "torchrec")
 _TRACED = 6  # batches before a profile, for the report's timeline
-
-
-@runtime_checkable
-class _Profiles(Protocol):
-    """A strategy whose tasks can be profiled."""
-
-    def profile(
-        self, batches: Sequence[Any], tasks: Sequence[str] | None = None, *, rounds: int, iterations: int
-    ) -> ProfileResult: ...
 
 
 class PipelineProfiler(pl.Callback):
@@ -145,7 +137,7 @@ class PipelineProfiler(pl.Callback):
     # ------------------------------------------------------------------ when
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not isinstance(trainer.strategy, _Profiles):
+        if running(trainer.strategy).profile is None:
             raise SetupError(
                 f"the strategy is a {type(trainer.strategy).__name__}, whose tasks cannot be profiled one by one;"
                 " needed is a recsys one, such as strategy='recsys_prefetch_pipeline'. For language models in stages"
@@ -223,11 +215,11 @@ class PipelineProfiler(pl.Callback):
     # ------------------------------------------------------------------ what
 
     def _profile(self, trainer: pl.Trainer, step: int) -> None:
-        pipeline, strategy = pipeline_of(trainer, self), trainer.strategy
-        assert isinstance(strategy, _Profiles)
+        pipeline, measure = pipeline_of(trainer, self), running(trainer.strategy).profile
+        assert measure is not None
         spans = self._spans(trainer)
         bars = self._bars_of_all(trainer, spans)
-        profile = strategy.profile(list(self._latest), self._tasks, rounds=self._rounds, iterations=self._iterations)
+        profile = measure(list(self._latest), self._tasks, rounds=self._rounds, iterations=self._iterations)
         self._profiles[step] = profile
         leave_step_out(trainer)
         if trainer.is_global_zero:

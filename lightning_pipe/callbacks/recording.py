@@ -1,4 +1,4 @@
-"""What one rank notes over some batches: its tasks, its stages' work on micro-batches, and its evaluations.
+"""Records one rank's tasks, its work on micro-batches and its evaluations over some batches.
 
 Tested in ``tests/callbacks/test_trace.py``.
 """
@@ -7,28 +7,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
-from lightning_pipe.engine import SWPipeline, TaskSpan
+from lightning_pipe.engine import SWPipeline
 from lightning_pipe.engine.observe.clocks import ClockOffset
-from lightning_pipe.engine.observe.timeline import BACKWARD, EVALUATION, FORWARD, RECOMPUTE, TASK, Bar, task_bars
+from lightning_pipe.engine.observe.timeline import EVALUATION, Bar, task_bars
 from lightning_pipe.engine.plans.plan import MAIN
-from lightning_pipe.pipe.plans import work_of
-from lightning_pipe.strategies.in_process import InProcessPipelineStrategy
-
-if TYPE_CHECKING:
-    from lightning_pipe.llm.run.runner import PipelineRunner
-    from lightning_pipe.llm.schedules.timed_stage import StageEvent
+from lightning_pipe.strategies.running import Running
 
 __all__ = ["Recording"]
 
 _ENDS = 5  # of batches: more are in no picture
-_KINDS = {"Forward": FORWARD, "Recompute": RECOMPUTE, "Backward": BACKWARD}
-_NOTHING = 5e-5  # seconds: shorter is no forward
 
 
 class Recording:
@@ -37,8 +26,8 @@ class Recording:
     Args:
         first: the batch it begins with.
         clock: how far this rank's clock is off now.
-        strategy: the trainer's; if it has a runner of stages, or a pipe, their work is recorded too.
-        keep: the number of tasks, and of works of stages, to keep.
+        work: the strategy's answers; its work on micro-batches is recorded too, if there is any.
+        keep: the number of tasks, and of records of micro-batches, to keep.
 
     Attributes:
         first: see above.
@@ -47,30 +36,21 @@ class Recording:
         ends: when the latest batches were done, and before them the recording's begin (seconds of this rank's clock).
     """
 
-    def __init__(self, first: int, clock: ClockOffset, strategy: Any, keep: int) -> None:
+    def __init__(self, first: int, clock: ClockOffset, work: Running, keep: int) -> None:
         self.first, self.clock = first, clock
         self.last: int | None = None
         self.ends: deque[float] = deque([time.perf_counter()], maxlen=_ENDS)
         self._keep = keep
-        self._strategy = strategy
-        self._runner: PipelineRunner | None = getattr(strategy, "runner", None)
-        self._events: deque[StageEvent] = deque(maxlen=keep)
+        self._micro_batches = None if work.record is None else work.record(keep)
         self._evaluations: deque[tuple[str, float, float]] = deque(maxlen=keep)
-        self._pipe = strategy.pipe if isinstance(strategy, InProcessPipelineStrategy) else None
-        if self._pipe is not None:
-            self._pipe.start_trace(keep)
         self._pipeline: SWPipeline | None = None
         self._offset = 0  # of the pipeline's iterations, behind which batches of the fit they are
         self._earlier: list[Bar] = []
-        if self._runner is not None:
-            # Somebody else may have asked for events already, and keeps them.
-            self._wanted, self._taken = self._runner.record_events, len(self._runner.events)
-            self._runner.record_events = True
 
     @property
     def of_stages(self) -> bool:
-        """Whether it has stages' work on micro-batches."""
-        return self._runner is not None or self._pipe is not None
+        """Whether it records work on micro-batches."""
+        return self._micro_batches is not None
 
     def start(self, pipeline: SWPipeline, batch: int) -> None:
         """Record the tasks of *pipeline* from now on, where *batch* of the fit is trained next."""
@@ -99,7 +79,8 @@ class Recording:
 
     def batch_done(self, batch: int) -> None:
         """Note that *batch* is trained."""
-        self._take_events()
+        if self._micro_batches is not None:
+            self._micro_batches.batch_done()
         self.last = batch
         self.ends.append(time.perf_counter())
 
@@ -111,12 +92,8 @@ class Recording:
         """Record no more; returns what was recorded, by this rank's clock."""
         self._take_bars(rank)
         bars, self._earlier = self._earlier, []
-        if self._runner is not None:
-            self._take_events()
-            self._runner.record_events = self._wanted
-            bars.extend(_stage_bars(self._events, bars, rank, _pipeline_index(self._strategy)))
-        if self._pipe is not None:
-            bars.extend(_partition_bars(self._pipe.stop_trace(), bars, rank))
+        if self._micro_batches is not None:
+            bars.extend(self._micro_batches.stop(bars, rank))
         bars.extend(Bar(rank, MAIN, name, EVALUATION, start, end) for name, start, end in self._evaluations)
         return bars
 
@@ -126,62 +103,3 @@ class Recording:
                 of_fit = None if bar.iteration is None else bar.iteration + self._offset
                 self._earlier.append(replace(bar, iteration=of_fit))
         self._pipeline = None
-
-    def _take_events(self) -> None:
-        if self._runner is None:
-            return
-        events = self._runner.events
-        self._events.extend(events[self._taken :])
-        if self._wanted:
-            self._taken = len(events)
-        else:
-            del events[self._taken :]
-
-
-def _stage_bars(events: Iterable[StageEvent], tasks: Sequence[Bar], rank: int, pipeline: int) -> list[Bar]:
-    """Bars of micro-batches in stages, for the iteration of the task that each lies in."""
-    bars = [
-        Bar(
-            rank,
-            MAIN,
-            one.kind,
-            one.kind,
-            one.start_ns / 1e9,
-            one.end_ns / 1e9,
-            None,
-            one.microbatch,
-            one.stage,
-            pipeline,
-        )
-        for one in events
-    ]
-    return _in_iterations(bars, tasks)
-
-
-def _partition_bars(spans: Iterable[TaskSpan], tasks: Sequence[Bar], rank: int) -> list[Bar]:
-    """Bars of micro-batches in a pipe's partitions, for the iteration of the task that each lies in."""
-    bars = []
-    for span in spans:
-        what, partition = work_of(span.task)
-        kind = _KINDS[what]
-        if kind == RECOMPUTE and span.end - span.start < _NOTHING:
-            continue  # of a micro-batch whose activations were kept
-        bars.append(Bar(rank, span.thread, kind, kind, span.start, span.end, None, span.iteration, partition))
-    return _in_iterations(sorted(bars, key=lambda bar: bar.start), tasks)
-
-
-def _in_iterations(bars: Iterable[Bar], tasks: Sequence[Bar]) -> list[Bar]:
-    """*bars*, by start, each for the iteration of the main thread's task that it began in."""
-    found = []
-    around = deque(sorted((bar for bar in tasks if bar.kind == TASK and bar.lane == MAIN), key=lambda bar: bar.start))
-    for bar in bars:
-        while around and around[0].end <= bar.start:
-            around.popleft()
-        found.append(replace(bar, iteration=around[0].iteration if around and around[0].start <= bar.start else None))
-    return found
-
-
-def _pipeline_index(strategy: Any) -> int:
-    """Which of the data-parallel pipelines this rank is in."""
-    ranks = strategy.device_mesh.mesh.reshape(strategy.pipeline_size, -1)
-    return int((ranks == dist.get_rank()).nonzero()[0, 1])

@@ -24,12 +24,12 @@ from lightning_pipe.callbacks.of_fit import (
 )
 from lightning_pipe.callbacks.recording import Recording
 from lightning_pipe.callbacks.timeline import draw_timeline, require_matplotlib
-from lightning_pipe.engine import PipelinePlan, SetupError
+from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.observe.clocks import measure_offset, to_first_rank
 from lightning_pipe.engine.observe.timeline import Bar, Timeline
 from lightning_pipe.engine.observe.trace_events import write_trace
 from lightning_pipe.loops import PipelineTrainingEpochLoop
-from lightning_pipe.strategies.in_process import InProcessPipelineStrategy
+from lightning_pipe.strategies.running import running
 
 __all__ = ["PipelineTrace"]
 
@@ -190,7 +190,7 @@ class PipelineTrace(pl.Callback):
         if self._recording is not None or not (self._trained == first or again):
             return
         clock = measure_offset(self._group)
-        self._recording = Recording(self._trained, clock, trainer.strategy, self._keep)
+        self._recording = Recording(self._trained, clock, running(trainer.strategy), self._keep)
         if self._trained:
             self._recording.start(pipeline_of(trainer, self), self._trained)
 
@@ -219,7 +219,7 @@ class PipelineTrace(pl.Callback):
         self._try(lambda: write_trace(timeline, self._named(self._path, recording), notes))
         if self._picture is not None:
             picture = self._named(self._picture, recording)
-            name = _named_plan(trainer.strategy, pipeline.plan)
+            name = running(trainer.strategy).title or f"plan {pipeline.plan.name}"
             self._try(lambda: _draw(timeline, picture, name, recording))
 
     def _named(self, path: Path, recording: Recording, suffix: str = "") -> Path:
@@ -233,14 +233,6 @@ class PipelineTrace(pl.Callback):
             if not self._warned:
                 self._warned = True
                 rank_zero_warn(f"PipelineTrace could not write ({error}); training goes on. Give it another path")
-
-
-def _named_plan(strategy: Any, plan: PipelinePlan) -> str:
-    """What ran, for the title of a picture."""
-    if isinstance(strategy, InProcessPipelineStrategy):
-        return f"pipe of {len(strategy.pipe.balance)} partitions"
-    schedule = getattr(strategy, "schedule_spec", None)
-    return f"plan {plan.name}" if schedule is None else f"schedule {schedule.name}"
 
 
 def _draw(timeline: Timeline, path: Path, name: str, recording: Recording) -> None:

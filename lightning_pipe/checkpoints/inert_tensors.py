@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_pipe.checkpoints.inert_values import Call, _Refused, described, whole_size
 
-__all__ = ["DTYPES", "STORAGE_KINDS", "TENSOR_CALLS", "TOKENS", "Storage"]
+__all__ = ["DTYPES", "STORAGE_KINDS", "TENSOR_CALLS", "TOKENS", "InertStorage"]
 
 # A tensor may have this many bytes more than its storage, as one that torch expanded has.
 _EXPANDED = 2**20
@@ -37,7 +37,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
-class Storage:
+class InertStorage:
     """Bytes of the file, and the type that a pickle gives them."""
 
     def __init__(self, dtype: torch.dtype, content: torch.UntypedStorage) -> None:
@@ -48,7 +48,7 @@ def _tensor(
     storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, metadata: Any = None
 ) -> Tensor:
     """As ``torch._utils._rebuild_tensor_v2``."""
-    if type(storage) is not Storage:
+    if type(storage) is not InertStorage:
         raise _Refused(f"a tensor is made of {described(storage)}, expected a storage")
     return _view(storage.content, storage.dtype, offset, size, stride, requires_grad, hooks, metadata)
 
@@ -57,7 +57,7 @@ def _tensor_of_dtype(
     storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, metadata: Any = None
 ) -> Tensor:
     """As ``torch._utils._rebuild_tensor_v3``."""
-    if type(storage) is not Storage or dtype not in DTYPES.values() or dtype is torch.bool:
+    if type(storage) is not InertStorage or dtype not in DTYPES.values() or dtype is torch.bool:
         raise _Refused(f"a tensor of {described(dtype)} is made of {described(storage)}, expected a storage")
     return _view(storage.content, dtype, offset, size, stride, requires_grad, hooks, metadata)
 

@@ -21,7 +21,7 @@ import torch
 
 from lightning_pipe.checkpoints.inert_calls import ARRAY_CALLS, PLAIN_CALLS
 from lightning_pipe.checkpoints.inert_pickle import load_inert
-from lightning_pipe.checkpoints.inert_tensors import DTYPES, STORAGE_KINDS, TENSOR_CALLS, TOKENS, Storage
+from lightning_pipe.checkpoints.inert_tensors import DTYPES, STORAGE_KINDS, TENSOR_CALLS, TOKENS, InertStorage
 from lightning_pipe.checkpoints.inert_values import Call, _Damaged, _Refused, described
 
 __all__ = ["known_name", "load_torch_file", "open_archive", "pickle_of"]
@@ -154,7 +154,7 @@ class _Storages:
         if written != sys.byteorder.encode():
             raise _Refused(f"its numbers have the byte order {written!r}, expected that of this machine")
 
-    def find(self, key: Any) -> Storage:
+    def find(self, key: Any) -> InertStorage:
         """The storage that a persistent id names: ("storage", its class, its entry, the device, number of elements)."""
         if type(key) is not tuple or len(key) != 5 or key[0] != "storage" or type(key[2]) is not str:
             raise _Refused(f"a storage is named by {described(key)}, expected ('storage', class, key, device, count)")
@@ -175,7 +175,7 @@ class _Storages:
             if bool((torch.empty(0, dtype=torch.uint8, device="cpu").set_(content) > 1).any()):
                 raise _Refused(f"the storage {described(name)} of truth values has bytes other than 0 and 1")
             self._truths.add(name)
-        return Storage(dtype, content)
+        return InertStorage(dtype, content)
 
     def _storage(self, info: zipfile.ZipInfo) -> torch.UntypedStorage:
         content = torch.empty(info.file_size, dtype=torch.uint8, device="cpu")

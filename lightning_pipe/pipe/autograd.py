@@ -37,7 +37,7 @@ def attach(outputs: Sequence[Tensor], upstream: Sequence[Tensor], backward: Back
         backward: called once, with a gradient, or None, for each output; returns one, or None, for each of *upstream*.
     """
     pending = _Pending(backward)
-    token = _Run.apply(pending, *upstream)
+    token = _RunPending.apply(pending, *upstream)
     return list(_Result.apply(pending, token, *outputs))
 
 
@@ -52,7 +52,7 @@ def attach_loss(
         gradients: called once, with the gradient of the loss; returns one, or None, for each.
     """
     pending = _Pending(lambda given: gradients(given[0] if given[0] is not None else torch.ones_like(loss)))
-    token = _Run.apply(pending, *upstream)
+    token = _RunPending.apply(pending, *upstream)
     attached: Tensor = _Result.apply(pending, token, loss)[0]
     return attached
 
@@ -75,7 +75,7 @@ class _Pending:
         return backward(given)
 
 
-class _Run(torch.autograd.Function):
+class _RunPending(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pending: _Pending, *upstream: Tensor) -> Tensor:
         ctx.pending = pending

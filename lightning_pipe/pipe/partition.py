@@ -19,8 +19,7 @@ from torch.utils import _pytree as pytree
 from lightning_pipe.engine import SetupError
 from lightning_pipe.pipe.position import Position, at
 from lightning_pipe.pipe.randomness import LayerGenerators, MiniBatchSeed
-from lightning_pipe.pipe.skip import SkipKey, Skips, using
-from lightning_pipe.pipe.skip_layout import SkipRoute
+from lightning_pipe.pipe.skip import SkipKey, SkipRoute, Skips, using
 
 __all__ = ["Modes", "NamedBuffer", "Partition"]
 

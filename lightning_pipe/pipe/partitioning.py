@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from lightning_pipe.engine import PlanError, SetupError
 from lightning_pipe.pipe.balance import even_shares
 from lightning_pipe.pipe.partition import Partition
-from lightning_pipe.pipe.skip_layout import SkipRoute, skip_routes
+from lightning_pipe.pipe.skip import SkipRoute, skip_routes
 
 __all__ = ["Checkpoint", "check_checkpoint", "check_sequential", "make_partitions"]
 

@@ -20,7 +20,7 @@ from lightning_pipe.pipe.partition import Partition
 from lightning_pipe.pipe.partitioning import Checkpoint, check_checkpoint, check_sequential, make_partitions
 from lightning_pipe.pipe.plans import gradient_field, value_field
 from lightning_pipe.pipe.schedule import Scheduler
-from lightning_pipe.pipe.skip_layout import SkipRoute
+from lightning_pipe.pipe.skip import SkipRoute
 
 __all__ = ["Pipe", "pipe_loss"]
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, TaskSchedule
-from lightning_pipe.pipe.skip_layout import SkipRoute
+from lightning_pipe.pipe.skip import SkipRoute
 
 __all__ = ["TaskFunction", "backward_plan", "forward_plan", "one_forward_one_backward_plan", "work_of"]
 

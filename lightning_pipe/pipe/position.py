@@ -29,12 +29,12 @@ class Position(NamedTuple):
     mini_batch: object = None
 
 
-class _Current(threading.local):
+class _CurrentPosition(threading.local):
     def __init__(self) -> None:
         self.position: Position | None = None
 
 
-_current = _Current()
+_current = _CurrentPosition()
 
 
 def position() -> Position | None:

@@ -27,7 +27,7 @@ from lightning_pipe.pipe.plans import (
     skip_gradient_field,
     value_field,
 )
-from lightning_pipe.pipe.skip_layout import SkipRoute
+from lightning_pipe.pipe.skip import SkipRoute
 
 __all__ = ["MicroBatch", "Scheduler"]
 
@@ -61,13 +61,13 @@ class MicroBatch:
     schedulers: tuple[Scheduler, ...] = ()
 
 
-class _Current(threading.local):
+class _CurrentSchedulers(threading.local):
     """Schedulers that run the calling thread, the outermost first."""
 
     schedulers: tuple[Scheduler, ...] = ()
 
 
-_current = _Current()
+_current = _CurrentSchedulers()
 
 
 class _Tasks:
@@ -133,8 +133,8 @@ class _Tasks:
                     back = self._copier.send(found[route.key], index, route.source)
                     setattr(ctx, skip_gradient_field(number), back)
 
-    def _at(self, micro: MicroBatch, index: int, what: str) -> _Place:
-        return _Place(self._partitions[index], micro, what)
+    def _at(self, micro: MicroBatch, index: int, what: str) -> _PartitionContext:
+        return _PartitionContext(self._partitions[index], micro, what)
 
 
 class Scheduler:
@@ -255,14 +255,14 @@ class Scheduler:
             self._pipelines.popitem()[1].close()
 
 
-class _Place(ExitStack):
+class _PartitionContext(ExitStack):
     """On a partition's device, in the caller's stream; an error says where it was."""
 
     def __init__(self, partition: Partition, micro: MicroBatch, what: str) -> None:
         super().__init__()
         self._partition, self._micro, self._what = partition, micro, what
 
-    def __enter__(self) -> _Place:
+    def __enter__(self) -> _PartitionContext:
         super().__enter__()
         self.callback(setattr, _current, "schedulers", _current.schedulers)
         _current.schedulers = self._micro.schedulers

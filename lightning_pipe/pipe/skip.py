@@ -22,7 +22,7 @@ from __future__ import annotations
 import inspect
 import threading
 import uuid
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
@@ -31,7 +31,18 @@ from torch import nn
 
 from lightning_pipe.engine import SetupError
 
-__all__ = ["Namespace", "SkipKey", "Skips", "isolate", "pop", "skip_keys", "skippable", "stash"]
+__all__ = [
+    "Namespace",
+    "SkipKey",
+    "SkipRoute",
+    "Skips",
+    "isolate",
+    "pop",
+    "skip_keys",
+    "skip_routes",
+    "skippable",
+    "stash",
+]
 
 T = TypeVar("T", bound=nn.Module)
 
@@ -105,7 +116,7 @@ class Skips:
         return self.values.pop(key)
 
 
-class _Current(threading.local):
+class _CurrentSkips(threading.local):
     """Of each thread: where layers leave what they stash."""
 
     def __init__(self) -> None:
@@ -113,7 +124,7 @@ class _Current(threading.local):
         self.skips = Skips(once=False)
 
 
-_current = _Current()
+_current = _CurrentSkips()
 
 
 @contextmanager
@@ -242,3 +253,57 @@ def _drive(layer: nn.Module, steps: Generator[Any, Any, Any], stashes: set[str],
             raise SetupError(
                 f"{name}.forward yields a {type(asked).__name__}; needed is stash(name, value) or pop(name)"
             )
+
+
+class SkipRoute(NamedTuple):
+    """A skip, and the partitions that it leads from and to."""
+
+    key: SkipKey
+    source: int
+    target: int
+
+
+def skip_routes(partitions: Sequence[Sequence[nn.Module]]) -> list[SkipRoute]:
+    """All skips that lead from one partition to another.
+
+    Args:
+        partitions: the layers of each.
+
+    Raises:
+        SetupError: a skip that is stashed or popped twice, never popped, never stashed, or popped before that.
+    """
+    left: dict[SkipKey, tuple[int, int]] = {}
+    taken: dict[SkipKey, tuple[int, int]] = {}
+    number = 0
+    for partition, layers in enumerate(partitions):
+        for layer in layers:
+            stashed, popped = skip_keys(layer)
+            # A layer takes before it leaves, or holds layers of its own, in their order.
+            for key in popped:
+                if key in taken:
+                    raise SetupError(
+                        f"the skip {key} is popped by layers {taken[key][1]} and {number}; a skip is popped once: stash"
+                        " it under a second name, or isolate() one of them in a Namespace"
+                    )
+                taken[key] = partition, number
+            for key in stashed:
+                if key in left:
+                    raise SetupError(
+                        f"the skip {key} is stashed by layers {left[key][1]} and {number}; give one another name, or"
+                        " isolate() it in a Namespace"
+                    )
+                left[key] = partition, number
+            number += 1
+    if lost := [key for key in left if key not in taken]:
+        layers_of = ", ".join(f"{key} (by layer {left[key][1]})" for key in lost)
+        raise SetupError(f"skips are stashed and never popped: {layers_of}; pop each in a later layer, or leave it out")
+    if missing := [key for key in taken if key not in left]:
+        layers_of = ", ".join(f"{key} (by layer {taken[key][1]})" for key in missing)
+        raise SetupError(f"skips are popped and never stashed: {layers_of}; stash each in an earlier layer")
+    if early := [key for key in taken if taken[key][1] < left[key][1]]:
+        key = early[0]
+        raise SetupError(
+            f"the skip {key} is popped by layer {taken[key][1]}, before layer {left[key][1]} stashes it; a skip leads"
+            " to a later layer"
+        )
+    return [SkipRoute(key, source, taken[key][0]) for key, (source, _) in left.items() if source != taken[key][0]]

@@ -26,9 +26,11 @@ from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.pipe import Pipe
 from lightning_pipe.pipe.batch_norm import undefer_batch_norm
 from lightning_pipe.pipe.partitioning import Checkpoint, check_checkpoint
+from lightning_pipe.pipe.recorder import PartitionRecorder
 from lightning_pipe.strategies.base import reading_plain_types
 from lightning_pipe.strategies.pipe_balance import Measure, measured_balance
 from lightning_pipe.strategies.refusals import loss_scaler
+from lightning_pipe.strategies.running import Running
 
 __all__ = ["InProcessPipelineStrategy"]
 
@@ -149,6 +151,14 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
         if self._pipe is None:
             raise SetupError("there is no pipe; Trainer.fit, validate, test or predict makes one when it sets up")
         return self._pipe
+
+    def running(self) -> Running:
+        """Answers of this strategy to callbacks, once the trainer has set it up."""
+        return Running(
+            title=f"pipe of {len(self.pipe.balance)} partitions",
+            record=lambda keep: PartitionRecorder(self.pipe, keep),
+            has_pipe=True,
+        )
 
     def start_trace(self) -> None:
         """Record when each partition is at which micro-batch, from now on."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.pipe import Namespace, Pipe, isolate, pop, skippable, stash
-from lightning_pipe.pipe.skip_layout import skip_routes
+from lightning_pipe.pipe.skip import skip_routes
 
 
 def stashes(name: str) -> nn.Module:

@@ -7,9 +7,9 @@ through a stage lies inside the run of the task that is a whole schedule. Second
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -66,6 +66,22 @@ def task_bars(spans: Iterable[TaskSpan], rank: int) -> list[Bar]:
             lane = f"stream {span.stream or 'current'}"
             bars.append(Bar(rank, lane, span.task, DEVICE, span.device_start, span.device_end, span.iteration))
     return bars
+
+
+def in_iterations(bars: Iterable[Bar], tasks: Iterable[Bar]) -> list[Bar]:
+    """Give each bar the iteration of the main thread's task during which it began; None where there is no such task.
+
+    Args:
+        bars: in order of their start.
+        tasks: of the same rank.
+    """
+    found = []
+    around = deque(sorted((bar for bar in tasks if bar.kind == TASK and bar.lane == MAIN), key=lambda bar: bar.start))
+    for bar in bars:
+        while around and around[0].end <= bar.start:
+            around.popleft()
+        found.append(replace(bar, iteration=around[0].iteration if around and around[0].start <= bar.start else None))
+    return found
 
 
 class Timeline:

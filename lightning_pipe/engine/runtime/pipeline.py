@@ -13,51 +13,28 @@ How one task runs is :mod:`.executor`'s business.
 
 from __future__ import annotations
 
-import functools
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from lightning_pipe.engine.observe.device_clock import DeviceClock
-from lightning_pipe.engine.observe.meter import Meter
 from lightning_pipe.engine.observe.trace import TaskSpan, Trace
 from lightning_pipe.engine.plans.errors import PlanError
 from lightning_pipe.engine.plans.plan import MAIN, PipelinePlan
 from lightning_pipe.engine.plans.task import IterContext, PipelineTask
 from lightning_pipe.engine.ranks.agreement import check_agreement
-from lightning_pipe.engine.runtime.executor import Entered, Executor, Operation, Slot
+from lightning_pipe.engine.runtime.periods import Periods, ends_on_interrupt
 from lightning_pipe.engine.runtime.shortcut import Key, Shortcut
 from lightning_pipe.engine.runtime.stand_ins import StandIns
 
 K = TypeVar("K")
 V = TypeVar("V")
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
-def _ends_on_interrupt(
-    method: Callable[Concatenate[SWPipeline, P], T],
-) -> Callable[Concatenate[SWPipeline, P], T]:
-    """A method during which an interrupt ends the pipeline: it can come between any two lines, in a hand-off, say."""
-
-    @functools.wraps(method)
-    def guarded(self: SWPipeline, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return method(self, *args, **kwargs)
-        except Exception:
-            raise
-        except BaseException as error:
-            self._executor.failed(error, "between tasks", self._trained, 0)
-            raise
-
-    return guarded
-
-
-class SWPipeline:
+class SWPipeline(Periods):
     """Runs a plan over the batches of an iterator. One :meth:`progress` call trains one batch.
 
     Args:
@@ -76,28 +53,8 @@ class SWPipeline:
         device: torch.device | str | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.plan = plan
-        self._group = group
-        self._device = torch.device("cpu" if device is None else device)
-        self._executor = Executor(plan, self._device)
-        self._serial_ops = self._executor.operations
-        by_name = {op.name: op for op in self._serial_ops}
+        super().__init__(plan, torch.device("cpu" if device is None else device), group)
         self._stand_ins = StandIns(plan.tasks, self._serial_ops)
-        self._plan_ops = [by_name[name] for name in plan.order]
-
-        self._in_flight: dict[int, Slot] = {}
-        self._fetched = 0  # iterations started, over the life of the pipeline
-        self._source: Iterator[Any] | None = None
-        self._exhausted = False
-        self._agreed = False
-        self._closed = False
-
-        self._open = False  # whether there is a period,
-        self._trained = 0  # the iteration it trains,
-        self._serial = False  # whether that one runs alone, in serial order,
-        self._ops = self._plan_ops  # what the period runs,
-        self._cursor = 0  # how far it has come,
-        self._begun: tuple[Operation, Entered] | None = None  # and what the caller runs itself
 
     # ------------------------------------------------------------------ whole periods
 
@@ -121,7 +78,7 @@ class SWPipeline:
         """Whether a task has raised, which ends the pipeline."""
         return self._executor.failure is not None
 
-    @_ends_on_interrupt
+    @ends_on_interrupt
     def fill_pipeline(self, data_iter: Iterator[Any]) -> None:
         """Start the iterations that run ahead, so that the next period can train the oldest; nothing if that is done.
 
@@ -140,7 +97,7 @@ class SWPipeline:
                 if slot := self._in_flight.get(period + op.stage):
                     self._executor.run(op, slot)
 
-    @_ends_on_interrupt
+    @ends_on_interrupt
     def progress(self, data_iter: Iterator[Any]) -> IterContext:
         """Train one batch: a whole period, filling the pipeline before if it is empty.
 
@@ -167,7 +124,7 @@ class SWPipeline:
             retired.append(self.progress(nothing))
         return retired
 
-    @_ends_on_interrupt
+    @ends_on_interrupt
     def abandon(self) -> int:
         """Give up what is in flight without training it, once the workers have done what was submitted to them.
 
@@ -188,7 +145,7 @@ class SWPipeline:
         if self._in_flight:
             self._executor.settle()
 
-    @_ends_on_interrupt
+    @ends_on_interrupt
     def run_one_serial_iter(self, batch: Any, idx: int | None = None) -> IterContext:
         """Run all tasks for *batch* one after the other, in serial order, in the calling thread.
 
@@ -212,7 +169,7 @@ class SWPipeline:
 
     # ------------------------------------------------------------------ periods in steps
 
-    @_ends_on_interrupt
+    @ends_on_interrupt
     def begin(self, data_iter: Iterator[Any]) -> IterContext:
         """Open the next period: fill the pipeline if it is empty, and start one new iteration.
 
@@ -234,7 +191,7 @@ class SWPipeline:
             raise StopIteration
         return self._begin_period(self._plan_ops, serial=False)
 
-    @_ends_on_interrupt
+    @ends_on_interrupt
     def begin_serial(self, data_iter: Iterator[Any]) -> IterContext:
         """Open a period that runs one new iteration alone: all tasks in serial order in the calling thread.
 
@@ -250,7 +207,7 @@ class SWPipeline:
             raise StopIteration
         return self._begin_period(self._serial_ops, serial=True)
 
-    @_ends_on_interrupt
+    @ends_on_interrupt
     def run_until(self, task: str) -> None:
         """Run the open period's tasks, in its order, up to and including *task*; nothing if that has run already.
 
@@ -263,7 +220,7 @@ class SWPipeline:
         while self._cursor <= target:
             self._advance()
 
-    @_ends_on_interrupt
+    @ends_on_interrupt
     def begin_task(self, task: str) -> IterContext:
         """Run what comes before *task* and wait for what it depends on; the caller then does its work itself.
 
@@ -294,7 +251,7 @@ class SWPipeline:
         assert slot.ctx is not None
         return slot.ctx
 
-    @_ends_on_interrupt
+    @ends_on_interrupt
     def end_task(self, task: str) -> None:
         """Close what :meth:`begin_task` opened.
 
@@ -308,7 +265,7 @@ class SWPipeline:
         self._cursor += 1
         self._executor.leave(op, self._in_flight[self._trained], entered)
 
-    @_ends_on_interrupt
+    @ends_on_interrupt
     def finish(self) -> IterContext:
         """Run what is left of the open period and retire the iteration it trained.
 
@@ -399,15 +356,6 @@ class SWPipeline:
         """What is being recorded, if anything."""
         return self._executor.trace
 
-    @property
-    def meter(self) -> Meter | None:
-        """What adds up the calling thread's time; set it between periods, None for nothing."""
-        return self._executor.meter
-
-    @meter.setter
-    def meter(self, meter: Meter | None) -> None:
-        self._executor.meter = meter
-
     def start_trace(self, keep: int | None = None) -> None:
         """Record a :class:`TaskSpan` for every task from now on; keep the latest *keep*, or all."""
         has_streams = self._executor.streams.available
@@ -430,86 +378,3 @@ class SWPipeline:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # ------------------------------------------------------------------ the parts of a period
-
-    def _restart(self) -> None:
-        self._trained = self._fetched
-        self._executor.restart(self._trained)
-
-    def _agree(self) -> None:
-        # Before the first fetch: a rank whose data is empty must answer the others too.
-        if not self._agreed:
-            check_agreement(self.plan.description(), "plan", self._group)
-            self._agreed = True
-
-    def _fetch(self, data_iter: Iterator[Any]) -> bool:
-        self._agree()
-        if data_iter is not self._source:
-            self._source, self._exhausted = data_iter, False
-        if self._exhausted:
-            return False
-        begun = time.perf_counter()
-        try:
-            batch = next(data_iter)
-        except StopIteration:
-            self._exhausted = True
-            return False
-        except BaseException as error:
-            failure = self._executor.failed(error, "data iterator", self._fetched, self.plan.max_stage)
-            raise failure from failure.__cause__
-        if self.meter is not None:
-            self.meter.fetched(begun)
-        self._start(batch)
-        return True
-
-    def _start(self, batch: Any) -> None:
-        self._in_flight[self._fetched] = self._executor.open(IterContext(batch, self._fetched))
-        self._fetched += 1
-
-    def _begin_period(self, operations: list[Operation], serial: bool) -> IterContext:
-        self._ops, self._serial, self._cursor, self._open = operations, serial, 0, True
-        ctx = self._in_flight[self._trained].ctx
-        assert ctx is not None
-        return ctx
-
-    def _advance(self) -> None:
-        op = self._ops[self._cursor]
-        self._cursor += 1
-        # While the pipeline drains, the later iterations are missing.
-        slot = self._in_flight.get(self._trained if self._serial else self._trained + op.stage)
-        if slot is not None:
-            self._executor.run(op, slot, self._serial)
-
-    def _position(self, task: str) -> int:
-        for position, op in enumerate(self._ops):
-            if op.name == task:
-                return position
-        raise PlanError(f"the plan has no task {task!r}; its tasks are {', '.join(self.plan.tasks)}")
-
-    def _check_usable(self) -> None:
-        """A new period can begin."""
-        self._check_alive()
-        if self._open:
-            raise PlanError(f"the period of iteration {self._trained} is open; call finish() or abandon() first")
-
-    def _check_running(self) -> None:
-        """The open period can go on."""
-        self._check_alive()
-        if not self._open:
-            raise PlanError("no period is open; call begin(data_iter) first")
-        if self._begun is not None:
-            name = self._begun[0].name
-            raise PlanError(f"task {name!r} of iteration {self._trained} is begun; call end_task({name!r}) first")
-
-    def _check_alive(self) -> None:
-        if self._closed:
-            raise PlanError(f"pipeline {self.plan.name!r} is closed; build a new one")
-        self._executor.raise_failure()
-
-    def _check_empty(self) -> None:
-        if self._in_flight:
-            raise PlanError(
-                f"pipeline {self.plan.name!r} has {len(self._in_flight)} batches in flight; a serial iteration needs"
-                " none: call drain() first"
-            )

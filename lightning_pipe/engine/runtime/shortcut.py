@@ -25,7 +25,7 @@ Key = Callable[[IterContext], Hashable]
 
 
 @dataclass(frozen=True)
-class _Run:
+class _TaskRun:
     """What one run of a task did."""
 
     produced: Captured
@@ -49,7 +49,7 @@ class Shortcut:
         self._key = key
         self._rehearse = rehearse
         self._owned = frozenset(name for io in task.io for name in io.fields)
-        self._runs: dict[Hashable, _Run] = {}
+        self._runs: dict[Hashable, _TaskRun] = {}
 
     def __call__(self, ctx: IterContext) -> None:
         key = None if self._key is None else self._key(ctx)
@@ -64,7 +64,7 @@ class Shortcut:
         else:
             self._runs[key] = self._capture(ctx)
 
-    def _capture(self, ctx: IterContext) -> _Run:
+    def _capture(self, ctx: IterContext) -> _TaskRun:
         before = dict(vars(ctx))
         self._task.fn(ctx)
         after = vars(ctx)
@@ -76,9 +76,9 @@ class Shortcut:
             and (name not in before or value is not before[name] or name in self._task.writes)
         }
         deleted = tuple(name for name in before if name not in after and name not in self._owned)
-        return _Run(capture(produced), deleted, [(io, capture(io.capture(ctx))) for io in self._task.io])
+        return _TaskRun(capture(produced), deleted, [(io, capture(io.capture(ctx))) for io in self._task.io])
 
-    def _replay(self, ctx: IterContext, run: _Run) -> None:
+    def _replay(self, ctx: IterContext, run: _TaskRun) -> None:
         upstream = self._upstream(ctx) if torch.is_grad_enabled() else None
         give = None if upstream is None else _Grafts(upstream)
         # Produced first, and deleted last: to restore may take what the task has put there, or would have taken.

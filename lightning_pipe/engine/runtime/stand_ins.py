@@ -71,7 +71,7 @@ class StandIns:
         functions = [op.fn for op in watched]
         try:
             for op in watched:
-                op.fn = _Watched(op.name, op.fn, read, found)
+                op.fn = _WatchedTask(op.name, op.fn, read, found)
             yield found
         finally:
             for op, fn in zip(watched, functions, strict=True):
@@ -83,7 +83,7 @@ class StandIns:
                 raise PlanError(f"the plan has no task {name!r}; its tasks are {', '.join(self._tasks)}")
 
 
-class _Watched:
+class _WatchedTask:
     """A task's function, and what is read of the context behind it."""
 
     def __init__(

@@ -29,7 +29,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.model.op_record import OpRecord, View
+from lightning_pipe.llm.model.op_record import OpRecord
+from lightning_pipe.llm.model.storage_view import View
 
 __all__ = ["DeferredInit", "deferred_init", "fake_copy", "is_deferred", "like_tensor", "tensors_are_fake"]
 

@@ -15,8 +15,6 @@ Tested in ``tests/llm/model/test_deferred.py``.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,10 +22,11 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.llm.model.random_track import RandomTrack
+from lightning_pipe.llm.model.storage_view import View, view_of
 
 # Operations that do not read what is in their destination, which is their first argument.
 _OVERWRITING = {
@@ -40,96 +39,6 @@ _SHAPE_ONLY = {
     *("aten::randn_like", "aten::zeros_like", "aten::new_empty", "aten::new_empty_strided", "aten::new_full"),
     *("aten::new_ones", "aten::new_zeros"),
 }
-# Seeds of the states that stand for positions in the record: far from seeds that people choose.
-_POSITION_SEEDS = itertools.count(0x51F15EED_00000001)
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """How a tensor lies in its storage: sizes, strides and offset in elements of `dtype`, as torch gives them."""
-
-    storage: int
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    conjugated: bool
-    negated: bool
-
-    def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return the tensor that lies so in `storage`."""
-        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
-        tensor.set_(storage, self.offset, self.size, self.stride)
-        tensor = tensor.conj() if self.conjugated else tensor
-        return torch._neg_view(tensor) if self.negated else tensor
-
-    def layout(self) -> tuple[object, ...]:
-        """Return what decides which element lies where; the stride of a dimension of one element does not."""
-        empty = 0 in self.size
-        strides = () if empty else tuple(s for n, s in zip(self.size, self.stride, strict=True) if n > 1)
-        return self.dtype, self.size, strides, self.offset, self.conjugated, self.negated
-
-
-def view_of(tensor: torch.Tensor, storage: int) -> View:
-    """Return how `tensor` lies in its storage, which has the number `storage`."""
-    size, stride, offset = tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
-    return View(storage, tensor.dtype, size, stride, offset, tensor.is_conj(), tensor.is_neg())
-
-
-class RandomTrack:
-    """The states that one CPU generator would have had, by number; 0 is the one at its first use in the record.
-
-    Nothing is drawn while the record is made, so the generator is set to a state of its own after each random
-    operation: one that occurs nowhere else and stands for the number. Seeding, and restoring a state that was read
-    earlier (as `torch.random.fork_rng` does), then show as another state than the last one seen.
-
-    Attributes:
-        generator: the one.
-        states: those of the numbered states that are known so far.
-    """
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self.generator = generator
-        first, self._last = _state_of(generator)
-        self.states = {0: first}
-        self._count = 1
-        self._current = 0
-        self._numbers = {self._last: 0}
-
-    def current(self) -> int:
-        """Return the number of the state that the generator would have now."""
-        state, key = _state_of(self.generator)
-        if key != self._last:
-            if key not in self._numbers:
-                self.states[self._new_number(key)] = state
-            self._current, self._last = self._numbers[key], key
-        return self._current
-
-    def drawn(self) -> int:
-        """Return a number for the state after a random operation, and leave the one that stands for it."""
-        with _disable_current_modes():
-            state = torch.Generator("cpu").manual_seed(next(_POSITION_SEEDS)).get_state()
-            # The first eight bytes of a CPU generator's state are its seed: with them, initial_seed() stays true.
-            state[:8] = self.generator.get_state()[:8]
-            self.generator.set_state(state)
-        _, self._last = _state_of(self.generator)
-        self._current = self._new_number(self._last)
-        return self._current
-
-    def rewind(self) -> None:
-        """Give the generator its first state."""
-        self.generator.set_state(self.states[0])
-
-    def _new_number(self, key: bytes) -> int:
-        number, self._count = self._count, self._count + 1
-        self._numbers[key] = number
-        return number
-
-
-def _state_of(generator: torch.Generator) -> tuple[torch.Tensor, bytes]:
-    with _disable_current_modes():
-        state = generator.get_state()
-        return state, hashlib.sha256(state.numpy().tobytes()).digest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from lightning_pipe.llm.model.stage_module import StageModule
 from lightning_pipe.llm.model.tied import TiedParameter
 from lightning_pipe.llm.split.traced_graph import CutGraph, cut, whole_layers
 from lightning_pipe.llm.split.traced_stage import (
-    Trace,
+    StageTrace,
     TracedPart,
     TraceInputs,
     find_tensor,
@@ -60,7 +60,7 @@ class TracedSplit:
             their gradients have to be summed.
     """
 
-    def __init__(self, model: nn.Module, training: Trace, evaluation: Trace, layers: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, training: StageTrace, evaluation: StageTrace, layers: Sequence[str]) -> None:
         self._codes = {True: training, False: evaluation}
         self.num_stages = len(training.graph.stages)
         self.layers = tuple(layers)
@@ -162,7 +162,7 @@ def trace_split(
         inputs = TraceInputs.of(programs[training], names, args, keywords)
         structure = programs[training].call_spec.out_spec
         assert structure is not None
-        traces[training] = Trace(cut_graph, inputs, structure, constants)
+        traces[training] = StageTrace(cut_graph, inputs, structure, constants)
     if traces[True].graph.examples != traces[False].graph.examples:
         raise SetupError(
             f"stages would exchange {traces[True].graph.examples} in training and {traces[False].graph.examples} in"

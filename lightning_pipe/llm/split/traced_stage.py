@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 from lightning_pipe.engine.plans.errors import InputError
 from lightning_pipe.llm.split.traced_graph import CutGraph, Piece
 
-__all__ = ["Trace", "TraceInputs", "TracedPart", "find_tensor", "join_parts", "registered_tensors"]
+__all__ = ["StageTrace", "TraceInputs", "TracedPart", "find_tensor", "join_parts", "registered_tensors"]
 
 _MADE_WITH = "the model's trace was made with"
 _AGAIN = "make the example micro-batch like those of training"
@@ -48,7 +48,7 @@ class TracedPart(nn.Module):
 
     def __init__(
         self,
-        traces: Mapping[bool, Trace],
+        traces: Mapping[bool, StageTrace],
         stage_index: int,
         tensors: Mapping[str, Tensor],
         persistent: Collection[str],
@@ -105,7 +105,7 @@ def _restore(value: Tensor, order: Sequence[int]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Trace:
+class StageTrace:
     """A forward pass in training or in evaluation.
 
     Attributes:
@@ -120,7 +120,7 @@ class Trace:
     structure: TreeSpec
     constants: Mapping[str, Tensor]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Trace:
+    def __deepcopy__(self, memo: dict[int, Any]) -> StageTrace:
         return self  # nothing in it ever changes
 
 

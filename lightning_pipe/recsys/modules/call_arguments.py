@@ -16,10 +16,10 @@ from lightning_pipe.recsys.batches.pieces import Path, describe, follow, same_pi
 
 __all__ = [
     "Arguments",
+    "BatchArgument",
     "CallArguments",
     "Collection",
-    "Constant",
-    "Piece",
+    "ConstantArgument",
     "PostprocessResults",
     "Postprocessed",
     "Source",
@@ -29,7 +29,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of one call: by position, 
 
 
 @dataclass(frozen=True)
-class Piece:
+class BatchArgument:
     """The object at a path of the batch."""
 
     path: Path
@@ -42,7 +42,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Constant:
+class ConstantArgument:
     """The same value for every batch."""
 
     value: Any
@@ -85,7 +85,7 @@ class Postprocessed:
         return f"{self.name}({self.arguments})" + describe(self.path).removeprefix("batch")
 
 
-Source = Piece | Constant | Collection | Postprocessed
+Source = BatchArgument | ConstantArgument | Collection | Postprocessed
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.recsys.batches.pieces import describe, walk
-from lightning_pipe.recsys.modules.call_arguments import CallArguments, Piece
+from lightning_pipe.recsys.modules.call_arguments import BatchArgument, CallArguments
 
 __all__ = ["find_directly"]
 
@@ -24,7 +24,7 @@ def find_directly(batch: Any, features: list[str]) -> CallArguments | str:
     if len({id(piece) for _, piece in exact}) == 1:
         fitting = exact
     if len({id(piece) for _, piece in fitting}) == 1:
-        return CallArguments((Piece(fitting[0][0]),))
+        return CallArguments((BatchArgument(fitting[0][0]),))
     if fitting:
         places = ", ".join(describe(path) for path, _ in fitting)
         return f"several keyed jagged tensors of the batch have its features {sorted(wanted)}: {places}"

@@ -27,7 +27,7 @@ from lightning_pipe.recsys.modules.call_arguments import (
     Arguments,
     CallArguments,
     Collection,
-    Constant,
+    ConstantArgument,
     Postprocessed,
     Source,
 )
@@ -148,7 +148,7 @@ def _sources(arguments: CallArguments) -> Iterator[Source]:
         source = pending.pop()
         if isinstance(source, Collection):
             pending.extend(source.sources)
-        elif not isinstance(source, Constant):
+        elif not isinstance(source, ConstantArgument):
             yield source
             if isinstance(source, Postprocessed):
                 pending.extend([*source.arguments.positional, *source.arguments.named.values()])

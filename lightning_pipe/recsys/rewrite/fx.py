@@ -19,10 +19,10 @@ from torchrec.distributed.types import ShardedModule
 
 from lightning_pipe.recsys.batches.pieces import Attribute, Item
 from lightning_pipe.recsys.modules.call_arguments import (
+    BatchArgument,
     CallArguments,
     Collection,
-    Constant,
-    Piece,
+    ConstantArgument,
     Postprocessed,
     Source,
 )
@@ -111,16 +111,16 @@ def _source(argument: Any, batch: Node | None, model: torch.nn.Module) -> Source
         values = tuple(_source(value, batch, model) for value in argument)
         return Collection(list if isinstance(argument, list) else tuple, (), values)
     if not isinstance(argument, Node):
-        return Constant(argument)
+        return ConstantArgument(argument)
     if argument is batch:
-        return Piece(())
+        return BatchArgument(())
     if argument.op == "call_module":
         return _postprocessed(argument, batch, model)
     step = _access(argument)
     if step is not None:
         inner = _source(argument.args[0], batch, model)
-        if isinstance(inner, Piece):
-            return Piece((*inner.path, step))
+        if isinstance(inner, BatchArgument):
+            return BatchArgument((*inner.path, step))
         if isinstance(inner, Postprocessed):
             return Postprocessed(inner.name, inner.arguments, (*inner.path, step))
     raise _Unknown(f"{COMPUTED}by {argument.op} {argument.target}")

@@ -11,7 +11,13 @@ from typing import Any
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.recsys.batches.pieces import Path, same_piece, walk
-from lightning_pipe.recsys.modules.call_arguments import Arguments, CallArguments, Constant, Piece, Source
+from lightning_pipe.recsys.modules.call_arguments import (
+    Arguments,
+    BatchArgument,
+    CallArguments,
+    ConstantArgument,
+    Source,
+)
 
 __all__ = ["Recorder"]
 
@@ -52,11 +58,11 @@ class Recorder:
 
     def _source(self, value: Any) -> Source | str:
         if value is None:
-            return Constant(None)
+            return ConstantArgument(None)
         path = self._path_by_id.get(id(value))
         if path is None:
             path = next((path for path, piece in self._pieces if same_piece(piece, value)), None)
         if path is not None:
-            return Piece(path)
+            return BatchArgument(path)
         keys = f" with the keys {value.keys()}" if isinstance(value, KeyedJaggedTensor) else ""
         return f"its argument, a {type(value).__name__}{keys}, is no piece of the batch: the step made it"

@@ -39,7 +39,7 @@ __all__ = ["ShardedModel", "shard_model"]
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Unsharded:
     """What one rank sees of the module before it is sharded."""
 
     tables: list[Table]
@@ -169,7 +169,7 @@ def _look(
     topology: Mapping[str, Any] | Topology | None,
     comms: QuantizedComms,
     replicas: ReplicaGroups | None,
-) -> _Found:
+) -> _Unsharded:
     """Everything that can be wrong on one rank alone, without a word to the others."""
     pairs = find_tables(module)
     default = None if sparse_optimizer is None else SparseOptimizer.from_config(sparse_optimizer)
@@ -216,7 +216,7 @@ def _look(
             check_replicated(f"constraints of table {table.config.name}, sharding_types,", types, table)
         if asked is not None:
             comms.check_types(f"constraints of table {table.config.name}, sharding_types,", asked.sharding_types, table)
-    return _Found(
+    return _Unsharded(
         tables,
         [parameter for _, parameter in pairs],
         optimizers,
@@ -257,7 +257,7 @@ def _look_at_comms(
     return comms
 
 
-def _agree(found: _Found | None, error: Exception | None, seed: int, agreement: Agreement) -> int:
+def _agree(found: _Unsharded | None, error: Exception | None, seed: int, agreement: Agreement) -> int:
     """Raises on every rank what any rank found, or where ranks hold different modules; returns rank 0's seed."""
     message = None if error is None else str(error) if isinstance(error, SetupError) else repr(error)
     answers = agreement.gather((message, found.signature() if found else [], seed))

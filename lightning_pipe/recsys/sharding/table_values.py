@@ -20,13 +20,13 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.recsys.modules.tables import Table
 
-__all__ = ["Piece", "copy_values", "fill_with_init_fn", "full_tensor", "pieces_of", "release"]
+__all__ = ["LocalShard", "copy_values", "fill_with_init_fn", "full_tensor", "pieces_of", "release"]
 
 BLOCK_BYTES = 64 * 2**20  # rows filled or sent at a time
 
 
 @dataclass(frozen=True)
-class Piece:
+class LocalShard:
     """A part of a tensor that this rank holds.
 
     Attributes:
@@ -38,14 +38,16 @@ class Piece:
     values: torch.Tensor
 
 
-def pieces_of(tensor: torch.Tensor | ShardedTensor) -> list[Piece]:
+def pieces_of(tensor: torch.Tensor | ShardedTensor) -> list[LocalShard]:
     """This rank's parts of a tensor as TorchRec's state dicts hold it: sharded, or whole on every rank."""
     if isinstance(tensor, ShardedTensor):
-        return [Piece(tuple(shard.metadata.shard_offsets), shard.tensor.detach()) for shard in tensor.local_shards()]
-    return [Piece((0,) * tensor.dim(), tensor.detach())]
+        return [
+            LocalShard(tuple(shard.metadata.shard_offsets), shard.tensor.detach()) for shard in tensor.local_shards()
+        ]
+    return [LocalShard((0,) * tensor.dim(), tensor.detach())]
 
 
-def _copy_rows(block: torch.Tensor, first_row: int, pieces: Iterable[Piece]) -> None:
+def _copy_rows(block: torch.Tensor, first_row: int, pieces: Iterable[LocalShard]) -> None:
     """Copies the part of ``block`` (rows ``first_row`` on, all columns) that each piece covers."""
     for piece in pieces:
         rows, columns = piece.values.shape
@@ -68,7 +70,7 @@ def copy_values(
     source: torch.Tensor | None,
     shape: tuple[int, int],
     dtype: torch.dtype,
-    pieces: list[Piece],
+    pieces: list[LocalShard],
     device: torch.device,
     group: dist.ProcessGroup,
 ) -> None:
@@ -101,7 +103,7 @@ def release(original: nn.Parameter) -> None:
 
 
 @torch.no_grad()
-def fill_with_init_fn(table: Table, dtype: torch.dtype, pieces: list[Piece], seed: int) -> None:
+def fill_with_init_fn(table: Table, dtype: torch.dtype, pieces: list[LocalShard], seed: int) -> None:
     """Fills this rank's pieces with what the table's ``init_fn`` gives for ``seed``.
 
     ``init_fn`` is called for whole rows, on CPU, a block of at most 64 MiB at a time, each with a seed of its own, so

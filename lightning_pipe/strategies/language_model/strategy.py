@@ -27,6 +27,7 @@ from lightning_pipe.llm.model.compiled_layers import keep_backward_buffers
 from lightning_pipe.llm.parallel.dimensions import ParallelDims
 from lightning_pipe.llm.run.optimizer_offload import OffloadedState
 from lightning_pipe.llm.run.preparation import PreparedBatch
+from lightning_pipe.llm.run.recorder import StageRecorder
 from lightning_pipe.llm.run.runner import PipelineRunner
 from lightning_pipe.llm.schedules.checks import check_microbatches, splits_backward
 from lightning_pipe.llm.schedules.named import ScheduleSpec, find_schedule
@@ -48,6 +49,7 @@ from lightning_pipe.strategies.language_model.stage_checkpoint import load_stage
 from lightning_pipe.strategies.language_model.stage_parts import StageParts, StagePlan, StageSettings
 from lightning_pipe.strategies.language_model.stages import Stages
 from lightning_pipe.strategies.refusals import refuse_callbacks_of_whole_modules
+from lightning_pipe.strategies.running import Running, RunningStages
 
 
 class LLMPipelineStrategy(FolderCheckpointStrategy):
@@ -178,6 +180,16 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
     def runner(self) -> PipelineRunner:
         """What runs this rank's stages."""
         return self._made.runner
+
+    def running(self) -> Running:
+        """Answers of this strategy to callbacks, once the trainer has set it up."""
+        return Running(
+            title=f"schedule {self.schedule_spec.name}",
+            record=lambda keep: StageRecorder(self.runner, self.device_mesh, keep),
+            stages=RunningStages(
+                self.runner, self.schedule_spec, self.num_microbatches, self.stages_per_rank, self.device_mesh
+            ),
+        )
 
     @property
     def plan(self) -> StagePlan:

@@ -69,6 +69,7 @@ from lightning_pipe.strategies.refusals import (
     refuse_scaled_fp16,
     refuse_training,
 )
+from lightning_pipe.strategies.running import Running
 
 _log = pl.utilities.rank_zero.rank_zero_info
 _log_names = pl.utilities.rank_zero.rank_zero_debug
@@ -491,6 +492,10 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         )
         self._evaluations.append(program)
         return program
+
+    def running(self) -> Running:
+        """Answers of this strategy to callbacks."""
+        return Running(profile=self.profile)
 
     def profile(
         self, batches: Sequence[Any], tasks: Sequence[str] | None = None, *, rounds: int = 7, iterations: int = 10

@@ -450,7 +450,7 @@ def test_a_pipeline_that_is_forgotten_leaves_no_thread() -> None:
 def test_plans_are_compared_once_and_before_the_first_batch_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(
-        "lightning_pipe.engine.runtime.pipeline.check_agreement", lambda *arguments: asked.append(arguments)
+        "lightning_pipe.engine.runtime.periods.check_agreement", lambda *arguments: asked.append(arguments)
     )
     plan = make_plan([])
     with SWPipeline(plan) as pipeline:

@@ -11,7 +11,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from lightning_pipe.recsys.modules.tables import Table
 from lightning_pipe.recsys.sharding import table_values
-from lightning_pipe.recsys.sharding.table_values import Piece, copy_values, fill_with_init_fn, release
+from lightning_pipe.recsys.sharding.table_values import LocalShard, copy_values, fill_with_init_fn, release
 
 ROWS, COLUMNS = 10, 4
 
@@ -26,8 +26,8 @@ def table(name: str = "users", **config: object) -> Table:
     return Table(f"ebc.embedding_bags.{name}.weight", "ebc", EmbeddingBagCollection, described)
 
 
-def piece(row: int, column: int, rows: int, columns: int) -> Piece:
-    return Piece((row, column), torch.full((rows, columns), torch.nan))
+def piece(row: int, column: int, rows: int, columns: int) -> LocalShard:
+    return LocalShard((row, column), torch.full((rows, columns), torch.nan))
 
 
 PIECES = [(0, 0, ROWS, COLUMNS), (3, 0, 4, COLUMNS), (0, 2, ROWS, 2), (7, 1, 3, 2), (5, 0, 0, COLUMNS)]

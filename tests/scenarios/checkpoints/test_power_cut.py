@@ -32,7 +32,7 @@ from lightning_pipe.checkpoints.whole_folder import (
 )
 from lightning_pipe.engine import PipelinePlan, PipelineTask, SetupError, TaskSchedule
 from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
-from lightning_pipe.recsys.dynamic.store.row_files import Rows, read_rows, write_rows
+from lightning_pipe.recsys.dynamic.store.row_files import StoredRows, read_rows, write_rows
 from lightning_pipe.recsys.dynamic.store.row_store import RunPart
 from lightning_pipe.strategies.auto import write_plan
 from tests.scenarios.checkpoints.disk_recorder import Point, Recording, recorded
@@ -222,9 +222,9 @@ def test_a_version_that_is_given_up_takes_nothing_with_it(place: Path) -> None:
 # ---------------------------------------------------------------------- rows, checkpoints, exports, plans
 
 
-def rows(first: int) -> Rows:
+def rows(first: int) -> StoredRows:
     ids = torch.arange(first, first + 3)
-    return Rows(ids, ids + 1, ids + 2, [ids.float()[:, None].expand(-1, 2).contiguous()])
+    return StoredRows(ids, ids + 1, ids + 2, [ids.float()[:, None].expand(-1, 2).contiguous()])
 
 
 def read_all_rows(folder: Path, *modules: str) -> Any:

@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.recsys.dynamic.store.row_files import Columns, Rows, check_rows, read_rows, write_rows
+from lightning_pipe.recsys.dynamic.store.row_files import Columns, StoredRows, check_rows, read_rows, write_rows
 from lightning_pipe.recsys.dynamic.store.row_store import RunPart
 from lightning_pipe.recsys.dynamic.store.versions import VersionedFolder
 from tests.scenarios.fuzzing.bounded import Outcome, open_bounded
@@ -35,7 +35,7 @@ FILE, LIST = "users.rank-0-of-1.00000.pt", "users.rank-0-of-1.json"
 
 def write_table(folder: Path) -> None:
     ids = torch.arange(5)
-    rows = Rows(ids, ids + 1, ids + 2, [torch.rand(5, 3), torch.rand(5)])
+    rows = StoredRows(ids, ids + 1, ids + 2, [torch.rand(5, 3), torch.rand(5)])
     write_rows(folder, "users", 0, 1, iter([rows]))
 
 

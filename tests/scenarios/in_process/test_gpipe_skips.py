@@ -16,8 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.pipe import Namespace, Pipe, isolate, pop, skippable, stash
-from lightning_pipe.pipe.skip import Skips, using
-from lightning_pipe.pipe.skip_layout import skip_routes
+from lightning_pipe.pipe.skip import Skips, skip_routes, using
 from tests.pipe.models import AddEarly, Leave, TimesLate, different, whole_forward
 from tests.pipe.test_skip import pops, stashes
 

@@ -33,11 +33,11 @@ from lightning_pipe.recsys.dynamic.cache.row_slots import CacheStats, RowSlots, 
 from lightning_pipe.recsys.dynamic.cache.ticket import Batch, OpenBatches, Ticket
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records, RowStore
 
-__all__ = ["CacheStats", "RowCache", "Rows", "Ticket"]
+__all__ = ["CacheStats", "CachedRows", "RowCache", "Ticket"]
 
 
 @dataclass(frozen=True)
-class Rows:
+class CachedRows:
     """Some rows of a table.
 
     Attributes:
@@ -318,7 +318,7 @@ class RowCache:
             self._slots.stats.expired += number
             return number + len(cached)
 
-    def rows(self, *, since: int | None = None, step: int | None = None, chunk: int = 65536) -> Iterator[Rows]:
+    def rows(self, *, since: int | None = None, step: int | None = None, chunk: int = 65536) -> Iterator[CachedRows]:
         """All rows, cached or not, in the store's order. Flushes first.
 
         Args:
@@ -349,7 +349,7 @@ class RowCache:
                 chosen &= ~self._headers.expired_headers(headers, step)
             if chosen.any():
                 counts, last_seen = headers[chosen].T
-                yield Rows(keys[chosen], counts, last_seen, self._columns.typed(records[chosen][:, BYTES:]))
+                yield CachedRows(keys[chosen], counts, last_seen, self._columns.typed(records[chosen][:, BYTES:]))
 
     def _scan(self, chunk: int) -> Iterator[tuple[Keys, Records]]:
         """The store's, each step with its lock."""

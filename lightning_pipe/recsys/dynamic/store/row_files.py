@@ -26,7 +26,7 @@ from lightning_pipe.engine.plans.syncing import sync_name, write_file
 from lightning_pipe.recsys.dynamic.store.durable import checksum, open_regular
 from lightning_pipe.recsys.dynamic.store.tensor_file import read_tensors
 
-__all__ = ["Column", "Columns", "Rows", "check_rows", "read_rows", "write_rows"]
+__all__ = ["Column", "Columns", "StoredRows", "check_rows", "read_rows", "write_rows"]
 
 # Shape of a row in it, and type.
 Column = tuple[tuple[int, ...], torch.dtype]
@@ -39,7 +39,7 @@ _NUMBERS = re.compile(rb'(\d{1,18}), "bytes": (\d{1,18}), "crc32": (\d{1,10})\}(
 
 
 @dataclass(frozen=True)
-class Rows:
+class StoredRows:
     """Some rows of one table.
 
     Attributes:
@@ -55,7 +55,7 @@ class Rows:
     columns: list[torch.Tensor]
 
 
-def write_rows(folder: Path, table: str, rank: int, ranks: int, chunks: Iterator[Rows]) -> int:
+def write_rows(folder: Path, table: str, rank: int, ranks: int, chunks: Iterator[StoredRows]) -> int:
     """Write this rank's rows of a table, a file for each of *chunks*; returns how many rows there were.
 
     They are on disk when it returns.
@@ -108,7 +108,7 @@ def check_rows(folder: Path, tables: Mapping[str, Columns | None]) -> None:
             pass
 
 
-def read_rows(folder: str | Path, table: str, module: str | None = None) -> Iterator[Rows]:
+def read_rows(folder: str | Path, table: str, module: str | None = None) -> Iterator[StoredRows]:
     """All ranks' rows of a table, as they were written, without a model or other ranks.
 
     Args:
@@ -125,7 +125,7 @@ def read_rows(folder: str | Path, table: str, module: str | None = None) -> Iter
     yield from _all_rows(_of_module(Path(folder), table, module), table, None)
 
 
-def _all_rows(folder: Path, table: str, columns: Columns | None) -> Iterator[Rows]:
+def _all_rows(folder: Path, table: str, columns: Columns | None) -> Iterator[StoredRows]:
     for name in _lists(folder, table):
         try:
             for file in _listed(folder / name):
@@ -201,7 +201,7 @@ def _listed(path: Path) -> Iterator[_File]:
         raise ValueError(f"{path.name} goes on after its list: {text[place : place + 100]!r}")
 
 
-def _rows(folder: Path, listed: _File, columns: Columns | None) -> Rows:
+def _rows(folder: Path, listed: _File, columns: Columns | None) -> StoredRows:
     """The rows of a file.
 
     Raises:
@@ -220,7 +220,7 @@ def _rows(folder: Path, listed: _File, columns: Columns | None) -> Rows:
             raise ValueError(f"{listed.name}: {error}") from error
 
 
-def _checked(contents: Any, listed: _File, columns: Columns | None) -> Rows:
+def _checked(contents: Any, listed: _File, columns: Columns | None) -> StoredRows:
     names = ("ids", "counts", "last_seen", "columns")
     if type(contents) is not dict or contents.keys() != set(names) or type(contents["columns"]) is not list:
         raise ValueError(f"expected {', '.join(names)}, which is a list")
@@ -231,7 +231,7 @@ def _checked(contents: Any, listed: _File, columns: Columns | None) -> Rows:
         raise ValueError(f"columns are {len(found)}, expected {len(columns) if columns else 'at least one'}")
     for number, column in enumerate(found):
         _expect(f"columns[{number}]", column, None if columns is None else columns[number], listed.rows)
-    return Rows(*(contents[name] for name in names))
+    return StoredRows(*(contents[name] for name in names))
 
 
 def _expect(name: str, value: Any, expected: Column | None, rows: int) -> None:

@@ -19,7 +19,7 @@ from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
 from lightning_pipe.recsys.dynamic.store.commit import commit_together
 from lightning_pipe.recsys.dynamic.store.mixing import mix, unmix, with_values
-from lightning_pipe.recsys.dynamic.store.row_files import Columns, Rows, check_rows, read_rows, write_rows
+from lightning_pipe.recsys.dynamic.store.row_files import Columns, StoredRows, check_rows, read_rows, write_rows
 from lightning_pipe.recsys.dynamic.store.row_store import RowStore
 from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows
 from lightning_pipe.recsys.kernels.row_adam import RowAdam
@@ -179,7 +179,7 @@ class RowTables:
         for cache in self.caches.values():
             cache.flush()
 
-    def rows(self, table: str, since: int = 0) -> Iterator[Rows]:
+    def rows(self, table: str, since: int = 0) -> Iterator[StoredRows]:
         """This rank's rows of a table, some at a time, in any order, as after the last trained batch.
 
         Args:
@@ -188,7 +188,7 @@ class RowTables:
         self._settle_existing()
         for found in self.caches[table].rows(since=since):
             ids = unmix(torch.from_numpy(found.keys))
-            yield Rows(ids, torch.tensor(found.counts), torch.tensor(found.last_seen), found.columns)
+            yield StoredRows(ids, torch.tensor(found.counts), torch.tensor(found.last_seen), found.columns)
 
     def write(self, folder: Path, since: int = 0) -> None:
         """Writes this rank's rows; see ``rows``. What ``read`` needs beside them is in :meth:`progress`."""
@@ -269,7 +269,7 @@ class RowTables:
         for keys, _ in self._store.scan(table):
             self._store.erase(table, keys)
 
-    def _keep(self, cache: RowCache, rows: Rows, with_states: bool) -> None:
+    def _keep(self, cache: RowCache, rows: StoredRows, with_states: bool) -> None:
         mixed = mix(rows.ids)
         own = _owned(mixed, self._ranks, self.agreement.rank).nonzero()[:, 0]
         if not len(own):

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.recsys.dynamic.store.row_files import Rows, check_rows, read_rows, write_rows
+from lightning_pipe.recsys.dynamic.store.row_files import StoredRows, check_rows, read_rows, write_rows
 
 
-def rows(first: int, count: int) -> Rows:
+def rows(first: int, count: int) -> StoredRows:
     ids = torch.arange(first, first + count)
-    return Rows(ids, ids + 1, ids + 2, [ids.float()[:, None].expand(-1, 3).contiguous(), ids.float()])
+    return StoredRows(ids, ids + 1, ids + 2, [ids.float()[:, None].expand(-1, 3).contiguous(), ids.float()])
 
 
 def written(folder: Path, ranks: int = 2) -> None:

@@ -1,0 +1,74 @@
+"""Records what the stages of a rank do with micro-batches.
+
+Tested in ``tests/callbacks/test_trace.py``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_pipe.engine.observe.timeline import Bar, in_iterations
+from lightning_pipe.engine.plans.plan import MAIN
+from lightning_pipe.llm.run.runner import PipelineRunner
+from lightning_pipe.llm.schedules.timed_stage import StageEvent
+
+__all__ = ["StageRecorder"]
+
+
+class StageRecorder:
+    """Records the events of this rank's stages from the moment it is made until :meth:`stop`.
+
+    Somebody else may have asked the runner for events before; these events stay with the runner.
+
+    Args:
+        runner: of this rank's stages.
+        mesh: all ranks; the first dimension is the pipeline, the others are several pipelines.
+        keep: the number of events to keep; the latest are kept.
+    """
+
+    def __init__(self, runner: PipelineRunner, mesh: DeviceMesh, keep: int) -> None:
+        self._runner, self._mesh = runner, mesh
+        self._events: deque[StageEvent] = deque(maxlen=keep)
+        self._wanted, self._taken = runner.record_events, len(runner.events)
+        runner.record_events = True
+
+    def batch_done(self) -> None:
+        """Take the runner's new events."""
+        events = self._runner.events
+        self._events.extend(events[self._taken :])
+        if self._wanted:
+            self._taken = len(events)
+        else:
+            del events[self._taken :]
+
+    def stop(self, tasks: Sequence[Bar], rank: int) -> list[Bar]:
+        """Stop recording; returns a bar for each forward, backward and wait of a micro-batch.
+
+        Args:
+            tasks: bars of the tasks that ran meanwhile, each for its iteration.
+            rank: this rank.
+        """
+        self.batch_done()
+        self._runner.record_events = self._wanted
+        ranks = self._mesh.mesh.reshape(self._mesh.size(0), -1)
+        pipeline = int((ranks == dist.get_rank()).nonzero()[0, 1])
+        bars = [
+            Bar(
+                rank,
+                MAIN,
+                event.kind,
+                event.kind,
+                event.start_ns / 1e9,
+                event.end_ns / 1e9,
+                None,
+                event.microbatch,
+                event.stage,
+                pipeline,
+            )
+            for event in self._events
+        ]
+        return in_iterations(bars, tasks)
