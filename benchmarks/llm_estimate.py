@@ -126,7 +126,7 @@ def main() -> None:
         own = counting.parameters, counting.states, counting.live.peak + counting.parameters + buffers
         rows: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(rows, own)
-        name = " ".join(map(str, case.values()))
+        name = " ".join([case["schedule"], *case.get("activation_checkpoint", {}).values()])
         for rank, (measured, said) in enumerate(zip(rows, found.configured.memory, strict=True)):
             expected = said.parameters, said.optimizer, said.total
             columns = [

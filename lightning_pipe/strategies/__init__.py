@@ -38,8 +38,14 @@ __all__ = [
     "pipe_split",
 ]
 
-# Modules that need the PyTorch of language models.
-_LLM = {
+# Modules of names that are imported when they are asked for, so that the others work without what they are built on.
+_MODULES = {
+    "InProcessPipelineStrategy": "lightning_pipe.strategies.in_process",
+    "RecsysPipelineStrategy": "lightning_pipe.strategies.recommender.strategy",
+    "export_checkpoint": "lightning_pipe.checkpoints.export",
+    "export_pretrained": "lightning_pipe.strategies.language_model.pretrained",
+}
+_LLM_MODULES = {
     "ActivationCheckpoint": "lightning_pipe.llm.model.activation_checkpoint",
     "AutoLLMPipelineStrategy": "lightning_pipe.strategies.language_model.auto",
     "Batching": "lightning_pipe.llm.batches.batching",
@@ -54,29 +60,15 @@ _LLM = {
 
 
 def __getattr__(name: str) -> Any:
-    # What a strategy is built on is imported when it is asked for, so that the others work without it.
     if name == "RecsysPipelineStrategy":
         from lightning_pipe.environment import import_torchrec
 
         import_torchrec()
-        from lightning_pipe.strategies.recommender.strategy import RecsysPipelineStrategy
-
-        return RecsysPipelineStrategy
-    if name == "InProcessPipelineStrategy":
-        from lightning_pipe.strategies.in_process import InProcessPipelineStrategy
-
-        return InProcessPipelineStrategy
-    if name in _LLM:
+    if name in _LLM_MODULES:
         from lightning_pipe.environment import require_torch
 
         require_torch("2.13", "language models in pipeline stages")
-        return getattr(import_module(_LLM[name]), name)
-    if name == "export_checkpoint":
-        from lightning_pipe.checkpoints.export import export_checkpoint
-
-        return export_checkpoint
-    if name == "export_pretrained":
-        from lightning_pipe.strategies.language_model.pretrained import export_pretrained
-
-        return export_pretrained
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    modules = _MODULES | _LLM_MODULES
+    if name not in modules:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(modules[name]), name)

@@ -97,7 +97,7 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return super()._plan_for(module)
         chooser = StageChooser(
-            self._stages.maker,
+            self._parts_maker,
             self._allows,
             self._plan_of,
             self._options.num_microbatches,
@@ -110,7 +110,7 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
             choice = chooser.choose(module, partial(example_batch, module, loader, self._batch_size))
         self._choice = choice
         plan = self._plan_of(choice.chosen.candidate)
-        self._check_plan(plan, self._stages.meshes.dimensions)
+        self._check_plan(plan, self._parts_maker.meshes.dimensions)
         if self.is_global_zero:
             print_choice(choice)
             if self._save_plan is not None:
@@ -127,7 +127,7 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
         if self._options.compile_options is not None and splits_backward(spec) is not False:
             return False  # each part of a compiled layer's backward would be all of it
         try:
-            self._options.check_schedule(spec, self._stages.meshes.dimensions)
+            self._options.check_schedule(spec, self._parts_maker.meshes.dimensions)
         except SetupError:
             return False
         return True

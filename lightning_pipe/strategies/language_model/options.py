@@ -24,18 +24,7 @@ Group = TypeVar("Group")
 
 @dataclass(frozen=True)
 class LLMOptions:
-    """Options of a strategy for language models.
-
-    Args:
-        schedule: schedule of the stages.
-        num_microbatches: number of parts that a batch is cut into; None for twice the ranks of a pipeline.
-        stages_per_rank: number of stages that a rank holds; None for the schedule's default.
-        parallel: parallel dimensions.
-        split: where the model is cut.
-        batching: how batches are padded, cut and compared.
-        activation_checkpoint: layers that compute again in backward; None for no layer.
-        compile_layers: True or options to ``torch.compile`` each layer.
-        offload_optimizer: keep the optimizers' states on the host.
+    """Arguments of ``LLMPipelineStrategy`` of the same names, checked.
 
     Raises:
         SetupError: a value of the wrong kind, or groups that exclude each other.

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_pipe.engine import InputError, SetupError, SWPipeline
-from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.llm.batches.batching import Batching
 from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
-from lightning_pipe.llm.model.compiled_layers import keep_backward_buffers
 from lightning_pipe.llm.parallel.dimensions import ParallelDims
 from lightning_pipe.llm.run.optimizer_offload import OffloadedState
 from lightning_pipe.llm.run.preparation import PreparedBatch
-from lightning_pipe.llm.run.recorder import StageRecorder
-from lightning_pipe.llm.run.runner import PipelineRunner
-from lightning_pipe.llm.schedules.checks import check_microbatches, splits_backward
-from lightning_pipe.llm.schedules.named import ScheduleSpec, find_schedule
+from lightning_pipe.llm.run.training_tasks import llm_evaluation_plan, llm_plan
+from lightning_pipe.llm.schedules.named import find_schedule
 from lightning_pipe.llm.split.options import SplitOptions
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.data.batch_source import Uneven
@@ -38,21 +31,15 @@ from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.loops.programs.zero_grad_first import ZeroGradFirst
 from lightning_pipe.loops.turns import UnevenEvaluation
-from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
 from lightning_pipe.strategies.language_model.optimizer_setup import empty_optimizers_allowed, refuse_fused
-from lightning_pipe.strategies.language_model.options import LLMOptions, option_group, option_pairs
+from lightning_pipe.strategies.language_model.options import LLMOptions, option_group
 from lightning_pipe.strategies.language_model.pipeline_module import BatchResult, PipelineModule
-from lightning_pipe.strategies.language_model.programs import StagePrograms
 from lightning_pipe.strategies.language_model.renamed import refuse_renamed
-from lightning_pipe.strategies.language_model.shared_data import check_module, shuffle_alike
-from lightning_pipe.strategies.language_model.stage_checkpoint import load_stage_checkpoint, save_stage_checkpoint
-from lightning_pipe.strategies.language_model.stage_parts import StageParts, StagePlan, StageSettings
-from lightning_pipe.strategies.language_model.stages import Stages
+from lightning_pipe.strategies.language_model.staged_strategy import StagedStrategy
 from lightning_pipe.strategies.refusals import refuse_callbacks_of_whole_modules
-from lightning_pipe.strategies.running import Running, RunningStages
 
 
-class LLMPipelineStrategy(FolderCheckpointStrategy):
+class LLMPipelineStrategy(StagedStrategy):
     """Cuts a :class:`PipelineModule`'s model into stages and trains it under a pipeline schedule.
 
     Each rank makes and keeps its stages only. Gradients of the loss, summed over tokens, are divided once by the number
@@ -111,9 +98,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         **arguments: Any,
     ) -> None:
         refuse_renamed(arguments)
-        super().__init__(async_checkpoints=async_checkpoints, **arguments)
-        self._take_uneven(uneven_batches, uneven_evaluation)
-        self._options = LLMOptions(
+        options = LLMOptions(
             find_schedule(schedule),
             num_microbatches,
             stages_per_rank,
@@ -127,125 +112,25 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             offload_optimizer,
         )
         uneven = {"uneven_batches": uneven_batches, "uneven_evaluation": uneven_evaluation}
-        others = {**uneven, "async_checkpoints": async_checkpoints}
-        self._agreed = [*option_pairs("", self._options), *((name, repr(value)) for name, value in others.items())]
-        self._set_up: Stages | None = None
+        super().__init__(options, uneven, async_checkpoints=async_checkpoints, **arguments)
+        self._take_uneven(uneven_batches, uneven_evaluation)
         self._offloaded: list[OffloadedState] = []
-        self._put_back: Callable[[], None] | None = None
-        self._programs = StagePrograms()
+        self._program: TrainingProgram | None = None
+        self._evaluations: list[EvaluationProgram] = []
 
     # ------------------------------------------------------------------ set-up
-
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        # First of all: what follows would hang where ranks differ.
-        check_agreement(self._agreed, "pipeline's configuration", dist.group.WORLD, error=SetupError)
-        settings = self.settings(self.world_size)
-        self._check_plan(settings.plan, settings.sizes)
-        self._set_up = Stages(settings, self.root_device, self.precision_plugin, self._timeout, self._set_up)
-
-    def settings(self, world_size: int) -> StageSettings:
-        """What is asked for, on so many ranks.
-
-        Raises:
-            SetupError: that many ranks cannot do it.
-        """
-        sizes = self._options.parallel.fit(world_size)
-        return self._options.settings(self._first_plan(sizes), sizes)
-
-    def _first_plan(self, sizes: ParallelDims) -> StagePlan:
-        """How models are cut and scheduled, as far as that is known without one."""
-        return self._options.plan(sizes)
-
-    def _check_plan(self, plan: StagePlan, sizes: ParallelDims) -> None:
-        """Refuse what would hang, or train on wrong gradients; and see to what the plan needs."""
-        check_microbatches(plan.spec, plan.num_microbatches, plan.pipeline_size, plan.stages_per_rank)
-        compiled = self._options.compile_options is not None
-        if compiled and self._put_back is None and splits_backward(plan.spec) is not False:
-            self._put_back = keep_backward_buffers()
-        self._options.check_schedule(plan.spec, sizes)
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """Ranks by their stages (``pipeline``), by their part of the data (``replicate``, ``shard``) and of tensors."""
-        return self._stages.meshes.root
-
-    @property
-    def _stages(self) -> Stages:
-        if self._set_up is None:
-            raise SetupError("there is no device mesh yet; the trainer makes it when it sets the strategy up")
-        return self._set_up
-
-    @property
-    def runner(self) -> PipelineRunner:
-        """What runs this rank's stages."""
-        return self._made.runner
-
-    def running(self) -> Running:
-        """Answers of this strategy to callbacks, once the trainer has set it up."""
-        return Running(
-            title=f"schedule {self.schedule_spec.name}",
-            record=lambda keep: StageRecorder(self.runner, self.device_mesh, keep),
-            stages=RunningStages(
-                self.runner, self.schedule_spec, self.num_microbatches, self.stages_per_rank, self.device_mesh
-            ),
-        )
-
-    @property
-    def plan(self) -> StagePlan:
-        """How the model at work is cut and scheduled."""
-        return self._stages.plan
-
-    @property
-    def schedule_spec(self) -> ScheduleSpec:
-        """The schedule."""
-        return self._options.schedule if self._set_up is None else self._set_up.plan.spec
-
-    @property
-    def pipeline_size(self) -> int:
-        """Ranks of a pipeline."""
-        return self._stages.meshes.dimensions.pp
-
-    @property
-    def num_microbatches(self) -> int:
-        """Parts that a batch is cut into."""
-        return self.plan.num_microbatches
-
-    @property
-    def stages_per_rank(self) -> int:
-        """Stages that each rank holds."""
-        return self.plan.stages_per_rank
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All ranks of a pipeline read the same data."""
-        parts = self._stages.meshes.same_batch
-        mine = next(index for index, ranks in enumerate(parts) if self.global_rank in ranks)
-        return {"num_replicas": len(parts), "rank": mine}
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Let the ranks of a pipeline shuffle alike, whatever each has drawn from its own random stream."""
-        module = self.lightning_module
-        shuffle_alike(dataloader, 0 if module is None else module.trainer.current_epoch)
-        return super().process_dataloader(dataloader)
-
-    @contextmanager
-    def model_sharded_context(self) -> Generator[None, None, None]:
-        """What is made in the body takes no memory until it is split."""
-        with self._stages.deferred():
-            yield
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if len(self._stages.meshes.same_batch) == 1:
+        if len(self._parts_maker.meshes.same_batch) == 1:
             # One pipeline reads all data, in its loaders' order. Lightning's sampler would shuffle it.
             trainer._accelerator_connector.use_distributed_sampler = False
-        module = check_module(self.lightning_module, fitting)
+        module = _checked(self.lightning_module, fitting)
         if fitting and self.world_size > 1:
             refuse_callbacks_of_whole_modules(trainer)
-        self._stages.split(module, self._plan_for)
+        self._split(module)
         self.precision_plugin.convert_module(module)
         self.model_to_device()
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -274,35 +159,37 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             offloaded = self.optimizers if self._options.offload_optimizer else []
             self._offloaded = [OffloadedState(one) for one in offloaded]
 
-    def _plan_for(self, module: PipelineModule) -> StagePlan:
-        """How to cut and schedule a module that has not been cut yet."""
-        return self._stages.maker.settings.plan
-
-    @property
-    def _made(self) -> StageParts:
-        if self._set_up is None or self._set_up.parts is None:
-            raise SetupError("there are no stages yet; the trainer makes them when it sets the strategy up")
-        return self._set_up.parts
-
     # ------------------------------------------------------------------ the program
 
     def training_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> TrainingProgram:
         """Build tasks and plan; the training loop asks for it when training begins."""
-        return self._programs.train(transfer, self._made.preparation.begin, self.root_device)
+        plan = llm_plan(transfer, self._made.preparation.begin)
+        self._program = TrainingProgram(
+            SWPipeline(plan, self.root_device),
+            transfer="H2D",
+            forward="ScheduleStep",
+            backward="ScaleGradients",
+            step="OptimStep",
+        )
+        return self._program
 
     def evaluation_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str) -> EvaluationProgram:
         """Build tasks and plan for evaluating the batches of one dataloader."""
-        return self._programs.evaluate(transfer, self._made.preparation.begin, self.root_device, step)
-
-    @property
-    def ranks_share_data(self) -> bool:  # type: ignore[override]
-        """Whether all ranks are of one pipeline, which reads one stream of batches."""
-        return len(self._stages.meshes.same_batch) == 1
+        plan = llm_evaluation_plan(transfer, self._made.preparation.begin, name=step)
+        program = EvaluationProgram(SWPipeline(plan, self.root_device), transfer="H2D", step="ScheduleForward")
+        self._evaluations.append(program)
+        return program
 
     @property
     def pipeline(self) -> SWPipeline:
         """The tasks at work, while ``Trainer.fit`` runs."""
-        return self._programs.training.pipeline
+        return self._training.pipeline
+
+    @property
+    def _training(self) -> TrainingProgram:
+        if self._program is None:
+            raise SetupError("there is no pipeline; Trainer.fit makes one when training begins")
+        return self._program
 
     def _run_batch(self, batch: Any) -> BatchResult:
         result = self._made.runs.run(batch, self._prepared("run", batch))
@@ -316,7 +203,9 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
 
     def _prepared(self, what: str, batch: Any) -> PreparedBatch | None:
         if self._turn is None:
-            return self._programs.prepared_ahead()
+            programs = [*self._evaluations, *([] if self._program is None else [self._program])]
+            running = next((one.current for one in programs if one.current is not None), None)
+            return None if running is None else running.__dict__.pop("prepared", None)
         self._turn.call(what, move_data_to_device(batch, torch.device("cpu")))
         return None
 
@@ -328,21 +217,11 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         with self.precision_plugin.forward_context():
             self._made.runs.join(move_data_to_device(detail, self.root_device), with_losses=what == "run")
 
-    @property
-    def ranks_of_one_batch(self) -> list[list[int]]:
-        """Groups of ranks that read the same batches."""
-        return self._stages.meshes.same_batch
-
-    def _trainer(self) -> pl.Trainer:
-        module = self.lightning_module
-        assert module is not None
-        return module.trainer
-
     # ------------------------------------------------------------------ Lightning's calls during a batch
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         step = super().training_step
-        return self._programs.training.run_forward(lambda: step(*args, **kwargs))
+        return self._training.run_forward(lambda: step(*args, **kwargs))
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
         """Gradients are there already; divide them by the tokens, once all batches of the step are in."""
@@ -358,7 +237,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         loss = closure_loss.detach()
         call._call_callback_hooks(module.trainer, "on_before_backward", loss)
         call._call_lightning_module_hook(module.trainer, "on_before_backward", loss)
-        self._programs.training.run_backward(self._divide_by_tokens)
+        self._training.run_backward(self._divide_by_tokens)
         call._call_callback_hooks(module.trainer, "on_after_backward")
         call._call_lightning_module_hook(module.trainer, "on_after_backward")
         self.post_backward(loss)
@@ -372,7 +251,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             self._made.runs.divide(list(module.parameters()))
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        program = self._programs.training
+        program = self._training
 
         def closure_and_open_step() -> Any:
             result = closure()
@@ -395,43 +274,39 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         for one in self._offloaded:
             one.rest()  # Lightning puts states to their parameters
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Write a folder that every rank writes its stages' part into (``torch.distributed.checkpoint``)."""
-        module = self.lightning_module
-        assert module is not None
-        order = [f"model.{name}" for name in self._made.split.names]
-        path = self._agreed_path(filepath, storage_options)
-        save_stage_checkpoint(checkpoint, path, module, self.optimizers, order, self._write_folder)
-
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a folder that :meth:`save_checkpoint` wrote, on whatever stages."""
-        module = self.lightning_module
-        assert module is not None
-        fitting = module.trainer.state.fn == TrainerFn.FITTING
-        optimizers = self.optimizers if fitting else None
-        strict, weights_only = module.strict_loading, self._allowed(weights_only)
-        return load_stage_checkpoint(checkpoint_path, module, optimizers, strict=strict, weights_only=weights_only)
-
     # ------------------------------------------------------------------ end
 
     def teardown(self) -> None:
-        self._programs.close()
+        for program in (*self._evaluations, *([] if self._program is None else [self._program])):
+            program.close()
+        self._program, self._evaluations = None, []
         module = self.lightning_module
         if isinstance(module, PipelineModule):
             module._run_in_stages = module._predict_in_stages = None
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
-        parts = None if self._set_up is None else self._set_up.parts
-        if parts is not None and parts.scaling is not None:
-            parts.scaling.close()
+        if self._parts is not None and self._parts.scaling is not None:
+            self._parts.scaling.close()
         for one in self._offloaded:
             one.close()
         self._offloaded = []
-        if self._put_back is not None:
-            self._put_back()
-            self._put_back = None
-        # What Lightning's own does, but for the move of the module to the CPU.
-        assert self.cluster_environment is not None and self.accelerator is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self._note_end()
+        super().teardown()
+
+
+def _checked(module: pl.LightningModule | None, fitting: bool) -> PipelineModule:
+    """The module, if a schedule can run it."""
+    if not isinstance(module, PipelineModule):
+        raise SetupError(
+            f"the module is a {type(module).__name__}; needed is a lightning_pipe.strategies.PipelineModule, which"
+            " says what its stages are made of and what its summed loss is"
+        )
+    if not module.automatic_optimization:
+        raise SetupError(
+            "the module optimises by hand (automatic_optimization is False), but a schedule runs forward and"
+            " backward in one. Use automatic optimisation"
+        )
+    if fitting and is_overridden("backward", module):
+        raise SetupError(
+            f"{type(module).__name__} overrides backward, which no schedule calls: gradients are there when"
+            " training_step has run. Change the loss in summed_loss, or gradients in on_after_backward"
+        )
+    return module

@@ -275,12 +275,12 @@ REFUSALS: dict[str, tuple[Refusal, type[Exception], list[str]]] = {
     "fewer layers than stages": (
         (lambda _: llm("zbv_zero_bubble", 4), partial(Tiny, 3), lambda _: GOOD),
         SetupError,
-        ["3 layers cannot go to 4 stages", "lower pp"],
+        ["3 layers cannot go to 4 stages", "lower parallel.pp"],
     ),
     "a world that is no product": (
         (lambda _: llm(pp=3), Tiny, lambda _: GOOD),
         SetupError,
-        ["pp=3", "2 ranks", "product"],
+        ["parallel.pp=3", "2 ranks", "product"],
     ),
     "layers that do not add up": (
         (lambda _: llm(layers_per_stage=[1, 2]), Tiny, lambda _: GOOD),
