@@ -10,7 +10,7 @@ import re
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_pipe.engine import PipelineError, SetupError
@@ -41,7 +41,9 @@ class PipelineCLI(LightningCLI):
     _refusal: PipelineError | None = None
 
     def before_instantiate_classes(self) -> None:
-        self.parser.add_instantiator(self._make, object)
+        # Lightning's own for modules come first if it is not replaced by name.
+        for kind in (LightningModule, LightningDataModule, object):
+            self.parser.add_instantiator(self._make, kind)
 
     def _make(self, kind: type[Any], *args: Any, **kwargs: Any) -> Any:
         try:
