@@ -71,7 +71,7 @@ def main() -> None:
         "schedule": chosen.spec.name,
         "num_microbatches": chosen.num_microbatches,
         "stages_per_rank": chosen.stages_per_rank,
-        "layers_per_stage": chosen.layers_per_stage,
+        "split": {"layers_per_stage": chosen.layers_per_stage},
     }
     if dist.get_rank() == 0:
         print(f"chosen in {time.perf_counter() - began:.1f} s, with two steps of training\n", flush=True)

@@ -29,14 +29,14 @@ MEBIBYTE = 2**20
 CASES: list[dict[str, Any]] = [
     {"schedule": "gpipe"},
     {"schedule": "1f1b"},
-    {"schedule": "1f1b", "activation_checkpointing": "full"},
-    {"schedule": "1f1b", "activation_checkpointing": "selective"},
+    {"schedule": "1f1b", "activation_checkpoint": {"mode": "full"}},
+    {"schedule": "1f1b", "activation_checkpoint": {"mode": "selective"}},
     {"schedule": "looped_bfs"},
     {"schedule": "interleaved_1f1b"},
     {"schedule": "interleaved_zero_bubble"},
     {"schedule": "zbv_zero_bubble"},
     {"schedule": "dualpipev"},
-    {"schedule": "zbv_zero_bubble", "activation_checkpointing": "full"},
+    {"schedule": "zbv_zero_bubble", "activation_checkpoint": {"mode": "full"}},
 ]
 
 
@@ -126,7 +126,7 @@ def main() -> None:
         own = counting.parameters, counting.states, counting.live.peak + counting.parameters + buffers
         rows: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(rows, own)
-        name = " ".join(map(str, case.values()))
+        name = " ".join([case["schedule"], *case.get("activation_checkpoint", {}).values()])
         for rank, (measured, said) in enumerate(zip(rows, found.configured.memory, strict=True)):
             expected = said.parameters, said.optimizer, said.total
             columns = [

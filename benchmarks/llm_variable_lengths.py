@@ -70,9 +70,11 @@ def trained(options: argparse.Namespace, *, variable: bool) -> tuple[list[float]
     strategy = LLMPipelineStrategy(
         options.schedule,
         num_microbatches=options.micro_batches,
-        variable_lengths=variable,
-        max_length=options.maximum,
-        pad_to_multiple_of=options.multiple_of,
+        batching={
+            "variable_lengths": variable,
+            "max_length": options.maximum,
+            "pad_to_multiple_of": options.multiple_of,
+        },
         timeout=timedelta(minutes=5),
     )
     quiet: dict[str, Any] = {

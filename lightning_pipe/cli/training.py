@@ -6,14 +6,15 @@ Tested in ``tests/cli/test_main.py``.
 from __future__ import annotations
 
 import argparse
+import re
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.strategies import Strategy
 
 from lightning_pipe.engine import PipelineError, SetupError
+from lightning_pipe.strategies.language_model.renamed import refuse_renamed
 from lightning_pipe.strategies.registry import STRATEGIES
 
 __all__ = ["Parser", "PipelineCLI", "count"]
@@ -23,6 +24,9 @@ class Parser(LightningArgumentParser):
     """Lightning's, which says how a strategy is given options."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if "LLMPipelineStrategy" in message:
+            # The message has the values only as text.
+            refuse_renamed(dict.fromkeys(re.findall(r"Option '(\w+)' is not accepted", message), "..."))
         if "trainer.strategy" in message and "NestedArg" in message:
             message += (
                 "\nA strategy that is given by its name takes no options. Give its class, then its options:"
@@ -37,7 +41,8 @@ class PipelineCLI(LightningCLI):
     _refusal: PipelineError | None = None
 
     def before_instantiate_classes(self) -> None:
-        for kind in (Strategy, LightningModule, LightningDataModule, Callback):
+        # Lightning's own for modules come first if it is not replaced by name.
+        for kind in (LightningModule, LightningDataModule, object):
             self.parser.add_instantiator(self._make, kind)
 
     def _make(self, kind: type[Any], *args: Any, **kwargs: Any) -> Any:

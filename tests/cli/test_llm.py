@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from lightning_pipe.cli.main import main
 from tests.running_in import running_in
@@ -47,7 +49,7 @@ trainer:
   num_nodes: 2
   strategy:
     class_path: lightning_pipe.strategies.LLMPipelineStrategy
-    init_args: {schedule: gpipe, num_microbatches: 8, data_parallel_replicate_size: 2}
+    init_args: {schedule: gpipe, num_microbatches: 8, parallel: {dp_replicate: 2}}
   logger: {class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir: logs}}
   callbacks:
     - class_path: language.Loud
@@ -146,6 +148,43 @@ def test_a_batch_of_no_size_is_refused(
     with pytest.raises(SystemExit):
         estimate(option, value)
     assert f"argument {option}: '{value}' is no number of at least 1" in capsys.readouterr().err
+
+
+STRATEGY = "--trainer.strategy.init_args"
+
+
+def test_fields_of_option_groups_are_options_of_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert estimate(f"{STRATEGY}.parallel.pp", "2", f"{STRATEGY}.parallel.dp_replicate", "2") == 0
+    assert "gpipe, 1 stage a rank" in capsys.readouterr().out
+    assert "parallel.pp=3" in refusal(capsys, f"{STRATEGY}.parallel.pp", "3")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"parallel": {"pp": 0}}, "lightning-pipe: parallel.pp is 0; expected a whole number, 1 or more\n"),
+        ({"parallel": {"ppp": 2}}, "lightning-pipe: parallel has 'ppp'; expected only pp, "),
+        ({"batching": {"length_buckets": [0]}}, "lightning-pipe: batching.length_buckets is [0]; expected "),
+        ({"max_length": 8}, "give the same values as:\nbatching:\n  max_length: "),
+        ({"tensor_parallel_size": 2}, "give the same values as:\nparallel:\n  tp: "),
+    ],
+    ids=str,
+)
+def test_an_option_group_that_is_wrong_is_refused_in_a_sentence(
+    given: dict[str, Any], says: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = yaml.safe_load(CONFIGURATION)
+    content["trainer"]["strategy"]["init_args"] |= given
+    (folder / "stages.yaml").write_text(yaml.safe_dump(content))
+    assert says in refusal(capsys)
+
+
+def test_the_automatic_strategy_can_be_made_of_its_class(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = yaml.safe_load(CONFIGURATION)
+    kind = "lightning_pipe.strategies.AutoLLMPipelineStrategy"
+    content["trainer"]["strategy"] = {"class_path": kind, "init_args": {"trials": 0, "parallel": {"dp_replicate": 2}}}
+    (folder / "stages.yaml").write_text(yaml.safe_dump(content))
+    assert "the strategy is llm_auto_pipeline, which chooses a schedule when training begins" in refusal(capsys)
 
 
 def test_it_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:

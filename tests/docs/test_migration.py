@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -63,18 +64,22 @@ def test_what_is_said_to_be_the_same_is_an_argument_or_a_method() -> None:
 
 def test_arguments_of_the_strategy_for_language_models_are_its_own() -> None:
     signature: Any = inspect.signature(strategies.LLMPipelineStrategy).parameters
-    named = {word for word in words(last_cells(FROM_NEMO)) if word in signature}
-    assert {
-        "pipeline_parallel_size",
-        "stages_per_rank",
-        "layer_ranges",
-        "offload_optimizer",
-        "num_microbatches",
-    } <= named
-    wrong = {
-        word for word in words(last_cells(FROM_NEMO)) if re.search(r"_(size|stage|layers|weight|buckets)$", word)
-    } - set(signature)
-    assert wrong == set()
+    cells = last_cells(FROM_NEMO)
+    assert {"stages_per_rank", "offload_optimizer", "num_microbatches"} <= words(cells) & set(signature)
+    groups: dict[str, Any] = {
+        "parallel": strategies.ParallelDims,
+        "split": strategies.SplitOptions,
+        "batching": strategies.Batching,
+        "activation_checkpoint": strategies.ActivationCheckpoint,
+    }
+    assert groups.keys() <= set(signature)
+    fields = {f"{name}.{one.name}" for name, group in groups.items() for one in dataclasses.fields(group)}
+    field = rf"`((?:{'|'.join(groups)})\.\w+)`"
+    named = set(re.findall(field, cells))
+    assert {"parallel.pp", "split.layer_ranges", "batching.length_buckets", "activation_checkpoint.mode"} <= named
+    assert named <= fields
+    others = words(re.sub(field, "", cells)) - set(signature)
+    assert not [one for one in others if re.search(r"_(size|stage|layers|weight|buckets)$", one)]
 
 
 def test_callbacks_that_are_named_exist() -> None:

@@ -8,7 +8,7 @@ in which the stage that holds a parameter adds them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,13 +18,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader
 
+from lightning_pipe.llm.batches.batching import Batching
 from lightning_pipe.llm.batches.microbatches import split_batch
 from lightning_pipe.llm.batches.padding import block_diagonal_mask, pad_microbatch
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.parallel.dimensions import ParallelDims
 from lightning_pipe.llm.schedules.named import SCHEDULES, count_stages
 from lightning_pipe.llm.schedules.simulation import actions_of, backward_order
 from lightning_pipe.llm.split.by_name import split_evenly
+from lightning_pipe.llm.split.options import SplitOptions
 from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
@@ -261,8 +264,21 @@ def loader(batches: Sequence[Any]) -> DataLoader[Any]:
 # ---------------------------------------------------------------------- a trainer
 
 
+_GROUPS = {"parallel": ParallelDims, "split": SplitOptions, "batching": Batching}
+
+
+def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a strategy, with fields of option groups moved into them: ``dp_shard=2`` into ``parallel``."""
+    group_of = {one.name: name for name, group in _GROUPS.items() for one in fields(group)}
+    arguments: dict[str, Any] = {name: value for name, value in options.items() if name not in group_of}
+    for name in options.keys() - arguments.keys():
+        arguments.setdefault(group_of[name], {})[name] = options[name]
+    return arguments
+
+
 def llm(schedule: Any = "1f1b", num_microbatches: int = 4, **options: Any) -> LLMPipelineStrategy:
-    return LLMPipelineStrategy(schedule, num_microbatches=num_microbatches, **options)
+    """A strategy with four micro-batches; fields of option groups may be given as keywords, see :func:`grouped`."""
+    return LLMPipelineStrategy(schedule, num_microbatches=num_microbatches, **grouped(options))
 
 
 def trainer(strategy: Any, **options: Any) -> pl.Trainer:

@@ -139,7 +139,7 @@ def _cut(batch: Mapping[str, Any], num_microbatches: int, labels: str, ignore_in
         raise InputError(
             f"the batch has {rows} rows, which do not fill num_microbatches={num_microbatches} equal micro-batches;"
             f" needed is a multiple of {num_microbatches}: change the loader's batch size, set drop_last=True, or set"
-            " strict_batches=False to have rows without labels added"
+            " batching.strict_batches=False to have rows without labels added"
         )
     whole: dict[str, Any] = {}
     for key, value in batch.items():

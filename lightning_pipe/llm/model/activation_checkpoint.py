@@ -16,7 +16,8 @@ import functools
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -32,9 +33,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.plans.values import check_choice, check_whole_number
 from lightning_pipe.llm.model.stage_module import PassThrough, StageModule
 
-__all__ = ["checkpoint_layers"]
+__all__ = ["ActivationCheckpoint", "checkpoint_layers"]
+
+Mode = Literal["full", "selective"]
 
 # What is dear to compute again: products of matrices, attention, and exchanges between ranks. By name, since some are
 # registered only when the package that has them is imported.
@@ -60,9 +64,28 @@ _KEPT = {
 }
 
 
-def checkpoint_layers(
-    stage: StageModule, layers: Sequence[str], mode: Literal["full", "selective"] = "full", every: int = 1
-) -> None:
+@dataclass(frozen=True)
+class ActivationCheckpoint:
+    """Which layers compute again in backward.
+
+    Args:
+        mode: ``full`` (default) computes the whole layer again, ``selective`` keeps the results of matrix
+            multiplications and attention.
+        every: checkpoint one layer of every so many (default 1, all layers).
+
+    Raises:
+        SetupError: an unknown mode, or ``every`` below 1.
+    """
+
+    mode: Mode = "full"
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        check_choice("activation_checkpoint.mode", self.mode, get_args(Mode))
+        check_whole_number("activation_checkpoint.every", self.every, 1)
+
+
+def checkpoint_layers(stage: StageModule, layers: Sequence[str], mode: Mode = "full", every: int = 1) -> None:
     """Let a stage's layers compute again in backward what they would keep from forward, in place.
 
     Gradients do not change, to the bit on one device: random numbers, autocast and function modes (context

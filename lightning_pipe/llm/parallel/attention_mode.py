@@ -168,7 +168,7 @@ class CheckedAttention(nn.Module):
         square = isinstance(mask, Tensor) and mask.ndim == 4
         if isinstance(mask, Tensor) and square and mask.shape[1] > 1 and self._tensor_size > 1:
             raise SetupError(
-                f"the batch's attention_mask has {mask.shape[1]} heads, which tensor_parallel_size={self._tensor_size}"
+                f"the batch's attention_mask has {mask.shape[1]} heads, which parallel.tp={self._tensor_size}"
                 " shares out, and a rank does not know which are its own; needed is a mask of (rows or 1, 1, length,"
                 " length), the same for all heads"
             )
@@ -258,7 +258,7 @@ def check_call(
     if dropout:
         raise SetupError(
             f"scaled_dot_product_attention is called with dropout_p={dropout}, and attention over a ring has none;"
-            " needed is 0.0, or context_parallel_method='ulysses'"
+            " needed is 0.0, or parallel.cp_method='ulysses'"
         )
     if query.ndim != 4 or key.ndim != 4 or query.shape[-2] != key.shape[-2]:
         raise SetupError(
@@ -268,9 +268,9 @@ def check_call(
         )
     if query.shape[1] % size:
         raise SetupError(
-            f"attention has {query.shape[1]} heads, which context_parallel_size={size} does not divide; needed is a"
+            f"attention has {query.shape[1]} heads, which parallel.cp={size} does not divide; needed is a"
             " multiple of it: choose a smaller size (tensor parallelism divides the heads, too), or"
-            " context_parallel_method='ring'"
+            " parallel.cp_method='ring'"
         )
     if square:
         return

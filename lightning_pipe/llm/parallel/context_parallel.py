@@ -126,7 +126,7 @@ def cut_sequence(
     if length % multiple:
         twice = ", twice, for the ring" if balanced else ""
         raise InputError(
-            f"the micro-batch has {length} tokens a row, which context_parallel_size={size} does not divide{twice};"
+            f"the micro-batch has {length} tokens a row, which parallel.cp={size} does not divide{twice};"
             f" needed is a multiple of {multiple}: pad to one (pad_to_multiple_of)"
         )
     attention = attention_of(micro_batch, length)
@@ -200,7 +200,7 @@ def _rows_and_length(sequences: Mapping[str, Tensor]) -> tuple[int, int]:
     if len(set(lengths.values())) != 1:
         raise InputError(
             f"the micro-batch's sequences have the lengths {lengths}; needed is one length, of at least one of the keys"
-            " that are cut over context ranks: name others by pad_values"
+            " that are cut over context ranks: name others by batching.pad_values"
         )
     # A mask, or positions, may be the same for all rows.
     return max(shape[0] for shape in shapes.values()), next(iter(lengths.values()))

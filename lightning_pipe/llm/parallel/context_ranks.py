@@ -21,15 +21,10 @@ from lightning_pipe.llm.parallel.context_parallel import check_sequence, cut_seq
 from lightning_pipe.llm.parallel.ring_attention import RingAttention
 from lightning_pipe.llm.parallel.ulysses import Ulysses
 
-__all__ = ["ContextMethod", "ContextRanks", "length_multiple"]
+__all__ = ["ContextMethod", "ContextRanks"]
 
 ContextMethod = Literal["ulysses", "ring"]
 ModelInputs = Callable[[Mapping[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-
-
-def length_multiple(size: int, method: ContextMethod) -> int:
-    """What the length of a sequence is a multiple of, so that ``size`` ranks can share it."""
-    return 2 * size if method == "ring" and size > 1 else size
 
 
 @dataclass(frozen=True)
@@ -104,7 +99,7 @@ class ContextRanks:
                 )
         elif not (watched.positions_seen or any(one is positions for one in tree_leaves((arguments, keywords)))):
             raise InputError(
-                f"with context_parallel_size={self.size} a rank has a part of each sequence, and model_inputs does not"
+                f"with parallel.cp={self.size} a rank has a part of each sequence, and model_inputs does not"
                 " look at the micro-batch's 'position_ids', so that the model cannot know which; needed is a model"
                 " that takes positions from its inputs, and a model_inputs that hands them on"
             )

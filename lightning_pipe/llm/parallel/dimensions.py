@@ -3,71 +3,99 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from typing import get_args
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.plans.values import check_choice, check_whole_number
+from lightning_pipe.llm.parallel.context_ranks import ContextMethod
 
-__all__ = ["Dimensions", "StageMeshes"]
+__all__ = ["ParallelDims", "StageMeshes"]
 
-_ORDER = ("pipeline", "replicate", "shard", "context", "tensor")
-_ARGUMENTS = {name: f"data_parallel_{name}_size" for name in ("replicate", "shard")} | {
-    name: f"{name}_parallel_size" for name in ("context", "tensor", "expert")
-}
+_WORLD = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True)
-class Dimensions:
-    """How many ranks there are in each dimension. All but ``expert`` make the world together.
+class ParallelDims:
+    """Number of ranks in each parallel dimension. The product of all but ``ep`` is the number of ranks of the job.
 
-    Attributes:
-        pipeline: ranks that hold different stages; the slowest to change, so that those of one stage are neighbours.
-        replicate: replicas of each stage, sharded or not, for different data.
-        shard: ranks that share a stage's parameters (FSDP2), for different data.
-        context: ranks that share the sequences of the same data.
-        tensor: ranks that share the layers' matrices, for the same data; the fastest to change.
-        expert: ranks among those of ``shard`` times ``context`` that share the experts.
+    Ranks are laid out stages first, tensors last: with ``pp=2`` and ``dp_shard=2``, ranks 0 and 1 hold stage 0.
+
+    Args:
+        pp: pipeline parallelism: ranks that hold different stages; -1 (default) takes all that the others leave.
+        dp_replicate: data parallelism: replicas of each stage, sharded or not.
+        dp_shard: data parallelism: ranks over which the parameters, gradients and optimizer state of each stage are
+            sharded (FSDP2).
+        cp: context parallelism: ranks that share each sequence. Lengths are rounded up to a multiple of it. Attention
+            must call ``scaled_dot_product_attention``.
+        tp: tensor parallelism: ranks that share the matrices of each layer. The model says how, by its Hugging Face
+            config or by ``get_tensor_parallel_plan()``.
+        ep: expert parallelism: ranks, among those of ``dp_shard`` times ``cp``, that share the experts of
+            :class:`~lightning_pipe.llm.model.moe.MoE` layers.
+        cp_method: attention exchanges heads for tokens (``ulysses``, which needs a multiple of ``cp`` heads), or sends
+            keys and values round (``ring``, for any number of ranks; lengths are rounded up to a multiple of twice
+            ``cp``). With masks of padding or documents the ring gathers keys and values.
+        reshard_after_forward: release gathered parameters after the forward of each micro-batch: less memory for more
+            communication. By default they stay until the end of the step. Zero-bubble schedules refuse it.
+
+    Raises:
+        SetupError: a size below 1, or an unknown method.
     """
 
-    pipeline: int = 1
-    replicate: int = 1
-    shard: int = 1
-    context: int = 1
-    tensor: int = 1
-    expert: int = 1
+    pp: int = -1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    cp_method: ContextMethod = "ulysses"
+    reshard_after_forward: bool = False
 
-    def fit(self, world_size: int, pipeline: int | None) -> Dimensions:
-        """The same with a pipeline of the given size, or of all ranks that the others leave.
+    def __post_init__(self) -> None:
+        for name in (*_WORLD, "ep"):
+            if name != "pp" or self.pp != -1:
+                check_whole_number(f"parallel.{name}", getattr(self, name), 1)
+        check_choice("parallel.cp_method", self.cp_method, get_args(ContextMethod))
+        check_choice("parallel.reshard_after_forward", self.reshard_after_forward, (True, False))
+
+    @property
+    def length_multiple(self) -> int:
+        """Number that sequence lengths must be a multiple of, so that ``cp`` ranks can share them, in tokens."""
+        return 2 * self.cp if self.cp_method == "ring" and self.cp > 1 else self.cp
+
+    def fit(self, world_size: int) -> ParallelDims:
+        """The same dimensions with the size of the pipeline filled in.
 
         Raises:
-            SetupError: sizes that do not make the world, or experts that do not divide what they are among.
+            SetupError: sizes whose product is not the world size, or experts that do not divide the ranks that share
+                them.
         """
-        sizes = {field.name: getattr(self, field.name) for field in fields(self)}
-        others = math.prod(sizes[name] for name in _ORDER[1:])
-        size = pipeline if pipeline is not None else world_size // max(others, 1)
-        if min(size, *sizes.values()) < 1 or size * others != world_size:
-            given = {"pipeline_parallel_size": pipeline, **{_ARGUMENTS[name]: sizes[name] for name in _ORDER[1:]}}
+        others = math.prod(getattr(self, name) for name in _WORLD[1:])
+        fitted = self if self.pp != -1 else replace(self, pp=max(world_size // others, 1))
+        if fitted.pp * others != world_size:
+            sizes = ", ".join(f"parallel.{name}={getattr(self, name)}" for name in _WORLD)
             raise SetupError(
-                f"{', '.join(f'{name}={value}' for name, value in given.items())} do not make the {world_size} ranks"
-                " that the trainer has: devices times nodes must be their product"
+                f"{sizes} do not make the {world_size} ranks that the trainer has: devices times nodes must be their"
+                " product"
             )
-        among = self.shard * self.context
-        if among % self.expert:
+        among = self.dp_shard * self.cp
+        if among % self.ep:
             raise SetupError(
-                f"expert_parallel_size={self.expert} does not divide the {among} ranks that share a stage's data"
-                f" (data_parallel_shard_size={self.shard} times context_parallel_size={self.context}); needed is a"
-                " divisor of that: experts are spread over these ranks"
+                f"parallel.ep={self.ep} does not divide the {among} ranks that share a stage's data"
+                f" (parallel.dp_shard={self.dp_shard} times parallel.cp={self.cp}); expected a divisor of that: experts"
+                " are spread over these ranks"
             )
-        return replace(self, pipeline=size)
+        return fitted
 
 
 class StageMeshes:
     """Device meshes over all ranks, by what they are for; making them is collective.
 
     Args:
-        dimensions: that make the world.
+        dimensions: fitted to the number of ranks.
         device_type: of the ranks' devices.
 
     Attributes:
@@ -83,11 +111,9 @@ class StageMeshes:
         same_batch: the ranks that train the same batches, for each part of the data.
     """
 
-    def __init__(self, dimensions: Dimensions, device_type: str) -> None:
+    def __init__(self, dimensions: ParallelDims, device_type: str) -> None:
         self.dimensions = dimensions
-        pipeline, replicate, shard, context, tensor, expert = (
-            getattr(dimensions, name) for name in (*_ORDER, "expert")
-        )
+        pipeline, replicate, shard, context, tensor, expert = (getattr(dimensions, name) for name in (*_WORLD, "ep"))
         copies, sharing = (replicate, shard * context) if shard > 1 else (replicate * context, 1)
 
         def mesh(**sizes: int) -> DeviceMesh:

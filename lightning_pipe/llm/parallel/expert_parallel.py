@@ -32,13 +32,13 @@ def check_experts(model: nn.Module, size: int) -> None:
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     if not layers:
         raise SetupError(
-            f"expert_parallel_size is {size}, but {type(model).__name__} has no experts; needed are layers of the class"
-            " lightning_pipe.llm.model.moe.MoE: make it of those, or leave expert_parallel_size at 1"
+            f"parallel.ep is {size}, but {type(model).__name__} has no experts; needed are layers of the class"
+            " lightning_pipe.llm.model.moe.MoE: make it of those, or leave parallel.ep at 1"
         )
     for name, layer in layers.items():
         if layer.num_experts % size:
             raise SetupError(
-                f"{name} has {layer.num_experts} experts, which expert_parallel_size={size} does not divide; needed are"
+                f"{name} has {layer.num_experts} experts, which parallel.ep={size} does not divide; needed are"
                 " as many for every rank"
             )
 
@@ -98,7 +98,7 @@ def _check_widths(experts: Experts, size: int) -> None:
     if any(width % size for width in widths):
         raise SetupError(
             f"experts of the widths {' and '.join(map(str, sorted(widths)))} cannot be sharded over {size} ranks;"
-            f" needed are multiples of {size}: change dim and hidden_dim, or raise expert_parallel_size, which leaves"
+            f" needed are multiples of {size}: change dim and hidden_dim, or raise parallel.ep, which leaves"
             " fewer ranks with the same experts"
         )
 

@@ -50,9 +50,9 @@ def check_ring() -> None:
         missing = [str(error)]
     if missing:
         raise SetupError(
-            f"context_parallel_method is 'ring', and PyTorch {torch.__version__} is without {', '.join(missing)} in"
+            f"parallel.cp_method is 'ring', and PyTorch {torch.__version__} is without {', '.join(missing)} in"
             " torch.distributed.tensor.experimental._context_parallel; needed is PyTorch 2.13, or"
-            " context_parallel_method='ulysses'"
+            " parallel.cp_method='ulysses'"
         )
 
 

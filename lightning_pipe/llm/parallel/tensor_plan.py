@@ -165,7 +165,7 @@ def _check_module(name: str, module: nn.Module, style: str | ParallelStyle, size
     if weight.shape[cut[0]] % size:
         raise SetupError(
             f"{name} has {weight.shape[cut[0]]} {'columns' if isinstance(style, ColwiseParallel) else 'rows'}, which"
-            f" {size} ranks cannot share evenly; needed is a multiple of tensor_parallel_size: change either"
+            f" {size} ranks cannot share evenly; needed is a multiple of parallel.tp: change either"
         )
 
 
@@ -185,7 +185,7 @@ def _check_heads(model: nn.Module, styles: Mapping[str, str | ParallelStyle], si
                 if isinstance(count, int) and count % size:
                     raise SetupError(
                         f"{key} is {count}, and {name} is cut among {size} ranks; needed is a multiple of"
-                        " tensor_parallel_size, so that each has whole heads: change either"
+                        " parallel.tp, so that each has whole heads: change either"
                     )
 
 

@@ -89,7 +89,7 @@ def split_at(config: ModuleConfig, layers_per_stage: Sequence[int]) -> list[list
     return stages
 
 
-def split_by_ranges(config: ModuleConfig, ranges: Sequence[tuple[int, int]]) -> list[list[str]]:
+def split_by_ranges(config: ModuleConfig, ranges: Sequence[Sequence[int]]) -> list[list[str]]:
     """Split into stages of the given ranges of layers.
 
     Args:
@@ -174,7 +174,7 @@ def _check_stages(config: ModuleConfig, num_stages: int) -> None:
     if not 1 <= num_stages <= config.num_layers:
         raise SetupError(
             f"{config.num_layers} layers cannot go to {num_stages} stages; needed is 1 to {config.num_layers} stage(s):"
-            " lower pipeline_parallel_size or the stages of each rank"
+            " lower parallel.pp or the stages of each rank"
         )
 
 

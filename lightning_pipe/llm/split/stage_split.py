@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,37 +41,10 @@ from lightning_pipe.llm.model.tied import TiedParameter, find_tied, name_copies
 from lightning_pipe.llm.parallel.attention_mode import CheckedAttention
 from lightning_pipe.llm.parallel.stage_parallel import StageParallelism
 from lightning_pipe.llm.split.by_name import split_at, split_by_cost, split_by_ranges, split_evenly
+from lightning_pipe.llm.split.options import SplitOptions
 from lightning_pipe.llm.split.traced_split import TracedSplit, join_stages, split_into_equal_size, trace_split
 
-__all__ = ["Example", "SplitModel", "SplitOptions", "split_model"]
-
-
-@dataclass(frozen=True)
-class SplitOptions:
-    """Where a model is cut.
-
-    Attributes:
-        layers_per_stage: how many layers each stage has; None for another way.
-        layer_ranges: of each stage, its first layer and the one after its last.
-        balance: stages of as many layers, or whose time or memory, measured, is as even as can be.
-        weights: how many layers the modules before and after the layers count for, where layers are counted.
-        split_spec: the modules before or behind which a trace is cut, in the place of all that.
-        split_policy: what else puts split points into a trace; ``equal_size`` for as many parameters on each stage.
-        sum_tied: whether stages may hold copies of one parameter.
-    """
-
-    layers_per_stage: tuple[int, ...] | None = None
-    layer_ranges: tuple[tuple[int, int], ...] | None = None
-    balance: Literal["layers", "time", "memory"] = "layers"
-    weights: tuple[int, int] = (1, 1)
-    split_spec: Mapping[str, SplitPoint | str] | None = None
-    split_policy: Any = None
-    sum_tied: bool = True
-
-    @property
-    def traces(self) -> bool:
-        """Whether a trace is asked for."""
-        return self.split_spec is not None or self.split_policy is not None
+__all__ = ["Example", "SplitModel", "split_model"]
 
 
 @dataclass(frozen=True)
@@ -147,11 +120,11 @@ def split_model(
     """
     cut = _cut(model, config, num_stages, options, parallelism, example)
     for one in cut.tied:
-        if not options.sum_tied:
+        if options.tied_embeddings == "refuse":
             raise SetupError(
                 f"the parameters {' and '.join(one.names)} are one and the same, and go to stages"
                 f" {' and '.join(map(str, one.stages))}. Give each its own (in a Hugging Face config:"
-                " tie_word_embeddings=False), or set tied_embeddings to 'sum'"
+                " tie_word_embeddings=False), or set split.tied_embeddings to 'sum'"
             )
     shapes = cut.shapes(model)
     names = tuple(name for name, _ in model.named_parameters())
@@ -231,8 +204,8 @@ def _cut(
     if config is None or options.traces:
         if example is None:
             raise SetupError(
-                "split_spec or split_policy is given, so the model is traced, which needs a batch to trace it with;"
-                " needed is example_micro_batch() of the module"
+                "split.split_spec or split.split_policy is given, so the model is traced, which needs a batch to trace"
+                " it with; needed is example_micro_batch() of the module"
             )
         return _TracedCut(model, num_stages, options, parallelism, example())
     return _LayerCut(model, config, num_stages, options, parallelism, example)
@@ -257,7 +230,8 @@ class _LayerCut:
         self._fqns = _deal_out(model, config, num_stages, options, example)
         if len(self._fqns) != num_stages:
             raise SetupError(
-                f"layers_per_stage says {len(self._fqns)} stages; the schedule has {num_stages}: give one number each"
+                f"split.layers_per_stage says {len(self._fqns)} stages; the schedule has {num_stages}: give one number"
+                " each"
             )
         self._plan = parallelism.check(model, config)
         self.tied = tuple(find_tied(tied_parameters(model), self._fqns))
@@ -272,10 +246,10 @@ class _LayerCut:
                 run_empty(fake, self._config, hidden, **keywords)
 
         stages = [self.stage(shallow_copy(fake), index).eval() for index in range(self._num_stages)]
-        size, tensor_size = self._parallelism.context_size, self._parallelism.tensor_size
-        if size == 1:
+        sizes = self._parallelism.dimensions
+        if sizes.cp == 1:
             return StageShapes(stages, mode, check)
-        how = size, self._parallelism.context_method, tensor_size
+        how = sizes.cp, sizes.cp_method, sizes.tp
         return StageShapes([CheckedAttention(stage, self._config.layers, *how) for stage in stages], mode, check)
 
     def holds(self, mine: Sequence[int]) -> Callable[[str], bool]:
@@ -365,7 +339,7 @@ def _deal_out(
     if options.layer_ranges is not None:
         return split_by_ranges(config, options.layer_ranges)
     if options.balance == "layers":
-        return split_evenly(config, num_stages, *options.weights)
+        return split_evenly(config, num_stages, options.input_weight, options.output_weight)
     if example is None:
         raise SetupError(
             f"the split is by {options.balance}, which is measured with a batch; needed is example_micro_batch() of the"

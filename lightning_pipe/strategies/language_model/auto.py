@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,25 +13,21 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.plans.values import check_whole_number
 from lightning_pipe.engine.plans.whole_file import whole_file
 from lightning_pipe.llm.choice.schedule_choice import Candidate
-from lightning_pipe.llm.parallel.dimensions import Dimensions
+from lightning_pipe.llm.parallel.dimensions import ParallelDims
 from lightning_pipe.llm.schedules.checks import splits_backward
-from lightning_pipe.llm.schedules.named import ScheduleSpec
+from lightning_pipe.llm.schedules.named import ScheduleSpec, find_schedule
 from lightning_pipe.strategies.language_model.choice_report import print_choice
 from lightning_pipe.strategies.language_model.example_batch import example_batch
+from lightning_pipe.strategies.language_model.options import LLMOptions
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from lightning_pipe.strategies.language_model.stage_choice import StageChoice, StageChooser
 from lightning_pipe.strategies.language_model.stage_parts import StagePlan
 from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
 
 __all__ = ["AutoLLMPipelineStrategy"]
-
-# What is chosen here.
-_CHOSEN = (
-    *("schedule", "stages_per_rank", "layers_per_stage", "layer_ranges", "balance", "input_weight", "output_weight"),
-    *("split_spec", "split_policy"),
-)
 
 
 class AutoLLMPipelineStrategy(LLMPipelineStrategy):
@@ -54,7 +50,8 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
         trials: how many candidates are run for real; 0 to rely on the simulation.
         batch_size: rows of a batch, where the training data's loader does not say.
         save_plan: where to write the choice, in YAML: ``class_path`` and ``init_args`` for ``trainer.strategy``.
-        options: other arguments of :class:`LLMPipelineStrategy`; none that says what is chosen here.
+        options: other arguments of :class:`LLMPipelineStrategy`, without ``schedule``, ``stages_per_rank`` and the
+            fields of ``split`` that say where the model is cut.
     """
 
     def __init__(
@@ -67,19 +64,14 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
         save_plan: str | Path | None = None,
         **options: Any,
     ) -> None:
-        given = [f"{name}={options[name]!r}" for name in _CHOSEN if name in options]
-        if given:
-            raise SetupError(
-                f"{' and '.join(given)} is given to the automatic strategy, which chooses that; leave it out, or use"
-                " LLMPipelineStrategy (llm_1f1b_pipeline and the like)"
-            )
-        numbers = {"memory_limit": (memory_limit, 1), "trials": (trials, 0), "batch_size": (batch_size, 1)}
-        for name, (value, least) in numbers.items():
-            if (value is not None or name == "trials") and not (type(value) is int and value >= least):
-                raise SetupError(f"{name} is {value!r}; needed is a whole number, {least} or more")
+        check_whole_number("memory_limit", memory_limit, 1, optional=True)
+        check_whole_number("trials", trials, 0)
+        check_whole_number("batch_size", batch_size, 1, optional=True)
         super().__init__(num_microbatches=num_microbatches, **options)
-        self._given |= {name: repr(value) for name, (value, _) in numbers.items()}
-        self._options = options
+        _refuse_chosen(self._options)
+        numbers = {"memory_limit": memory_limit, "trials": trials, "batch_size": batch_size}
+        self._agreed += [(name, repr(value)) for name, value in numbers.items()]
+        self._given = options
         self._memory_limit = memory_limit
         self._trials = trials
         self._batch_size = batch_size
@@ -91,35 +83,34 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
         """What was chosen, and from what; None before ``fit``."""
         return self._choice
 
-    def _first_plan(self, sizes: Dimensions) -> StagePlan:
+    def _first_plan(self, sizes: ParallelDims) -> StagePlan:
         """For a model that is evaluated before any choice."""
-        if sizes.pipeline < 2:
+        if sizes.pp < 2:
             raise SetupError(
                 "the automatic strategy chooses how the ranks of a pipeline take turns, and this pipeline has"
-                f" {sizes.pipeline} rank; needed are 2 devices or more, or LLMPipelineStrategy"
+                f" {sizes.pp} rank; needed are 2 devices or more, or LLMPipelineStrategy"
             )
-        return StagePlan(self._asked_schedule, sizes.pipeline, 1, 2 * sizes.pipeline, self._split_options)
+        return StagePlan(self._options.schedule, sizes.pp, 1, 2 * sizes.pp, self._options.split)
 
     def _plan_for(self, module: PipelineModule) -> StagePlan:
         trainer = module.trainer
         if trainer.state.fn != TrainerFn.FITTING:
             return super()._plan_for(module)
-        assert self._maker is not None
         chooser = StageChooser(
-            self._maker,
+            self._parts_maker,
             self._allows,
             self._plan_of,
-            self._asked_microbatches,
+            self._options.num_microbatches,
             self._memory_limit,
             # A trial would compile every layer anew.
-            self._trials if self._compile_options is None else 0,
+            self._trials if self._options.compile_options is None else 0,
         )
         with isolate_rng():
             loader = trainer.fit_loop._data_source.dataloader()
             choice = chooser.choose(module, partial(example_batch, module, loader, self._batch_size))
         self._choice = choice
         plan = self._plan_of(choice.chosen.candidate)
-        self._check_plan(plan, self._stage_meshes.dimensions)
+        self._check_plan(plan, self._parts_maker.meshes.dimensions)
         if self.is_global_zero:
             print_choice(choice)
             if self._save_plan is not None:
@@ -127,30 +118,35 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
         return plan
 
     def _plan_of(self, candidate: Candidate) -> StagePlan:
-        split = replace(self._split_options, layers_per_stage=candidate.layers_per_stage)
+        split = replace(self._options.split, layers_per_stage=candidate.layers_per_stage)
         return StagePlan(
             candidate.spec, self.pipeline_size, candidate.stages_per_rank, candidate.num_microbatches, split
         )
 
     def _allows(self, spec: ScheduleSpec) -> bool:
-        if self._compile_options is not None and splits_backward(spec) is not False:
+        if self._options.compile_options is not None and splits_backward(spec) is not False:
             return False  # each part of a compiled layer's backward would be all of it
         try:
-            self._check_combination(spec, self._stage_meshes.dimensions)
+            self._options.check_schedule(spec, self._parts_maker.meshes.dimensions)
         except SetupError:
             return False
         return True
 
     def _write(self, candidate: Candidate, path: str | Path) -> None:
         """Write the arguments that make this choice; where that fails, training goes on with a warning."""
-        plain = {name: value for name, value in self._options.items() if _is_plain(value)}
+        given, split = self._options, {"layers_per_stage": list(candidate.layers_per_stage)}
         chosen = {
             "schedule": candidate.spec.name,
             "num_microbatches": candidate.num_microbatches,
             "stages_per_rank": candidate.stages_per_rank,
-            "layers_per_stage": list(candidate.layers_per_stage),
+            "split": split | _changed(given.split),
         }
-        content = {"class_path": "lightning_pipe.strategies.LLMPipelineStrategy", "init_args": {**chosen, **plain}}
+        groups = {name: _changed(getattr(given, name)) for name in ("parallel", "batching")}
+        if given.activation_checkpoint is not None:
+            groups["activation_checkpoint"] = asdict(given.activation_checkpoint)
+        plain = {name: value for name, value in self._given.items() if _is_plain(value)}
+        arguments = plain | {name: group for name, group in groups.items() if group} | chosen
+        content = {"class_path": "lightning_pipe.strategies.LLMPipelineStrategy", "init_args": arguments}
         try:
             with whole_file(path) as unfinished:
                 unfinished.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
@@ -158,8 +154,26 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
             rank_zero_warn(f"the choice cannot be written to {str(path)!r} ({error}); training goes on with it")
 
 
+def _refuse_chosen(options: LLMOptions) -> None:
+    """Refuse what the automatic strategy chooses. Defaults count as not given, since LightningCLI passes them."""
+    split = {f"split.{name}": value for name, value in _changed(options.split).items() if name != "tied_embeddings"}
+    given = [f"{name}={value!r}" for name, value in split.items()]
+    if options.schedule != find_schedule("1f1b"):
+        given.append(f"schedule={options.schedule.name!r}")
+    if options.stages_per_rank is not None:
+        given.append(f"stages_per_rank={options.stages_per_rank}")
+    if given:
+        raise SetupError(
+            f"{' and '.join(given)} is given to the automatic strategy, which chooses that; leave it out, or use"
+            " LLMPipelineStrategy (llm_1f1b_pipeline and the like)"
+        )
+
+
+def _changed(group: Any) -> dict[str, Any]:
+    """Fields of an option group that differ from its defaults."""
+    return {name: value for name, value in asdict(group).items() if value != getattr(type(group)(), name)}
+
+
 def _is_plain(value: Any) -> bool:
     """Whether YAML has it."""
-    if isinstance(value, dict):
-        return all(_is_plain(one) for pair in value.items() for one in pair)
-    return all(map(_is_plain, value)) if isinstance(value, list) else isinstance(value, (bool, int, float, str))
+    return isinstance(value, bool | int | float | str)

@@ -181,7 +181,7 @@ class BatchRuns:
         shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
         if not isinstance(result, Tensor) or result.ndim < 2 or result.shape[1] * self._context.size != length:
             raise InputError(
-                f"a micro-batch's prediction has the shape {shape}, but with context_parallel_size ="
+                f"a micro-batch's prediction has the shape {shape}, but with parallel.cp ="
                 f" {self._context.size} each rank has it for a part of the tokens; needed is (rows, tokens,"
                 " ...), which is put together"
             )

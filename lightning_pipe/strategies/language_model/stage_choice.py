@@ -143,7 +143,7 @@ class StageChooser:
 
     @property
     def _size(self) -> int:
-        return self.maker.meshes.dimensions.pipeline
+        return self.maker.meshes.dimensions.pp
 
     def _shared(self, batch: Any) -> Any:
         return from_first(lambda: batch, "could not hand on its batch", self.maker.numbers_group)
@@ -301,7 +301,7 @@ def microbatch_counts_of(batch: Any, pp_size: int, asked: int | None) -> list[in
 def microbatches_of(module: PipelineModule, batch: Any, count: int, settings: StageSettings) -> list[dict[str, Any]]:
     """The micro-batches of a batch, padded to one length as in training."""
     items = split_batch(batch, count, ignore_index=module.ignore_index).items
-    keys = SequenceKeys(labels=module.ignore_index, others=settings.pad_values)
+    keys = SequenceKeys(labels=module.ignore_index, others=settings.batching.pad_values)
     longest = max((one.shape[1] for item in items for one in _sequences(item, keys)), default=0)
     length = settings.lengths.up_to(module.max_sequence_length).of(longest)
     return [pad_microbatch(item, length, keys) for item in items]
@@ -355,8 +355,8 @@ def optimizer_states(module: PipelineModule, config: ModuleConfig, offload: bool
 def sharing_of(settings: StageSettings) -> Sharing:
     """How many ranks share what a stage has."""
     sizes = settings.sizes
-    shard = sizes.shard * sizes.context if sizes.shard > 1 else 1
-    return Sharing(shard, sizes.tensor, sizes.context, not settings.parallelism.reshard_after_forward)
+    shard = sizes.dp_shard * sizes.cp if sizes.dp_shard > 1 else 1
+    return Sharing(shard, sizes.tp, sizes.cp, not sizes.reshard_after_forward)
 
 
 def _that_fit(predictions: Sequence[Prediction], limit: int | None, counts: Sequence[int]) -> list[Prediction]:
@@ -376,8 +376,8 @@ def _that_fit(predictions: Sequence[Prediction], limit: int | None, counts: Sequ
         raise SetupError(
             f"none of {len(predictions)} ways to train in stages fits {limit:,} bytes a rank (memory_limit, or what is"
             f" free); the least is {least.peak:,} bytes, with schedule {least.candidate.spec.name} and"
-            f" {least.candidate.num_microbatches} micro-batches. Set activation_checkpointing='full', use more ranks"
-            " (pipeline_parallel_size, data_parallel_shard_size), or smaller batches"
+            f" {least.candidate.num_microbatches} micro-batches. Set activation_checkpoint.mode to 'full', use more"
+            " ranks (parallel.pp, parallel.dp_shard), or smaller batches"
         )
     return sorted(fitting, key=lambda one: one.seconds)
 

@@ -99,8 +99,8 @@ def estimate_stages(
             module.configure_model()
     if plan.split.traces:
         raise SetupError(
-            "split_spec or split_policy is given, so the model is traced; needed for an estimate is one that is cut by"
-            " its layers: leave them out"
+            "split.split_spec or split.split_policy is given, so the model is traced; needed for an estimate is one"
+            " that is cut by its layers: leave them out"
         )
     config = layers_of(module)
     item = microbatches_of(module, batch, plan.num_microbatches, settings)[0]
@@ -109,7 +109,7 @@ def estimate_stages(
     layers = _layers_per_stage(plan, config, footprints, states)
     candidate = Candidate(plan.spec, plan.stages_per_rank, plan.num_microbatches, layers)
     size = plan.pipeline_size
-    if settings.sizes.expert > 1:
+    if settings.sizes.ep > 1:
         notes.append("experts that ranks share are counted as if each rank had all of them")
     others = compare(config, size, plan.num_microbatches, footprints, states, sharing) if all_schedules else []
     rows, length = next(iter(item.values())).shape[:2]
@@ -133,7 +133,7 @@ def _layers_per_stage(
         work = operations_of(footprints)
         stages = split_by_cost(config, count, [_all(one) for one in work.layers], _all(work.input), _all(work.output))
     else:
-        stages = split_evenly(config, count, *split.weights)
+        stages = split_evenly(config, count, split.input_weight, split.output_weight)
     if len(stages) != count:
         raise SetupError(
             f"the layers of {len(stages)} stages are given; the schedule has {count}: give one number for each"

@@ -19,10 +19,11 @@ from lightning.pytorch.plugins import Precision
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.together import on_all_ranks
+from lightning_pipe.llm.batches.batching import Batching
 from lightning_pipe.llm.batches.padding import SequenceKeys
 from lightning_pipe.llm.model.deferred import DeferredInit, is_deferred
 from lightning_pipe.llm.parallel.context_ranks import ContextRanks
-from lightning_pipe.llm.parallel.dimensions import Dimensions, StageMeshes
+from lightning_pipe.llm.parallel.dimensions import ParallelDims, StageMeshes
 from lightning_pipe.llm.parallel.hf_documents import HFDocuments
 from lightning_pipe.llm.parallel.stage_parallel import StageParallelism
 from lightning_pipe.llm.run.preparation import BatchPreparation, Lengths
@@ -30,7 +31,8 @@ from lightning_pipe.llm.run.runner import PipelineRunner
 from lightning_pipe.llm.run.stage_gradients import StageGradients
 from lightning_pipe.llm.schedules.named import ScheduleSpec, place_stages, stages_of_rank
 from lightning_pipe.llm.schedules.step import check_shared_parameters
-from lightning_pipe.llm.split.stage_split import Example, SplitModel, SplitOptions, split_model
+from lightning_pipe.llm.split.options import SplitOptions
+from lightning_pipe.llm.split.stage_split import Example, SplitModel, split_model
 from lightning_pipe.strategies.language_model.batch_runs import BatchRuns
 from lightning_pipe.strategies.language_model.loss_scaling import LossScaling
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
@@ -68,25 +70,28 @@ class StageSettings:
 
     Attributes:
         plan: how a model is cut and scheduled, if nothing else is chosen for it.
-        sizes: how ranks are laid out.
+        sizes: parallel dimensions, fitted to the number of ranks.
         parallelism: how stages are shared with other ranks, and run; without meshes.
-        lengths: what sequences are padded to.
-        pad_values: more keys of a batch to pad, with what.
-        strict: whether rows that do not fill the micro-batches are an error.
-        compare: whether ranks compare their batches.
-        cache_bytes: the most that buffers of schedules not in use may take.
+        batching: how batches are padded, cut and compared.
         offload: whether states of optimisers are on the host.
     """
 
     plan: StagePlan
-    sizes: Dimensions
+    sizes: ParallelDims
     parallelism: StageParallelism
-    lengths: Lengths
-    pad_values: Mapping[str, float]
-    strict: bool
-    compare: bool
-    cache_bytes: int
+    batching: Batching
     offload: bool
+
+    @property
+    def lengths(self) -> Lengths:
+        """Lengths that sequences are padded to."""
+        batching = self.batching
+        return Lengths(
+            batching.variable_lengths,
+            batching.length_multiple(self.sizes.length_multiple),
+            batching.max_length,
+            None if batching.length_buckets is None else tuple(batching.length_buckets),
+        )
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,7 @@ class PartsMaker:
         model = module.model
         assert model is not None
         settings, meshes, pipeline = self.settings, self.meshes, self.meshes.root["pipeline"]
+        batching = settings.batching
         rank_of_stage = place_stages(plan.spec.placement, plan.pipeline_size, plan.num_stages)
         split = split_model(
             model,
@@ -165,14 +171,14 @@ class PartsMaker:
             pipeline.get_group(),
             self.device,
             split.shapes,
-            cache_bytes=settings.cache_bytes,
+            cache_bytes=batching.schedule_cache_bytes,
             # Ranks that are in the middle of a stage together would wait.
             carry_failures={meshes.data, meshes.context, meshes.tensor} == {None},
         )
         scaling = None if stand_ins else LossScaling.of(self.precision, self.loss_group, self.device)
         context = None
         if meshes.context is not None:
-            context = ContextRanks.of(meshes.context.get_group(), settings.parallelism.context_method, split.kept)
+            context = ContextRanks.of(meshes.context.get_group(), settings.sizes.cp_method, split.kept)
         preparation = BatchPreparation(
             module.model_inputs,
             module.loss_tokens,
@@ -180,11 +186,11 @@ class PartsMaker:
             meshes.same_batch,
             plan.num_microbatches,
             lengths=settings.lengths.up_to(module.max_sequence_length),
-            keys=SequenceKeys(labels=module.ignore_index, others=settings.pad_values),
-            strict=settings.strict,
+            keys=SequenceKeys(labels=module.ignore_index, others=batching.pad_values),
+            strict=batching.strict_batches,
             ignore_index=module.ignore_index,
             context=context,
-            compare=settings.compare,
+            compare=batching.compare_batches,
             documents=HFDocuments.of(split.kept),
         )
         runs = BatchRuns(

@@ -108,7 +108,7 @@ def test_attention_that_would_be_another_over_several_ranks_is_refused(
 
 def test_a_ring_asks_for_no_number_of_heads_but_for_attention_without_dropout() -> None:
     look_at(Layers(Block()), size=3, method="ring")
-    with pytest.raises(SetupError, match=r"dropout_p=0.1, .* context_parallel_method='ulysses'"):
+    with pytest.raises(SetupError, match=r"dropout_p=0.1, .* parallel.cp_method='ulysses'"):
         look_at(hugging_face("llama", attention_dropout=0.1), method="ring")
     look_at(hugging_face("llama", attention_dropout=0.1))
 
@@ -116,7 +116,7 @@ def test_a_ring_asks_for_no_number_of_heads_but_for_attention_without_dropout() 
 def test_a_mask_for_each_head_beside_tensor_parallelism_is_refused() -> None:
     model = Layers(Block(is_causal=False))
     look_at(model, tensor_size=2, attention_mask=torch.zeros(2, 1, 4, 4))
-    with pytest.raises(SetupError, match="attention_mask has 2 heads, which tensor_parallel_size=2 shares out"):
+    with pytest.raises(SetupError, match=r"attention_mask has 2 heads, which parallel.tp=2 shares out"):
         look_at(model, tensor_size=2, attention_mask=torch.zeros(2, 2, 4, 4))
 
 
@@ -158,5 +158,5 @@ def test_a_mask_has_the_heads_of_the_query_or_one() -> None:
 
 
 def test_heads_that_the_ranks_do_not_divide_are_refused() -> None:
-    with pytest.raises(SetupError, match="2 heads, which context_parallel_size=4 does not divide"):
+    with pytest.raises(SetupError, match=r"2 heads, which parallel.cp=4 does not divide"):
         look_at(Layers(Block()), size=4)

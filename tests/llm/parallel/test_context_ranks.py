@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.engine.plans.errors import InputError
-from lightning_pipe.llm.parallel.context_ranks import ContextRanks, ModelInputs, length_multiple
+from lightning_pipe.llm.parallel.context_ranks import ContextRanks, ModelInputs
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -64,7 +64,7 @@ def test_a_model_that_is_given_the_positions_is_let_be(model_inputs: ModelInputs
 
 @pytest.mark.parametrize("model_inputs", [tokens_only, filtered])
 def test_a_model_that_would_count_from_0_in_every_chunk_is_refused(model_inputs: ModelInputs) -> None:
-    with pytest.raises(InputError, match=r"context_parallel_size=2 .* 'position_ids', so that the model cannot know"):
+    with pytest.raises(InputError, match=r"parallel.cp=2 .* 'position_ids', so that the model cannot know"):
         ranks(causal_lm=False).inputs(part(), model_inputs)
 
 
@@ -98,8 +98,3 @@ def test_a_square_mask_goes_to_the_model_as_it_is() -> None:
     local = part() | {"attention_mask": torch.zeros(2, 1, 3, 3)}
     _, keywords = ranks(causal_lm=True).inputs(local, lambda batch: ((), dict(batch)))
     assert keywords["attention_mask"] is local["attention_mask"]
-
-
-@pytest.mark.parametrize(("size", "method", "multiple"), [(1, "ring", 1), (3, "ring", 6), (3, "ulysses", 3)])
-def test_what_lengths_are_a_multiple_of(size: int, method: Any, multiple: int) -> None:
-    assert length_multiple(size, method) == multiple

@@ -7,63 +7,85 @@ from typing import Any
 import pytest
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.parallel.dimensions import Dimensions, StageMeshes
+from lightning_pipe.llm.parallel.dimensions import ParallelDims, StageMeshes
 from tests.distributed import run_ranks
 
 
 def test_the_pipeline_takes_what_the_other_dimensions_leave() -> None:
-    assert Dimensions(replicate=2, shard=3).fit(24, None).pipeline == 4
-    assert Dimensions(context=2).fit(4, 2) == Dimensions(pipeline=2, context=2)
+    assert ParallelDims(dp_replicate=2, dp_shard=3).fit(24).pp == 4
+    assert ParallelDims(pp=2, cp=2).fit(4) == ParallelDims(pp=2, cp=2)
+
+
+def test_the_ring_needs_lengths_of_two_chunks_a_rank() -> None:
+    assert ParallelDims(cp=3).length_multiple == 3
+    assert ParallelDims(cp=3, cp_method="ring").length_multiple == 6
+    assert ParallelDims(cp_method="ring").length_multiple == 1
 
 
 @pytest.mark.parametrize(
-    ("dimensions", "world", "pipeline", "words"),
+    ("dimensions", "world", "words"),
     [
-        (Dimensions(shard=2), 4, 3, ["pipeline_parallel_size=3", "data_parallel_shard_size=2", "the 4 ranks"]),
-        (Dimensions(tensor=3), 4, None, ["tensor_parallel_size=3", "the 4 ranks"]),
-        (Dimensions(context=0), 4, None, ["context_parallel_size=0"]),
-        (Dimensions(replicate=-2), 4, -2, ["data_parallel_replicate_size=-2"]),
-        (Dimensions(shard=4, expert=3), 4, None, ["expert_parallel_size=3", "the 4 ranks", "divisor"]),
-        (Dimensions(replicate=4, expert=2), 4, None, ["expert_parallel_size=2", "the 1 ranks"]),
+        (ParallelDims(pp=3, dp_shard=2), 4, ["parallel.pp=3", "parallel.dp_shard=2", "the 4 ranks"]),
+        (ParallelDims(tp=3), 4, ["parallel.tp=3", "the 4 ranks"]),
+        (ParallelDims(dp_shard=8), 4, ["parallel.dp_shard=8", "the 4 ranks"]),
+        (ParallelDims(dp_shard=4, ep=3), 4, ["parallel.ep=3", "the 4 ranks", "divisor"]),
+        (ParallelDims(dp_replicate=4, ep=2), 4, ["parallel.ep=2", "the 1 ranks"]),
     ],
     ids=str,
 )
-def test_sizes_that_do_not_fit_are_refused(
-    dimensions: Dimensions, world: int, pipeline: int | None, words: list[str]
-) -> None:
+def test_sizes_that_do_not_fit_are_refused(dimensions: ParallelDims, world: int, words: list[str]) -> None:
     with pytest.raises(SetupError) as error:
-        dimensions.fit(world, pipeline)
+        dimensions.fit(world)
     for word in words:
         assert word in str(error.value)
 
 
-CASES: dict[str, tuple[Dimensions, dict[str, list[int] | None], list[list[int]]]] = {
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"cp": 0}, "parallel.cp is 0; expected a whole number, 1 or more"),
+        ({"pp": 0}, "parallel.pp is 0"),
+        ({"pp": -2}, "parallel.pp is -2"),
+        ({"dp_replicate": -1}, "parallel.dp_replicate is -1"),
+        ({"ep": True}, "parallel.ep is True"),
+        ({"tp": "2"}, "parallel.tp is '2'"),
+        ({"cp_method": "rings"}, "parallel.cp_method is 'rings'; expected one of 'ulysses', 'ring'"),
+        ({"reshard_after_forward": "yes"}, "parallel.reshard_after_forward is 'yes'; expected one of True, False"),
+    ],
+    ids=str,
+)
+def test_values_of_the_wrong_kind_are_refused_by_name(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(SetupError, match=words):
+        ParallelDims(**given)
+
+
+CASES: dict[str, tuple[ParallelDims, dict[str, list[int] | None], list[list[int]]]] = {
     # what rank 1 shares which meshes with, and which ranks have one batch
-    "stages": (Dimensions(), {"pipeline": [0, 1, 2, 3], "data": None}, [[0, 1, 2, 3]]),
-    "replicas": (Dimensions(replicate=2), {"pipeline": [1, 3], "replicate": [0, 1]}, [[0, 2], [1, 3]]),
-    "shards": (Dimensions(shard=2), {"pipeline": [1, 3], "shard": [0, 1]}, [[0, 2], [1, 3]]),
+    "stages": (ParallelDims(), {"pipeline": [0, 1, 2, 3], "data": None}, [[0, 1, 2, 3]]),
+    "replicas": (ParallelDims(dp_replicate=2), {"pipeline": [1, 3], "replicate": [0, 1]}, [[0, 2], [1, 3]]),
+    "shards": (ParallelDims(dp_shard=2), {"pipeline": [1, 3], "shard": [0, 1]}, [[0, 2], [1, 3]]),
     "context without sharding": (
-        Dimensions(context=2),
+        ParallelDims(cp=2),
         {"pipeline": [1, 3], "replicate": [0, 1], "context": [0, 1]},
         [[0, 1, 2, 3]],
     ),
     "context with sharding": (
-        Dimensions(shard=2, context=2),
+        ParallelDims(dp_shard=2, cp=2),
         {"pipeline": [1], "shard": [0, 1, 2, 3], "context": [0, 1]},
         [[0, 1], [2, 3]],
     ),
     "context and tensor": (
-        Dimensions(context=2, tensor=2),
+        ParallelDims(cp=2, tp=2),
         {"pipeline": [1], "replicate": [1, 3], "context": [1, 3], "tensor": [0, 1]},
         [[0, 1, 2, 3]],
     ),
     "experts among shards": (
-        Dimensions(shard=4, expert=2),
+        ParallelDims(dp_shard=4, ep=2),
         {"shard": [0, 1, 2, 3], "expert": [0, 1], "expert shard": [1, 3]},
         [[0], [1], [2], [3]],
     ),
     "experts among shards and context": (
-        Dimensions(shard=2, context=2, expert=4),
+        ParallelDims(dp_shard=2, cp=2, ep=4),
         {"expert": [0, 1, 2, 3], "expert shard": None},
         [[0, 1], [2, 3]],
     ),
@@ -73,7 +95,7 @@ CASES: dict[str, tuple[Dimensions, dict[str, list[int] | None], list[list[int]]]
 def meshes(rank: int, world: int) -> dict[str, Any]:
     found = {}
     for case, (dimensions, _, _) in CASES.items():
-        made = StageMeshes(dimensions.fit(world, None), "cpu")
+        made = StageMeshes(dimensions.fit(world), "cpu")
         by_name: dict[str, Any] = {"data": made.data}
         for prefix, mesh in (("", made.data), ("expert ", made.expert_data)):
             if mesh is not None:

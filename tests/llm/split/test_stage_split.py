@@ -14,7 +14,8 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.deferred import deferred_init
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.parallel.stage_parallel import StageParallelism
-from lightning_pipe.llm.split.stage_split import SplitModel, SplitOptions, split_model
+from lightning_pipe.llm.split.options import SplitOptions
+from lightning_pipe.llm.split.stage_split import SplitModel, split_model
 from tests.strategies.llm_cases import (
     SEED,
     VOCABULARY,
@@ -166,7 +167,7 @@ def test_what_every_stage_needs_is_on_every_rank() -> None:
 def test_layers_go_where_they_are_told_to() -> None:
     part = split(TinyLM, (0,), 2, layers=[1, 3])
     assert {name.split(".")[1] for name in values_of(part.kept) if name.startswith("layers")} == {"0"}
-    light = split(TinyLM, (0,), 2, weights=(3, 1))
+    light = split(TinyLM, (0,), 2, input_weight=3, output_weight=1)
     assert {name.split(".")[1] for name in values_of(light.kept) if name.startswith("layers")} == {"0"}
 
 
@@ -195,7 +196,7 @@ def test_a_forward_that_a_stage_would_do_again_is_refused_when_shapes_are_first_
 
 def test_tied_parameters_are_refused_with_both_names_where_that_is_asked_for() -> None:
     with pytest.raises(SetupError, match=r"embedding.weight and head.weight are one and the same"):
-        split(Tied, (0,), 2, sum_tied=False)
+        split(Tied, (0,), 2, tied_embeddings="refuse")
 
 
 @pytest.mark.parametrize(("mine", "held"), [((0,), ["embedding"]), ((1,), ["head"])])

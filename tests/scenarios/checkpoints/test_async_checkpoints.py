@@ -33,7 +33,7 @@ EVERY = 2  # steps between two checkpoints
 STEPS = 6
 SPLITS: dict[str, dict[str, int]] = {
     "stages": {},
-    "shards": {"pipeline_parallel_size": 1, "data_parallel_shard_size": 2},
+    "shards": {"pp": 1, "dp_shard": 2},
 }
 
 

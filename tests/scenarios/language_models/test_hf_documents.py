@@ -200,7 +200,7 @@ def trained(rank: int, world: int, family: str, described: str, options: dict[st
 @pytest.mark.parametrize(("family", "described"), [("llama", "cu_seq_lens"), ("stablelm", "position_ids")])
 def test_stages_and_context_ranks_keep_them_apart_too(family: str, described: str) -> None:
     expected = trained(0, 1, family, described, {})
-    for options in ({}, {"pipeline_parallel_size": 1, "context_parallel_size": 2}):
+    for options in ({}, {"pp": 1, "cp": 2}):
         for losses in run_ranks(trained, 2, family, described, options):
             assert losses == pytest.approx(expected, abs=WITHIN)
 

@@ -33,17 +33,17 @@ from tests.strategies.llm_cases import (
 
 STEPS = 4
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "sharded": ("1f1b", {"data_parallel_shard_size": 2}),
+    "sharded": ("1f1b", {"dp_shard": 2}),
     "sharded, gathered anew for backward": (
         "interleaved_1f1b",
-        {"data_parallel_shard_size": 2, "reshard_after_forward": True},
+        {"dp_shard": 2, "reshard_after_forward": True},
     ),
-    "sharded, zero bubble": ("zbv_zero_bubble", {"data_parallel_shard_size": 2}),
-    "replicated": ("gpipe", {"data_parallel_replicate_size": 2}),
-    "replicated, zero bubble": ("zbv_zero_bubble", {"data_parallel_replicate_size": 2}),
+    "sharded, zero bubble": ("zbv_zero_bubble", {"dp_shard": 2}),
+    "replicated": ("gpipe", {"dp_replicate": 2}),
+    "replicated, zero bubble": ("zbv_zero_bubble", {"dp_replicate": 2}),
     "sharded and replicated, one stage": (
         "gpipe",
-        {"data_parallel_replicate_size": 2, "data_parallel_shard_size": 2},
+        {"dp_replicate": 2, "dp_shard": 2},
     ),
 }
 
@@ -76,7 +76,7 @@ def four_ranks(rank: int, world_size: int) -> dict[str, Any]:
         mine = [{key: value[rank % 2 :: 2] for key, value in batch.items()} for batch in row_batches(STEPS)]
         module = Tiny(optimizer="adamw")
         of_trainer: dict[str, Any] = {"accumulate_grad_batches": 2, "val_check_interval": 1}
-        strategy = llm(schedule, data_parallel_shard_size=2)
+        strategy = llm(schedule, dp_shard=2)
         fit(module, strategy, mine, loader(mine[::-1]), use_distributed_sampler=False, **of_trainer)
         found[schedule] = [whole(one) for one in module.gradients]
     reduced: set[Any] = set()
@@ -88,7 +88,7 @@ def four_ranks(rank: int, world_size: int) -> dict[str, Any]:
 
     half = Tiny()
     with mock.patch.object(_fsdp_param_group, "foreach_reduce", noting):
-        fit(half, llm("1f1b", data_parallel_shard_size=2), row_batches(1), precision="bf16-true")
+        fit(half, llm("1f1b", dp_shard=2), row_batches(1), precision="bf16-true")
     found["half"] = {one.dtype for one in half.parameters()}, reduced
     return found
 
@@ -159,7 +159,7 @@ def test_a_zero_bubble_schedule_with_gathering_anew_is_refused() -> None:
 
 
 def refused(rank: int, world_size: int) -> str:
-    strategy = llm("zbv_zero_bubble", data_parallel_shard_size=2, reshard_after_forward=True)
+    strategy = llm("zbv_zero_bubble", dp_shard=2, reshard_after_forward=True)
     with pytest.raises(SetupError) as caught:
         fit(Tiny(), strategy, row_batches(1))
     return str(caught.value)

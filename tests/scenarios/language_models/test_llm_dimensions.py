@@ -95,35 +95,35 @@ def masked() -> list[dict[str, Tensor]]:
 
 # model, batches, schedule, strategy's options, trainer's options
 Case = tuple[str, str, str, dict[str, Any], dict[str, Any]]
-RING = {"context_parallel_method": "ring"}
+RING = {"cp_method": "ring"}
 COMPILED = {"compile_layers": {"backend": "aot_eager"}}
 CASES: dict[str, Case] = {
-    "context": ("llama", "rows", "1f1b", {"context_parallel_size": 2}, {"gradient_clip_val": 0.1}),
-    "context, padded": ("gpt_neox", "masked", "zbv_zero_bubble", {"context_parallel_size": 2}, {}),
-    "context, packed": ("qwen3", "packed", "interleaved_1f1b", {"context_parallel_size": 2}, {}),
-    "context and shards": ("llama", "rows", "1f1b", {"context_parallel_size": 2, "data_parallel_shard_size": 2}, {}),
-    "ring": ("llama", "rows", "1f1b", {"context_parallel_size": 2, **RING}, {"gradient_clip_val": 0.1}),
-    "ring, compiled": ("llama", "rows", "gpipe", {"context_parallel_size": 2, **RING, **COMPILED}, {}),
-    "ring, packed": ("qwen3", "packed", "interleaved_1f1b", {"context_parallel_size": 2, **RING}, {}),
+    "context": ("llama", "rows", "1f1b", {"cp": 2}, {"gradient_clip_val": 0.1}),
+    "context, padded": ("gpt_neox", "masked", "zbv_zero_bubble", {"cp": 2}, {}),
+    "context, packed": ("qwen3", "packed", "interleaved_1f1b", {"cp": 2}, {}),
+    "context and shards": ("llama", "rows", "1f1b", {"cp": 2, "dp_shard": 2}, {}),
+    "ring": ("llama", "rows", "1f1b", {"cp": 2, **RING}, {"gradient_clip_val": 0.1}),
+    "ring, compiled": ("llama", "rows", "gpipe", {"cp": 2, **RING, **COMPILED}, {}),
+    "ring, packed": ("qwen3", "packed", "interleaved_1f1b", {"cp": 2, **RING}, {}),
     "ring, recomputed": (
         "gpt_neox",
         "rows",
         "zbv_zero_bubble",
-        {"context_parallel_size": 2, **RING, "activation_checkpointing": "selective"},
+        {"cp": 2, **RING, "activation_checkpoint": {"mode": "selective"}},
         {},
     ),
-    "tensor": ("qwen3", "rows", "1f1b", {"tensor_parallel_size": 2}, {"gradient_clip_val": 0.1}),
-    "tensor, zero bubble": ("gpt_neox", "masked", "zbv_zero_bubble", {"tensor_parallel_size": 2}, {}),
-    "tensor and shards": ("llama", "rows", "gpipe", {"tensor_parallel_size": 2, "data_parallel_shard_size": 2}, {}),
+    "tensor": ("qwen3", "rows", "1f1b", {"tp": 2}, {"gradient_clip_val": 0.1}),
+    "tensor, zero bubble": ("gpt_neox", "masked", "zbv_zero_bubble", {"tp": 2}, {}),
+    "tensor and shards": ("llama", "rows", "gpipe", {"tp": 2, "dp_shard": 2}, {}),
     "experts": (
         "experts",
         "rows",
         "1f1b",
-        {"data_parallel_shard_size": 2, "expert_parallel_size": 2},
+        {"dp_shard": 2, "ep": 2},
         {"gradient_clip_val": 0.1},
     ),
-    "some experts": ("experts", "rows", "gpipe", {"data_parallel_shard_size": 4, "expert_parallel_size": 2}, {}),
-    "replicated experts": ("experts", "rows", "zbv_zero_bubble", {"data_parallel_replicate_size": 2}, {}),
+    "some experts": ("experts", "rows", "gpipe", {"dp_shard": 4, "ep": 2}, {}),
+    "replicated experts": ("experts", "rows", "zbv_zero_bubble", {"dp_replicate": 2}, {}),
 }
 
 
@@ -141,7 +141,7 @@ def batches_of(kind: str) -> list[Any]:
 
 
 def parts_of(options: dict[str, Any]) -> int:
-    return options.get("data_parallel_shard_size", 1) * options.get("data_parallel_replicate_size", 1)
+    return options.get("dp_shard", 1) * options.get("dp_replicate", 1)
 
 
 def share(batches: Sequence[Any], part: int, parts: int) -> Sequence[Any]:
@@ -160,7 +160,7 @@ def on_four_ranks(rank: int, world: int, cases: Sequence[str]) -> dict[str, Any]
         model, batches, schedule, options, of_trainer = CASES[case]
         strategy, module = llm(schedule, MICRO, **options), module_of(model)
         all_batches, parts = batches_of(batches), parts_of(options)
-        others = options.get("context_parallel_size", 1) * options.get("tensor_parallel_size", 1)
+        others = options.get("cp", 1) * options.get("tp", 1)
         mine = share(all_batches, rank // others % parts, parts)
         used = fit(module, strategy, mine, loader(mine), use_distributed_sampler=False, **of_trainer)
         assert module.model is not None
@@ -235,7 +235,7 @@ def test_training_comes_to_what_one_device_comes_to(case: str, ranks: Any) -> No
 def test_predictions_are_whole_on_every_rank(case: str, ranks: Any) -> None:
     model, kind, _, options, _ = CASES[case]
     parts = parts_of(options)
-    others = options.get("context_parallel_size", 1) * options.get("tensor_parallel_size", 1)
+    others = options.get("cp", 1) * options.get("tp", 1)
     for index, rank in enumerate(ranks):
         (found,) = rank[case]["predictions"]
         assert not beyond_rounding(by_name(found), predicted_alone(model, kind, index // others % parts, parts))

@@ -22,7 +22,8 @@ from lightning_pipe.llm.parallel.stage_parallel import StageParallelism
 from lightning_pipe.llm.run.preparation import BatchPreparation, Lengths
 from lightning_pipe.llm.run.runner import PipelineRunner
 from lightning_pipe.llm.schedules.named import SCHEDULES, count_stages, stages_of_rank
-from lightning_pipe.llm.split.stage_split import SplitOptions, split_model
+from lightning_pipe.llm.split.options import SplitOptions
+from lightning_pipe.llm.split.stage_split import split_model
 from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.strategies.llm_cases import (

@@ -208,37 +208,24 @@ def test_a_module_may_be_in_a_sequence_twice_and_trains_as_on_one_device() -> No
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"expert_parallel_size": 0}, "expert_parallel_size is 0; needed is a whole number, 1 or more"),
-        ({"context_parallel_size": "2"}, "context_parallel_size is '2'"),
-        ({"num_microbatches": 0}, "num_microbatches is 0"),
+        ({"num_microbatches": 0}, "num_microbatches is 0; expected a whole number, 1 or more"),
         ({"num_microbatches": 2.5}, "num_microbatches is 2.5"),
-        ({"max_length": -5}, "max_length is -5"),
-        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of is 0"),
-        ({"schedule_cache_bytes": "x"}, "schedule_cache_bytes is 'x'"),
-        ({"compile_layers": "yes"}, "compile_layers is 'yes'; needed is true, false, or options"),
-        ({"layer_ranges": [0, 4]}, "layer_ranges is .0, 4.; needed is a list of pairs"),
-        ({"layer_ranges": [[0, 1, 2]]}, "needed is a list of pairs"),
-        ({"layers_per_stage": 3}, "layers_per_stage is 3; needed is a list"),
-        ({"length_buckets": []}, "length_buckets is .*above 0"),
-        ({"pad_values": [1]}, "pad_values is .1.; needed is a mapping"),
-        ({"tied_embeddings": True}, "tied_embeddings is True; needed is one of 'sum', 'refuse'"),
-        ({"reshard_after_forward": "yes"}, "reshard_after_forward is 'yes'"),
-        ({"balance": "cost"}, "balance is 'cost'; needed is one of 'layers', 'time', 'memory'"),
-        ({"activation_checkpointing": "none"}, "activation_checkpointing is 'none'"),
-        ({"layers_per_stage": [4], "balance": "time"}, "layers_per_stage and balance each say where"),
-        ({"layer_ranges": [[0, 4]], "split_spec": {}}, "layer_ranges and a trace each say where"),
+        ({"stages_per_rank": True}, "stages_per_rank is True"),
+        ({"offload_optimizer": 1}, "offload_optimizer is 1; expected one of True, False"),
+        ({"compile_layers": "yes"}, "compile_layers is 'yes'; expected true, false, or options"),
+        ({"parallel": 2}, "parallel is 2; expected a mapping of pp, dp_replicate"),
+        ({"parallel": {"ppp": 2}}, "parallel has 'ppp'; expected only pp, dp_replicate"),
+        ({"activation_checkpoint": "full"}, "expected a mapping of mode, every"),
         (
-            {"context_parallel_size": 2, "variable_lengths": False, "max_length": 13},
-            "max_length is 13.*multiple of context_parallel_size=2, such as 14",
+            {"parallel": {"cp": 2}, "batching": {"variable_lengths": False, "max_length": 13}},
+            "max_length is 13.*multiple of 2 .*and 2 for context parallelism.*such as 14",
         ),
         (
-            {"context_parallel_size": 2, "variable_lengths": False, "max_length": 14}
-            | {"context_parallel_method": "ring", "pad_to_multiple_of": 2},
-            "max_length is 14.*multiple of context_parallel_size=2, twice, for the ring, such as 16",
-        ),
-        (
-            {"context_parallel_method": "rings"},
-            "context_parallel_method is 'rings'; needed is one of 'ulysses', 'ring'",
+            {
+                "parallel": {"cp": 2, "cp_method": "ring"},
+                "batching": {"variable_lengths": False, "max_length": 14, "pad_to_multiple_of": 2},
+            },
+            "max_length is 14.*multiple of 4 .*and 4 for context parallelism.*such as 16",
         ),
     ],
     ids=str,
@@ -320,7 +307,7 @@ def on_two_ranks(rank: int, world: int) -> dict[str, Any]:
     found["groups"] = message(lambda: fit(ByClass(tied), llm(), row_batches(1)))
     found["frozen"] = message(lambda: fit(HalfFrozen(tied), llm(), row_batches(1)))
     found["models"] = message(lambda: fit(Deeper(), llm(), row_batches(1)))
-    context = {"context_parallel_size": 2}
+    context = {"cp": 2}
     found["pooled"] = message(
         lambda: trainer(llm("gpipe", **context)).predict(Pooled(hf_config("llama")), loader(row_batches(1)))
     )
@@ -354,7 +341,7 @@ def ranks() -> list[dict[str, Any]]:
         ("groups", ["SetupError", "model.embed_tokens.weight", "weight_decay=0.0", "weight_decay=0.1", "names"]),
         ("frozen", ["SetupError", "model.embed_tokens.weight", "trained", "frozen"]),
         ("models", ["SetupError", "model's parameters", "rank 0", "rank 1", "layers.4"]),
-        ("pooled", ["InputError", "context_parallel_size", "(rows, tokens"]),
+        ("pooled", ["InputError", "cp", "(rows, tokens"]),
     ],
 )
 def test_what_would_be_wrong_without_a_word_is_refused_on_every_rank(what: str, words: list[str], ranks: Any) -> None:

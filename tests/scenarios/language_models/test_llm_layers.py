@@ -111,11 +111,11 @@ CSV = "0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n"
 AOT = {"backend": "aot_eager"}
 # module, schedule (or the file), strategy's options, whether the bits must be those of one device
 CASES: dict[str, tuple[Any, str, dict[str, Any], bool]] = {
-    "recomputed": (partial(Tiny, optimizer="adamw"), "1f1b", {"activation_checkpointing": "full"}, True),
+    "recomputed": (partial(Tiny, optimizer="adamw"), "1f1b", {"activation_checkpoint": {"mode": "full"}}, True),
     "recomputed, in two parts": (
         partial(Tiny, optimizer="adamw"),
         "zbv_zero_bubble",
-        {"activation_checkpointing": "selective", "activation_checkpointing_every": 2},
+        {"activation_checkpoint": {"mode": "selective", "every": 2}},
         True,
     ),
     "compiled": (partial(Tiny, optimizer="adamw"), "interleaved_1f1b", {"compile_layers": AOT}, False),

@@ -18,13 +18,13 @@ from tests.tiers import sampled, wanted
 # Batches of the two parts of the data.
 PARTS = [(3, 0), (0, 1), (1, 4), (7, 10)]
 CASES: dict[str, dict[str, Any]] = {
-    "replicated": {"data_parallel_replicate_size": 2},
-    "sharded": {"data_parallel_shard_size": 2, "reshard_after_forward": True},
-    "one stage, sharded": {"data_parallel_shard_size": 2, "data_parallel_replicate_size": 2},
-    "tensor": {"data_parallel_replicate_size": 2, "tensor_parallel_size": 2},
-    "context": {"data_parallel_shard_size": 2, "context_parallel_size": 2},
-    "ring": {"data_parallel_replicate_size": 2, "context_parallel_size": 2, "context_parallel_method": "ring"},
-    "experts": {"data_parallel_shard_size": 2, "expert_parallel_size": 2},
+    "replicated": {"dp_replicate": 2},
+    "sharded": {"dp_shard": 2, "reshard_after_forward": True},
+    "one stage, sharded": {"dp_shard": 2, "dp_replicate": 2},
+    "tensor": {"dp_replicate": 2, "tp": 2},
+    "context": {"dp_shard": 2, "cp": 2},
+    "ring": {"dp_replicate": 2, "cp": 2, "cp_method": "ring"},
+    "experts": {"dp_shard": 2, "ep": 2},
 }
 # Models that these dimensions can share; the others train `Tiny`.
 OF_HUGGING_FACE = ("tensor", "context", "ring")
@@ -82,7 +82,7 @@ def run_cases(rank: int, world_size: int, cases: Sequence[str]) -> dict[Any, Any
             # As many parts of the data as dimensions, of which the others have none.
             parts = 4 if case == "one stage, sharded" else 2
             found[case, counts] = evaluated(case, (*counts, *(0,) * (parts - 2)), part_of(case, rank))
-    used = trainer(llm("1f1b", 2, data_parallel_replicate_size=2), use_distributed_sampler=False)
+    used = trainer(llm("1f1b", 2, dp_replicate=2), use_distributed_sampler=False)
     try:
         used.validate(Scored(), loader(batches_of(rank)), verbose=False)
     except Exception as error:

@@ -40,10 +40,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "clipped, on one rank": ("dualpipev", {}, {"gradient_clip_val": 0.1}),
 }
 SHARDED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "sharded": ("1f1b", {"data_parallel_shard_size": 2}, {"gradient_clip_val": 0.1}),
-    "replicated": ("interleaved_1f1b", {"data_parallel_replicate_size": 2}, {"gradient_clip_val": 0.1}),
+    "sharded": ("1f1b", {"dp_shard": 2}, {"gradient_clip_val": 0.1}),
+    "replicated": ("interleaved_1f1b", {"dp_replicate": 2}, {"gradient_clip_val": 0.1}),
 }
-V_AND_SHARDED = ("zbv_zero_bubble", {"data_parallel_shard_size": 2})
+V_AND_SHARDED = ("zbv_zero_bubble", {"dp_shard": 2})
 
 
 def tied() -> TinyHF:

@@ -44,11 +44,24 @@ from tests.strategies.llm_cases import (
 # ---------------------------------------------------------------------- on one rank
 
 
-@pytest.mark.parametrize("name", ["schedule", "stages_per_rank", "layers_per_stage", "balance", "split_spec"])
-def test_what_is_chosen_cannot_be_given(name: str) -> None:
-    given: dict[str, Any] = {name: "1f1b"}
-    with pytest.raises(SetupError, match=f"{name}='1f1b' is given to the automatic strategy, which chooses that"):
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"schedule": "gpipe"}, "schedule='gpipe'"),
+        ({"stages_per_rank": 1}, "stages_per_rank=1"),
+        ({"split": {"layers_per_stage": [2, 2]}}, r"split.layers_per_stage=\[2, 2\]"),
+        ({"split": {"balance": "time", "input_weight": 2}}, "split.balance='time' and split.input_weight=2"),
+        ({"split": {"split_spec": {"middle": "end"}}}, "split.split_spec={'middle': 'end'}"),
+    ],
+    ids=str,
+)
+def test_what_is_chosen_cannot_be_given(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(SetupError, match=f"{words} is given to the automatic strategy, which chooses that"):
         AutoLLMPipelineStrategy(**given)
+
+
+def test_defaults_of_what_is_chosen_may_be_given_as_lightnings_cli_does() -> None:
+    AutoLLMPipelineStrategy(schedule="1f1b", stages_per_rank=None, split={"tied_embeddings": "refuse"})
 
 
 @pytest.mark.parametrize(
@@ -57,7 +70,7 @@ def test_what_is_chosen_cannot_be_given(name: str) -> None:
     ids=str,
 )
 def test_numbers_that_are_too_small_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(SetupError, match=rf"{next(iter(wrong))} is .*; needed is a whole number"):
+    with pytest.raises(SetupError, match=rf"{next(iter(wrong))} is .*; expected a whole number"):
         AutoLLMPipelineStrategy(**wrong)
 
 
@@ -122,7 +135,7 @@ def arguments_of(strategy: LLMPipelineStrategy) -> dict[str, Any]:
         "schedule": plan.spec.name,
         "stages_per_rank": plan.stages_per_rank,
         "num_microbatches": plan.num_microbatches,
-        "layers_per_stage": list(plan.split.layers_per_stage or ()),
+        "split": {"layers_per_stage": list(plan.split.layers_per_stage or ())},
     }
 
 
@@ -175,16 +188,16 @@ def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
     # Chosen by steps, by simulation alone, for a model of Hugging Face's, for packed documents.
     stage_trials._SECONDS, stage_choice._ROUNDS = 0.0, 2  # as few steps as can be: the rest is no matter of time
     torch.manual_seed(SEED)
-    auto = AutoLLMPipelineStrategy(trials=2, save_plan=path, max_length=12)
-    found["steps"] = as_named(Tiny, auto, rows, max_length=12)
+    auto = AutoLLMPipelineStrategy(trials=2, save_plan=path, batching={"max_length": 12})
+    found["steps"] = as_named(Tiny, auto, rows, batching={"max_length": 12})
     found["report"] = auto.choice
     stage_choice._ROUNDS = 1
     found["simulated"] = as_named(lambda: Tiny(3), AutoLLMPipelineStrategy(trials=0), rows)
     hugging = as_named(lambda: TinyHF(hf_config("llama")), AutoLLMPipelineStrategy(trials=1, num_microbatches=4), rows)
     found["hugging"] = hugging
     found["packed"] = as_named(Tiny, AutoLLMPipelineStrategy(trials=1), packed_batches(4, 2))
-    full = AutoLLMPipelineStrategy(trials=0, activation_checkpointing="full", num_microbatches=8)
-    found["fixed"] = as_named(Tiny, full, rows, activation_checkpointing="full")
+    full = AutoLLMPipelineStrategy(trials=0, activation_checkpoint={"mode": "full"}, num_microbatches=8)
+    found["fixed"] = as_named(Tiny, full, rows, activation_checkpoint={"mode": "full"})
 
     # What ranks measured differently, they choose alike.
     vars(stage_choice)["measure_work"] = uneven_clock(rank)
@@ -292,7 +305,7 @@ def test_random_numbers_and_initial_values_are_those_of_training_without_a_choic
 def test_the_choice_can_be_read_as_the_named_strategy(found: Any) -> None:
     saved = found[0]["saved"]
     assert saved["class_path"] == "lightning_pipe.strategies.LLMPipelineStrategy"
-    assert saved["init_args"] == {**found[0]["steps"]["arguments"], "max_length": 12}
+    assert saved["init_args"] == {**found[0]["steps"]["arguments"], "batching": {"max_length": 12}}
     LLMPipelineStrategy(**saved["init_args"])
 
 

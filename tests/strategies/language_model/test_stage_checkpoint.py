@@ -167,7 +167,7 @@ def _through_shards(path: Path, folder: Path, batches: Any) -> dict[str, Any]:
     """Read from two stages into two shards of one stage, saved there, and read back; and trained on as shards."""
 
     def shards() -> Any:
-        return llm(pipeline_parallel_size=1, data_parallel_shard_size=2)
+        return llm(pp=1, dp_shard=2)
 
     used = go_on(Grouped(), shards(), path)  # nothing is left to train after one epoch
     used.save_checkpoint(folder / "shards")
@@ -219,7 +219,7 @@ def on_four_ranks(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     path = folder / "two" / "step=3.ckpt"
     return {
         "resumed": resumed(path, llm()),
-        "replicated": resumed(path, llm(data_parallel_replicate_size=2), batches=half(rank))["losses"],
+        "replicated": resumed(path, llm(dp_replicate=2), batches=half(rank))["losses"],
     }
 
 

@@ -18,12 +18,12 @@ from lightning_pipe.llm.schedules.named import SCHEDULES
 from lightning_pipe.strategies.language_model.stage_estimate import StageEstimate, estimate_stages, precision_plugin
 from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
 from tests.distributed import run_ranks
-from tests.strategies.llm_cases import Tiny, TinyHF, fit, hf_config, row_batches
+from tests.strategies.llm_cases import Tiny, TinyHF, fit, hf_config, llm, row_batches
 
 CASES: dict[str, dict[str, Any]] = {
     "gpipe": {},
-    "1f1b": {"activation_checkpointing": "selective", "layers_per_stage": [3, 1]},
-    "interleaved_1f1b": {"activation_checkpointing": "full"},
+    "1f1b": {"activation_checkpoint": {"mode": "selective"}, "layers_per_stage": [3, 1]},
+    "interleaved_1f1b": {"activation_checkpoint": {"mode": "full"}},
     "interleaved_zero_bubble": {},
     "zbv_zero_bubble": {"layer_ranges": [[0, 1], [1, 2], [2, 3], [3, 4]]},
 }
@@ -56,7 +56,7 @@ class Counting(pl.Callback):
 
 
 def strategy_of(schedule: str, **options: Any) -> LLMPipelineStrategy:
-    return LLMPipelineStrategy(schedule, num_microbatches=4, **{**CASES.get(schedule, {}), **options})
+    return llm(schedule, **{**CASES.get(schedule, {}), **options})
 
 
 def estimated(schedule: str, ranks: int = 2, **options: Any) -> StageEstimate:
@@ -147,10 +147,6 @@ def test_what_is_not_known_or_refused_is_an_error() -> None:
     with pytest.raises(SetupError, match="num_microbatches is 1; schedule 1f1b needs at least one for each of the 2"):
         estimate_stages(LLMPipelineStrategy("1f1b", num_microbatches=1), Tiny(), row_batches(1)[0], 2, Precision())
     with pytest.raises(SetupError, match="do not make the 3 ranks"):
-        estimate_stages(
-            LLMPipelineStrategy("1f1b", pipeline_parallel_size=2), Tiny(), row_batches(1)[0], 3, Precision()
-        )
+        estimate_stages(llm(pp=2), Tiny(), row_batches(1)[0], 3, Precision())
     with pytest.raises(SetupError, match="so the model is traced"):
-        estimate_stages(
-            LLMPipelineStrategy("1f1b", split_policy="equal_size"), Tiny(), row_batches(1)[0], 2, Precision()
-        )
+        estimate_stages(llm(split_policy="equal_size"), Tiny(), row_batches(1)[0], 2, Precision())

@@ -275,12 +275,12 @@ REFUSALS: dict[str, tuple[Refusal, type[Exception], list[str]]] = {
     "fewer layers than stages": (
         (lambda _: llm("zbv_zero_bubble", 4), partial(Tiny, 3), lambda _: GOOD),
         SetupError,
-        ["3 layers cannot go to 4 stages", "lower pipeline_parallel_size"],
+        ["3 layers cannot go to 4 stages", "lower parallel.pp"],
     ),
     "a world that is no product": (
-        (lambda _: llm(pipeline_parallel_size=3), Tiny, lambda _: GOOD),
+        (lambda _: llm(pp=3), Tiny, lambda _: GOOD),
         SetupError,
-        ["pipeline_parallel_size=3", "2 ranks", "product"],
+        ["parallel.pp=3", "2 ranks", "product"],
     ),
     "layers that do not add up": (
         (lambda _: llm(layers_per_stage=[1, 2]), Tiny, lambda _: GOOD),
@@ -574,7 +574,7 @@ def test_ranks_go_on_after_errors(found: list[dict[Any, Any]]) -> None:
     ("given", "words"),
     [
         ({"schedule": "2f2b"}, ["'2f2b'", "1f1b", ".csv"]),
-        ({"variable_lengths": False}, ["variable_lengths is False", "give max_length"]),
+        ({"variable_lengths": False}, ["max_length is None", "variable_lengths is", "False"]),
     ],
     ids=str,
 )

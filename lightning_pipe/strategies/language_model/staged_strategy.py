@@ -1,0 +1,235 @@
+"""Strategy whose module is in stages: how it is cut, on which ranks, and what of it each rank saves.
+
+Tested in ``tests/strategies/language_model/test_strategy.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.ranks.agreement import check_agreement
+from lightning_pipe.engine.ranks.process_groups import new_group
+from lightning_pipe.llm.model.compiled_layers import keep_backward_buffers
+from lightning_pipe.llm.model.deferred import DeferredInit, deferred_init
+from lightning_pipe.llm.parallel.dimensions import ParallelDims, StageMeshes
+from lightning_pipe.llm.run.recorder import StageRecorder
+from lightning_pipe.llm.run.runner import PipelineRunner
+from lightning_pipe.llm.schedules.checks import check_microbatches, splits_backward
+from lightning_pipe.llm.schedules.named import ScheduleSpec
+from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
+from lightning_pipe.strategies.language_model.options import LLMOptions, option_pairs
+from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
+from lightning_pipe.strategies.language_model.stage_checkpoint import load_stage_checkpoint, save_stage_checkpoint
+from lightning_pipe.strategies.language_model.stage_parts import PartsMaker, StageParts, StagePlan, StageSettings
+from lightning_pipe.strategies.running import Running, RunningStages
+
+__all__ = ["StagedStrategy"]
+
+
+class StagedStrategy(FolderCheckpointStrategy):
+    """Sets up stages, and writes and reads their checkpoints.
+
+    Args:
+        options: what is asked for.
+        others: other arguments that must be the same on all ranks, by name.
+        async_checkpoints: see :class:`FolderCheckpointStrategy`.
+        arguments: see there.
+    """
+
+    def __init__(
+        self, options: LLMOptions, others: Mapping[str, Any], *, async_checkpoints: bool = False, **arguments: Any
+    ) -> None:
+        super().__init__(async_checkpoints=async_checkpoints, **arguments)
+        self._options = options
+        compared = {**others, "async_checkpoints": async_checkpoints}
+        self._agreed = [*option_pairs("", options), *((name, repr(value)) for name, value in compared.items())]
+        self._maker: PartsMaker | None = None
+        self._known: dict[int, StageParts] = {}
+        self._parts: StageParts | None = None
+        self._record: DeferredInit | None = None
+        self._put_back: Callable[[], None] | None = None
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        # First of all: what follows would hang where ranks differ.
+        check_agreement(self._agreed, "pipeline's configuration", dist.group.WORLD, error=SetupError)
+        settings = self.settings(self.world_size)
+        self._check_plan(settings.plan, settings.sizes)
+        meshes = StageMeshes(settings.sizes, self.root_device.type)
+        # On the CPU, since they carry a few numbers beside the schedule; two, since both may be under way at once.
+        numbers_group = new_group(backend="gloo", timeout=self._timeout)
+        loss_group = new_group(backend="gloo", timeout=self._timeout)
+        assert numbers_group is not None and loss_group is not None
+        self._maker = PartsMaker(settings, meshes, self.root_device, self.precision_plugin, numbers_group, loss_group)
+
+    def settings(self, world_size: int) -> StageSettings:
+        """What is asked for, on so many ranks.
+
+        Raises:
+            SetupError: that many ranks cannot do it.
+        """
+        sizes = self._options.parallel.fit(world_size)
+        return self._options.settings(self._first_plan(sizes), sizes)
+
+    def _first_plan(self, sizes: ParallelDims) -> StagePlan:
+        """How models are cut and scheduled, as far as that is known without one."""
+        return self._options.plan(sizes)
+
+    def _check_plan(self, plan: StagePlan, sizes: ParallelDims) -> None:
+        """Refuse what would hang, or train on wrong gradients; and see to what the plan needs."""
+        check_microbatches(plan.spec, plan.num_microbatches, plan.pipeline_size, plan.stages_per_rank)
+        compiled = self._options.compile_options is not None
+        if compiled and self._put_back is None and splits_backward(plan.spec) is not False:
+            self._put_back = keep_backward_buffers()
+        self._options.check_schedule(plan.spec, sizes)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Ranks by their stages (``pipeline``), by their part of the data (``replicate``, ``shard``) and of tensors."""
+        return self._parts_maker.meshes.root
+
+    @property
+    def _parts_maker(self) -> PartsMaker:
+        if self._maker is None:
+            raise SetupError("there is no device mesh yet; the trainer makes it when it sets the strategy up")
+        return self._maker
+
+    @property
+    def runner(self) -> PipelineRunner:
+        """What runs this rank's stages."""
+        return self._made.runner
+
+    def running(self) -> Running:
+        """Answers of this strategy to callbacks, once the trainer has set it up."""
+        return Running(
+            title=f"schedule {self.schedule_spec.name}",
+            record=lambda keep: StageRecorder(self.runner, self.device_mesh, keep),
+            stages=RunningStages(
+                self.runner, self.schedule_spec, self.num_microbatches, self.stages_per_rank, self.device_mesh
+            ),
+        )
+
+    @property
+    def plan(self) -> StagePlan:
+        """How the model at work is cut and scheduled."""
+        return self._parts_maker.settings.plan if self._parts is None else self._parts.plan
+
+    @property
+    def schedule_spec(self) -> ScheduleSpec:
+        """The schedule."""
+        return self._options.schedule if self._parts is None else self._parts.plan.spec
+
+    @property
+    def pipeline_size(self) -> int:
+        """Ranks of a pipeline."""
+        return self._parts_maker.meshes.dimensions.pp
+
+    @property
+    def num_microbatches(self) -> int:
+        """Parts that a batch is cut into."""
+        return self.plan.num_microbatches
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages that each rank holds."""
+        return self.plan.stages_per_rank
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """All ranks of a pipeline read the same data."""
+        parts = self._parts_maker.meshes.same_batch
+        mine = next(index for index, ranks in enumerate(parts) if self.global_rank in ranks)
+        return {"num_replicas": len(parts), "rank": mine}
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let the ranks of a pipeline shuffle alike, whatever each has drawn from its own random stream."""
+        batches = getattr(dataloader, "batch_sampler", None)
+        samplers: tuple[Any, ...] = (getattr(dataloader, "sampler", None), batches, getattr(batches, "sampler", None))
+        module = self.lightning_module
+        # Loaders that are made anew in each epoch, or for another fit, would all shuffle alike.
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) + (0 if module is None else module.trainer.current_epoch)
+        for sampler in samplers:
+            # Random and weighted samplers, and users' own that are made like them.
+            if getattr(sampler, "generator", self) is None:
+                sampler.generator = torch.Generator().manual_seed(seed)
+        return super().process_dataloader(dataloader)
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """What is made in the body takes no memory until it is split."""
+        # Every rank draws what the first one would: one model, whoever makes which part of it.
+        state = torch.get_rng_state()
+        dist.broadcast(state, src=0, group=self._parts_maker.numbers_group)
+        torch.set_rng_state(state)
+        with deferred_init() as self._record:
+            yield
+
+    def _split(self, module: PipelineModule) -> None:
+        """Split the module, unless that was done before; a trainer may be given several in turn."""
+        parts = self._known.get(id(module.model))
+        if parts is None:
+            self._parts_maker.check(module)
+            record, self._record = self._record, None
+            parts = self._parts_maker.make(module, self._plan_for(module), record)
+            self._known[id(parts.split.kept)] = parts
+        self._parts = parts
+
+    def _plan_for(self, module: PipelineModule) -> StagePlan:
+        """How to cut and schedule a module that has not been cut yet."""
+        return self._parts_maker.settings.plan
+
+    @property
+    def _made(self) -> StageParts:
+        if self._parts is None:
+            raise SetupError("there are no stages yet; the trainer makes them when it sets the strategy up")
+        return self._parts
+
+    @property
+    def ranks_of_one_batch(self) -> list[list[int]]:
+        """Groups of ranks that read the same batches."""
+        return self._parts_maker.meshes.same_batch
+
+    @property
+    def ranks_share_data(self) -> bool:  # type: ignore[override]
+        """Whether all ranks are of one pipeline, which reads one stream of batches."""
+        return len(self._parts_maker.meshes.same_batch) == 1
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Write a folder that every rank writes its stages' part into (``torch.distributed.checkpoint``)."""
+        module = self.lightning_module
+        assert module is not None
+        order = [f"model.{name}" for name in self._made.split.names]
+        path = self._agreed_path(filepath, storage_options)
+        save_stage_checkpoint(checkpoint, path, module, self.optimizers, order, self._write_folder)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a folder that :meth:`save_checkpoint` wrote, on whatever stages."""
+        module = self.lightning_module
+        assert module is not None
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = self.optimizers if fitting else None
+        strict, weights_only = module.strict_loading, self._allowed(weights_only)
+        return load_stage_checkpoint(checkpoint_path, module, optimizers, strict=strict, weights_only=weights_only)
+
+    def teardown(self) -> None:
+        if self._put_back is not None:
+            self._put_back()
+            self._put_back = None
+        # What Lightning's own does, but for the move of the module to the CPU.
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self._note_end()

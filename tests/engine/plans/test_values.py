@@ -1,0 +1,39 @@
+"""Option values are checked by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.plans.values import check_choice, check_whole_number, is_whole_numbers
+
+
+@pytest.mark.parametrize("value", [0, True, 1.0, "1", None])
+def test_what_is_no_whole_number_or_too_small_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(SetupError, match=rf"size is {value!r}; expected a whole number, 1 or more"):
+        check_whole_number("size", value, 1)
+
+
+def test_a_number_may_be_the_least_one_or_left_out_where_it_is_optional() -> None:
+    check_whole_number("size", 1, 1)
+    check_whole_number("size", None, 1, optional=True)
+
+
+@pytest.mark.parametrize("value", ["c", None, 1])
+def test_what_is_no_choice_is_refused_with_the_choices(value: Any) -> None:
+    with pytest.raises(SetupError, match=rf"way is {value!r}; expected one of 'a', True"):
+        check_choice("way", value, ("a", True))
+
+
+def test_choices_are_compared_by_type_too() -> None:
+    check_choice("way", "a", ("a", True))
+    check_choice("way", True, ("a", True))
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"), [([1, 0], True), ((), True), ([True], False), ([1.0], False), (3, False), ("12", False)]
+)
+def test_lists_of_whole_numbers_have_nothing_else(values: Any, expected: bool) -> None:
+    assert is_whole_numbers(values) is expected

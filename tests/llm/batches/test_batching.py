@@ -1,0 +1,41 @@
+"""Options of batches are checked by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.llm.batches.batching import Batching
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"max_length": -5}, "batching.max_length is -5; expected a whole number, 1 or more"),
+        ({"pad_to_multiple_of": 0}, "batching.pad_to_multiple_of is 0"),
+        ({"schedule_cache_bytes": "x"}, "batching.schedule_cache_bytes is 'x'"),
+        ({"length_buckets": []}, r"batching.length_buckets is \[\]; expected .*above 0"),
+        ({"length_buckets": [4, 0]}, "expected a list of whole numbers above 0"),
+        ({"pad_values": [1]}, r"batching.pad_values is \[1\]; expected a mapping"),
+        ({"strict_batches": "no"}, "batching.strict_batches is 'no'; expected one of True, False"),
+        ({"variable_lengths": False}, "batching.max_length is None.*variable_lengths is False"),
+        (
+            {"variable_lengths": False, "max_length": 10, "pad_to_multiple_of": 4},
+            "max_length is 10.*a multiple of 4 .*such as 12",
+        ),
+    ],
+    ids=str,
+)
+def test_values_that_do_not_fit_are_refused_by_name(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(SetupError, match=words):
+        Batching(**given)
+
+
+def test_lengths_are_a_multiple_of_what_both_padding_and_context_parallelism_need() -> None:
+    assert Batching(pad_to_multiple_of=6).length_multiple(4) == 12
+    fixed = Batching(variable_lengths=False, max_length=12, pad_to_multiple_of=3)
+    assert fixed.length_multiple(2) == 6
+    with pytest.raises(SetupError, match=r"max_length is 12.*a multiple of 15 .*and 5 for context.*such as 15"):
+        fixed.length_multiple(5)

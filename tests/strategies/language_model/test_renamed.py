@@ -1,0 +1,52 @@
+"""Arguments of former versions are refused with the YAML that has replaced them."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.llm.batches.batching import Batching
+from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
+from lightning_pipe.llm.parallel.dimensions import ParallelDims
+from lightning_pipe.llm.split.options import SplitOptions
+from lightning_pipe.strategies.language_model.auto import AutoLLMPipelineStrategy
+from lightning_pipe.strategies.language_model.renamed import RENAMED
+from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
+
+FORMER: dict[str, Any] = {
+    "pipeline_parallel_size": 2,
+    "data_parallel_shard_size": 4,
+    "layer_ranges": ((0, 1), (1, 4)),
+    "activation_checkpointing": "selective",
+    "max_length": 128,
+}
+
+
+@pytest.mark.parametrize("strategy", [LLMPipelineStrategy, AutoLLMPipelineStrategy])
+def test_the_error_has_the_yaml_of_the_same_values(strategy: Any) -> None:
+    with pytest.raises(SetupError, match=r"^pipeline_parallel_size, data_parallel_shard_size, .* are given") as error:
+        strategy(**FORMER)
+    replaced = yaml.safe_load(str(error.value).partition("\n")[2])
+    assert replaced == {
+        "parallel": {"pp": 2, "dp_shard": 4},
+        "split": {"layer_ranges": [[0, 1], [1, 4]]},
+        "activation_checkpoint": {"mode": "selective"},
+        "batching": {"max_length": 128},
+    }
+    LLMPipelineStrategy(**replaced)
+
+
+def test_every_field_of_an_option_group_has_a_former_argument() -> None:
+    groups = {"parallel": ParallelDims, "split": SplitOptions, "batching": Batching}
+    every: dict[str, Any] = {**groups, "activation_checkpoint": ActivationCheckpoint}
+    assert set(RENAMED.values()) == {f"{name}.{one.name}" for name, group in every.items() for one in fields(group)}
+
+
+def test_other_unknown_arguments_are_refused_by_python() -> None:
+    wrong: dict[str, Any] = {"shcedule": "1f1b"}
+    with pytest.raises(TypeError, match="shcedule"):
+        LLMPipelineStrategy(**wrong)
