@@ -6,19 +6,18 @@ import argparse
 import difflib
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
-from rich import box
-from rich.console import Console, Group
-from rich.text import Text
+from rich.console import Console
 
-from lightning_pipe.engine import PipelinePlan, PlanError, PlanSpec, ProfileResult, TaskSchedule
-from lightning_pipe.engine.planning.costs import RESOURCES, Machine, Resource, TaskCost, without
+from lightning_pipe.cli.plan_report import assumed_cores, simulation_report
+from lightning_pipe.engine import PipelinePlan, PlanError, PlanSpec, ProfileResult
+from lightning_pipe.engine.planning.costs import Machine, TaskCost
 from lightning_pipe.engine.planning.costs_yaml import CostsFile, load_costs
-from lightning_pipe.engine.planning.network import Message, NetworkModel
-from lightning_pipe.engine.planning.simulation import SimulatedRun, simulate
-from lightning_pipe.engine.plans.fitted_table import FittedTable
+from lightning_pipe.engine.planning.network import NetworkModel
+from lightning_pipe.engine.planning.prediction import first_break, predict
+from lightning_pipe.engine.planning.simulation import simulate
 from lightning_pipe.engine.plans.plan_file import named, plan_file, read_text
 from lightning_pipe.engine.plans.quantities import parse_bandwidth, parse_duration
 from lightning_pipe.environment import import_torchrec
@@ -27,7 +26,7 @@ from lightning_pipe.loops.programs.default_program import default_plan
 from lightning_pipe.pipe.plans import backward_plan, forward_plan, one_forward_one_backward_plan
 from lightning_pipe.strategies.registry import STRATEGIES
 
-__all__ = ["Break", "Prediction", "find_plan", "first_break", "main", "predict", "simulation_report"]
+__all__ = ["find_plan", "main"]
 
 _SIMULATE = """\
 Predict what an iteration takes under each plan, without running it: from what its tasks cost, on a network of which
@@ -43,7 +42,6 @@ _IN_PROCESS = "in_process_pipeline"
 _RANKS = (2, 8, 128, 4096)
 _MOST_RANKS = 2**20
 _PARTITIONS = 2  # of a module over the devices of one process, where a plan is shown that depends on how many there are
-_WORSE = 1.1  # of the time with the fewest ranks: from here on a plan is said to break
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -234,111 +232,6 @@ def _networks(options: argparse.Namespace, costs: CostsFile) -> list[NetworkMode
 # ---------------------------------------------------------------------- predictions
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """What one plan is predicted to take.
-
-    Args:
-        plan: its name.
-        ranks: how many; None where that makes no difference.
-        seconds: of an iteration.
-        exposed: by resource, the seconds by which an iteration is shorter if all work on it takes no time.
-        busy: by resource, the share of an iteration during which it is in use.
-        over_serial: how many times as fast as the serial plan.
-    """
-
-    plan: str
-    ranks: int | None
-    seconds: float
-    exposed: Mapping[Resource, float]
-    busy: Mapping[Resource, float]
-    over_serial: float
-
-    @property
-    def busiest(self) -> Resource | None:
-        """The resource that is in use for most of the time; None where nothing takes any."""
-        return max(self.busy, key=lambda resource: self.busy[resource], default=None)
-
-
-@dataclass(frozen=True)
-class Break:
-    """From how many ranks on a plan is slower, and why.
-
-    Args:
-        plan: its name.
-        ranks: the first power of two with which an iteration takes 1.1 times as long as with the fewest; None if it
-            never does.
-        seconds: of an iteration then; with the most ranks if it never does.
-        task: the one whose exposed seconds have grown most by then; "" if none has.
-        grown: by how many.
-        latency: the part of its message's time that is latency rather than bytes on their way.
-    """
-
-    plan: str
-    ranks: int | None
-    seconds: float
-    task: str
-    grown: float
-    latency: float
-
-
-def predict(plan: PipelinePlan, costs: Mapping[str, TaskCost], machine: Machine) -> Prediction:
-    """Simulate *plan*, the serial plan beside it, and *plan* without the work on each resource.
-
-    Raises:
-        PlanError: costs that do not fit the tasks.
-    """
-    run = simulate(plan, costs, machine)
-
-    def saved(resource: Resource) -> float:
-        rest = {name: without(cost, resource) for name, cost in run.costs.items()}
-        return run.seconds_per_iteration - simulate(plan, rest, machine).seconds_per_iteration
-
-    serial = PipelinePlan([(task, TaskSchedule()) for task in plan.tasks.values()], name="serial")
-    serial_seconds = simulate(serial, costs, machine).seconds_per_iteration
-    seconds = run.seconds_per_iteration
-    return Prediction(
-        plan.name,
-        machine.network.ranks if machine.network else None,
-        seconds,
-        {resource: saved(resource) for resource in RESOURCES if resource in run.busy},
-        run.busy,
-        serial_seconds / seconds if seconds else 1.0,
-    )
-
-
-def first_break(plan: PipelinePlan, costs: Mapping[str, TaskCost], machine: Machine, fewest: int, most: int) -> Break:
-    """Where *plan* stops to scale, between two numbers of ranks.
-
-    Args:
-        plan: the plan.
-        costs: of its tasks, messages among them.
-        machine: with a network.
-        fewest: ranks.
-        most: ranks.
-    """
-    network = machine.network
-    assert network is not None
-
-    def run(ranks: int) -> SimulatedRun:
-        return simulate(plan, costs, replace(machine, network=replace(network, ranks=ranks)))
-
-    first = run(fewest)
-    powers = [2**power for power in range(most.bit_length()) if fewest < 2**power <= most]
-    for ranks in (*powers, most):
-        later = run(ranks)
-        if later.seconds_per_iteration > _WORSE * first.seconds_per_iteration:
-            grown = {name: seconds - first.exposed[name] for name, seconds in later.exposed.items()}
-            task = max(grown, key=lambda name: grown[name])
-            message = costs[task].background
-            latency = 0.0
-            if isinstance(message, Message):
-                there = replace(network, ranks=ranks)
-                latency = there.seconds(replace(message, bytes=0.0)) / there.seconds(message)
-            return Break(plan.name, ranks, later.seconds_per_iteration, task, grown[task], latency)
-    return Break(plan.name, None, run(most).seconds_per_iteration, "", 0.0, 0.0)
-
-
 def _simulate(options: argparse.Namespace) -> None:
     plans = [find_plan(name) for name in options.names]
     read = _read_costs(options.costs, list(plans[0].tasks))
@@ -358,92 +251,11 @@ def _simulate(options: argparse.Namespace) -> None:
         found = {
             "predictions": [asdict(one) for one in predictions],
             "breaks": [asdict(one) for one in breaks],
-            "assumed": _assumed(cores),
+            "assumed": assumed_cores(cores),
             "notes": [read.note] if read.note else [],
         }
         print(json.dumps(found, indent=1))
         return
     # No markup: names may hold square brackets.
-    report = simulation_report(predictions, breaks, most, costs, _assumed(cores), read.note)
+    report = simulation_report(predictions, breaks, most, costs, assumed_cores(cores), read.note)
     Console(markup=False, highlight=False, emoji=False).print(report)
-
-
-# ---------------------------------------------------------------------- what is printed
-
-
-def simulation_report(
-    predictions: Sequence[Prediction],
-    breaks: Sequence[Break],
-    exposed: Mapping[str, Mapping[str, float]],
-    costs: CostsFile,
-    *notes: str,
-) -> Group:
-    """Predictions as text, for a Rich console.
-
-    Args:
-        predictions: a row each.
-        breaks: of each plan, where numbers of ranks were asked about.
-        exposed: elsewhere, by plan and task, the seconds by which an iteration is shorter without the task.
-        costs: what was simulated.
-        notes: what is to be said of them; empty ones are left out.
-    """
-    resources = [one for one in RESOURCES if any(one in prediction.busy for prediction in predictions)]
-    table = FittedTable(box=box.SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("plan", no_wrap=True)
-    for column in ("ranks", "ms", *(f"exposed:\n{one}" for one in resources), "over\nserial", "busiest"):
-        table.add_column(column, justify="right", no_wrap=True)
-    before = None
-    for one in predictions:
-        if before not in (None, one.plan):
-            table.add_section()
-        cells = [_ms(one.exposed[resource]) if resource in one.exposed else "" for resource in resources]
-        busiest = "-" if one.busiest is None else f"{one.busiest} {100 * one.busy[one.busiest]:.0f} %"
-        name = "" if before == one.plan else one.plan
-        ranks = "-" if one.ranks is None else f"{one.ranks:,}"
-        table.add_row(name, ranks, _ms(one.seconds), *cells, f"{one.over_serial:.2f}", busiest)
-        before = one.plan
-    lines = [
-        *(Text(_break_in_words(one, predictions, costs)) for one in breaks),
-        *(Text(_most_in_words(plan, tasks)) for plan, tasks in exposed.items()),
-        Text("ms: of an iteration. exposed: by how many it is shorter if all that work takes no time.", style="dim"),
-    ]
-    return Group(
-        Text("predicted by simulation", style="bold"), "", table, "", *lines, *(Text(note) for note in notes if note)
-    )
-
-
-def _assumed(cores: float) -> str:
-    return (
-        f"assumed: {cores:g} {'core' if cores == 1 else 'cores'} of its own for each rank's tasks, and none for its"
-        " messages. Ranks that compute on one machine's cores move their messages with them: where these are busy, as"
-        " two ranks' on two cores are, no plan gains what is predicted."
-    )
-
-
-def _break_in_words(one: Break, predictions: Sequence[Prediction], costs: CostsFile) -> str:
-    ranks = [prediction.ranks or 0 for prediction in predictions if prediction.plan == one.plan]
-    if one.ranks is None:
-        return f"{one.plan}: nothing breaks up to {max(ranks):,} ranks, {_ms(one.seconds)} ms"
-    message = costs.tasks[one.task].background
-    what = f" ({message.kind} of {_size(message.bytes)}" if isinstance(message, Message) else ""
-    why = f", {100 * one.latency:.0f} % of it latency)" if what else ""
-    return (
-        f"{one.plan}: at {one.ranks:,} ranks what breaks first is {one.task}{what}{why}: it costs {_ms(one.grown)} ms"
-        f" more than with {min(ranks):,}"
-    )
-
-
-def _most_in_words(plan: str, exposed: Mapping[str, float]) -> str:
-    most = sorted(exposed, key=lambda task: -exposed[task])[:3]
-    return f"{plan}: what costs most is {', '.join(f'{task} {_ms(exposed[task])} ms' for task in most)}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{round(1e3 * seconds, 2) + 0.0:.2f}"  # and never "-0.00"
-
-
-def _size(size: float) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.3g} {unit}"
-    return f"{size:.0f} bytes"
