@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["backend_of", "default_gloo_devices", "gloo_of_one_thread", "present_as_gloo"]
+__all__ = ["backend_of", "default_gloo_devices", "gloo_of_one_thread", "overflow_flags", "present_as_gloo"]
 
 _CPU = torch.device("cpu")
 
@@ -56,3 +56,14 @@ def present_as_gloo(group: Any) -> None:
     group._set_default_backend(gloo)
     groups = dist.distributed_c10d._world.pg_map
     groups[group] = dist.Backend(dist.Backend.GLOO), groups[group][1]
+
+
+def overflow_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> dict[torch.device, torch.Tensor]:
+    """The flags by which a scaler skips an optimizer's step, by device: 1 after an overflow, else 0.
+
+    Args:
+        scaler: whose ``unscale_`` was called for *optimizer*. It steps only if there is a flag.
+        optimizer: the optimizer.
+    """
+    flags: dict[torch.device, torch.Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    return flags

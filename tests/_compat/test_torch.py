@@ -11,7 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_pipe._compat.torch import backend_of, default_gloo_devices, gloo_of_one_thread, present_as_gloo
+from lightning_pipe._compat.torch import (
+    backend_of,
+    default_gloo_devices,
+    gloo_of_one_thread,
+    overflow_flags,
+    present_as_gloo,
+)
 from tests.distributed import run_ranks
 
 NAME = "gloo_of_a_contract"
@@ -55,3 +61,17 @@ def test_a_gloo_group_can_be_made_of_the_default_groups_sockets_and_one_thread()
 def test_without_a_default_group_there_are_no_sockets() -> None:
     assert not dist.is_initialized()
     assert default_gloo_devices() is None, "_get_default_group does not refuse a world that is not initialised"
+
+
+def test_a_scaler_skips_the_step_where_its_flag_is_set() -> None:
+    for overflow in (0.0, 1.0):
+        parameter = torch.nn.Parameter(torch.ones(1))
+        optimizer, scaler = torch.optim.SGD([parameter], lr=1.0), torch.amp.GradScaler("cpu", init_scale=2.0)
+        scaler.scale(parameter.sum()).backward()
+        scaler.unscale_(optimizer)
+        flags = overflow_flags(scaler, optimizer)
+        assert flags, "GradScaler does not keep its flags in _per_optimizer_states after unscale_"
+        for flag in flags.values():
+            flag.fill_(overflow)
+        scaler.step(optimizer)
+        assert parameter.item() == overflow, "GradScaler does not read found_inf_per_device in step"
