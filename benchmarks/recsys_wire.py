@@ -22,9 +22,9 @@ from torchrec import KeyedJaggedTensor
 
 from benchmarks.figures import Figure, add_options, median_ratio, quartiles, save
 from benchmarks.recsys_model import EPS, RATE, Model, batches, forever, seed_tables
+from benchmarks.traffic import recorded_traffic
 from lightning_pipe.recsys.modules.ids_on_wire import SentAsInt32
 from lightning_pipe.recsys.sharding.shard import shard_model
-from lightning_pipe.recsys.tasks.traffic import recorded_traffic
 from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
 
 # Embeddings and gradients, ids.

@@ -36,13 +36,7 @@ from benchmarks.figures import Figure, add_options, at_most, median_ratio, quart
 from benchmarks.figures import save as save_figures
 from benchmarks.recsys_model import batches, forever, ours
 from benchmarks.slow_link import slow_link
-from lightning_pipe.engine import PipelinePlan
-from lightning_pipe.engine.planning.costs import Machine, TaskCost
-from lightning_pipe.engine.planning.costs_yaml import CostsFile, dump_costs
-from lightning_pipe.engine.planning.planner import find_plans
-from lightning_pipe.engine.planning.simulation import simulate
-from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, recsys_costs, recsys_limits
-from lightning_pipe.recsys.tasks.traffic import (
+from benchmarks.traffic import (
     Exchange,
     SerialTimes,
     TaskRun,
@@ -50,6 +44,12 @@ from lightning_pipe.recsys.tasks.traffic import (
     serial_times,
     task_runs,
 )
+from lightning_pipe.engine import PipelinePlan
+from lightning_pipe.engine.planning.costs import Machine, TaskCost
+from lightning_pipe.engine.planning.costs_yaml import CostsFile, dump_costs
+from lightning_pipe.engine.planning.planner import find_plans
+from lightning_pipe.engine.planning.simulation import simulate
+from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, recsys_costs, recsys_limits
 from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
 from lightning_pipe.recsys.tasks.training import recsys_tasks
 

@@ -18,10 +18,14 @@ from tests.patience import HANG
 
 ROOT = Path(__file__).resolve().parent.parent
 
-ROOMS = ("engine", "checkpoints", "loops", "recsys", "llm", "pipe", "strategies", "callbacks", "cli")
+# One module for each project whose private names it wraps.
+COMPAT = ("torch",)
+
+ROOMS = ("_compat", "engine", "checkpoints", "loops", "recsys", "llm", "pipe", "strategies", "callbacks", "cli")
 
 # The table of the design: what each room must not import.
 MUST_NOT_IMPORT = {
+    "_compat": ("engine", "checkpoints", "loops", "recsys", "llm", "pipe", "strategies", "callbacks", "cli"),
     "engine": (
         "lightning",
         "torchrec",
@@ -44,6 +48,7 @@ MUST_NOT_IMPORT = {
 }
 
 ALLOWED = {
+    "engine": ("_compat.torch",),
     "checkpoints": ("engine",),
     "loops": ("lightning", "checkpoints", "engine"),
     "recsys": ("torchrec", "checkpoints", "engine"),
@@ -85,7 +90,7 @@ def sub_packages() -> list[str]:
 
 
 def module_name(target: str) -> str:
-    return f"lightning_pipe.{target}" if target in ROOMS else target
+    return f"lightning_pipe.{target}" if target.split(".")[0] in ROOMS else target
 
 
 def lint(folder: Path, imports: dict[str, tuple[str, ...]]) -> subprocess.CompletedProcess[str]:
@@ -97,6 +102,9 @@ def lint(folder: Path, imports: dict[str, tuple[str, ...]]) -> subprocess.Comple
         lines = [f"import {module_name(target)}" for target in imports.get(room, ())]
         (package / room / "part.py").write_text("\n".join(lines) + "\n")
     (package / "__init__.py").touch()
+    for project in COMPAT:
+        lines = [f"import {target}" for target in imports.get(f"_compat.{project}", ())]
+        (package / "_compat" / f"{project}.py").write_text("\n".join(lines) + "\n")
     for sub_package in sub_packages():
         module = folder / Path(*sub_package.split("."))
         module.mkdir(parents=True, exist_ok=True)
@@ -146,6 +154,13 @@ def test_the_linter_refuses_a_callback_that_knows_a_strategy_by_class(tmp_path: 
     result = lint(tmp_path, {"callbacks": (f"lightning_pipe.strategies.{strategy}",)})
     assert result.returncode == 1, result.stdout + result.stderr
     assert f"lightning_pipe.callbacks.part -> lightning_pipe.strategies.{strategy}" in result.stdout
+
+
+@pytest.mark.parametrize(("project", "target"), [("torch", "lightning"), ("torch", "torchrec")])
+def test_the_linter_refuses_a_second_project_in_a_module_of_compat(tmp_path: Path, project: str, target: str) -> None:
+    result = lint(tmp_path, {f"_compat.{project}": (target,)})
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert f"lightning_pipe._compat.{project} -> {target}" in result.stdout
 
 
 # Imports every module of one room in a fresh interpreter, past the package's own __init__ (which registers the

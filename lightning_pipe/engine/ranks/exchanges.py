@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipe._compat.torch import backend_of
 from lightning_pipe.engine.ranks.together import gather
 
 __all__ = ["exchanging", "gains_from_messages", "shares_host"]
@@ -33,7 +34,7 @@ def gains_from_messages(group: dist.ProcessGroup) -> bool:
     """Whether *group* is Gloo's and across machines; all ranks of it call this."""
     if group.size() == 1 or dist.get_backend(group) != "gloo":
         return False
-    if not isinstance(group._get_backend(_CPU), dist.ProcessGroupGloo):
+    if not isinstance(backend_of(group), dist.ProcessGroupGloo):
         return False  # PyTorch's detailed debugging looks at each collective
     return not shares_host(group)
 
@@ -66,7 +67,7 @@ class _Exchanging:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._gloo: Any = group._get_backend(_CPU)
+        self._gloo: Any = backend_of(group)
         self._rank, self._size = group.rank(), group.size()
         self._count = 0
         # By number, of exchanges that nobody can wait for any more: messages, and the memory they use until they end.

@@ -72,9 +72,8 @@ def recsys_costs(
         own: seconds in its thread, by task, in serial order.
         peers: whether there are other ranks: what waits for them waits for the network.
         device: where batches are moved.
-        waits: seconds of these that each waited for messages
-            (:class:`~lightning_pipe.recsys.tasks.traffic.SerialTimes`). Where that is not known, tasks that wait for
-            another one's message are taken to do nothing else, and those that wait for their own to work all the time.
+        waits: seconds of these that each waited for messages. Where that is not known, tasks that wait for another
+            one's message are taken to do nothing else, and those that wait for their own to work all the time.
         sent: what each task submits. Then costs have messages, whose seconds a network model gives, in place of what
             was waited.
     """

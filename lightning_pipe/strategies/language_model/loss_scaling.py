@@ -13,6 +13,8 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch.optim import Optimizer
 
+from lightning_pipe._compat.torch import overflow_flags
+
 __all__ = ["LossScaling"]
 
 
@@ -59,7 +61,7 @@ class LossScaling:
     def _unscale(self, optimizer: Optimizer) -> None:
         """Unscale, and skip the step on every rank where gradients of any have overflowed."""
         torch.amp.GradScaler.unscale_(self._scaler, optimizer)
-        found: dict[Any, torch.Tensor] = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        found: dict[Any, torch.Tensor] = overflow_flags(self._scaler, optimizer)
         worst = max((float(flag) for flag in found.values()), default=0.0)
         overflow = torch.tensor(worst)
         dist.all_reduce(overflow, dist.ReduceOp.MAX, group=self._group)

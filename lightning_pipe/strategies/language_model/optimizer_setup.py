@@ -1,46 +1,56 @@
-"""The user's ``configure_optimizers`` on a rank that holds only some of the model's parameters.
-
-Tested in ``tests/strategies/language_model/test_strategy.py``.
-"""
+"""The user's ``configure_optimizers`` on a rank that holds only some of the model's parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
-from torch import Tensor
+import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipe.engine import SetupError
 
 __all__ = ["empty_optimizers_allowed", "refuse_fused"]
 
+_PLACEHOLDER = "lightning_pipe_placeholder"
+
 
 @contextmanager
-def empty_optimizers_allowed() -> Generator[None, None, None]:
-    """Let optimisers be made of no parameters, as they are on a rank whose stages are all frozen; PyTorch refuses."""
-    make = Optimizer.__init__
+def empty_optimizers_allowed(
+    module: nn.Module, optimizers: Callable[[], Sequence[Optimizer]]
+) -> Generator[None, None, None]:
+    """Let optimizers be made of no parameters, as they are on a rank whose stages are all frozen; PyTorch refuses.
 
-    def make_also_of_none(self: Optimizer, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        given: Any = params if isinstance(params, Tensor) else list(params)
-        make(self, [{"params": []}] if isinstance(given, list) and not given else given, defaults)
+    In the body, modules without a trainable parameter have an empty one, which is taken out of the optimizers after it.
 
-    Optimizer.__init__ = make_also_of_none  # type: ignore[method-assign]
+    Args:
+        module: whose parameters optimizers are made of.
+        optimizers: returns the optimizers that were made in the body.
+    """
+    placeholder = nn.Parameter(torch.empty(0))
+    holders = [one for one in module.modules() if not any(each.requires_grad for each in one.parameters())]
+    for holder in holders:
+        holder.register_parameter(_PLACEHOLDER, placeholder)
     try:
         yield
     finally:
-        Optimizer.__init__ = make  # type: ignore[method-assign]
+        for holder in holders:
+            delattr(holder, _PLACEHOLDER)
+    for optimizer in optimizers():
+        optimizer.state.pop(placeholder, None)
+        for group in optimizer.param_groups:
+            group["params"][:] = [one for one in group["params"] if one is not placeholder]
 
 
 def refuse_fused(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimisers that look for overflow by themselves, each on its own rank's gradients.
+    """Refuse optimizers that look for overflow by themselves, each on its own rank's gradients.
 
     Raises:
         SetupError: one is fused; to be raised only where losses are scaled.
     """
     for optimizer in optimizers:
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        if any(group.get("fused") for group in optimizer.param_groups):
             raise SetupError(
                 f"precision is '16-mixed' and {type(optimizer).__name__} is fused, so each rank would decide by itself"
                 " whether gradients overflowed; make the optimiser with fused=False, or use 'bf16-mixed'"

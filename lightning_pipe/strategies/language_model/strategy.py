@@ -145,7 +145,7 @@ class LLMPipelineStrategy(StagedStrategy):
         if fitting:
             PipelineTrainingEpochLoop.install(trainer)
             ZeroGradFirst.install(trainer, self._made.runs.begin_step)
-            with empty_optimizers_allowed():
+            with empty_optimizers_allowed(module, lambda: self.optimizers):
                 self.setup_optimizers(trainer)
             if self._made.scaling is not None:
                 refuse_fused(self.optimizers)

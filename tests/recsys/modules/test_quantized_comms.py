@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from torchrec.distributed.types import ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from benchmarks.traffic import recorded_traffic
 from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.recsys.modules import quantized_comms
 from lightning_pipe.recsys.modules.quantized_comms import QuantizedComms
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding.sharders import default_sharders
-from lightning_pipe.recsys.tasks.traffic import recorded_traffic
 from tests.distributed import run_ranks
 from tests.recsys.rewrite_cases import Bags, Sequences, batches, groups, variable_batches
 from tests.recsys.sharding_cases import (

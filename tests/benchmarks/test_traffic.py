@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.traffic import Exchange, TaskRun, recorded_traffic, serial_times, task_runs
 from lightning_pipe.engine import PlanError, TaskSpan
 from lightning_pipe.engine.planning.network import Message
 from lightning_pipe.recsys import TrainPipeline
-from lightning_pipe.recsys.tasks.traffic import Exchange, TaskRun, recorded_traffic, serial_times, task_runs
 from tests.distributed import run_ranks
 from tests.recsys.pipeline_cases import CASES, sharded
 from tests.recsys.sharding_cases import CPU
@@ -73,7 +73,7 @@ def test_nothing_recorded_is_refused() -> None:
 
 
 def record(rank: int, world_size: int) -> dict[str, Any]:
-    before = (dist.all_to_all_single, dist.all_reduce, dist.Work.wait)
+    before = (dist.all_to_all_single, dist.all_reduce)
     case = CASES["pooled, table_wise"]
     model = sharded(case)
     optimizer = torch.optim.SGD([parameter for _, parameter in model.dense_parameters()], lr=0.1)
@@ -88,7 +88,7 @@ def record(rank: int, world_size: int) -> dict[str, Any]:
             spans = pipeline.pipeline.stop_trace()
         found = {(run.task, run.iteration): run for run in task_runs(spans, exchanges)}
         sizes = [parameter.numel() + 1 for _, parameter in model.dense_parameters()]
-        assert (dist.all_to_all_single, dist.all_reduce, dist.Work.wait) == before
+        assert (dist.all_to_all_single, dist.all_reduce) == before
         work = dist.all_reduce(torch.zeros(3), async_op=True)
         work.wait()
         return {"runs": found, "dense": sum(sizes), "exchanges": exchanges}

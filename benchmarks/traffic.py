@@ -15,8 +15,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import wraps
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -58,18 +60,6 @@ def recorded_traffic() -> Iterator[list[Exchange]]:
         What was noted, in the order of the submissions; it grows in the body.
     """
     found: list[Exchange] = []
-    # Held until it is waited for, so that no other object has its id.
-    pending: dict[int, tuple[Any, Exchange]] = {}
-    wait = dist.Work.wait
-
-    def noted_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-        _, exchange = pending.pop(id(work), (None, None))
-        begun = time.perf_counter()
-        try:
-            return wait(work, *args, **kwargs)
-        finally:
-            if exchange is not None:
-                exchange.waited = (begun, time.perf_counter())
 
     def noting(name: str) -> Callable[..., Any]:
         collective = getattr(dist, name)
@@ -83,23 +73,33 @@ def recorded_traffic() -> Iterator[list[Exchange]]:
             work = collective(*args, **kwargs)
             if work is None:  # it was waited for inside
                 exchange.waited = (exchange.submitted, time.perf_counter())
-            else:
-                pending[id(work)] = (work, exchange)
-            return work
+                return None
+            return _NotedWork(work, exchange)
 
         return noted
 
-    # Of the class of works too: TorchRec asks for it, so that a stand-in for the object will not do.
-    replaced: list[tuple[Any, str, Any]] = [(dist, name, noting(name)) for name in _COLLECTIVES]
-    replaced.append((dist.Work, "wait", noted_wait))
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-    try:
-        for owner, name, replacement in replaced:
-            setattr(owner, name, replacement)
+    with mock.patch.multiple(dist, **{name: noting(name) for name in _COLLECTIVES}):
         yield found
-    finally:
-        for owner, name, original in originals:
-            setattr(owner, name, original)
+
+
+class _NotedWork(dist.Work):
+    """A collective under way. TorchRec waits for nothing that is no ``Work``."""
+
+    def __init__(self, work: dist.Work, exchange: Exchange) -> None:
+        super().__init__()
+        self._work = work
+        self._exchange = exchange
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        begun = time.perf_counter()
+        try:
+            return self._work.wait(timeout) if timeout else self._work.wait()
+        finally:
+            if self._exchange.waited is None:
+                self._exchange.waited = (begun, time.perf_counter())
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,77 @@
+"""Contracts with PyTorch: its private names are there, and do what the wrappers say.
+
+A failure means that PyTorch has changed: look for a public way first, then adapt ``lightning_pipe/_compat/torch.py``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_pipe._compat.torch import (
+    backend_of,
+    default_gloo_devices,
+    gloo_of_one_thread,
+    overflow_flags,
+    present_as_gloo,
+)
+from tests.distributed import run_ranks
+
+NAME = "gloo_of_a_contract"
+
+
+def _threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def made(rank: int, size: int) -> dict[str, Any]:
+    devices = default_gloo_devices()
+    assert devices, "Gloo's options hold no _devices any more: its groups cannot share a listening thread"
+
+    def make(asked: Any, _: Any) -> Any:
+        return gloo_of_one_thread(asked, devices)
+
+    dist.Backend.register_backend(NAME, make, extended_api=True, devices=["cpu", "cuda"])
+    before = _threads()
+    group = dist.new_group(backend=NAME)
+    threads = _threads() - before
+    assert isinstance(group, dist.ProcessGroup)
+    present_as_gloo(group)
+    total = torch.tensor(rank + 1)
+    dist.all_reduce(total, group=group)
+    return {
+        "threads": threads,
+        "backend": type(backend_of(group)).__name__,
+        "name": dist.get_backend(group),
+        "total": int(total),
+    }
+
+
+def test_a_gloo_group_can_be_made_of_the_default_groups_sockets_and_one_thread() -> None:
+    for found in run_ranks(made, 2):
+        assert found["threads"] == 1, "ProcessGroupGloo has other threads than the one of its options' _threads"
+        assert found["backend"] == "ProcessGroupGloo", "ProcessGroup._get_backend does not give the registered backend"
+        assert found["name"] == "gloo", "get_backend does not read _world.pg_map any more"
+        assert found["total"] == 3
+
+
+def test_without_a_default_group_there_are_no_sockets() -> None:
+    assert not dist.is_initialized()
+    assert default_gloo_devices() is None, "_get_default_group does not refuse a world that is not initialised"
+
+
+def test_a_scaler_skips_the_step_where_its_flag_is_set() -> None:
+    for overflow in (0.0, 1.0):
+        parameter = torch.nn.Parameter(torch.ones(1))
+        optimizer, scaler = torch.optim.SGD([parameter], lr=1.0), torch.amp.GradScaler("cpu", init_scale=2.0)
+        scaler.scale(parameter.sum()).backward()
+        scaler.unscale_(optimizer)
+        flags = overflow_flags(scaler, optimizer)
+        assert flags, "GradScaler does not keep its flags in _per_optimizer_states after unscale_"
+        for flag in flags.values():
+            flag.fill_(overflow)
+        scaler.step(optimizer)
+        assert parameter.item() == overflow, "GradScaler does not read found_inf_per_device in step"
