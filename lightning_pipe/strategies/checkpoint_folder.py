@@ -18,6 +18,7 @@ from lightning_pipe.checkpoints.background_save import BackgroundSave
 from lightning_pipe.checkpoints.folder_writing import WritePart, write_folder, write_in_background
 from lightning_pipe.checkpoints.whole_folder import remove_folder
 from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.plans.flags import check_flags
 from lightning_pipe.strategies.base import DistributedStrategy
 
 __all__ = ["FolderCheckpointStrategy"]
@@ -31,10 +32,14 @@ class FolderCheckpointStrategy(DistributedStrategy):
             save, and the end of training, wait for the one under way and raise what went wrong with it. Costs memory
             for a copy of what each rank holds.
         arguments: of Lightning's ``DDPStrategy``.
+
+    Raises:
+        SetupError: *async_checkpoints* is neither True nor False.
     """
 
     def __init__(self, *, async_checkpoints: bool = False, **arguments: Any) -> None:
         super().__init__(**arguments)
+        check_flags(async_checkpoints=async_checkpoints)
         self._async_checkpoints = async_checkpoints
         self._saves: BackgroundSave | None = None  # from the start of training to its end
         self._weights_only: bool | None = None

@@ -581,7 +581,7 @@ def around_tasks(run: Callable[[PipelineTask, Any], None]) -> Iterator[None]:
             for task in recsys_tasks(*args, **kwargs)
         ]
 
-    with mock.patch("lightning_pipe.recsys.tasks.train_pipeline.recsys_tasks", tasks):
+    with mock.patch("lightning_pipe.recsys.tasks.session.recsys_tasks", tasks):
         yield
 
 

@@ -9,22 +9,17 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer import call
 from torch.optim import Optimizer
 
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, SWPipeline, TaskProfiler
 from lightning_pipe.loops.data.random_streams import get_states, set_states
-from lightning_pipe.recsys.balancing.balancer import BatchBalancer
-from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
-from lightning_pipe.recsys.kernels.gradient_norm import clip_by_global_norm
 from lightning_pipe.recsys.plans.named import recsys_plan
-from lightning_pipe.recsys.rewrite.embeddings import Embeddings
-from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding.shard import ShardedModel
 from lightning_pipe.recsys.tasks.keeper import ModelKeeper
-from lightning_pipe.recsys.tasks.training import RecsysActions, recsys_tasks
+from lightning_pipe.recsys.tasks.session import RecsysSession
+from lightning_pipe.recsys.tasks.train_pipeline_checks import clipping
 from lightning_pipe.strategies.recommender.untrained import leaving_no_trace
 from lightning_pipe.strategies.refusals import loss_scaler
 
@@ -36,32 +31,22 @@ class Profiled:
     """What a profile is of.
 
     Args:
-        trainer: which trains; between two batches, and not in the middle of an accumulation.
-        module: its module.
-        sharded: the same, sharded.
-        reducer: of its dense gradients.
-        optimizers: of its dense parameters.
-        precision: the plugin.
-        rewrite: makes one of the module, in the place of the training's, which must be set aside.
-        before_lookup: as of training.
-        balancer: of training, open; None where there is none.
-        loss_of: as of training.
-        plan: that is measured.
-        device: where it trains.
+        trainer: the trainer; between two batches, and not in the middle of an accumulation.
+        session: session of its module, whose training is set aside.
+        sharded: the sharded module.
+        optimizers: optimisers of the dense parameters.
+        precision: the trainer's precision plugin.
+        loss_of: gives the loss in what the module's step returned.
+        plan: plan that is measured.
     """
 
     trainer: pl.Trainer
-    module: pl.LightningModule
+    session: RecsysSession
     sharded: ShardedModel
-    reducer: DenseGradientReducer | None
     optimizers: Sequence[Optimizer]
     precision: Precision
-    rewrite: Callable[[], ModelRewrite]
-    before_lookup: Callable[[], None]
-    balancer: BatchBalancer | None
     loss_of: Callable[[Any], torch.Tensor | None]
     plan: PipelinePlan
-    device: torch.device
 
 
 def profile_tables(
@@ -80,46 +65,35 @@ def profile_tables(
         SetupError: gradients of some batches are accumulated, losses are scaled, or tables have no size.
     """
     _check(of)
-    clip_value = of.trainer.gradient_clip_val
-    clip = partial(_clip, of.sharded, float(clip_value)) if clip_value else None
-    rewrite = of.rewrite()
-    report = None if of.balancer is None else of.balancer.report
-    try:
-        actions = RecsysActions(
-            rewrite,
-            transfer=partial(_transfer, of.trainer),
-            training_step=partial(_step, of),
-            loss_of=of.loss_of,
-            optimizer_step=partial(_optimize, of.optimizers),
-            reducer=of.reducer,
-            before_lookup=of.before_lookup,
-            after_embedding_backward=of.sharded.step_data_parallel_tables,
-            lookup_context=of.precision.forward_context,
-            clip=clip,
-            balancer=of.balancer,
-            replicas=of.sharded.replicas,
-        )
-        found = recsys_tasks(actions, scaled_late=clip is not None)
-        plan = recsys_plan(of.plan, found)
-        with (
-            SWPipeline(plan, of.device, dist.group.WORLD) as pipeline,
-            leaving_no_trace(of.trainer, of.module, of.device),
-            torch.enable_grad(),
-        ):
-            keeper = _Keeper(of)
-            kept = keeper.keep()
-            try:
-                # Finds what feeds the sharded modules, where that is found by watching.
-                pipeline.run_one_serial_iter(batches[0])
-                profiler = TaskProfiler(pipeline, batches, keeper, rounds=rounds, iterations=iterations)
-                return profiler.profile_many(tasks)
-            finally:
-                pipeline.abandon()
-                keeper.put_back(kept)
-    finally:
-        rewrite.restore()
-        if of.balancer is not None and report is not None:
-            of.balancer.report = report
+    clip_value, device = of.trainer.gradient_clip_val, of.session.device
+    clip = clipping(of.sharded, float(clip_value)) if clip_value else None
+    rehearsal = of.session.rehearsal(
+        "training_step",
+        of.plan,
+        clipped=clip is not None,
+        transfer=partial(_transfer, of.trainer),
+        training_step=partial(_step, of),
+        loss_of=of.loss_of,
+        optimizer_step=partial(_optimize, of.optimizers),
+        lookup_context=of.precision.forward_context,
+        clip=clip,
+    )
+    with (
+        rehearsal as found,
+        SWPipeline(recsys_plan(of.plan, found), device, of.session.world) as pipeline,
+        leaving_no_trace(of.trainer, of.trainer.lightning_module, device),
+        torch.enable_grad(),
+    ):
+        keeper = _Keeper(of)
+        kept = keeper.keep()
+        try:
+            # Finds what feeds the sharded modules, where that is found by watching.
+            pipeline.run_one_serial_iter(batches[0])
+            profiler = TaskProfiler(pipeline, batches, keeper, rounds=rounds, iterations=iterations)
+            return profiler.profile_many(tasks)
+        finally:
+            pipeline.abandon()
+            keeper.put_back(kept)
 
 
 class _Keeper:
@@ -127,7 +101,7 @@ class _Keeper:
 
     def __init__(self, of: Profiled) -> None:
         self._model = ModelKeeper(of.sharded, of.optimizers)
-        self._device = of.device
+        self._device = of.session.device
 
     def keep(self) -> tuple[Any, Any]:
         return self._model.keep(), get_states(self._device)
@@ -167,15 +141,9 @@ def _step(of: Profiled, batch: Any) -> Any:
     if results is not None:
         results.batch = batch
     with of.precision.train_step_context():
-        return of.module.training_step(batch, 0)
+        return of.trainer.lightning_module.training_step(batch, 0)
 
 
 def _optimize(optimizers: Sequence[Optimizer]) -> None:
     for optimizer in optimizers:
         optimizer.step()
-
-
-def _clip(sharded: ShardedModel, max_norm: float, embeddings: Embeddings) -> torch.Tensor:
-    assert embeddings.kernel_gradients is not None
-    dense = [parameter for _, parameter in sharded.dense_parameters()]
-    return clip_by_global_norm(dense, sharded.table_gradient_norm(embeddings.kernel_gradients), max_norm)

@@ -132,10 +132,10 @@ def spans(plan: str) -> list[Any]:
     class Tracing(Callback):
         def on_validation_batch_start(self, used: Any, module: Any, batch: Any, batch_idx: int, *rest: Any) -> None:
             if batch_idx == 2:
-                used.strategy._evaluations[0].pipeline.start_trace()
+                used.strategy._evaluation.programs[0].pipeline.start_trace()
 
         def on_validation_epoch_end(self, used: Any, module: Any) -> None:
-            found[:] = used.strategy._evaluations[0].pipeline.stop_trace()
+            found[:] = used.strategy._evaluation.programs[0].pipeline.stop_trace()
 
     trainer(recsys(plan), callbacks=[Tracing()]).validate(Clicks(), loader(24), verbose=False)
     return found

@@ -59,12 +59,19 @@ def test_a_plan_may_be_a_name_an_object_or_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["validate_ids", "detect_nan", "copy_in_place", "free_features_early", "pipelined_evaluation", "async_checkpoints"],
+    ("name", "shown"),
+    [
+        ("validate_ids", "checks.validate_ids"),
+        ("detect_nan", "checks.detect_nan"),
+        ("copy_in_place", "memory.copy_in_place"),
+        ("free_features_early", "memory.free_features_early"),
+        ("pipelined_evaluation", "rewrite.evaluation"),
+        ("async_checkpoints", "async_checkpoints"),
+    ],
 )
-def test_what_is_on_or_off_is_no_text(name: str) -> None:
+def test_what_is_on_or_off_is_no_text(name: str, shown: str) -> None:
     options: dict[str, Any] = {name: "false"}
-    with pytest.raises(SetupError, match=f"{name} is 'false'; needed is True or False"):
+    with pytest.raises(SetupError, match=f"{shown} is 'false'; needed is True or False"):
         recsys(**options)
 
 

@@ -1,0 +1,145 @@
+"""Validation, test and prediction of a sharded recommender under a Trainer, while its training is set aside.
+
+Tested in ``tests/scenarios/recommenders/test_recsys_evaluation.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins import Precision
+
+from lightning_pipe.engine import PipelinePlan, SWPipeline
+from lightning_pipe.loops import EvaluationProgram
+from lightning_pipe.loops.programs.default_program import default_evaluation
+from lightning_pipe.loops.turns import Turn
+from lightning_pipe.recsys.kernels.fused import evaluating
+from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
+from lightning_pipe.recsys.sharding.shard import ShardedModel
+from lightning_pipe.recsys.tasks.evaluation import PipelinedEvaluation
+from lightning_pipe.recsys.tasks.session import RecsysSession
+
+__all__ = ["LOOKUP", "TableEvaluation"]
+
+# Prefix of the announced name of a lookup; the name of the sharded module follows.
+LOOKUP = "lookup in "
+
+
+class TableEvaluation:
+    """Evaluates a sharded LightningModule.
+
+    Args:
+        session: session of the module.
+        sharded: the sharded module.
+        precision: the trainer's precision plugin.
+        pipelined: rewrite the model for evaluations too, so that lookups of later batches run ahead.
+        training: gives the pipeline of the training, None outside of it.
+
+    Attributes:
+        programs: programs made so far, one a dataloader.
+    """
+
+    def __init__(
+        self,
+        session: RecsysSession,
+        sharded: ShardedModel,
+        precision: Precision,
+        *,
+        pipelined: bool,
+        training: Callable[[], SWPipeline | None],
+    ) -> None:
+        self._session = session
+        self._sharded = sharded
+        self._precision = precision
+        self._pipelined = pipelined
+        self._training = training
+        self.programs: list[EvaluationProgram] = []
+        # Rewrites for batches that only some ranks have, by the name of the step.
+        self._turn_rewrites: dict[str, ModelRewrite] = {}
+
+    def build(
+        self, trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str, plan: PipelinePlan
+    ) -> EvaluationProgram:
+        """Build tasks and plan for the batches of one dataloader. Every rank calls this.
+
+        Args:
+            trainer: the trainer that evaluates.
+            transfer: moves a batch to the device.
+            step: name of the module's method.
+            plan: plan of the training.
+        """
+        if not self._pipelined:
+            return default_evaluation(trainer, transfer, step, ahead=0)
+        with self._session.set_aside(self._training()):
+            evaluation = PipelinedEvaluation(
+                self._session, step, plan, transfer=transfer, lookup_context=self._precision.forward_context
+            )
+
+        @contextmanager
+        def around() -> Generator[None, None, None]:
+            with self._session.set_aside(self._training()), evaluation.attached():
+                yield
+
+        program = EvaluationProgram(
+            evaluation.pipeline,
+            transfer="H2DAndShuffle",
+            forward="DenseForward",
+            step="DenseForward",
+            alone=lambda: evaluation.alone,
+            around=around,
+        )
+        self.programs.append(program)
+        return program
+
+    def run(self, step: Callable[[], Any]) -> Any:
+        """Run an evaluation step of Lightning's, in the program whose batch it is.
+
+        Args:
+            step: the module's step of that batch.
+        """
+        for program in self.programs:
+            if program.current is not None and not program.steps_whole_batch:
+                return program.run_forward(step)
+        # Lookups of the sharded modules' own forwards: those of training leave the counters to the rewrite.
+        with nullcontext() if torch.is_grad_enabled() else evaluating(self._sharded.sharded_modules.values()):
+            return step()
+
+    @contextmanager
+    def in_turn(self, turn: Turn, step: str) -> Generator[None, None, None]:
+        """Context in which lookups of an evaluation step are announced to *turn*.
+
+        Args:
+            turn: a batch that only some ranks have.
+            step: name of the module's method.
+        """
+        with self._session.set_aside(self._training()):
+            if step not in self._turn_rewrites:
+                self._turn_rewrites[step] = self._session.new_rewrite(step)
+            rewrite = self._turn_rewrites[step]
+            rewrite.announce = lambda announced: turn.call(f"{LOOKUP}{announced[0]}", announced)
+            rewrite.attach()
+            try:
+                yield
+            finally:
+                rewrite.detach()
+
+    def join(self, detail: Any) -> None:
+        """Start another rank's lookup with empty features, in the context of :meth:`in_turn`.
+
+        Args:
+            detail: what was announced.
+        """
+        rewrite = next(one for one in self._turn_rewrites.values() if one.attached)
+        with self._precision.forward_context():
+            rewrite.join(detail)
+
+    def close(self) -> None:
+        """Close all programs; may be called again."""
+        for program in self.programs:
+            program.close()
+        self.programs = []
+        self._turn_rewrites = {}

@@ -1,0 +1,233 @@
+"""A recommender's training under a Trainer: Lightning's calls during a batch move its tasks on.
+
+Tested in ``tests/strategies/recommender/test_strategy.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins import Precision
+from torch.optim import Optimizer
+
+from lightning_pipe.engine import PipelinePlan, ProfileResult, SWPipeline
+from lightning_pipe.loops import TrainingProgram
+from lightning_pipe.loops.programs.auto_program import AutoProgram, PlanChoice
+from lightning_pipe.recsys.kernels.kernel_calls import check_tables_wait
+from lightning_pipe.recsys.plans.named import recsys_plan
+from lightning_pipe.recsys.sharding.shard import ShardedModel
+from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, propose_plans
+from lightning_pipe.recsys.tasks.session import RecsysSession
+from lightning_pipe.recsys.tasks.table_rates import TableRates
+from lightning_pipe.strategies.auto import AUTO, AutoOptions
+from lightning_pipe.strategies.recommender.table_gradients import TableGradients
+from lightning_pipe.strategies.recommender.table_profile import Profiled, profile_tables
+from lightning_pipe.strategies.refusals import clips_gradients, loss_scaler
+
+__all__ = ["TableTraining"]
+
+
+class TableTraining:
+    """Trains a sharded LightningModule, from set-up to the end of ``fit``.
+
+    Args:
+        trainer: the trainer that fits.
+        session: session of the sharded module; the training's, until this is closed.
+        sharded: the sharded module.
+        optimizers: gives the optimisers of the dense parameters.
+        precision: the trainer's precision plugin.
+        plan: name, path or plan; ``"auto"`` to find one.
+        auto: how a plan is found.
+        chosen: called with the plan that was found.
+        schedule: configuration of the tables' learning-rate scheduler; None to follow the dense optimiser.
+
+    Attributes:
+        program: tasks under the plan; None before the first epoch.
+        rates: learning rates of the tables.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        session: RecsysSession,
+        sharded: ShardedModel,
+        optimizers: Callable[[], Sequence[Optimizer]],
+        precision: Precision,
+        *,
+        plan: str | Path | PipelinePlan,
+        auto: AutoOptions,
+        chosen: Callable[[PlanChoice], None],
+        schedule: Mapping[str, Any] | None,
+    ) -> None:
+        self._trainer = trainer
+        self._session = session
+        self._sharded = sharded
+        self._optimizers = optimizers
+        self._precision = precision
+        self._plan = plan
+        self._auto = auto
+        self._chosen = chosen
+        self._gradients: TableGradients | None = None
+        self.rates = TableRates(sharded, lambda: optimizers()[0], schedule)
+        self.program: TrainingProgram | None = None
+        session.begin_training(self.rates.bring)
+
+    @property
+    def pipeline(self) -> SWPipeline | None:
+        """Pipeline of the training; None before the first epoch."""
+        return None if self.program is None else self.program.pipeline
+
+    def build(self, transfer: Callable[[Any], Any]) -> TrainingProgram:
+        """Build tasks and plan; every rank calls this when training begins.
+
+        Args:
+            transfer: moves a batch to the device.
+        """
+        session, sharded, precision = self._session, self._sharded, self._precision
+        clipped, loss_scaled = clips_gradients(self._trainer), loss_scaler(precision) is not None
+        if clipped or loss_scaled:
+            # Only the optimiser step knows what the tables' gradients are scaled by.
+            check_tables_wait(sharded.sharded_modules)
+        tasks = session.training_tasks(
+            "training_step",
+            transfer=transfer,
+            loss_of=lightning_loss,
+            lookup_context=precision.forward_context,
+            clipped=clipped,
+            loss_scaled=loss_scaled,
+        )
+        rewrite = session.rewrite
+        assert rewrite is not None
+        if clipped or loss_scaled:
+            self._gradients = TableGradients(precision, sharded, session.device, self._batch_in_training)
+        arguments: dict[str, Any] = {
+            "transfer": "H2DAndShuffle",
+            "forward": "LossPostprocess",
+            "backward": "FinalizeGrads",
+            "step": "OptimStep",
+            "prepared": "BalanceFinish" if any(task.name == "BalanceFinish" for task in tasks) else None,
+            "alone": lambda: rewrite.records and not rewrite.resolved,
+            "on_close": self._end,
+            "on_give_up": session.give_up,
+        }
+        if self._plan != AUTO:
+            pipeline = SWPipeline(recsys_plan(self._plan, tasks), session.device, session.world)
+            self.program = TrainingProgram(pipeline, **arguments)
+            return self.program
+        exploration = self._auto.search
+        propose = partial(
+            propose_plans,
+            tasks,
+            max_in_flight=self._auto.max_in_flight,
+            peers=self._trainer.world_size > 1,
+            device=session.device,
+            keep=exploration.found + 3,  # the hand-written ones may be among them
+        )
+        by_hand = hand_written_plans(tasks, on_disk=bool(sharded.dynamic_rows))
+        self.program = AutoProgram(
+            by_hand, propose, session.device, session.world, exploration, self._chosen, **arguments
+        )
+        return self.program
+
+    def _batch_in_training(self) -> Any:
+        return None if self.program is None else self.program.current
+
+    def _end(self) -> None:
+        self._session.end_training()
+        if self._gradients is not None:
+            self._gradients.close()
+
+    # ------------------------------------------------------------------ Lightning's calls during a batch
+
+    def forward(self, step: Callable[[], Any], peers: bool) -> Any:
+        """Run the period up to the loss.
+
+        Args:
+            step: the module's ``training_step``.
+            peers: whether there are other ranks.
+        """
+        assert self.program is not None
+        if self._gradients is not None:
+            self._gradients.begin()
+        output = self.program.run_forward(step)
+        if output is None and peers:
+            # Lightning refuses this among several ranks, where DDP would wait for ever for the rank's gradients. Here
+            # the rank sends zeros; the loss is for Lightning, nothing runs backward from it.
+            return torch.zeros((), device=self._session.device, requires_grad=True)
+        return output
+
+    def backward(self, backward: Callable[[], None]) -> None:
+        """Run the period until gradients are averaged.
+
+        Args:
+            backward: the precision plugin's.
+        """
+        assert self.program is not None
+        self.program.run_backward(backward)
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]
+    ) -> Any:
+        """Run the optimiser step, and tell the tables what became of the gradients.
+
+        Args:
+            optimizer: optimiser of the dense parameters.
+            closure: Lightning's.
+            step: the precision plugin's step, which takes a closure.
+        """
+        program, gradients = self.program, self._gradients
+        assert program is not None
+
+        def closure_and_open_step() -> Any:
+            result = closure()
+            program.begin_step()
+            if gradients is not None:
+                gradients.after_backward(optimizer)
+                if gradients.leave_scaler_alone(optimizer):
+                    return None  # which Lightning takes for a batch without a loss
+            return result
+
+        with nullcontext() if gradients is None else gradients.stepping(optimizer):
+            output = step(closure_and_open_step)
+        program.end_step()
+        self.rates.step()
+        return output
+
+    # ------------------------------------------------------------------ beside it
+
+    def profile(
+        self, batches: Sequence[Any], tasks: Sequence[str] | None, rounds: int, iterations: int
+    ) -> ProfileResult:
+        """See :meth:`RecsysPipelineStrategy.profile`."""
+        pipeline = self.pipeline
+        assert pipeline is not None
+        of = Profiled(
+            self._trainer,
+            self._session,
+            self._sharded,
+            self._optimizers(),
+            self._precision,
+            lightning_loss,
+            pipeline.plan,
+        )
+        with self._session.set_aside(pipeline):
+            return profile_tables(of, batches, tasks, rounds, iterations)
+
+    def close(self) -> None:
+        """Close the program; may be called again."""
+        if self.program is not None:
+            self.program.close()
+            self.program = None
+
+
+def lightning_loss(output: Any) -> torch.Tensor | None:
+    """The loss in what ``training_step`` returned; Lightning itself checks its form."""
+    if isinstance(output, Mapping):
+        output = output.get("loss")
+    return output if isinstance(output, torch.Tensor) else None
