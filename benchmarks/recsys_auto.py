@@ -275,7 +275,9 @@ def pooled(pooling: int) -> Workload:
     loader = DataLoader(_Endless(int(os.environ["RANK"]), pooling), batch_size=None)
     # Tables that every rank has whole would need no exchange.
     constraints = {f"t{i}": {"sharding_types": ["table_wise"]} for i in range(TABLES)}
-    return Workload(Pooled(), loader, {"sparse_optimizer": optimizer, "constraints": constraints}, nodes=2)
+    return Workload(
+        Pooled(), loader, {"sparse_optimizer": optimizer, "sharding": {"constraints": constraints}}, nodes=2
+    )
 
 
 def calibrated(exchange: float, folder: str) -> tuple[Workload, str]:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_pipe.engine.plans.flags import check_flags
+from lightning_pipe.engine.plans.option_groups import option_group
 from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire, check_ids_on_wire
 from lightning_pipe.recsys.modules.quantized_comms import QuantizedComms
 
-__all__ = ["CheckOptions", "MemoryOptions", "RewriteOptions", "ShardingOptions", "WireOptions"]
+__all__ = ["CheckOptions", "MemoryOptions", "RewriteOptions", "SessionOptions", "ShardingOptions", "WireOptions"]
 
 
 @dataclass(frozen=True)
@@ -133,3 +134,27 @@ class CheckOptions:
 
     def __post_init__(self) -> None:
         check_flags(**{"checks.validate_ids": self.validate_ids, "checks.detect_nan": self.detect_nan})
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """The groups that a :class:`~lightning_pipe.recsys.tasks.session.RecsysSession` needs."""
+
+    rewrite: RewriteOptions
+    wire: WireOptions
+    memory: MemoryOptions
+    checks: CheckOptions
+
+    @classmethod
+    def of(cls, *, rewrite: Any, wire: Any, memory: Any, checks: Any) -> SessionOptions:
+        """The options of arguments, each of which is a group, a mapping of its fields, or None for its defaults.
+
+        Raises:
+            SetupError: one of them is none of these, or has a field or a value that its group does not have.
+        """
+        return cls(
+            option_group(RewriteOptions, "rewrite", rewrite),
+            option_group(WireOptions, "wire", wire),
+            option_group(MemoryOptions, "memory", memory),
+            option_group(CheckOptions, "checks", checks),
+        )

@@ -31,7 +31,7 @@ from lightning_pipe.recsys.kernels.loss_check import check_finite_loss
 from lightning_pipe.recsys.plans.named import looks_ahead, needs_input_group
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
-from lightning_pipe.recsys.tasks.options import CheckOptions, MemoryOptions, RewriteOptions, WireOptions
+from lightning_pipe.recsys.tasks.options import SessionOptions
 from lightning_pipe.recsys.tasks.training import RecsysActions, recsys_tasks
 
 __all__ = ["RecsysSession"]
@@ -49,15 +49,13 @@ class RecsysSession:
             ``DistributedModelParallel`` has sharded, whose wrapper averages the dense gradients.
         plan: plan of the training; None if it is found while training.
         device: device of the batches.
-        rewrite: how the model is rewritten.
-        wire: what ranks send to each other; ids only, since the model is sharded already.
-        memory: memory of batches.
-        checks: checks of ids and of the loss.
+        options: of the rewrite, of ids on the wire, of memory and of checks.
         balancer: exchanges samples between ranks in training; opened there, and closed with the session.
         input_group: process group of the input dist; None makes one if the plan works ahead.
         timeout: timeout of a collective in the groups that are made here (default PyTorch's).
 
     Attributes:
+        options: as given.
         world: all ranks; None without ``torch.distributed``.
         reducer: averages the dense gradients; None outside of training, and for a model that averages its own.
         rewrite: rewrite of the training; None outside of it.
@@ -69,11 +67,8 @@ class RecsysSession:
         model: nn.Module | ShardedModel,
         plan: PipelinePlan | None,
         device: torch.device,
+        options: SessionOptions,
         *,
-        rewrite: RewriteOptions,
-        wire: WireOptions,
-        memory: MemoryOptions,
-        checks: CheckOptions,
         balancer: BatchBalancer | None = None,
         input_group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
@@ -84,7 +79,7 @@ class RecsysSession:
         self._sharded = model if isinstance(model, ShardedModel) else None
         self._replicas = None if self._sharded is None else self._sharded.replicas
         self._plan = plan
-        self._method, self._wire, self._memory, self._checks = rewrite.method, wire, memory, checks
+        self.options = options
         self._balancer = balancer
         self._timeout = timeout
         self._undo = ExitStack()
@@ -96,9 +91,15 @@ class RecsysSession:
         self.reducer: DenseGradientReducer | None = None
         self.rewrite: ModelRewrite | None = None
         self.device_buffers: DeviceBuffers | None = None
-        if memory.copy_in_place:
+        if options.memory.copy_in_place:
             self.device_buffers = DeviceBuffers(device)
             self._undo.callback(self.device_buffers.clear)
+
+    @property
+    def sharded(self) -> ShardedModel:
+        """What ``shard_model`` returned, for sessions that were given that."""
+        assert self._sharded is not None, "the module was sharded elsewhere"
+        return self._sharded
 
     # ------------------------------------------------------------------ training
 
@@ -132,7 +133,7 @@ class RecsysSession:
         ahead = self._plan is None or looks_ahead(self._plan)
         self.rewrite = self.new_rewrite(step, split_backward=clipped, look_ahead=ahead)
         self._undo.callback(self.rewrite.restore)
-        if self._checks.detect_nan:
+        if self.options.checks.detect_nan:
             group = self.world if self.reducer is None else self._group("dense")
             actions["check_loss"] = partial(check_finite_loss, group=group)
         self._actions = self._training_actions(
@@ -242,16 +243,16 @@ class RecsysSession:
             look_ahead: see there.
             free_features_early: see there; by default as asked for of this session.
         """
-        early = self._memory.free_features_early if free_features_early is None else free_features_early
+        early = self.options.memory.free_features_early if free_features_early is None else free_features_early
         return ModelRewrite(
             self.module,
-            method=self._method,
+            method=self.options.rewrite.method,
             step=step,
             input_group=self._input(),
             status_group=None if self._replicas is None else self._group("status"),
             agree_group=self.world,
-            validate_ids=self._checks.validate_ids,
-            ids_on_wire=self._wire.ids,
+            validate_ids=self.options.checks.validate_ids,
+            ids_on_wire=self.options.wire.ids,
             split_backward=split_backward,
             look_ahead=look_ahead,
             free_features_early=early,

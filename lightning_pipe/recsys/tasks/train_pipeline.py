@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,23 @@ from lightning_pipe.engine.plans.flags import check_flags
 from lightning_pipe.recsys.balancing.balancer import BalanceReport, BatchBalancer, make_balancer
 from lightning_pipe.recsys.batches.transfer import move_batch
 from lightning_pipe.recsys.dense.accumulation import Accumulation
-from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire
 from lightning_pipe.recsys.plans.named import recsys_plan
 from lightning_pipe.recsys.sharding.shard import ShardedModel
 from lightning_pipe.recsys.tasks.evaluation import PipelinedEvaluation
-from lightning_pipe.recsys.tasks.options import CheckOptions, MemoryOptions, RewriteOptions, WireOptions
+from lightning_pipe.recsys.tasks.options import (
+    CheckOptions,
+    MemoryOptions,
+    RewriteOptions,
+    SessionOptions,
+    WireOptions,
+)
 from lightning_pipe.recsys.tasks.session import RecsysSession
-from lightning_pipe.recsys.tasks.train_pipeline_checks import check_model, clipping, refuse_late_gradients
+from lightning_pipe.recsys.tasks.train_pipeline_checks import (
+    check_model,
+    clipping,
+    refuse_late_gradients,
+    refuse_of_strategies,
+)
 from lightning_pipe.recsys.tasks.training import recsys_tasks
 
 
@@ -48,10 +58,11 @@ class TrainPipeline:
         plan: a name, a plan, or the path of a plan in YAML.
         execute_all_batches: train what is in flight when the data ends; otherwise it is given up.
         custom_model_fwd: called with the batch in place of the model.
-        rewrite: how the inputs of the sharded modules are found in a batch.
-        validate_ids: check that ids are inside their tables before the lookup.
-        ids_on_wire: ``int64``, ``int32``, or ``auto``: int32 for the modules whose tables have rows that few.
-        detect_nan: check the loss on all ranks together; costs a small all-reduce a batch.
+        rewrite: :class:`~lightning_pipe.recsys.tasks.options.RewriteOptions`, or a mapping of its fields, as for the
+            next three; evaluations are always pipelined.
+        wire: :class:`~lightning_pipe.recsys.tasks.options.WireOptions`: of ids, since *model* has its codecs already.
+        memory: :class:`~lightning_pipe.recsys.tasks.options.MemoryOptions`.
+        checks: :class:`~lightning_pipe.recsys.tasks.options.CheckOptions`.
         accumulate: how many batches' gradients a step of the optimiser takes, each of its loss over as many. Tables
             step in every batch, with the gradients of the same. What is not full when the data end goes on with the
             next iterator. It takes a model of ``shard_model`` and no ``max_norm``.
@@ -60,17 +71,11 @@ class TrainPipeline:
         balancer: exchanges samples between ranks, so that all have about as much to do: a
             :class:`~lightning_pipe.recsys.balancing.balancer.BatchBalancer`, its arguments as a mapping, or True for
             its defaults. Batches of a model in evaluation mode stay as they are.
-        copy_in_place: copy batches into device memory of batches that nobody holds any more, in place of asking the
-            allocator for each; see :class:`~lightning_pipe.recsys.batches.device_buffers.DeviceBuffers`. Nothing on the
-            CPU, where batches are not copied.
-        free_features_early: let go of a batch's ids and weights once the input dist has sent them, where only pipelined
-            sharded modules are fed by them. The step may still read keys, lengths and batch sizes; to use ids is an
-            error.
         input_group: process group of the input dist, of the ranks that the tables are sharded over; by default a new
             one, which every rank of the world must make, or under a plan that works no batch ahead the tables' own.
 
     Attributes:
-        device_buffers: what batches are copied into, with ``copy_in_place``.
+        device_buffers: what batches are copied into, with ``memory.copy_in_place``.
 
     Raises:
         PlanError: there is no such plan, or it cannot be run.
@@ -98,25 +103,19 @@ class TrainPipeline:
         *,
         execute_all_batches: bool = True,
         custom_model_fwd: Callable[[Any], Any] | None = None,
-        rewrite: Literal["auto", "record", "direct", "fx"] = "auto",
-        validate_ids: bool = False,
-        ids_on_wire: IdsOnWire = "auto",
-        detect_nan: bool = False,
+        rewrite: RewriteOptions | Mapping[str, Any] | None = None,
+        wire: WireOptions | Mapping[str, Any] | None = None,
+        memory: MemoryOptions | Mapping[str, Any] | None = None,
+        checks: CheckOptions | Mapping[str, Any] | None = None,
         accumulate: int = 1,
         max_norm: float | None = None,
         balancer: bool | Mapping[str, Any] | BatchBalancer | None = None,
-        copy_in_place: bool = False,
-        free_features_early: bool = False,
         input_group: dist.ProcessGroup | None = None,
     ) -> None:
         # Refused before anything is made.
-        check_flags(
-            execute_all_batches=execute_all_batches,
-            validate_ids=validate_ids,
-            detect_nan=detect_nan,
-            copy_in_place=copy_in_place,
-            free_features_early=free_features_early,
-        )
+        check_flags(execute_all_batches=execute_all_batches)
+        options = SessionOptions.of(rewrite=rewrite, wire=wire, memory=memory, checks=checks)
+        refuse_of_strategies(options)
         declared = recsys_plan(plan, recsys_tasks())
         sharded = model if isinstance(model, ShardedModel) else None
         self._sharded = sharded
@@ -138,10 +137,7 @@ class TrainPipeline:
             model,
             declared,
             torch.device(device),
-            rewrite=RewriteOptions(rewrite),
-            wire=WireOptions(ids=ids_on_wire),
-            memory=MemoryOptions(copy_in_place, free_features_early),
-            checks=CheckOptions(validate_ids, detect_nan),
+            options,
             balancer=self._balancer,
             input_group=input_group,
         )

@@ -14,12 +14,12 @@ import torch
 from lightning.pytorch.plugins import Precision
 
 from lightning_pipe.engine import PipelinePlan, SWPipeline
+from lightning_pipe.engine.ranks.together import on_all_ranks
 from lightning_pipe.loops import EvaluationProgram
 from lightning_pipe.loops.programs.default_program import default_evaluation
 from lightning_pipe.loops.turns import Turn
 from lightning_pipe.recsys.kernels.fused import evaluating
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
-from lightning_pipe.recsys.sharding.shard import ShardedModel
 from lightning_pipe.recsys.tasks.evaluation import PipelinedEvaluation
 from lightning_pipe.recsys.tasks.session import RecsysSession
 
@@ -34,32 +34,46 @@ class TableEvaluation:
 
     Args:
         session: session of the module.
-        sharded: the sharded module.
         precision: the trainer's precision plugin.
-        pipelined: rewrite the model for evaluations too, so that lookups of later batches run ahead.
         training: gives the pipeline of the training, None outside of it.
 
     Attributes:
         programs: programs made so far, one a dataloader.
     """
 
-    def __init__(
-        self,
-        session: RecsysSession,
-        sharded: ShardedModel,
-        precision: Precision,
-        *,
-        pipelined: bool,
-        training: Callable[[], SWPipeline | None],
-    ) -> None:
+    def __init__(self, session: RecsysSession, precision: Precision, training: Callable[[], SWPipeline | None]) -> None:
         self._session = session
-        self._sharded = sharded
+        self._sharded = session.sharded
         self._precision = precision
-        self._pipelined = pipelined
         self._training = training
+        self._rows_are_known = False
         self.programs: list[EvaluationProgram] = []
         # Rewrites for batches that only some ranks have, by the name of the step.
         self._turn_rewrites: dict[str, ModelRewrite] = {}
+
+    def begin(self) -> None:
+        """Make the same on all ranks what each, or each replica, has for itself. Every rank calls this."""
+        self.refuse_existing_rows()
+        self._sharded.share_buffers()
+        self._sharded.sync_replicas()
+
+    def refuse_existing_rows(self) -> None:
+        """Refuse rows of an earlier run: before a batch is fetched, and after what may have replaced them.
+
+        That is a checkpoint, and the user's hooks. Every rank calls this; it looks once.
+
+        Raises:
+            SetupError: there are such rows, on any rank.
+        """
+        known, self._rows_are_known = self._rows_are_known, True
+        modules = self._sharded.dynamic_rows.values()
+
+        def refuse() -> None:
+            for rows in modules:
+                rows.refuse_existing()
+
+        if modules and not known:
+            on_all_ranks(refuse, "rows of an earlier run cannot be used")
 
     def build(
         self, trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str, plan: PipelinePlan
@@ -72,7 +86,7 @@ class TableEvaluation:
             step: name of the module's method.
             plan: plan of the training.
         """
-        if not self._pipelined:
+        if not self._session.options.rewrite.evaluation:
             return default_evaluation(trainer, transfer, step, ahead=0)
         with self._session.set_aside(self._training()):
             evaluation = PipelinedEvaluation(

@@ -9,14 +9,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer import call
 from torch.optim import Optimizer
 
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, SWPipeline, TaskProfiler
 from lightning_pipe.loops.data.random_streams import get_states, set_states
 from lightning_pipe.recsys.plans.named import recsys_plan
-from lightning_pipe.recsys.sharding.shard import ShardedModel
 from lightning_pipe.recsys.tasks.keeper import ModelKeeper
 from lightning_pipe.recsys.tasks.session import RecsysSession
 from lightning_pipe.recsys.tasks.train_pipeline_checks import clipping
@@ -33,18 +31,12 @@ class Profiled:
     Args:
         trainer: the trainer; between two batches, and not in the middle of an accumulation.
         session: session of its module, whose training is set aside.
-        sharded: the sharded module.
-        optimizers: optimisers of the dense parameters.
-        precision: the trainer's precision plugin.
         loss_of: gives the loss in what the module's step returned.
         plan: plan that is measured.
     """
 
     trainer: pl.Trainer
     session: RecsysSession
-    sharded: ShardedModel
-    optimizers: Sequence[Optimizer]
-    precision: Precision
     loss_of: Callable[[Any], torch.Tensor | None]
     plan: PipelinePlan
 
@@ -66,7 +58,7 @@ def profile_tables(
     """
     _check(of)
     clip_value, device = of.trainer.gradient_clip_val, of.session.device
-    clip = clipping(of.sharded, float(clip_value)) if clip_value else None
+    clip = clipping(of.session.sharded, float(clip_value)) if clip_value else None
     rehearsal = of.session.rehearsal(
         "training_step",
         of.plan,
@@ -74,8 +66,8 @@ def profile_tables(
         transfer=partial(_transfer, of.trainer),
         training_step=partial(_step, of),
         loss_of=of.loss_of,
-        optimizer_step=partial(_optimize, of.optimizers),
-        lookup_context=of.precision.forward_context,
+        optimizer_step=partial(_optimize, of.trainer.optimizers),
+        lookup_context=of.trainer.precision_plugin.forward_context,
         clip=clip,
     )
     with (
@@ -100,7 +92,7 @@ class _Keeper:
     """Of the model, its optimisers, and what its step draws random numbers from."""
 
     def __init__(self, of: Profiled) -> None:
-        self._model = ModelKeeper(of.sharded, of.optimizers)
+        self._model = ModelKeeper(of.session.sharded, of.trainer.optimizers)
         self._device = of.session.device
 
     def keep(self) -> tuple[Any, Any]:
@@ -118,15 +110,15 @@ def _check(of: Profiled) -> None:
             "a profile was asked for in the middle of an accumulation, whose gradients it would lose; ask behind an"
             f" optimiser step: every {of.trainer.accumulate_grad_batches} batches"
         )
-    if loss_scaler(of.precision) is not None:
+    if loss_scaler(of.trainer.precision_plugin) is not None:
         raise SetupError(
             "a profile was asked for under precision 16-mixed, whose loss scaler decides whether steps are made;"
             " profile with 'bf16-mixed' or 32"
         )
-    if of.sharded.dynamic_rows:
+    if rows := of.session.sharded.dynamic_rows:
         raise SetupError(
-            f"a profile was asked for of dynamic tables ({', '.join(of.sharded.dynamic_rows)}), whose batches cannot be"
-            " run again without leaving their rows in the cache; profile the model with plain tables of these sizes"
+            f"a profile was asked for of dynamic tables ({', '.join(rows)}), whose batches cannot be run again"
+            " without leaving their rows in the cache; profile the model with plain tables of these sizes"
         )
 
 
@@ -135,12 +127,12 @@ def _transfer(trainer: pl.Trainer, batch: Any) -> Any:
 
 
 def _step(of: Profiled, batch: Any) -> Any:
-    for optimizer in of.optimizers:
+    for optimizer in of.trainer.optimizers:
         optimizer.zero_grad()
     results = of.trainer._results
     if results is not None:
         results.batch = batch
-    with of.precision.train_step_context():
+    with of.trainer.precision_plugin.train_step_context():
         return of.trainer.lightning_module.training_step(batch, 0)
 
 

@@ -13,14 +13,17 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SWPipeline
 from lightning_pipe.loops import TrainingProgram
 from lightning_pipe.loops.programs.auto_program import AutoProgram, PlanChoice
+from lightning_pipe.recsys.batches.transfer import check_movable
 from lightning_pipe.recsys.kernels.kernel_calls import check_tables_wait
+from lightning_pipe.recsys.kernels.optimizers import take_tables_out
 from lightning_pipe.recsys.plans.named import recsys_plan
+from lightning_pipe.recsys.sharding.replicas import refuse_norm
 from lightning_pipe.recsys.sharding.shard import ShardedModel
 from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, propose_plans
 from lightning_pipe.recsys.tasks.session import RecsysSession
@@ -30,7 +33,10 @@ from lightning_pipe.strategies.recommender.table_gradients import TableGradients
 from lightning_pipe.strategies.recommender.table_profile import Profiled, profile_tables
 from lightning_pipe.strategies.refusals import clips_gradients, loss_scaler
 
-__all__ = ["TableTraining"]
+__all__ = ["TableTraining", "checked_transfer", "leave_tables_out"]
+
+_log = pl.utilities.rank_zero.rank_zero_info
+_log_names = pl.utilities.rank_zero.rank_zero_debug
 
 
 class TableTraining:
@@ -39,9 +45,6 @@ class TableTraining:
     Args:
         trainer: the trainer that fits.
         session: session of the sharded module; the training's, until this is closed.
-        sharded: the sharded module.
-        optimizers: gives the optimisers of the dense parameters.
-        precision: the trainer's precision plugin.
         plan: name, path or plan; ``"auto"`` to find one.
         auto: how a plan is found.
         chosen: called with the plan that was found.
@@ -56,10 +59,6 @@ class TableTraining:
         self,
         trainer: pl.Trainer,
         session: RecsysSession,
-        sharded: ShardedModel,
-        optimizers: Callable[[], Sequence[Optimizer]],
-        precision: Precision,
-        *,
         plan: str | Path | PipelinePlan,
         auto: AutoOptions,
         chosen: Callable[[PlanChoice], None],
@@ -67,15 +66,17 @@ class TableTraining:
     ) -> None:
         self._trainer = trainer
         self._session = session
-        self._sharded = sharded
-        self._optimizers = optimizers
-        self._precision = precision
+        self._sharded = sharded = session.sharded
+        self._precision = trainer.precision_plugin
         self._plan = plan
         self._auto = auto
         self._chosen = chosen
         self._gradients: TableGradients | None = None
-        self.rates = TableRates(sharded, lambda: optimizers()[0], schedule)
+        self.rates = TableRates(sharded, lambda: trainer.optimizers[0], schedule)
         self.program: TrainingProgram | None = None
+        _tell_left_out(sharded)
+        if clips_gradients(trainer):
+            refuse_norm(sharded.replicas)
         session.begin_training(self.rates.bring)
 
     @property
@@ -145,18 +146,17 @@ class TableTraining:
 
     # ------------------------------------------------------------------ Lightning's calls during a batch
 
-    def forward(self, step: Callable[[], Any], peers: bool) -> Any:
+    def forward(self, step: Callable[[], Any]) -> Any:
         """Run the period up to the loss.
 
         Args:
             step: the module's ``training_step``.
-            peers: whether there are other ranks.
         """
         assert self.program is not None
         if self._gradients is not None:
             self._gradients.begin()
         output = self.program.run_forward(step)
-        if output is None and peers:
+        if output is None and self._trainer.world_size > 1:
             # Lightning refuses this among several ranks, where DDP would wait for ever for the rank's gradients. Here
             # the rank sends zeros; the loss is for Lightning, nothing runs backward from it.
             return torch.zeros((), device=self._session.device, requires_grad=True)
@@ -207,16 +207,8 @@ class TableTraining:
         """See :meth:`RecsysPipelineStrategy.profile`."""
         pipeline = self.pipeline
         assert pipeline is not None
-        of = Profiled(
-            self._trainer,
-            self._session,
-            self._sharded,
-            self._optimizers(),
-            self._precision,
-            lightning_loss,
-            pipeline.plan,
-        )
         with self._session.set_aside(pipeline):
+            of = Profiled(self._trainer, self._session, lightning_loss, pipeline.plan)
             return profile_tables(of, batches, tasks, rounds, iterations)
 
     def close(self) -> None:
@@ -231,3 +223,47 @@ def lightning_loss(output: Any) -> torch.Tensor | None:
     if isinstance(output, Mapping):
         output = output.get("loss")
     return output if isinstance(output, torch.Tensor) else None
+
+
+def checked_transfer(trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """*transfer*, of batches that Lightning can move, where it is Lightning that moves them."""
+    holders = (trainer.lightning_module, getattr(trainer, "datamodule", None))
+    if any(one is not None and is_overridden("transfer_batch_to_device", one) for one in holders):
+        return transfer
+
+    def move(batch: Any) -> Any:
+        check_movable(batch)
+        return transfer(batch)
+
+    return move
+
+
+def leave_tables_out(optimizers: Sequence[Optimizer], sharded: ShardedModel) -> None:
+    """Take tables out of the user's optimisers, and say so; they are trained by their own."""
+    for optimizer in optimizers:
+        names = take_tables_out(optimizer, sharded.table_parameters())
+        if names:
+            _log(
+                f"Took {len(names)} table parameter(s) out of {type(optimizer).__name__}'s groups, since the"
+                " tables' own optimiser trains them"
+            )
+            _log_names(f"Taken out of {type(optimizer).__name__}'s groups: {', '.join(names)}")
+        for group in optimizer.param_groups:
+            # Where PyTorch's schedulers count from, but for those that step on a metric: the tables follow all.
+            group.setdefault("initial_lr", group["lr"])
+
+
+def _tell_left_out(model: ShardedModel) -> None:
+    """Say which arguments of tables' optimisers have the kernel's default and not the class's."""
+    tables: dict[tuple[str, str], int] = {}
+    for table in model.tables.values():
+        optimizer = table.known_optimizer
+        for key, (kernels, classes) in optimizer.left_out.items():
+            said = optimizer.name, f"{key}={kernels} (the class's default is {classes})"
+            tables[said] = tables.get(said, 0) + 1
+    if tables:
+        values = "; ".join(f"{name} of {count} table(s) with {value}" for (name, value), count in tables.items())
+        _log(
+            "Arguments left out of apply_optimizer_in_backward have the fused kernel's defaults, as under TorchRec's"
+            f" DistributedModelParallel: {values}. Give them to choose"
+        )

@@ -221,7 +221,7 @@ def test_a_batch_that_is_on_the_device_already_is_not_copied() -> None:
 @pytest.mark.parametrize("case", ["everything", "weighted"])
 def test_every_plan_trains_as_the_serial_one_without_buffers_to_the_bit(one_rank: Any, case: str, plan: str) -> None:
     expected = outcome(copying(CASES[case]), "serial")
-    assert outcome(copying(CASES[case]), plan, copy_in_place=True).same(expected)
+    assert outcome(copying(CASES[case]), plan, memory={"copy_in_place": True}).same(expected)
 
 
 def test_a_pipeline_stops_asking_for_memory_and_kept_batches_stay(one_rank: Any) -> None:
@@ -234,7 +234,7 @@ def test_a_pipeline_stops_asking_for_memory_and_kept_batches_stay(one_rank: Any)
             kept.append((batch.dense, batch.sparse.values()[:], batch.label.numpy()))
         return model.module(batch)
 
-    with pipeline_of(model, "prefetch", custom_model_fwd=step, copy_in_place=True) as pipeline:
+    with pipeline_of(model, "prefetch", custom_model_fwd=step, memory={"copy_in_place": True}) as pipeline:
         train(pipeline, [Copying(batch) for batch in data[:STEPS]])
         assert pipeline.device_buffers is not None
         made = pipeline.device_buffers.made

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_pipe.engine import SetupError, SWPipeline
 from lightning_pipe.recsys import ShardedModel, TrainPipeline, recsys_plan, recsys_tasks
 from lightning_pipe.recsys.tasks.evaluation import PipelinedEvaluation
-from lightning_pipe.recsys.tasks.options import CheckOptions, MemoryOptions, RewriteOptions, WireOptions
+from lightning_pipe.recsys.tasks.options import SessionOptions
 from lightning_pipe.recsys.tasks.session import RecsysSession
 from tests.recsys.pipeline_cases import CASES, adam, difference, sharded, values_of
 from tests.recsys.sharding_cases import CPU
@@ -30,9 +30,9 @@ def same(batch: Any) -> Any:
 
 
 @contextmanager
-def session_of(model: nn.Module | ShardedModel, plan: str = "prefetch", **options: Any) -> Iterator[RecsysSession]:
-    groups = {"rewrite": RewriteOptions(), "wire": WireOptions(), "memory": MemoryOptions(), "checks": CheckOptions()}
-    session = RecsysSession(model, recsys_plan(plan, recsys_tasks()), CPU, **{**groups, **options})
+def session_of(model: nn.Module | ShardedModel, plan: str = "prefetch", **groups: Any) -> Iterator[RecsysSession]:
+    options = SessionOptions.of(**{**dict.fromkeys(("rewrite", "wire", "memory", "checks")), **groups})
+    session = RecsysSession(model, recsys_plan(plan, recsys_tasks()), CPU, options)
     try:
         yield session
     finally:

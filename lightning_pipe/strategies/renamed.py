@@ -1,0 +1,79 @@
+"""Arguments of strategies in former versions, which are fields of option groups now.
+
+Tested in ``tests/strategies/recommender/test_strategy.py``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+from lightning.pytorch.strategies import DDPStrategy
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_pipe.engine import SetupError
+
+__all__ = ["RECOMMENDER", "refuse_renamed"]
+
+# Former arguments of the strategy for recommenders, and the fields that they have become.
+RECOMMENDER = {
+    "sharding_plan": "sharding.plan",
+    "constraints": "sharding.constraints",
+    "topology": "sharding.topology",
+    "replicas": "sharding.replicas",
+    "sync_every": "sharding.sync_every",
+    "quantized_comms": "wire.quantized_comms",
+    "ids_on_wire": "wire.ids",
+    "copy_in_place": "memory.copy_in_place",
+    "free_features_early": "memory.free_features_early",
+    "validate_ids": "checks.validate_ids",
+    "detect_nan": "checks.detect_nan",
+    "exploration": "auto.exploration",
+    "max_in_flight": "auto.max_in_flight",
+    "save_plan": "auto.save_plan",
+    "pipelined_evaluation": "rewrite.evaluation",
+}
+
+
+def refuse_renamed(arguments: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
+    """Refuse arguments of former versions, and those that neither Lightning's ``DDPStrategy`` nor DDP has.
+
+    Args:
+        arguments: what a strategy was given beside its own arguments.
+        renamed: former argument to the field that it has become, ``group.field``.
+
+    Raises:
+        SetupError: names them; for former ones with YAML that gives the same values to the fields.
+    """
+    former = [name for name in arguments if name in renamed]
+    if former:
+        raise SetupError(
+            f"{', '.join(former)} {'is' if len(former) == 1 else 'are'} given, but expected are option groups; give"
+            f" the same values as:\n{_yaml({name: arguments[name] for name in former}, renamed)}"
+        )
+    signatures = [inspect.signature(kind.__init__) for kind in (DDPStrategy, DistributedDataParallel)]
+    known = {"async_checkpoints"}.union(*(signature.parameters for signature in signatures))
+    if unknown := sorted(set(arguments) - known):
+        raise SetupError(
+            f"{', '.join(unknown)} {'is' if len(unknown) == 1 else 'are'} given, which neither this strategy nor"
+            " Lightning's DDPStrategy takes; compare with the strategy's arguments in its documentation"
+        )
+
+
+def _yaml(arguments: Mapping[str, Any], renamed: Mapping[str, str]) -> str:
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in arguments.items():
+        group, field = renamed[name].split(".")
+        groups.setdefault(group, {})[field] = _plain(value)
+    return yaml.safe_dump(groups, sort_keys=False)
+
+
+def _plain(value: Any) -> Any:
+    """The value as YAML can write it."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
