@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
     from lightning_pipe.recsys.sharding.replicas import make_replica_groups
     from lightning_pipe.recsys.sharding.shard import ShardedModel, shard_model
+    from lightning_pipe.recsys.tasks.actions import RecsysActions
+    from lightning_pipe.recsys.tasks.declarations import RecsysTask
     from lightning_pipe.recsys.tasks.options import (
         CheckOptions,
         MemoryOptions,
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
         WireOptions,
     )
     from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
-    from lightning_pipe.recsys.tasks.training import RecsysActions, recsys_tasks
+    from lightning_pipe.recsys.tasks.training import recsys_tasks
 
 __all__ = [
     "PLANS",
@@ -44,6 +46,7 @@ __all__ = [
     "MemoryOptions",
     "ModelRewrite",
     "RecsysActions",
+    "RecsysTask",
     "RewriteOptions",
     "ShardedModel",
     "ShardingOptions",
@@ -67,7 +70,8 @@ _MODULES = {
     "DynamicTable": "modules.dynamic_modules",
     "MemoryOptions": "tasks.options",
     "ModelRewrite": "rewrite.model_rewrite",
-    "RecsysActions": "tasks.training",
+    "RecsysActions": "tasks.actions",
+    "RecsysTask": "tasks.declarations",
     "RewriteOptions": "tasks.options",
     "ShardedModel": "sharding.shard",
     "ShardingOptions": "tasks.options",

@@ -29,7 +29,7 @@ class PipelinedEvaluation:
         step: name of the model's method that a batch is evaluated with.
         training: plan of the training.
         transfer: moves a batch to the device.
-        actions: other arguments of :class:`~lightning_pipe.recsys.tasks.training.RecsysActions`.
+        actions: other arguments of :class:`~lightning_pipe.recsys.tasks.actions.RecsysActions`.
 
     Attributes:
         pipeline: pipeline of the evaluation.

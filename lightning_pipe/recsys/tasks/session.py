@@ -9,7 +9,7 @@ RecsysSession ── process groups ── input dist, dense gradients, balancer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -31,8 +31,10 @@ from lightning_pipe.recsys.kernels.loss_check import check_finite_loss
 from lightning_pipe.recsys.plans.named import looks_ahead, needs_input_group
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
+from lightning_pipe.recsys.tasks.actions import RecsysActions
+from lightning_pipe.recsys.tasks.declarations import RecsysTask
 from lightning_pipe.recsys.tasks.options import SessionOptions
-from lightning_pipe.recsys.tasks.training import RecsysActions, recsys_tasks
+from lightning_pipe.recsys.tasks.training import recsys_tasks
 
 __all__ = ["RecsysSession"]
 
@@ -116,7 +118,14 @@ class RecsysSession:
             self._undo.callback(self.reducer.close)
 
     def training_tasks(
-        self, step: str, *, transfer: Transfer, clipped: bool = False, loss_scaled: bool = False, **actions: Any
+        self,
+        step: str,
+        *,
+        transfer: Transfer,
+        clipped: bool = False,
+        loss_scaled: bool = False,
+        extra: Mapping[str, RecsysTask] | None = None,
+        **actions: Any,
     ) -> list[PipelineTask]:
         """Rewrite the model, and build the tasks that train it; after :meth:`begin_training`. Every rank calls this.
 
@@ -125,7 +134,8 @@ class RecsysSession:
             transfer: moves a batch to the device.
             clipped: gradients are scaled in the optimiser step, by one norm of all.
             loss_scaled: the optimiser step may be skipped where a gradient overflowed.
-            actions: other arguments of :class:`~lightning_pipe.recsys.tasks.training.RecsysActions`.
+            extra: see :func:`~lightning_pipe.recsys.tasks.training.recsys_tasks`.
+            actions: other arguments of :class:`~lightning_pipe.recsys.tasks.actions.RecsysActions`.
         """
         if self._balancer is not None:
             self._balancer.open(None if self.world is None else self._group("balance"), self.world, self.device)
@@ -139,7 +149,7 @@ class RecsysSession:
         self._actions = self._training_actions(
             self.rewrite, transfer=self._into_buffers(transfer), agree_overflow=loss_scaled, **actions
         )
-        return recsys_tasks(self._actions, scaled_late=clipped or loss_scaled)
+        return recsys_tasks(self._actions, scaled_late=clipped or loss_scaled, extra=extra)
 
     def give_up(self, contexts: Any) -> None:
         """Take back lookups of batches that are not going to be trained."""
@@ -217,7 +227,7 @@ class RecsysSession:
         Args:
             step: name of the model's method that a batch is evaluated with.
             transfer: moves a batch to the device.
-            actions: other arguments of :class:`~lightning_pipe.recsys.tasks.training.RecsysActions`.
+            actions: other arguments of :class:`~lightning_pipe.recsys.tasks.actions.RecsysActions`.
 
         Returns:
             The rewrite, detached, and its tasks.

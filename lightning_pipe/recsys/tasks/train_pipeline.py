@@ -21,6 +21,7 @@ from lightning_pipe.recsys.batches.transfer import move_batch
 from lightning_pipe.recsys.dense.accumulation import Accumulation
 from lightning_pipe.recsys.plans.named import recsys_plan
 from lightning_pipe.recsys.sharding.shard import ShardedModel
+from lightning_pipe.recsys.tasks.declarations import RecsysTask
 from lightning_pipe.recsys.tasks.evaluation import PipelinedEvaluation
 from lightning_pipe.recsys.tasks.options import (
     CheckOptions,
@@ -71,6 +72,8 @@ class TrainPipeline:
         balancer: exchanges samples between ranks, so that all have about as much to do: a
             :class:`~lightning_pipe.recsys.balancing.balancer.BatchBalancer`, its arguments as a mapping, or True for
             its defaults. Batches of a model in evaluation mode stay as they are.
+        extra_tasks: tasks of your own in training, each by the name of the task that it follows in serial order; *plan*
+            must place them.
         input_group: process group of the input dist, of the ranks that the tables are sharded over; by default a new
             one, which every rank of the world must make, or under a plan that works no batch ahead the tables' own.
 
@@ -110,13 +113,14 @@ class TrainPipeline:
         accumulate: int = 1,
         max_norm: float | None = None,
         balancer: bool | Mapping[str, Any] | BatchBalancer | None = None,
+        extra_tasks: Mapping[str, RecsysTask] | None = None,
         input_group: dist.ProcessGroup | None = None,
     ) -> None:
         # Refused before anything is made.
         check_flags(execute_all_batches=execute_all_batches)
         options = SessionOptions.of(rewrite=rewrite, wire=wire, memory=memory, checks=checks)
         refuse_of_strategies(options)
-        declared = recsys_plan(plan, recsys_tasks())
+        declared = recsys_plan(plan, recsys_tasks(extra=extra_tasks))
         sharded = model if isinstance(model, ShardedModel) else None
         self._sharded = sharded
         check_model(model, optimizer, custom_model_fwd)
@@ -155,6 +159,7 @@ class TrainPipeline:
                 optimizer_step=self._accumulation.step,
                 clip=clip,
                 clipped=clip is not None,
+                extra=extra_tasks,
             )
             assert session.rewrite is not None
             self.rewrite = session.rewrite
