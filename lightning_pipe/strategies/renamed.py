@@ -26,7 +26,6 @@ RECOMMENDER = {
     "sync_every": "sharding.sync_every",
     "quantized_comms": "wire.quantized_comms",
     "ids_on_wire": "wire.ids",
-    "copy_in_place": "memory.copy_in_place",
     "free_features_early": "memory.free_features_early",
     "validate_ids": "checks.validate_ids",
     "detect_nan": "checks.detect_nan",

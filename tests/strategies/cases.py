@@ -292,9 +292,9 @@ class Memory(Logger):
 # Fields of the strategy's option groups, which recsys() takes as keywords of its own.
 FIELDS = {
     **dict.fromkeys(("constraints", "topology", "replicas", "sync_every"), "sharding"),
-    **dict.fromkeys(("copy_in_place", "free_features_early"), "memory"),
     **dict.fromkeys(("validate_ids", "detect_nan"), "checks"),
     **dict.fromkeys(("exploration", "max_in_flight", "save_plan"), "auto"),
+    "free_features_early": "memory",
     "quantized_comms": "wire",
 }
 

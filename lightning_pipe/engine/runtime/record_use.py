@@ -1,7 +1,4 @@
-"""Telling the caching allocator that a stream uses memory which another stream allocated.
-
-Tested in ``tests/recsys/batches/test_device_buffers.py``.
-"""
+"""Telling the caching allocator that a stream uses memory which another stream allocated."""
 
 from __future__ import annotations
 
@@ -11,20 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["note_stream", "record_use", "streams_of_use"]
-
-_STREAMS: set[torch.Stream] = set()  # PyTorch makes new ones out of a fixed number, so these are few
-
-
-def streams_of_use(device: torch.device) -> list[Any]:
-    """The device's streams that values were recorded to be used on so far, its default one and the current one."""
-    always = {torch.cuda.default_stream(device), torch.cuda.current_stream(device)}
-    return list(always.union(stream for stream in tuple(_STREAMS) if stream.device == device))
-
-
-def note_stream(stream: torch.Stream) -> None:
-    """*stream* uses values of batches; what :func:`record_use` does by itself."""
-    _STREAMS.add(stream)
+__all__ = ["record_use"]
 
 
 def record_use(value: Any) -> None:
@@ -45,13 +29,9 @@ def record_use(value: Any) -> None:
 def _record(value: Any) -> None:
     if isinstance(value, torch.Tensor):
         if value.is_cuda:
-            stream = torch.cuda.current_stream(value.device)
-            note_stream(stream)
-            value.record_stream(stream)
+            value.record_stream(torch.cuda.current_stream(value.device))
     elif hasattr(value, "record_stream"):
-        stream = torch.cuda.current_stream()
-        note_stream(stream)
-        value.record_stream(stream)
+        value.record_stream(torch.cuda.current_stream())
     elif isinstance(value, Mapping):
         for entry in value.values():
             _record(entry)

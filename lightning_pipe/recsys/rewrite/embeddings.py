@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.types import Awaitable
 
-from lightning_pipe.engine.runtime.record_use import note_stream
 from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows, end_step
 from lightning_pipe.recsys.kernels.kernel_calls import KernelGradients, LookupCalls
 from lightning_pipe.recsys.modules.call_arguments import Arguments, PostprocessResults
@@ -170,5 +169,4 @@ def record_stream(value: Any, stream: torch.Stream | None) -> None:
         for part in value:
             record_stream(part, stream)
     elif hasattr(value, "record_stream"):
-        note_stream(stream)
         value.record_stream(stream)

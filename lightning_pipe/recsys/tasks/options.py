@@ -93,27 +93,18 @@ class MemoryOptions:
     """Memory of the batches in flight.
 
     Args:
-        copy_in_place: copy batches into device memory of batches that are no longer in use, instead of asking the
-            allocator for each (default False); see
-            :class:`~lightning_pipe.recsys.batches.device_buffers.DeviceBuffers`.
         free_features_early: release a batch's ids and weights once the input dist has sent them, if only pipelined
             sharded modules use them (default False). Steps, hooks and callbacks may still read keys, lengths and batch
             sizes; reading ids is an error.
 
     Raises:
-        SetupError: a value is neither True nor False.
+        SetupError: the value is neither True nor False.
     """
 
-    copy_in_place: bool = False
     free_features_early: bool = False
 
     def __post_init__(self) -> None:
-        check_flags(
-            **{
-                "memory.copy_in_place": self.copy_in_place,
-                "memory.free_features_early": self.free_features_early,
-            }
-        )
+        check_flags(**{"memory.free_features_early": self.free_features_early})
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.exchanges import exchanging
 from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.recsys.balancing.balancer import BatchBalancer
-from lightning_pipe.recsys.batches.device_buffers import DeviceBuffers
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.kernels.fused import prefetches_set_aside
 from lightning_pipe.recsys.kernels.loss_check import check_finite_loss
@@ -61,7 +60,6 @@ class RecsysSession:
         world: all ranks; None without ``torch.distributed``.
         reducer: averages the dense gradients; None outside of training, and for a model that averages its own.
         rewrite: rewrite of the training; None outside of it.
-        device_buffers: device memory that batches are copied into; None unless ``memory.copy_in_place``.
     """
 
     def __init__(
@@ -92,10 +90,6 @@ class RecsysSession:
         self._actions: RecsysActions | None = None
         self.reducer: DenseGradientReducer | None = None
         self.rewrite: ModelRewrite | None = None
-        self.device_buffers: DeviceBuffers | None = None
-        if options.memory.copy_in_place:
-            self.device_buffers = DeviceBuffers(device)
-            self._undo.callback(self.device_buffers.clear)
 
     @property
     def sharded(self) -> ShardedModel:
@@ -146,9 +140,7 @@ class RecsysSession:
         if self.options.checks.detect_nan:
             group = self.world if self.reducer is None else self._group("dense")
             actions["check_loss"] = partial(check_finite_loss, group=group)
-        self._actions = self._training_actions(
-            self.rewrite, transfer=self._into_buffers(transfer), agree_overflow=loss_scaled, **actions
-        )
+        self._actions = self._training_actions(self.rewrite, transfer=transfer, agree_overflow=loss_scaled, **actions)
         return recsys_tasks(self._actions, scaled_late=clipped or loss_scaled, extra=extra)
 
     def give_up(self, contexts: Any) -> None:
@@ -234,7 +226,6 @@ class RecsysSession:
         """
         rewrite = self.new_rewrite(step)
         rewrite.detach()
-        transfer = self._into_buffers(transfer)
         return rewrite, recsys_tasks(RecsysActions(rewrite, transfer=transfer, loss_of=_no_loss, **actions))
 
     def new_rewrite(
@@ -297,11 +288,8 @@ class RecsysSession:
         self._undo.callback(leave)
         return group
 
-    def _into_buffers(self, transfer: Transfer) -> Transfer:
-        return transfer if self.device_buffers is None else self.device_buffers.filled_by(transfer)
-
     def close(self) -> None:
-        """Restore the model, release buffers and leave the process groups. May be called again."""
+        """Restore the model, and leave the process groups. May be called again."""
         self.rewrite = self._actions = None
         self._undo.close()
 

@@ -77,9 +77,6 @@ class TrainPipeline:
         input_group: process group of the input dist, of the ranks that the tables are sharded over; by default a new
             one, which every rank of the world must make, or under a plan that works no batch ahead the tables' own.
 
-    Attributes:
-        device_buffers: what batches are copied into, with ``memory.copy_in_place``.
-
     Raises:
         PlanError: there is no such plan, or it cannot be run.
         SetupError: an argument is of a wrong type; the model holds no sharded module, one that cannot be trained here,
@@ -145,7 +142,6 @@ class TrainPipeline:
             balancer=self._balancer,
             input_group=input_group,
         )
-        self.device_buffers = session.device_buffers
         self._transfer: Callable[[Any], Any] = partial(move_batch, device=session.device)
         with ExitStack() as undo:
             undo.callback(session.close)

@@ -23,7 +23,6 @@ from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.loops.programs.auto_program import PlanChoice
 from lightning_pipe.loops.turns import Turn, UnevenEvaluation
 from lightning_pipe.recsys.balancing.balancer import BalanceReport, BatchBalancer, make_balancer
-from lightning_pipe.recsys.batches.device_buffers import DeviceBuffers
 from lightning_pipe.recsys.plans.named import recsys_plan
 from lightning_pipe.recsys.tasks.options import (
     CheckOptions,
@@ -145,11 +144,6 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
     def balance_report(self) -> BalanceReport | None:
         """How uneven the work of ranks was before samples were exchanged, and after; None without a balancer."""
         return None if self._balancer is None else self._balancer.report
-
-    @property
-    def device_buffers(self) -> DeviceBuffers | None:
-        """Device memory that batches are copied into, with ``copy_in_place``, while the trainer runs."""
-        return None if self._session is None else self._session.device_buffers
 
     def start_trace(self) -> None:
         """Record when and where each task runs from now on."""

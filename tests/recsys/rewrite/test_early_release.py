@@ -106,7 +106,6 @@ MODELS: dict[str, tuple[Case, dict[str, Any]]] = {
     "accumulation": (copying(POOLED), {"accumulate": 3}),
     "clipping": (copying(POOLED), {"max_norm": 0.1}),
     "balancing": (copying(POOLED), {"balancer": True}),
-    "copies in place": (copying(CASES["everything"]), {"memory": {"copy_in_place": True}}),
 }
 
 
@@ -120,8 +119,7 @@ def same(name: str) -> dict[str, bool]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a module is not pipelined
         expected = outcome(case, "serial", **arguments)
-        arguments = {**arguments, "memory": {**arguments.get("memory", {}), **EARLY}}
-        return {plan: outcome(case, plan, **arguments).same(expected) for plan in plans_of(name)}
+        return {plan: outcome(case, plan, memory=EARLY, **arguments).same(expected) for plan in plans_of(name)}
 
 
 def alive(build: Callable[[], nn.Module], plan: str, **arguments: Any) -> list[tuple[int, int]]:

@@ -17,7 +17,6 @@ from tests.recsys.sharding_cases import CPU
     ("kind", "field", "group"),
     [
         (RewriteOptions, "evaluation", "rewrite"),
-        (MemoryOptions, "copy_in_place", "memory"),
         (MemoryOptions, "free_features_early", "memory"),
         (CheckOptions, "validate_ids", "checks"),
         (CheckOptions, "detect_nan", "checks"),

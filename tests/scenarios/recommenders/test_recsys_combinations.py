@@ -16,7 +16,7 @@ from tests.strategies.cases import loader as rows_of
 from tests.tiers import sampled
 
 KINDS = {"past": "row_wise", "people": "column_wise"}
-MEMORY = {"copy_in_place": True, "free_features_early": True}
+MEMORY = {"free_features_early": True}
 BF16 = {"forward": "bf16", "backward": "bf16"}
 
 

@@ -65,7 +65,6 @@ def test_a_plan_may_be_a_name_an_object_or_a_file(tmp_path: Path) -> None:
     [
         ("validate_ids", "checks.validate_ids"),
         ("detect_nan", "checks.detect_nan"),
-        ("copy_in_place", "memory.copy_in_place"),
         ("free_features_early", "memory.free_features_early"),
         ("async_checkpoints", "async_checkpoints"),
     ],
@@ -86,7 +85,6 @@ def test_what_is_on_or_off_is_no_text(name: str, shown: str) -> None:
         ("sync_every", 2),
         ("quantized_comms", {"forward": "bf16"}),
         ("ids_on_wire", "int32"),
-        ("copy_in_place", True),
         ("free_features_early", True),
         ("validate_ids", True),
         ("detect_nan", True),
