@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
 
 from lightning_pipe.checkpoints.background_save import BackgroundSave
 from lightning_pipe.checkpoints.folder_writing import WritePart, write_folder, write_in_background
@@ -31,14 +34,39 @@ class FolderCheckpointStrategy(DistributedStrategy):
         async_checkpoints: while training, copy what is saved to the host, and write it as training goes on. A second
             save, and the end of training, wait for the one under way and raise what went wrong with it. Costs memory
             for a copy of what each rank holds.
-        arguments: of Lightning's ``DDPStrategy``.
+        accelerator: as for Lightning's ``DDPStrategy``, and so are the others.
+        parallel_devices: see there.
+        cluster_environment: see there.
+        precision_plugin: see there.
+        process_group_backend: see there.
+        timeout: see there.
+        start_method: see there.
 
     Raises:
         SetupError: *async_checkpoints* is neither True nor False.
     """
 
-    def __init__(self, *, async_checkpoints: bool = False, **arguments: Any) -> None:
-        super().__init__(**arguments)
+    def __init__(
+        self,
+        *,
+        async_checkpoints: bool = False,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
         check_flags(async_checkpoints=async_checkpoints)
         self._async_checkpoints = async_checkpoints
         self._saves: BackgroundSave | None = None  # from the start of training to its end

@@ -5,13 +5,10 @@ Tested in ``tests/strategies/recommender/test_strategy.py``.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import yaml
-from lightning.pytorch.strategies import DDPStrategy
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pipe.engine import SetupError
 
@@ -37,27 +34,20 @@ RECOMMENDER = {
 
 
 def refuse_renamed(arguments: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
-    """Refuse arguments of former versions, and those that neither Lightning's ``DDPStrategy`` nor DDP has.
+    """Refuse arguments of former versions.
 
     Args:
         arguments: what a strategy was given beside its own arguments.
         renamed: former argument to the field that it has become, ``group.field``.
 
     Raises:
-        SetupError: names them; for former ones with YAML that gives the same values to the fields.
+        SetupError: names them, with YAML that gives the same values to the fields that they have become.
     """
     former = [name for name in arguments if name in renamed]
     if former:
         raise SetupError(
             f"{', '.join(former)} {'is' if len(former) == 1 else 'are'} given, but expected are option groups; give"
             f" the same values as:\n{_yaml({name: arguments[name] for name in former}, renamed)}"
-        )
-    signatures = [inspect.signature(kind.__init__) for kind in (DDPStrategy, DistributedDataParallel)]
-    known = {"async_checkpoints"}.union(*(signature.parameters for signature in signatures))
-    if unknown := sorted(set(arguments) - known):
-        raise SetupError(
-            f"{', '.join(unknown)} {'is' if len(unknown) == 1 else 'are'} given, which neither this strategy nor"
-            " Lightning's DDPStrategy takes; compare with the strategy's arguments in its documentation"
         )
 
 

@@ -58,13 +58,7 @@ class TableEvaluation:
         self._sharded.sync_replicas()
 
     def refuse_existing_rows(self) -> None:
-        """Refuse rows of an earlier run: before a batch is fetched, and after what may have replaced them.
-
-        That is a checkpoint, and the user's hooks. Every rank calls this; it looks once.
-
-        Raises:
-            SetupError: there are such rows, on any rank.
-        """
+        """Refuse rows of an earlier run, once, after what may have replaced them: a checkpoint, and users' hooks."""
         known, self._rows_are_known = self._rows_are_known, True
         modules = self._sharded.dynamic_rows.values()
 
@@ -110,11 +104,7 @@ class TableEvaluation:
         return program
 
     def run(self, step: Callable[[], Any]) -> Any:
-        """Run an evaluation step of Lightning's, in the program whose batch it is.
-
-        Args:
-            step: the module's step of that batch.
-        """
+        """Run a batch's evaluation step, in the program whose batch it is."""
         for program in self.programs:
             if program.current is not None and not program.steps_whole_batch:
                 return program.run_forward(step)
@@ -124,12 +114,7 @@ class TableEvaluation:
 
     @contextmanager
     def in_turn(self, turn: Turn, step: str) -> Generator[None, None, None]:
-        """Context in which lookups of an evaluation step are announced to *turn*.
-
-        Args:
-            turn: a batch that only some ranks have.
-            step: name of the module's method.
-        """
+        """Context in which lookups of the module's method *step* are announced to *turn*."""
         with self._session.set_aside(self._training()):
             if step not in self._turn_rewrites:
                 self._turn_rewrites[step] = self._session.new_rewrite(step)
@@ -142,11 +127,7 @@ class TableEvaluation:
                 rewrite.detach()
 
     def join(self, detail: Any) -> None:
-        """Start another rank's lookup with empty features, in the context of :meth:`in_turn`.
-
-        Args:
-            detail: what was announced.
-        """
+        """Start another rank's lookup, which announced *detail*, with empty features; inside :meth:`in_turn`."""
         rewrite = next(one for one in self._turn_rewrites.values() if one.attached)
         with self._precision.forward_context():
             rewrite.join(detail)

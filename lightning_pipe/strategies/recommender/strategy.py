@@ -90,7 +90,7 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
             and raise its errors. Costs the memory of the copy.
 
     Raises:
-        SetupError: a wrong value, an unknown argument, or one of a former version, with the YAML that replaces it.
+        SetupError: a wrong value, or an argument of a former version, with the YAML that replaces it.
         PlanError: there is no such plan.
     """
 

@@ -30,7 +30,7 @@ from lightning_pipe.recsys.tasks.session import RecsysSession
 from lightning_pipe.recsys.tasks.table_rates import TableRates
 from lightning_pipe.strategies.auto import AUTO, AutoOptions
 from lightning_pipe.strategies.recommender.table_gradients import TableGradients
-from lightning_pipe.strategies.recommender.table_profile import Profiled, profile_tables
+from lightning_pipe.strategies.recommender.table_profile import TableProfile
 from lightning_pipe.strategies.refusals import clips_gradients, loss_scaler
 
 __all__ = ["TableTraining", "checked_transfer", "leave_tables_out"]
@@ -85,11 +85,7 @@ class TableTraining:
         return None if self.program is None else self.program.pipeline
 
     def build(self, transfer: Callable[[Any], Any]) -> TrainingProgram:
-        """Build tasks and plan; every rank calls this when training begins.
-
-        Args:
-            transfer: moves a batch to the device.
-        """
+        """Build tasks and plan; every rank calls this when training begins. *transfer* moves a batch to the device."""
         session, sharded, precision = self._session, self._sharded, self._precision
         clipped, loss_scaled = clips_gradients(self._trainer), loss_scaler(precision) is not None
         if clipped or loss_scaled:
@@ -147,11 +143,7 @@ class TableTraining:
     # ------------------------------------------------------------------ Lightning's calls during a batch
 
     def forward(self, step: Callable[[], Any]) -> Any:
-        """Run the period up to the loss.
-
-        Args:
-            step: the module's ``training_step``.
-        """
+        """Run the period up to the loss; *step* is the module's ``training_step``."""
         assert self.program is not None
         if self._gradients is not None:
             self._gradients.begin()
@@ -163,24 +155,14 @@ class TableTraining:
         return output
 
     def backward(self, backward: Callable[[], None]) -> None:
-        """Run the period until gradients are averaged.
-
-        Args:
-            backward: the precision plugin's.
-        """
+        """Run the period until gradients are averaged; *backward* is the precision plugin's."""
         assert self.program is not None
         self.program.run_backward(backward)
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]
     ) -> Any:
-        """Run the optimiser step, and tell the tables what became of the gradients.
-
-        Args:
-            optimizer: optimiser of the dense parameters.
-            closure: Lightning's.
-            step: the precision plugin's step, which takes a closure.
-        """
+        """Run the optimiser step; *step* is the precision plugin's, which takes a closure."""
         program, gradients = self.program, self._gradients
         assert program is not None
 
@@ -208,8 +190,8 @@ class TableTraining:
         pipeline = self.pipeline
         assert pipeline is not None
         with self._session.set_aside(pipeline):
-            of = Profiled(self._trainer, self._session, lightning_loss, pipeline.plan)
-            return profile_tables(of, batches, tasks, rounds, iterations)
+            profile = TableProfile(self._trainer, self._session, lightning_loss, pipeline.plan)
+            return profile.measure(batches, tasks, rounds, iterations)
 
     def close(self) -> None:
         """Close the program; may be called again."""

@@ -111,7 +111,7 @@ def test_former_arguments_of_one_group_are_refused_together() -> None:
 
 
 def test_an_argument_that_nobody_takes_is_named() -> None:
-    with pytest.raises(SetupError, match="shardign is given, which neither this strategy nor Lightning's DDPStrategy"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'shardign'"):
         RecsysPipelineStrategy(shardign={})
 
 
