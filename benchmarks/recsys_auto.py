@@ -132,8 +132,9 @@ class InTurns(RecsysPipelineStrategy):
         program = super().training_program(trainer, transfer)
         tasks = list(program.pipeline.plan.tasks.values())
         plans = {name: recsys_plan(plan, tasks) for name, plan in self._in_turns.items()}
-        self._program = self.turns = Turns(program, plans, self.root_device, *self._size)
-        return self._program
+        assert self._training is not None
+        self._training.program = self.turns = Turns(program, plans, self.root_device, *self._size)
+        return self.turns
 
 
 class StopWhen(pl.Callback):
@@ -274,7 +275,9 @@ def pooled(pooling: int) -> Workload:
     loader = DataLoader(_Endless(int(os.environ["RANK"]), pooling), batch_size=None)
     # Tables that every rank has whole would need no exchange.
     constraints = {f"t{i}": {"sharding_types": ["table_wise"]} for i in range(TABLES)}
-    return Workload(Pooled(), loader, {"sparse_optimizer": optimizer, "constraints": constraints}, nodes=2)
+    return Workload(
+        Pooled(), loader, {"sparse_optimizer": optimizer, "sharding": {"constraints": constraints}}, nodes=2
+    )
 
 
 def calibrated(exchange: float, folder: str) -> tuple[Workload, str]:

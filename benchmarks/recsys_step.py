@@ -182,7 +182,7 @@ def measure(size: str, plan: str, framework: float, device: torch.device, option
     strategy = RecsysPipelineStrategy(
         plan,
         sparse_optimizer={"class_path": "torchrec.optim.RowWiseAdagrad", "init_args": {"lr": RATE, "eps": EPS}},
-        sharding_plan=dmp.plan,
+        sharding={"plan": dmp.plan},
     )
     trainer = pl.Trainer(
         accelerator="gpu" if on_gpu else "cpu",

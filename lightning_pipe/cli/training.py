@@ -16,6 +16,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning_pipe.engine import PipelineError, SetupError
 from lightning_pipe.strategies.language_model.renamed import refuse_renamed
 from lightning_pipe.strategies.registry import STRATEGIES
+from lightning_pipe.strategies.renamed import RECOMMENDER
 
 __all__ = ["Parser", "PipelineCLI", "count"]
 
@@ -32,6 +33,9 @@ class Parser(LightningArgumentParser):
                 "\nA strategy that is given by its name takes no options. Give its class, then its options:"
                 " --trainer.strategy lightning_pipe.strategies.RecsysPipelineStrategy --trainer.strategy.plan base"
             )
+        former = [name for name in re.findall(r"Option '(\w+)", message) if name in RECOMMENDER]
+        for group, field in (RECOMMENDER[name].split(".") for name in former):
+            message += f"\nIt is a field of an option group now. Give it in init_args as\n  {group}:\n    {field}: ..."
         super().error(message, ex)
 
 

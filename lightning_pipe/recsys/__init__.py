@@ -24,21 +24,36 @@ if TYPE_CHECKING:
     from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
     from lightning_pipe.recsys.sharding.replicas import make_replica_groups
     from lightning_pipe.recsys.sharding.shard import ShardedModel, shard_model
+    from lightning_pipe.recsys.tasks.actions import RecsysActions
+    from lightning_pipe.recsys.tasks.declarations import RecsysTask
+    from lightning_pipe.recsys.tasks.options import (
+        CheckOptions,
+        MemoryOptions,
+        RewriteOptions,
+        ShardingOptions,
+        WireOptions,
+    )
     from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
-    from lightning_pipe.recsys.tasks.training import RecsysActions, recsys_tasks
+    from lightning_pipe.recsys.tasks.training import recsys_tasks
 
 __all__ = [
     "PLANS",
     "BatchBalancer",
+    "CheckOptions",
     "DynamicEmbeddingBagCollection",
     "DynamicEmbeddingCollection",
     "DynamicTable",
+    "MemoryOptions",
     "ModelRewrite",
     "RecsysActions",
+    "RecsysTask",
+    "RewriteOptions",
     "ShardedModel",
+    "ShardingOptions",
     "SparseOptimizer",
     "TokenCount",
     "TrainPipeline",
+    "WireOptions",
     "make_replica_groups",
     "read_rows",
     "recsys_plan",
@@ -49,15 +64,21 @@ __all__ = [
 
 _MODULES = {
     "BatchBalancer": "balancing.balancer",
+    "CheckOptions": "tasks.options",
     "DynamicEmbeddingBagCollection": "modules.dynamic_modules",
     "DynamicEmbeddingCollection": "modules.dynamic_modules",
     "DynamicTable": "modules.dynamic_modules",
+    "MemoryOptions": "tasks.options",
     "ModelRewrite": "rewrite.model_rewrite",
-    "RecsysActions": "tasks.training",
+    "RecsysActions": "tasks.actions",
+    "RecsysTask": "tasks.declarations",
+    "RewriteOptions": "tasks.options",
     "ShardedModel": "sharding.shard",
+    "ShardingOptions": "tasks.options",
     "SparseOptimizer": "kernels.table_optimizer",
     "TokenCount": "batches.token_weighted_loss",
     "TrainPipeline": "tasks.train_pipeline",
+    "WireOptions": "tasks.options",
     "make_replica_groups": "sharding.replicas",
     "read_rows": "dynamic.store.row_files",
     "recsys_tasks": "tasks.training",

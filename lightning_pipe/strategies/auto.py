@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,57 +20,64 @@ from lightning_pipe.engine import PipelinePlan, SetupError
 from lightning_pipe.engine.planning.plan_choice import typical
 from lightning_pipe.engine.planning.plan_limits import PlanLimits
 from lightning_pipe.engine.plans.fitted_table import FittedTable
+from lightning_pipe.engine.plans.option_groups import option_group
 from lightning_pipe.engine.plans.whole_file import whole_file
 from lightning_pipe.loops.programs.auto_program import Exploration, PlanChoice
 
 __all__ = [
     "AUTO",
-    "IN_FLIGHT",
+    "AutoOptions",
     "choice_report",
-    "exploration_of",
     "print_choice",
-    "refuse_without_auto",
     "tell_choice",
     "write_plan",
 ]
 
 # In the place of a plan's name.
 AUTO = "auto"
-# The most batches in flight, unless the user says otherwise.
-IN_FLIGHT = 3
 
 
-def refuse_without_auto(
-    plan: object, exploration: Mapping[str, Any] | None, max_in_flight: int, save_plan: str | Path | None
-) -> None:
-    """Refuse arguments that are for plans that are looked for, where the plan is given.
+@dataclass(frozen=True)
+class AutoOptions:
+    """How a plan is found while training, under ``plan="auto"``.
 
-    Raises:
-        SetupError: one of them is not its default; or ``save_plan`` is no path.
-    """
-    if plan != AUTO and (save_plan is not None or exploration is not None or max_in_flight != IN_FLIGHT):
-        raise SetupError(
-            f"plan is {plan!r}, but exploration, max_in_flight and save_plan are for plan='auto', which looks for"
-            " one; leave them out, or give plan='auto'"
-        )
-    PlanLimits(max_in_flight)  # says what is wrong with it
-    if save_plan is not None and not isinstance(save_plan, str | Path):
-        raise SetupError(f"save_plan is {save_plan!r}; needed is the path of a file to write, or None")
-
-
-def exploration_of(arguments: Mapping[str, Any] | None) -> Exploration:
-    """The exploration that a strategy's argument asks for.
+    Args:
+        exploration: ``iterations``, ``rounds``, ``extra_rounds``, ``found`` and ``replan_above`` of
+            :class:`~lightning_pipe.loops.programs.auto_program.Exploration`.
+        max_in_flight: largest number of batches in flight, each of which takes its memory (default 3).
+        save_plan: file to write the plan to that was chosen, in YAML, for ``plan`` to name later (default None).
 
     Raises:
-        SetupError: an unknown key.
+        SetupError: an unknown key, or ``save_plan`` is no path.
         PlanError: a number that is too small.
     """
-    try:
-        return Exploration(**(arguments or {}))
-    except TypeError as error:
-        raise SetupError(
-            f"exploration is {arguments!r}; its keys are {', '.join(Exploration.__dataclass_fields__)}"
-        ) from error
+
+    exploration: Exploration | Mapping[str, Any] | None = None
+    max_in_flight: int = 3
+    save_plan: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        option_group(Exploration, "exploration", self.exploration)
+        PlanLimits(self.max_in_flight)  # says what is wrong with it
+        if self.save_plan is not None and not isinstance(self.save_plan, str | Path):
+            raise SetupError(f"save_plan is {self.save_plan!r}; needed is the path of a file to write, or None")
+
+    @property
+    def search(self) -> Exploration:
+        """The exploration, with its defaults."""
+        return option_group(Exploration, "exploration", self.exploration)
+
+    def refuse_without_auto(self, plan: object) -> None:
+        """Refuse options for finding a plan if the plan is given.
+
+        Raises:
+            SetupError: one of them is not its default.
+        """
+        if plan != AUTO and self != AutoOptions():
+            raise SetupError(
+                f"plan is {plan!r}, but exploration, max_in_flight and save_plan are for plan='auto', which looks for"
+                " one; leave them out, or give plan='auto'"
+            )
 
 
 def choice_report(choice: PlanChoice) -> Group:

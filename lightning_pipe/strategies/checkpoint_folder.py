@@ -21,6 +21,7 @@ from lightning_pipe.checkpoints.background_save import BackgroundSave
 from lightning_pipe.checkpoints.folder_writing import WritePart, write_folder, write_in_background
 from lightning_pipe.checkpoints.whole_folder import remove_folder
 from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.plans.flags import check_flags
 from lightning_pipe.strategies.base import DistributedStrategy
 
 __all__ = ["FolderCheckpointStrategy"]
@@ -40,6 +41,9 @@ class FolderCheckpointStrategy(DistributedStrategy):
         process_group_backend: see there.
         timeout: see there.
         start_method: see there.
+
+    Raises:
+        SetupError: *async_checkpoints* is neither True nor False.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class FolderCheckpointStrategy(DistributedStrategy):
             timeout=timeout,
             start_method=start_method,
         )
+        check_flags(async_checkpoints=async_checkpoints)
         self._async_checkpoints = async_checkpoints
         self._saves: BackgroundSave | None = None  # from the start of training to its end
         self._weights_only: bool | None = None

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pipe.engine import PipelinePlan, SetupError, SWPipeline
-from lightning_pipe.engine.planning.plan_limits import PlanLimits
 from lightning_pipe.engine.plans.shown import shown
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.data.batch_source import Uneven
@@ -29,7 +28,7 @@ from lightning_pipe.loops.programs.default_program import (
     plans_to_try,
 )
 from lightning_pipe.loops.turns import UnevenEvaluation
-from lightning_pipe.strategies.auto import AUTO, IN_FLIGHT, exploration_of, refuse_without_auto, tell_choice
+from lightning_pipe.strategies.auto import AUTO, AutoOptions, tell_choice
 from lightning_pipe.strategies.base import DistributedStrategy, reading_plain_types
 from lightning_pipe.strategies.gradient_order import gradient_order, settle_gradient_order
 
@@ -75,7 +74,7 @@ class PipelineStrategy(DistributedStrategy):
         plan: str | Path | PipelinePlan = "copy_ahead",
         *,
         exploration: Mapping[str, Any] | None = None,
-        max_in_flight: int = IN_FLIGHT,
+        max_in_flight: int = AutoOptions.max_in_flight,
         save_plan: str | Path | None = None,
         uneven_batches: Uneven = "shortest",
         uneven_evaluation: UnevenEvaluation = "join",
@@ -83,12 +82,10 @@ class PipelineStrategy(DistributedStrategy):
     ) -> None:
         super().__init__(**options)
         self._take_uneven(uneven_batches, uneven_evaluation)
-        refuse_without_auto(plan, exploration, max_in_flight, save_plan)
+        self._auto = AutoOptions(exploration, max_in_flight, save_plan)
+        self._auto.refuse_without_auto(plan)
         # What cannot be is said when the strategy is made, not when training begins.
         self._given = None if plan == AUTO else default_plan(_not_moved, plan)
-        self._exploration = exploration_of(exploration)
-        self._max_in_flight = PlanLimits(max_in_flight=max_in_flight).max_in_flight
-        self._save_plan = save_plan
         self.plan_choice: PlanChoice | None = None
         # Of a checkpoint that was loaded, and of this run from its first backward pass on.
         self._order_at_save: list[str] | None = None
@@ -113,13 +110,13 @@ class PipelineStrategy(DistributedStrategy):
         if self._given is not None:
             pipeline = SWPipeline(default_plan(transfer, self._given), self.root_device, group)
             return TrainingProgram(pipeline, transfer=TRANSFER, step=TRAIN)
-        by_hand, further = plans_to_try(default_tasks(transfer), self._max_in_flight)
+        by_hand, further = plans_to_try(default_tasks(transfer), self._auto.max_in_flight)
         return AutoProgram(
             by_hand,
             lambda own, beside: further,
             self.root_device,
             group,
-            self._exploration,
+            self._auto.search,
             self._plan_chosen,
             transfer=TRANSFER,
             step=TRAIN,
@@ -128,7 +125,7 @@ class PipelineStrategy(DistributedStrategy):
     def _plan_chosen(self, choice: PlanChoice) -> None:
         self.plan_choice = choice
         if self.global_rank == 0:
-            tell_choice(choice, self._save_plan)
+            tell_choice(choice, self._auto.save_plan)
 
     def evaluation_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str) -> EvaluationProgram:
         """Batches of one dataloader, moved as far ahead as in training; by one where that is not chosen yet."""

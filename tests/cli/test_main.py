@@ -310,6 +310,28 @@ def test_an_unknown_key_of_the_strategy_is_named_below_a_short_usage(
     assert len(err.splitlines()) < 15
 
 
+def test_an_argument_of_a_former_version_is_refused_with_the_group_that_has_it_now(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["fit", "--config", "fit.yaml", "--trainer.strategy.init_args.validate_ids", "true"])
+    assert end.value.code == 2
+    assert "Give it in init_args as\n  checks:\n    validate_ids: ..." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["{validate_ids: true, detect_nan: true}", "{validate: true}"])
+def test_an_option_group_is_built_from_its_fields_and_an_unknown_field_is_named(
+    given: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = CONFIGURATION.replace("      plan: base\n", f"      plan: base\n      checks: {given}\n")
+    Path("groups.yaml").write_text(text)
+    command = ["fit", "--config", "groups.yaml"]
+    if "validate_ids" in given:
+        assert main(command) == 0
+    else:
+        assert refusal(command, capsys).startswith("checks has 'validate'; expected only validate_ids, detect_nan")
+
+
 def test_a_users_own_exception_is_raised_as_it_is(folder: Path) -> None:
     with pytest.raises(ZeroDivisionError, match="the user's own"):
         main(["fit", "--config", "fit.yaml", "--model.fails_on_rank", "0"])

@@ -76,7 +76,8 @@ def test_a_run_of_plan_auto_ends_with_the_costs_and_the_files_to_look_at(
     configuration = yaml.safe_load(AUTO.read_text())
     trainer = configuration["trainer"]
     trainer |= {"devices": 1, "max_epochs": 1, "enable_progress_bar": False}
-    trainer["strategy"]["init_args"]["exploration"] = {"iterations": 1, "rounds": 1, "found": 0, "extra_rounds": 0}
+    auto = trainer["strategy"]["init_args"]["auto"]
+    auto["exploration"] = {"iterations": 1, "rounds": 1, "found": 0, "extra_rounds": 0}
     options = {callback["class_path"].split(".")[-1]: callback.get("init_args") for callback in trainer["callbacks"]}
     options["PipelineTrace"]["steps"] = [30, 3]
     options["PipelineProfiler"] |= {"at_steps": [45], "rounds": 1, "iterations": 2}
@@ -110,8 +111,10 @@ def test_the_configurations_differ_in_plan_processes_log_folder_and_when_they_re
         plan = {"plan": "prefetch" if path.stem == "two_nodes" else path.stem}
         options = trainer["strategy"].pop("init_args")
         if path == AUTO:
-            assert options.pop("save_plan") == "logs/recsys_movielens_auto/plan.yaml"
-            assert {"iterations", "rounds", "found", "extra_rounds"} == set(options.pop("exploration"))
+            auto = options.pop("auto")
+            assert auto.pop("save_plan") == "logs/recsys_movielens_auto/plan.yaml"
+            assert {"iterations", "rounds", "found", "extra_rounds"} == set(auto.pop("exploration"))
+            assert auto == {}
         assert options == plan
         assert trainer.pop("num_nodes") * trainer.pop("devices") == 2
         assert {logger["init_args"].pop("name") for logger in trainer["logger"]} == {f"recsys_movielens_{path.stem}"}

@@ -305,7 +305,7 @@ def wrong(name: str, plan: str, at: int, rewrite: str) -> tuple[list[str], str, 
     data = POOLED.data(STEPS)
     if dist.get_rank() == 1:
         data[at] = spoil(data[at])
-    with pipeline_of(model, plan, rewrite=rewrite, **arguments) as pipeline:
+    with pipeline_of(model, plan, rewrite={"method": rewrite}, **arguments) as pipeline:
         names, text = error_of(lambda: train(pipeline, data))
         clean = not replaced(model.module) and not hooks(model) and not workers()
     return names, text, clean
@@ -388,7 +388,7 @@ def missing_losses(plan: str) -> dict[str, bool]:
     found = {}
     for kind in ("table_wise", "data_parallel"):
         model, expected = (sharded(Case(build, kinds=kind)) for build in (SometimesNone, ZeroInstead))
-        with pipeline_of(model, plan, detect_nan=True) as pipeline:
+        with pipeline_of(model, plan, checks={"detect_nan": True}) as pipeline:
             outputs, _ = train(pipeline, without_losses(where))
         with pipeline_of(expected, plan) as pipeline:
             train(pipeline, without_losses(where, skip=True))
@@ -581,7 +581,7 @@ def around_tasks(run: Callable[[PipelineTask, Any], None]) -> Iterator[None]:
             for task in recsys_tasks(*args, **kwargs)
         ]
 
-    with mock.patch("lightning_pipe.recsys.tasks.train_pipeline.recsys_tasks", tasks):
+    with mock.patch("lightning_pipe.recsys.tasks.session.recsys_tasks", tasks):
         yield
 
 

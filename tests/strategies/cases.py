@@ -289,6 +289,16 @@ class Memory(Logger):
         pass
 
 
+# Fields of the strategy's option groups, which recsys() takes as keywords of its own.
+FIELDS = {
+    **dict.fromkeys(("constraints", "topology", "replicas", "sync_every"), "sharding"),
+    **dict.fromkeys(("validate_ids", "detect_nan"), "checks"),
+    **dict.fromkeys(("exploration", "max_in_flight", "save_plan"), "auto"),
+    "free_features_early": "memory",
+    "quantized_comms": "wire",
+}
+
+
 def recsys(
     plan: Any = "prefetch", kinds: dict[str, str] | None = None, optimizer: Any = ADAGRAD, **options: Any
 ) -> RecsysPipelineStrategy:
@@ -298,12 +308,16 @@ def recsys(
         plan: as the strategy takes it.
         kinds: sharding types of tables, by name; the planner chooses the others'.
         optimizer: of the tables; None for what the module says.
-        options: more of the strategy's arguments.
+        options: more of the strategy's arguments. A field of an option group may be given by its own name, which this
+            function puts into the group.
     """
     if kinds:
         # So that eight columns can be split in two.
         options["constraints"] = {name: {"sharding_types": [kind], "min_partition": 4} for name, kind in kinds.items()}
-    return RecsysPipelineStrategy(plan, sparse_optimizer=optimizer, **options)
+    groups: dict[str, dict[str, Any]] = {}
+    for name in [name for name in options if name in FIELDS]:
+        groups.setdefault(FIELDS[name], {})[name] = options.pop(name)
+    return RecsysPipelineStrategy(plan, sparse_optimizer=optimizer, **{**groups, **options})
 
 
 def trainer(strategy: Any, **options: Any) -> pl.Trainer:

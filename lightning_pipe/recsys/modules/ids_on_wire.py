@@ -30,7 +30,7 @@ _PIECE = 2**16
 def check_ids_on_wire(asked: str) -> None:
     """Raises SetupError for a name that is none of ``IdsOnWire``."""
     if asked not in get_args(IdsOnWire):
-        raise SetupError(f"ids_on_wire is {asked!r}; needed is one of {', '.join(get_args(IdsOnWire))}")
+        raise SetupError(f"ids on the wire are {asked!r}; needed is one of {', '.join(get_args(IdsOnWire))}")
 
 
 def sends_int32(name: str, tables: Iterable[BaseEmbeddingConfig], maps_ids: bool, asked: IdsOnWire) -> bool:
@@ -50,14 +50,14 @@ def sends_int32(name: str, tables: Iterable[BaseEmbeddingConfig], maps_ids: bool
     too_large = [table for table in tables if table.num_embeddings > _INT32.max]
     if asked == "int32" and maps_ids:
         raise SetupError(
-            f"ids_on_wire is int32, but sharded module {name!r} maps ids to rows where its tables lie, and gets ids of"
-            " any size; give ids_on_wire 'auto', which sends those of this module as int64, or 'int64'"
+            f"ids on the wire are to be int32, but sharded module {name!r} maps ids to rows where its tables lie, and"
+            " gets ids of any size; give 'auto', which sends those of this module as int64, or 'int64'"
         )
     if asked == "int32" and too_large:
         found = ", ".join(f"{table.name} has {table.num_embeddings} rows" for table in too_large)
         raise SetupError(
-            f"ids_on_wire is int32, but of the tables of sharded module {name!r} {found}, and int32 numbers"
-            f" {_INT32.max} at most; give ids_on_wire 'auto', which sends the ids of this module as int64, or put these"
+            f"ids on the wire are to be int32, but of the tables of sharded module {name!r} {found}, and int32 numbers"
+            f" {_INT32.max} at most; give 'auto', which sends the ids of this module as int64, or put these"
             " tables into a module of their own"
         )
     return asked != "int64" and not maps_ids and not too_large

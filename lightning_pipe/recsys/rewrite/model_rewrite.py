@@ -51,7 +51,7 @@ from lightning_pipe.recsys.rewrite.table_backward import TableBackward
 
 __all__ = ["ModelRewrite"]
 
-_ADVICE = " Or evaluate batch by batch, as the step comes: the strategy's pipelined_evaluation=False."
+_ADVICE = " Or evaluate batch by batch, as the step comes: the strategy's rewrite: {evaluation: false}."
 
 
 class ModelRewrite(ReplacedForwards):

@@ -16,26 +16,14 @@ from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.task import PipelineTask
 from lightning_pipe.recsys.plans.named import ON_WORKERS, PLANS, looks_ahead, read_beyond_tables, recsys_plan
 from lightning_pipe.recsys.plans.with_replicas import AVERAGING
+from lightning_pipe.recsys.tasks.declarations import TASKS
 
 __all__ = ["hand_written_plans", "propose_plans", "recsys_costs", "recsys_limits", "recsys_machine"]
 
-# What one task submits and another waits for.
-_WAITED_BY = {
-    "BalanceStart": "BalanceFinish",
-    "BalanceFinish": "BalanceFinish",
-    "EmbInputDistStart": "EmbInputDistWait",
-    "EmbInputDistWait": "EmbPrefetch",
-    "EmbForward": "EmbForward",
-    "DenseBackward": "FinalizeGrads",
-    "EmbBackward": "EmbBackward",
-    AVERAGING: AVERAGING,
-}
+_WAITED_BY = {task.name: task.waited_by for task in TASKS if task.waited_by is not None}
+_DEVICE = {task.name: task.device for task in TASKS}
 # A message that is on its way during other tasks is waited for, if for this part of their time; else it had come.
 _NOT_THERE = 0.05
-# What a caller with hooks between its tasks runs in its own time, and what reads what the batch before has written.
-_TRAINS = frozenset(
-    {"EmbForward", "DenseForward", "LossPostprocess", "DenseBackward", "EmbBackward", "FinalizeGrads", "OptimStep"}
-)
 # Streams that the hand-written plans have for them.
 _STREAMS: dict[Resource, str] = {"copy": "memcpy", "network": "data_dist"}
 
@@ -87,11 +75,10 @@ def recsys_costs(
         background, waited = _background(own, waits)
     costs = {}
     for name, seconds in own.items():
-        copies = name == "H2DAndShuffle" and device.type == "cuda"
         submitted = background.get(name, 0.0)
         costs[name] = TaskCost(
             max(0.0, seconds - waited.get(name, 0.0)),
-            "copy" if copies else "compute",
+            _DEVICE.get(name, "compute") if device.type == "cuda" else "compute",
             background=submitted,
             # Any other task, such as one that checks the loss on all ranks, waits for its own.
             waited_by=_WAITED_BY.get(name, name) if submitted else None,
@@ -150,7 +137,7 @@ def recsys_limits(max_in_flight: int, device: torch.device, *, replicated: bool 
     return PlanLimits(
         max_in_flight=max_in_flight,
         on_workers=ON_WORKERS,
-        by_caller=_TRAINS | {AVERAGING} if replicated else _TRAINS,
+        by_caller=frozenset(task.name for task in TASKS if task.trains and (replicated or task.needs != "replicas")),
         # The hooks around a batch come behind the transfer of a later one, and before anything of its own.
         submitted_before=(("H2DAndShuffle", "EmbForward"),),
         streams=_STREAMS if device.type == "cuda" else {},

@@ -48,20 +48,16 @@ class RecsysReplays:
         self._in_modules = [parameter for module in modules for parameter in _processors(module)]
         self._buffers = [buffer for buffer in model.buffers() if id(buffer) not in buffers]
 
-    def of(self, task: str) -> tuple[DeclaredIO, ...]:
-        """The effects of a task, by its name."""
-        return _EFFECTS[task](self) if task in _EFFECTS else ()
-
     # ------------------------------------------------------------------ input dist
 
-    def _balance(self) -> tuple[DeclaredIO, ...]:
+    def balance(self) -> tuple[DeclaredIO, ...]:
         def again(ctx: IterContext, balance: Balance | None) -> None:
             ctx.balance = None if balance is None else balance.around(ctx.batch)
 
         # The workloads are known: to wait for the partition once more is to exchange the samples once more.
         return (DeclaredIO(lambda ctx: ByReference(ctx.balance), again, ("balance",)),)
 
-    def _splits(self) -> tuple[DeclaredIO, ...]:
+    def splits(self) -> tuple[DeclaredIO, ...]:
         def again(ctx: IterContext, splits: Splits) -> None:
             inputs = self._rewrite.inputs_again(ctx.batch, splits.inputs.contexts)
             ctx.splits = replace(splits, inputs=inputs)
@@ -69,7 +65,7 @@ class RecsysReplays:
         # To wait for the splits once more is to send the tensors once more.
         return (DeclaredIO(lambda ctx: ByReference(ctx.splits), again, ("splits",)),)
 
-    def _requests(self) -> tuple[DeclaredIO, ...]:
+    def requests(self) -> tuple[DeclaredIO, ...]:
         def capture(ctx: IterContext) -> dict[str, Any]:
             requests: Requests = ctx.input_requests
             tensors = {name: one.wait() for name, one in requests.tensors.items()}
@@ -82,7 +78,7 @@ class RecsysReplays:
 
         return (DeclaredIO(capture, again, ("input_requests",)),)
 
-    def _features(self) -> tuple[DeclaredIO, ...]:
+    def features(self) -> tuple[DeclaredIO, ...]:
         def capture(ctx: IterContext) -> dict[str, Any]:
             features: Features = ctx.features
             return {"distributed": features.distributed, "contexts": ByReference(features.inputs.contexts)}
@@ -101,7 +97,7 @@ class RecsysReplays:
 
     # ------------------------------------------------------------------ lookup, and the dense part
 
-    def _outputs(self) -> tuple[DeclaredIO, ...]:
+    def outputs(self) -> tuple[DeclaredIO, ...]:
         def again(ctx: IterContext, outputs: Mapping[str, Any]) -> None:
             ctx.embeddings = Embeddings(ctx.features.inputs)
             for name, output in outputs.items():
@@ -115,7 +111,7 @@ class RecsysReplays:
             DeclaredIO(lambda ctx: ctx.embeddings.ready, again, ("embeddings",), upstream=lambda ctx: self._in_modules),
         )
 
-    def _step(self) -> tuple[DeclaredIO, ...]:
+    def step(self) -> tuple[DeclaredIO, ...]:
         def upstream(ctx: IterContext) -> Iterable[Tensor]:
             handed_on: list[Tensor] = []
             for output in ctx.embeddings.ready.values():
@@ -127,7 +123,7 @@ class RecsysReplays:
         gradients = self._gradients_of([*self._dense, *self._in_modules])  # the step may begin with zero_grad()
         return embeddings, gradients, self._values_of(self._buffers)
 
-    def _dense_backward(self) -> tuple[DeclaredIO, ...]:
+    def dense_backward(self) -> tuple[DeclaredIO, ...]:
         def capture(ctx: IterContext) -> dict[str, Any]:
             embeddings: Embeddings = ctx.embeddings
             kernels = embeddings.kernel_gradients
@@ -157,10 +153,10 @@ class RecsysReplays:
         in_context = DeclaredIO(capture, again, ("embeddings",))
         return in_context, self._gradients_of(self._dense), DeclaredIO(lambda ctx: None, sent)
 
-    def _emb_backward(self) -> tuple[DeclaredIO, ...]:
+    def emb_backward(self) -> tuple[DeclaredIO, ...]:
         return (self._gradients_of(self._in_modules),)
 
-    def _finalize(self) -> tuple[DeclaredIO, ...]:
+    def finalize(self) -> tuple[DeclaredIO, ...]:
         def left(ctx: IterContext, _: Any) -> None:
             if self._reducer is not None and ctx.has_gradients:
                 self._reducer.leave()
@@ -189,19 +185,6 @@ class RecsysReplays:
                 buffer.copy_(value)
 
         return DeclaredIO(lambda ctx: list(buffers), restore)
-
-
-_EFFECTS = {
-    "BalanceStart": RecsysReplays._balance,
-    "EmbInputDistStart": RecsysReplays._splits,
-    "EmbInputDistWait": RecsysReplays._requests,
-    "EmbPrefetch": RecsysReplays._features,
-    "EmbForward": RecsysReplays._outputs,
-    "DenseForward": RecsysReplays._step,
-    "DenseBackward": RecsysReplays._dense_backward,
-    "EmbBackward": RecsysReplays._emb_backward,
-    "FinalizeGrads": RecsysReplays._finalize,
-}
 
 
 def _processors(module: nn.Module) -> list[nn.Parameter]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,21 +16,28 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from lightning_pipe.engine import IterContext, PipelineError, PipelinePlan, SetupError, SWPipeline, TaskError
 from lightning_pipe.engine.plans.flags import check_flags
-from lightning_pipe.engine.ranks.agreement import check_agreement
-from lightning_pipe.engine.ranks.exchanges import exchanging
-from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.recsys.balancing.balancer import BalanceReport, BatchBalancer, make_balancer
 from lightning_pipe.recsys.batches.transfer import move_batch
 from lightning_pipe.recsys.dense.accumulation import Accumulation
-from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
-from lightning_pipe.recsys.kernels.loss_check import check_finite_loss
-from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire
-from lightning_pipe.recsys.plans.named import looks_ahead, needs_input_group, recsys_plan
-from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
+from lightning_pipe.recsys.plans.named import recsys_plan
 from lightning_pipe.recsys.sharding.shard import ShardedModel
-from lightning_pipe.recsys.tasks.evaluation import PipelinedEvaluation, training_set_aside
-from lightning_pipe.recsys.tasks.train_pipeline_checks import check_model, clipping, refuse_late_gradients
-from lightning_pipe.recsys.tasks.training import RecsysActions, recsys_tasks
+from lightning_pipe.recsys.tasks.declarations import RecsysTask
+from lightning_pipe.recsys.tasks.evaluation import PipelinedEvaluation
+from lightning_pipe.recsys.tasks.options import (
+    CheckOptions,
+    MemoryOptions,
+    RewriteOptions,
+    SessionOptions,
+    WireOptions,
+)
+from lightning_pipe.recsys.tasks.session import RecsysSession
+from lightning_pipe.recsys.tasks.train_pipeline_checks import (
+    check_model,
+    clipping,
+    refuse_late_gradients,
+    refuse_of_strategies,
+)
+from lightning_pipe.recsys.tasks.training import recsys_tasks
 
 
 class TrainPipeline:
@@ -52,10 +59,11 @@ class TrainPipeline:
         plan: a name, a plan, or the path of a plan in YAML.
         execute_all_batches: train what is in flight when the data ends; otherwise it is given up.
         custom_model_fwd: called with the batch in place of the model.
-        rewrite: how the inputs of the sharded modules are found in a batch.
-        validate_ids: check that ids are inside their tables before the lookup.
-        ids_on_wire: ``int64``, ``int32``, or ``auto``: int32 for the modules whose tables have rows that few.
-        detect_nan: check the loss on all ranks together; costs a small all-reduce a batch.
+        rewrite: :class:`~lightning_pipe.recsys.tasks.options.RewriteOptions`, or a mapping of its fields, as for the
+            next three; evaluations are always pipelined.
+        wire: :class:`~lightning_pipe.recsys.tasks.options.WireOptions`: of ids, since *model* has its codecs already.
+        memory: :class:`~lightning_pipe.recsys.tasks.options.MemoryOptions`.
+        checks: :class:`~lightning_pipe.recsys.tasks.options.CheckOptions`.
         accumulate: how many batches' gradients a step of the optimiser takes, each of its loss over as many. Tables
             step in every batch, with the gradients of the same. What is not full when the data end goes on with the
             next iterator. It takes a model of ``shard_model`` and no ``max_norm``.
@@ -64,9 +72,8 @@ class TrainPipeline:
         balancer: exchanges samples between ranks, so that all have about as much to do: a
             :class:`~lightning_pipe.recsys.balancing.balancer.BatchBalancer`, its arguments as a mapping, or True for
             its defaults. Batches of a model in evaluation mode stay as they are.
-        free_features_early: let go of a batch's ids and weights once the input dist has sent them, where only pipelined
-            sharded modules are fed by them. The step may still read keys, lengths and batch sizes; to use ids is an
-            error.
+        extra_tasks: tasks of your own in training, each by the name of the task that it follows in serial order; *plan*
+            must place them.
         input_group: process group of the input dist, of the ranks that the tables are sharded over; by default a new
             one, which every rank of the world must make, or under a plan that works no batch ahead the tables' own.
 
@@ -96,24 +103,21 @@ class TrainPipeline:
         *,
         execute_all_batches: bool = True,
         custom_model_fwd: Callable[[Any], Any] | None = None,
-        rewrite: Literal["auto", "record", "direct", "fx"] = "auto",
-        validate_ids: bool = False,
-        ids_on_wire: IdsOnWire = "auto",
-        detect_nan: bool = False,
+        rewrite: RewriteOptions | Mapping[str, Any] | None = None,
+        wire: WireOptions | Mapping[str, Any] | None = None,
+        memory: MemoryOptions | Mapping[str, Any] | None = None,
+        checks: CheckOptions | Mapping[str, Any] | None = None,
         accumulate: int = 1,
         max_norm: float | None = None,
         balancer: bool | Mapping[str, Any] | BatchBalancer | None = None,
-        free_features_early: bool = False,
+        extra_tasks: Mapping[str, RecsysTask] | None = None,
         input_group: dist.ProcessGroup | None = None,
     ) -> None:
         # Refused before anything is made.
-        check_flags(
-            execute_all_batches=execute_all_batches,
-            validate_ids=validate_ids,
-            detect_nan=detect_nan,
-            free_features_early=free_features_early,
-        )
-        declared = recsys_plan(plan, recsys_tasks())
+        check_flags(execute_all_batches=execute_all_batches)
+        options = SessionOptions.of(rewrite=rewrite, wire=wire, memory=memory, checks=checks)
+        refuse_of_strategies(options)
+        declared = recsys_plan(plan, recsys_tasks(extra=extra_tasks))
         sharded = model if isinstance(model, ShardedModel) else None
         self._sharded = sharded
         check_model(model, optimizer, custom_model_fwd)
@@ -128,77 +132,38 @@ class TrainPipeline:
         self._forward = self._model if custom_model_fwd is None else custom_model_fwd
         self._execute_all_batches = execute_all_batches
         self._closed = False
-        device = torch.device(device)
         # Its step trains nothing, that is done in backward: it hands learning rates to the kernels.
         tables: KeyedOptimizer | None = getattr(model, "fused_optimizer", None)
-        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        self._session = session = RecsysSession(
+            model,
+            declared,
+            torch.device(device),
+            options,
+            balancer=self._balancer,
+            input_group=input_group,
+        )
+        self._transfer: Callable[[Any], Any] = partial(move_batch, device=session.device)
         with ExitStack() as undo:
-            transfer: Callable[[Any], Any] = partial(move_batch, device=device)
-            replicas = None if sharded is None else sharded.replicas
-            if input_group is None:
-                # Whether there is another group follows from the plan: ranks with others would wait for each other.
-                check_agreement(declared.description(), "plan", world)
-            if input_group is None and world is not None and needs_input_group(declared):
-                made = _new_group(undo, new_group if replicas is None else replicas.groups.new_shard_group)
-                input_group = exchanging(made)
-            status_group = None if replicas is None else _new_group(undo)
-            reducer = None
-            if sharded is not None:
-                # Not the input group: the input dists of later batches run while gradients are reduced.
-                reducer = DenseGradientReducer(sharded.dense_parameters(), _new_group(undo))
-                undo.callback(reducer.close)
-            self._accumulation = Accumulation(accumulate, optimizer, reducer)
-            if self._balancer is not None:
-                undo.callback(self._balancer.close)
-                self._balancer.open(None if world is None else _new_group(undo), world, device)
-            self.rewrite = ModelRewrite(
-                self._model,
-                method=rewrite,
-                step="forward",
-                input_group=input_group,
-                agree_group=world,
-                validate_ids=validate_ids,
-                ids_on_wire=ids_on_wire,
-                split_backward=clip is not None,
-                look_ahead=looks_ahead(declared),
-                free_features_early=free_features_early,
-                status_group=status_group,
-            )
-            undo.callback(self.rewrite.restore)
-            refuse_late_gradients(self._model, self.rewrite)
-            self._actions = actions = RecsysActions(
-                self.rewrite,
-                transfer=transfer,
+            undo.callback(session.close)
+            session.begin_training(None if tables is None else tables.step)
+            self._accumulation = Accumulation(accumulate, optimizer, session.reducer)
+            tasks = session.training_tasks(
+                "forward",
+                transfer=self._transfer,
                 training_step=self._training_step,
                 loss_of=self._loss_of,
                 optimizer_step=self._accumulation.step,
-                reducer=reducer,
-                before_lookup=None if tables is None else tables.step,
-                after_embedding_backward=sharded.step_data_parallel_tables if sharded else None,
-                check_loss=(lambda loss: check_finite_loss(loss, world)) if detect_nan else None,
                 clip=clip,
-                balancer=self._balancer,
-                replicas=replicas,
+                clipped=clip is not None,
+                extra=extra_tasks,
             )
-            tasks = recsys_tasks(actions, scaled_late=clip is not None)
-            self.pipeline = SWPipeline(recsys_plan(plan, tasks), device, world)
+            assert session.rewrite is not None
+            self.rewrite = session.rewrite
+            refuse_late_gradients(self._model, self.rewrite)
+            self.pipeline = SWPipeline(recsys_plan(plan, tasks), session.device, session.world)
+            undo.callback(self.pipeline.close)
             self._evaluating = False
             self._evaluation: PipelinedEvaluation | None = None
-            self._new_evaluation = lambda: PipelinedEvaluation(
-                self._model,
-                self._training_step,
-                transfer,
-                self.pipeline.plan,
-                method=rewrite,
-                input_group=input_group,
-                validate_ids=validate_ids,
-                ids_on_wire=ids_on_wire,
-                free_features_early=free_features_early,
-                device=device,
-                group=world,
-                status_group=status_group,
-            )
-            undo.callback(self.pipeline.close)
             self._undo = undo.pop_all()
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
@@ -245,11 +210,17 @@ class TrainPipeline:
         self.attach()
         self._evaluating = True
         try:
-            with self._closed_by_errors(), training_set_aside(self.pipeline, self.rewrite):
+            with self._closed_by_errors(), self._session.set_aside(self.pipeline):
                 if self._sharded is not None:
                     self._sharded.sync_replicas()
                 if self._evaluation is None:
-                    self._evaluation = self._new_evaluation()
+                    self._evaluation = PipelinedEvaluation(
+                        self._session,
+                        "forward",
+                        self.pipeline.plan,
+                        transfer=self._transfer,
+                        training_step=self._training_step,
+                    )
                     self._undo.callback(self._evaluation.close)
                 with closing(self._evaluation.run(dataloader_iter)) as outputs:
                     for output in outputs:
@@ -325,13 +296,13 @@ class TrainPipeline:
 
     def reset(self) -> None:
         """Give up the batches in flight; the next :meth:`progress` starts afresh. All ranks must do so at one point."""
-        self._actions.give_up(self.pipeline.in_flight)
+        self._session.give_up(self.pipeline.in_flight)
         self.pipeline.abandon()
 
     def close(self) -> None:
         """End the worker threads, restore the model and leave the process groups. May be called again."""
         if not self._closed:
-            self._actions.give_up(self.pipeline.in_flight)
+            self._session.give_up(self.pipeline.in_flight)
         self._closed = True
         self._undo.close()
 
@@ -348,16 +319,3 @@ class TrainPipeline:
 
     def _loss_of(self, output: Any) -> torch.Tensor | None:
         return None if output[0] is None else self._accumulation.part_of(torch.sum(output[0], dim=0))
-
-
-def _new_group(undo: ExitStack, make: Callable[[], Any] = new_group) -> dist.ProcessGroup:
-    group = make()
-
-    def leave() -> None:
-        # The user may have left the world, and with it all groups, before the pipeline was closed.
-        if dist.is_initialized():
-            dist.destroy_process_group(group)
-
-    undo.callback(leave)
-    assert isinstance(group, dist.ProcessGroup)
-    return group

@@ -17,8 +17,9 @@ from lightning_pipe.recsys.rewrite.embeddings import Embeddings
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding.replicas import refuse_norm
 from lightning_pipe.recsys.sharding.shard import ShardedModel
+from lightning_pipe.recsys.tasks.options import SessionOptions
 
-__all__ = ["check_model", "clipping", "refuse_late_gradients"]
+__all__ = ["check_model", "clipping", "refuse_late_gradients", "refuse_of_strategies"]
 
 
 def check_model(model: object, optimizer: object, forward: object) -> None:
@@ -39,6 +40,24 @@ def check_model(model: object, optimizer: object, forward: object) -> None:
         )
     if forward is not None and not callable(forward):
         raise SetupError(f"custom_model_fwd is {forward!r}; needed is a function of the batch, or None")
+
+
+def refuse_of_strategies(options: SessionOptions) -> None:
+    """Refuse options that only a strategy can follow.
+
+    Raises:
+        SetupError: names the first, and what to do instead.
+    """
+    if options.wire.quantized_comms is not None:
+        raise SetupError(
+            "wire.quantized_comms is given to a TrainPipeline, whose model is sharded already; give quantized_comms to"
+            " shard_model()"
+        )
+    if not options.rewrite.evaluation:
+        raise SetupError(
+            "rewrite.evaluation is False, but TrainPipeline.evaluate() is always pipelined; leave it out, and call the"
+            " model that detach() returns"
+        )
 
 
 def clipping(model: nn.Module | ShardedModel, max_norm: float) -> Callable[[Embeddings], torch.Tensor]:

@@ -1,307 +1,15 @@
-"""The tasks of a sharded recommender's training iteration: what to compute, and what each reads and writes.
-
-The names, and the cut of an iteration into them, follow NVIDIA's recsys-examples (``SWSerialTrainPipeline``); there
-some are no-ops, here every one works: the embedding part and the dense part have a forward and a backward each. They
-are eleven, two more where samples are balanced between ranks, and one more where tables have replicas.
-"""
+"""The tasks of a sharded recommender's training iteration, as a plan takes them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Iterable, Mapping
+from types import MethodType
 
-import torch
+from lightning_pipe.engine import IterContext, PipelineTask, PlanError
+from lightning_pipe.recsys.tasks.actions import RecsysActions
+from lightning_pipe.recsys.tasks.declarations import TASKS, RecsysTask
 
-from lightning_pipe.engine import IterContext, PipelineTask, State
-from lightning_pipe.engine.runtime.record_use import record_use
-from lightning_pipe.recsys.balancing.balancer import BatchBalancer
-from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
-from lightning_pipe.recsys.plans.with_balancer import BALANCING
-from lightning_pipe.recsys.plans.with_replicas import AVERAGING
-from lightning_pipe.recsys.rewrite.embeddings import Embeddings
-from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
-from lightning_pipe.recsys.sharding.replicas import ReplicaAverage
-from lightning_pipe.recsys.tasks.replays import RecsysReplays
-
-TABLES = State("tables")
-TABLE_LEARNING_RATES = State("table_learning_rates")
-DENSE_PARAMETERS = State("dense_parameters")
-DENSE_BUFFERS = State("dense_buffers")
-DENSE_GRADIENTS = State("dense_gradients")
-REPLICA_STEPS = State("replica_steps")  # since replicas of tables were last averaged
-
-_NOTHING = nullcontext()
-
-# name: (reads, writes), in the order in which a serial iteration runs them.
-_DECLARATIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "H2DAndShuffle": (("batch",), ("batch", "transfer_error")),
-    # Only where a balancer is given.
-    "BalanceStart": (("batch", "transfer_error"), ("balance",)),
-    "BalanceFinish": (("batch", "balance"), ("batch", "balance")),
-    "EmbInputDistStart": (("batch", "transfer_error"), ("splits",)),
-    "EmbInputDistWait": (("splits",), ("input_requests",)),
-    "EmbPrefetch": (("input_requests",), ("features",)),
-    # Of some models more: RecsysActions.lookup_reads.
-    "EmbForward": (("features", TABLES), ("embeddings",)),
-    # A step may begin with zero_grad(). The tables' learning rates are the batch's from here on.
-    "DenseForward": (
-        ("batch", "embeddings", DENSE_PARAMETERS, TABLE_LEARNING_RATES),
-        ("embeddings", "output", "trained", DENSE_BUFFERS, DENSE_GRADIENTS),
-    ),
-    "LossPostprocess": (("output", "trained"), ("loss",)),
-    "DenseBackward": (
-        ("loss", "trained", DENSE_PARAMETERS),
-        ("loss", "embeddings", "has_gradients", "tables_skipped", DENSE_GRADIENTS),
-    ),
-    "EmbBackward": (("embeddings", "has_gradients", "tables_skipped"), ("embeddings", TABLES, DENSE_GRADIENTS)),
-    # Only where tables have replicas.
-    AVERAGING: (("has_gradients", "tables_skipped", TABLES), (TABLES, REPLICA_STEPS)),
-    "FinalizeGrads": (("has_gradients", DENSE_GRADIENTS), (DENSE_GRADIENTS,)),
-    "OptimStep": (("has_gradients", DENSE_GRADIENTS), (DENSE_GRADIENTS, DENSE_PARAMETERS, TABLE_LEARNING_RATES)),
-}
-
-
-class RecsysActions:
-    """What the tasks do, for one model. One object serves every iteration; all state of an iteration is in its context.
-
-    Args:
-        rewrite: the rewritten model.
-        transfer: moves a batch to the device.
-        training_step: called with the batch unless the context has a ``training_step`` of its own (a caller with hooks
-            sets one); returns the step's output. With neither, or without grad mode, the batch is not trained; all
-            ranks must do alike.
-        loss_of: the scalar loss in a step's output, to call ``backward`` on; None where there is none. With a reducer,
-            a rank without a loss sends zeros, since others may have one; without, all ranks must do alike.
-        optimizer_step: the dense optimiser's step, unless a caller does it between ``begin_task`` and ``end_task``.
-        reducer: averages dense gradients over ranks; none where something else does.
-        before_lookup: called before the lookups, and where those are ahead of their batch's turn when that comes:
-            brings learning rates to the tables.
-        after_embedding_backward: called after them: steps tables that no fused kernel trains.
-        check_loss: called with the loss, or None, by every rank; raises where it cannot be trained.
-        lookup_context: context of the lookups, such as a precision plugin's.
-        clip: called before the optimiser step with the batch's embeddings; scales the dense gradients and returns what
-            those of the tables are to be scaled by. The tasks must be scaled late, and the rewrite split backward.
-        agree_overflow: whether ranks agree, after each dense backward, if any of the embeddings' gradients is infinite
-            or not a number; if so the tables are not trained. With loss scaling.
-        balancer: exchanges samples between ranks; open.
-        replicas: averages those of the tables, where there are several.
-    """
-
-    def __init__(
-        self,
-        rewrite: ModelRewrite,
-        *,
-        transfer: Callable[[Any], Any],
-        training_step: Callable[[Any], Any] | None = None,
-        loss_of: Callable[[Any], torch.Tensor | None],
-        optimizer_step: Callable[[], None] | None = None,
-        reducer: DenseGradientReducer | None = None,
-        before_lookup: Callable[[], None] | None = None,
-        after_embedding_backward: Callable[[], None] | None = None,
-        check_loss: Callable[[torch.Tensor | None], None] | None = None,
-        lookup_context: Callable[[], AbstractContextManager[Any]] | None = None,
-        clip: Callable[[Embeddings], torch.Tensor] | None = None,
-        agree_overflow: bool = False,
-        balancer: BatchBalancer | None = None,
-        replicas: ReplicaAverage | None = None,
-    ) -> None:
-        self._rewrite = rewrite
-        self._tables_backward = rewrite.tables_backward
-        self._transfer = transfer
-        self._training_step = training_step
-        self._loss_of = loss_of
-        self._optimizer_step = optimizer_step
-        self._reducer = reducer
-        self._before_lookup = before_lookup
-        self._after_embedding_backward = after_embedding_backward
-        self._check_loss = check_loss
-        self._lookup_context = lookup_context
-        self._clip = clip
-        self._agree_overflow = agree_overflow
-        self.balancer = balancer
-        self.replicas = replicas
-        self.replays = RecsysReplays(rewrite, reducer)
-        self._tables_in_training = False  # from a batch's DenseForward to its EmbBackward
-
-    @property
-    def lookup_reads(self) -> tuple[State, ...]:
-        """What ``EmbForward`` reads beside features and tables, and so cannot run ahead of.
-
-        Feature processors are dense parameters, whose gradients come from ``EmbBackward``, and so are tables that every
-        rank holds where nothing here trains them; and a kernel whose calls cannot be made once more keeps the learning
-        rate of its lookup. Replicas that differ between two steps are averaged before validation, too.
-        """
-        rewrite = self._rewrite
-        reads = () if rewrite.looks_ahead else (TABLE_LEARNING_RATES,)
-        if self.replicas is not None and self.replicas.groups.sync_every > 1:
-            reads = (*reads, REPLICA_STEPS)
-        by_optimizer = rewrite.has_replicated_tables and self._after_embedding_backward is None
-        return (*reads, DENSE_PARAMETERS) if by_optimizer or not rewrite.only_tables else reads
-
-    def h2d_and_shuffle(self, ctx: IterContext) -> None:
-        """Move the batch to the device. Where samples are balanced between ranks, the next two tasks do."""
-        ctx.transfer_error = None
-        try:
-            given = ctx.batch
-            ctx.batch = self._transfer(given)
-            self._rewrite.transferred(given, ctx.batch)
-        except Exception as error:
-            if not self._rewrite.has_peers:
-                raise
-            # The others would wait for this rank: it says so in the input dist, where all of them raise.
-            ctx.transfer_error = error
-
-    def balance_start(self, ctx: IterContext) -> None:
-        """Submit the all-gather of the samples' workloads; a thread of the balancer's makes the partition of it.
-
-        Without grad mode (evaluation) samples stay: what the step returns belongs to the rank's own.
-        """
-        assert self.balancer is not None
-        ctx.balance = None
-        if torch.is_grad_enabled():
-            record_use(ctx.batch)
-            ctx.balance = self.balancer.start(ctx.batch, ctx.transfer_error)
-
-    def balance_finish(self, ctx: IterContext) -> None:
-        """Wait for the partition and exchange samples."""
-        assert self.balancer is not None
-        if ctx.balance is not None:
-            record_use(ctx.batch)
-            ctx.batch = self.balancer.finish(ctx.batch, ctx.balance)
-        del ctx.balance
-
-    def emb_input_dist_start(self, ctx: IterContext) -> None:
-        """Permute the features and submit the all-to-all of splits, all modules in one."""
-        record_use(ctx.batch)
-        ctx.splits = self._rewrite.start_input_dist(ctx.batch, ctx.transfer_error)
-
-    def emb_input_dist_wait(self, ctx: IterContext) -> None:
-        """Wait for the splits and submit the all-to-all of lengths and values."""
-        ctx.input_requests = self._rewrite.wait_splits(ctx.splits)
-        del ctx.splits
-
-    def emb_prefetch(self, ctx: IterContext) -> None:
-        """Wait for lengths and values; bring rows into the cache of modules that have one."""
-        ctx.features = self._rewrite.wait_inputs(ctx.input_requests)
-        del ctx.input_requests
-
-    def emb_forward(self, ctx: IterContext) -> None:
-        """Look up the rows and exchange the outputs; the one wait is for that exchange."""
-        ahead = self._rewrite.looks_ahead
-        if not self._tables_in_training:
-            self._bring_rates()
-        # Whether the batch is going to be trained is not known before its turn; if it is not, the lookup is taken back.
-        with self._lookup_context() if self._lookup_context else _NOTHING, torch.enable_grad() if ahead else _NOTHING:
-            ctx.embeddings = self._rewrite.lookup(ctx.features)
-        del ctx.features
-
-    def dense_forward(self, ctx: IterContext) -> None:
-        """The user's step, with the embeddings in place of the sharded modules' calls."""
-        record_use(ctx.batch)
-        if self._rewrite.looks_ahead:
-            self._bring_rates()
-            self._tables_in_training = True
-        step = ctx.__dict__.pop("training_step", None)
-        if step is None and self._training_step is not None:
-            step = _Bound(self._training_step, ctx.batch)
-        ctx.output = None
-        ctx.trained = step is not None and torch.is_grad_enabled()
-        if step is not None:
-            with self._rewrite.serving(ctx.embeddings, ctx.batch):
-                ctx.output = step()
-        ctx.training_step = None
-
-    def loss_postprocess(self, ctx: IterContext) -> None:
-        """Take the loss out of the step's output and, on request, let all ranks check it together."""
-        ctx.loss = self._loss_of(ctx.output) if ctx.trained and ctx.output is not None else None
-        if ctx.trained and self._check_loss is not None:
-            self._check_loss(ctx.loss)
-
-    def dense_backward(self, ctx: IterContext) -> None:
-        """Backward of the dense part, which ends at the embeddings; full gradient buckets are reduced meanwhile."""
-        loss, backward = ctx.loss, ctx.__dict__.pop("run_backward", None)
-        ctx.loss = None
-        takes_part = ctx.trained and self._reducer is not None and self._rewrite.has_peers
-        ctx.has_gradients = loss is not None or takes_part
-        if ctx.has_gradients and self._reducer is not None:
-            self._reducer.prepare()
-        if loss is not None:
-            if backward is not None:
-                backward()
-            else:
-                loss.backward()
-        ctx.tables_skipped = (
-            self._agree_overflow and ctx.has_gradients and self._tables_backward.overflowed(ctx.embeddings)
-        )
-        if ctx.has_gradients and self._rewrite.splits_backward:
-            # The output dists' part of EmbBackward, here: it goes on beside the reduction of the dense gradients.
-            self._tables_backward.begin(ctx.embeddings, self._rewrite.agrees_unused)
-
-    def emb_backward(self, ctx: IterContext) -> None:
-        """Backward of the lookups with the gradients of their outputs; fused optimisers step inside."""
-        if ctx.tables_skipped or not ctx.has_gradients:
-            self._tables_backward.discard(ctx.embeddings)
-        else:
-            try:
-                self._rewrite.backward(
-                    ctx.embeddings,
-                    scale=ctx.__dict__.get("gradient_scale"),
-                    agree_unused=self._rewrite.agrees_unused,
-                )
-            except RuntimeError as error:
-                if "invalid tensor size" in str(error):
-                    error.add_note(
-                        "ranks had batches of different numbers of rows, whose gradients Gloo cannot exchange for"
-                        " tables sharded by rows. Give every rank as many (drop_last=True), or shard these tables"
-                        " table_wise or column_wise (constraints)"
-                    )
-                raise
-            if self._after_embedding_backward is not None:
-                self._after_embedding_backward()
-        self._tables_in_training = False
-        del ctx.embeddings
-
-    def sync_replicas(self, ctx: IterContext) -> None:
-        """Average the replicas of the tables, if it is time."""
-        assert self.replicas is not None
-        if ctx.has_gradients and not ctx.tables_skipped:
-            self.replicas.stepped()
-
-    def finalize_grads(self, ctx: IterContext) -> None:
-        """Wait until the dense gradients are averaged over all ranks."""
-        if self._reducer is not None and ctx.has_gradients:
-            self._reducer.finalize()
-
-    def optim_step(self, ctx: IterContext) -> None:
-        """Step the dense optimiser, unless the caller does, or the batch has no gradients."""
-        if not ctx.has_gradients:
-            return
-        if self._clip is not None:
-            ctx.gradient_scale = self._clip(ctx.embeddings)
-        if self._optimizer_step is not None:
-            self._optimizer_step()
-
-    def give_up(self, contexts: Iterable[IterContext]) -> None:
-        """Take back what was looked up for batches that are not going to be trained: optimisers may have counted it."""
-        for ctx in contexts:
-            if (embeddings := ctx.__dict__.pop("embeddings", None)) is not None:
-                self._tables_backward.discard(embeddings)
-        self._tables_in_training = False
-
-    def _bring_rates(self) -> None:
-        if self._before_lookup is not None:
-            self._before_lookup()
-
-
-class _Bound:
-    """``functools.partial`` of one argument, with a readable name in tracebacks."""
-
-    def __init__(self, step: Callable[[Any], Any], batch: Any) -> None:
-        self._step, self._batch = step, batch
-
-    def __call__(self) -> Any:
-        return self._step(self._batch)
+__all__ = ["recsys_tasks"]
 
 
 def recsys_tasks(
@@ -310,6 +18,7 @@ def recsys_tasks(
     scaled_late: bool = False,
     balanced: bool = False,
     replicated: bool = False,
+    extra: Mapping[str, RecsysTask] | None = None,
 ) -> list[PipelineTask]:
     """The eleven tasks, in serial order.
 
@@ -322,53 +31,46 @@ def recsys_tasks(
         replicated: without actions, whether there are replicas of tables.
         scaled_late: what becomes of the gradients of the embeddings is known only in the optimiser step, which scales
             them (clipping by a global norm) or skips them (loss scaling): ``EmbBackward`` then comes after it.
+        extra: tasks of the caller's own, each by the name of the task that it follows in serial order.
+
+    Raises:
+        PlanError: an extra task follows one that does not exist.
     """
     if actions is not None:
         balanced, replicated = actions.balancer is not None, actions.replicas is not None
-    left_out = (*(() if balanced else BALANCING), *(() if replicated else (AVERAGING,)))
-    names = [name for name in _DECLARATIONS if name not in left_out]
+    there = {None, *(["balancer"] if balanced else []), *(["replicas"] if replicated else [])}
+    declared = _with_extra([one for one in TASKS if one.needs in there], extra or {})
     if scaled_late:
-        late = [name for name in names if name in ("EmbBackward", AVERAGING)]
-        names = [*(name for name in names if name not in late), *late]
-    tasks = []
-    for name in names:
-        reads, writes = _DECLARATIONS[name]
-        if name == "EmbForward" and actions is not None:
-            reads = (*reads, *actions.lookup_reads)
-        if scaled_late and name == "OptimStep":
-            reads, writes = (*reads, "embeddings"), (*writes, "gradient_scale", "tables_skipped")
-        elif scaled_late and name == "EmbBackward":
-            reads, writes = (*reads, "gradient_scale"), ("embeddings", TABLES)
-        io = () if actions is None else actions.replays.of(name)
-        tasks.append(PipelineTask(name, _function(actions, name), io, reads=reads, writes=writes))
-    return tasks
+        declared.sort(key=lambda one: one.after_late_step)
+    return [_task(one, actions, scaled_late) for one in declared]
 
 
-_METHODS = {
-    "H2DAndShuffle": RecsysActions.h2d_and_shuffle,
-    "BalanceStart": RecsysActions.balance_start,
-    "BalanceFinish": RecsysActions.balance_finish,
-    "EmbInputDistStart": RecsysActions.emb_input_dist_start,
-    "EmbInputDistWait": RecsysActions.emb_input_dist_wait,
-    "EmbPrefetch": RecsysActions.emb_prefetch,
-    "EmbForward": RecsysActions.emb_forward,
-    "DenseForward": RecsysActions.dense_forward,
-    "LossPostprocess": RecsysActions.loss_postprocess,
-    "DenseBackward": RecsysActions.dense_backward,
-    "EmbBackward": RecsysActions.emb_backward,
-    AVERAGING: RecsysActions.sync_replicas,
-    "FinalizeGrads": RecsysActions.finalize_grads,
-    "OptimStep": RecsysActions.optim_step,
-}
+def _with_extra(declared: Iterable[RecsysTask], extra: Mapping[str, RecsysTask]) -> list[RecsysTask]:
+    found: list[RecsysTask] = []
+    for one in declared:
+        found.append(one)
+        while (following := extra.get(found[-1].name)) is not None:
+            found.append(following)
+    names = [one.name for one in found]
+    if unknown := sorted(set(extra) - set(names)):
+        raise PlanError(f"extra tasks follow {', '.join(unknown)}; expected names of tasks: {', '.join(names)}")
+    return found
 
 
-def _function(actions: RecsysActions | None, name: str) -> Callable[[IterContext], None]:
+def _task(declared: RecsysTask, actions: RecsysActions | None, scaled_late: bool) -> PipelineTask:
+    reads, writes = declared.reads, declared.writes
+    if scaled_late:
+        reads = (*reads, *declared.late_reads)
+        writes = writes if declared.late_writes is None else declared.late_writes
     if actions is None:
 
         def undefined(ctx: IterContext) -> None:
-            raise LookupError(f"task {name!r} is a declaration; give recsys_tasks() the actions of a model to run it")
+            raise LookupError(
+                f"task {declared.name!r} is a declaration; give recsys_tasks() the actions of a model to run it"
+            )
 
-        return undefined
-    method = _METHODS[name].__get__(actions)
-    assert callable(method)
-    return method
+        return PipelineTask(declared.name, undefined, reads=reads, writes=writes)
+    if declared.model_reads is not None:
+        reads = (*reads, *declared.model_reads(actions))
+    io = () if declared.replay is None else declared.replay(actions.replays)
+    return PipelineTask(declared.name, MethodType(declared.action, actions), io, reads=reads, writes=writes)

@@ -23,6 +23,7 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.recsys.sharding.replicas import make_replica_groups
 from lightning_pipe.recsys.sharding.shard import ShardedModel, shard_model
+from lightning_pipe.recsys.tasks.options import ShardingOptions
 from lightning_pipe.strategies.recommender.quiet import quiet_torchrec
 
 __all__ = ["shard_once"]
@@ -38,8 +39,10 @@ class _Sharding:
 
 def shard_once(
     module: pl.LightningModule,
-    asked: Mapping[str, Any],
+    sharding: ShardingOptions,
     *,
+    sparse_optimizer: Mapping[str, Any] | None,
+    quantized_comms: Any,
     device: torch.device,
     timeout: timedelta | None,
     ranks_per_node: int,
@@ -48,20 +51,23 @@ def shard_once(
 
     Args:
         module: holds unsharded TorchRec modules, or is what this function has sharded before.
-        asked: arguments of :func:`~lightning_pipe.recsys.sharding.shard.shard_model`; ``replicas`` and ``sync_every``
-            are the numbers that its groups are made of. None asks for nothing.
+        sharding: how to shard the tables; a field that is None asks for nothing.
+        sparse_optimizer: see :func:`~lightning_pipe.recsys.sharding.shard.shard_model`.
+        quantized_comms: see there.
         device: where tables and dense parameters live.
         timeout: of the process group to shard over, which is made here: all ranks, for as long as the module lives.
         ranks_per_node: as the trainer has it.
 
     Raises:
         SetupError: on every rank, what cannot be sharded or trained as asked; or *module* is sharded already, and
-            *asked* is something else than what it was sharded by.
+            in another way than is asked for.
     """
     quiet_torchrec()
+    asked = {"sparse_optimizer": sparse_optimizer, "quantized_comms": quantized_comms, **vars(sharding)}
     held: _Sharding | None = module.__dict__.get(_ATTRIBUTE)
     if held is None:
-        arguments = dict(asked)
+        arguments = {**asked, "sharding_plan": sharding.plan}
+        del arguments["plan"]
         replicas = make_replica_groups(arguments.pop("replicas", None), arguments.pop("sync_every", None), timeout)
         groups = [new_group(timeout=timeout)]
         if replicas is not None:
@@ -74,7 +80,7 @@ def shard_once(
             for group in groups:
                 dist.destroy_process_group(group)
             raise
-        held = _Sharding(model, dict(asked))
+        held = _Sharding(model, asked)
         module.__dict__[_ATTRIBUTE] = held
         return held.model
     for name, value in asked.items():

@@ -5,14 +5,19 @@ What Lightning keeps beside them (loops, callbacks, dense optimisers) is the sam
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_pipe.checkpoints.folder_reading import fill_from_folder, misfits, read_metadata, read_rest
 from lightning_pipe.checkpoints.folder_writing import DYNAMIC_ROWS, WriteFolder, write_folder
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.together import on_all_ranks
 from lightning_pipe.recsys.sharding.shard import ShardedModel
+from lightning_pipe.recsys.tasks.table_rates import TableRates
+from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
 
 _KIND = "under a recsys plan. Give the path of one, or load the module's state before it is sharded"
 _FIX = "Build the module, and shard its tables, as when it was written"
@@ -95,3 +100,54 @@ def _table_states(sharded: ShardedModel) -> dict[str, Any]:
     """Of the tables' optimisers, but for those of dynamic tables, which are part of their rows."""
     state = sharded.fused_optimizer.state_dict()
     return {**state, "state": sharded.without_dynamic(state["state"])}
+
+
+class ShardedCheckpointStrategy(FolderCheckpointStrategy):
+    """What a strategy for sharded tables saves and loads; what it trains is for its subclass.
+
+    Args:
+        arguments: of :class:`~lightning_pipe.strategies.checkpoint_folder.FolderCheckpointStrategy`.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._sharded: ShardedModel | None = None
+        self._rates: TableRates | None = None  # of the last training
+
+    @property
+    def sharded_model(self) -> ShardedModel:
+        """The sharded module, its tables and their optimisers; there once the trainer has set the strategy up."""
+        if self._sharded is None:
+            raise SetupError("the model is not sharded yet; Trainer.fit, validate, test or predict shards it")
+        return self._sharded
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Write a folder that every rank writes its own shards into (``torch.distributed.checkpoint``)."""
+        path = self._agreed_path(filepath, storage_options)
+        if self._rates is not None and self._rates.schedule is not None:
+            checkpoint["sparse_lr_scheduler"] = self._rates.schedule.state_dict()
+        self.sharded_model.share_buffers()  # the state dict holds the buffers themselves
+        save_sharded_checkpoint(checkpoint, path, self.sharded_model, self._write_folder)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a folder that :meth:`save_checkpoint` wrote, on any number of ranks."""
+        module = self.lightning_module
+        assert module is not None
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        checkpoint = load_sharded_checkpoint(
+            checkpoint_path,
+            self.sharded_model,
+            with_optimizers=fitting,
+            strict=module.strict_loading,
+            weights_only=self._allowed(weights_only),
+        )
+        schedule = None if self._rates is None else self._rates.schedule
+        if fitting and schedule is not None and "sparse_lr_scheduler" in checkpoint:
+            schedule.load_state_dict(checkpoint["sparse_lr_scheduler"])
+        return checkpoint
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self.sharded_model.without_dynamic(self.sharded_model.dmp.state_dict())
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing is left to do: :meth:`load_checkpoint` has filled the module's own tensors."""

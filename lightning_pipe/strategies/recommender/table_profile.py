@@ -4,109 +4,75 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer import call
-from torch.optim import Optimizer
 
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, SWPipeline, TaskProfiler
 from lightning_pipe.loops.data.random_streams import get_states, set_states
-from lightning_pipe.recsys.balancing.balancer import BatchBalancer
-from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
-from lightning_pipe.recsys.kernels.gradient_norm import clip_by_global_norm
 from lightning_pipe.recsys.plans.named import recsys_plan
-from lightning_pipe.recsys.rewrite.embeddings import Embeddings
-from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
-from lightning_pipe.recsys.sharding.shard import ShardedModel
 from lightning_pipe.recsys.tasks.keeper import ModelKeeper
-from lightning_pipe.recsys.tasks.training import RecsysActions, recsys_tasks
+from lightning_pipe.recsys.tasks.session import RecsysSession
+from lightning_pipe.recsys.tasks.train_pipeline_checks import clipping
 from lightning_pipe.strategies.recommender.untrained import leaving_no_trace
 from lightning_pipe.strategies.refusals import loss_scaler
 
-__all__ = ["Profiled", "profile_tables"]
+__all__ = ["TableProfile"]
 
 
 @dataclass(frozen=True)
-class Profiled:
-    """What a profile is of.
+class TableProfile:
+    """A profile of a training, between two batches and not in the middle of an accumulation.
 
     Args:
-        trainer: which trains; between two batches, and not in the middle of an accumulation.
-        module: its module.
-        sharded: the same, sharded.
-        reducer: of its dense gradients.
-        optimizers: of its dense parameters.
-        precision: the plugin.
-        rewrite: makes one of the module, in the place of the training's, which must be set aside.
-        before_lookup: as of training.
-        balancer: of training, open; None where there is none.
-        loss_of: as of training.
-        plan: that is measured.
-        device: where it trains.
+        trainer: the trainer.
+        session: session of its module, whose training is set aside.
+        loss_of: gives the loss in what the module's step returned.
+        plan: plan that is measured.
     """
 
     trainer: pl.Trainer
-    module: pl.LightningModule
-    sharded: ShardedModel
-    reducer: DenseGradientReducer | None
-    optimizers: Sequence[Optimizer]
-    precision: Precision
-    rewrite: Callable[[], ModelRewrite]
-    before_lookup: Callable[[], None]
-    balancer: BatchBalancer | None
+    session: RecsysSession
     loss_of: Callable[[Any], torch.Tensor | None]
     plan: PipelinePlan
-    device: torch.device
 
+    def measure(
+        self, batches: Sequence[Any], tasks: Sequence[str] | None, rounds: int, iterations: int
+    ) -> ProfileResult:
+        """Profile tasks; every rank calls this at the same point.
 
-def profile_tables(
-    of: Profiled, batches: Sequence[Any], tasks: Sequence[str] | None, rounds: int, iterations: int
-) -> ProfileResult:
-    """Profile tasks; every rank calls this at the same point.
+        Args:
+            batches: on the host, as loaders give them.
+            tasks: by name; all by default.
+            rounds: number of measurements of each.
+            iterations: iterations of each measurement.
 
-    Args:
-        of: what.
-        batches: on the host, as loaders give them.
-        tasks: by name; all by default.
-        rounds: how often each is measured.
-        iterations: of each measurement.
-
-    Raises:
-        SetupError: gradients of some batches are accumulated, losses are scaled, or tables have no size.
-    """
-    _check(of)
-    clip_value = of.trainer.gradient_clip_val
-    clip = partial(_clip, of.sharded, float(clip_value)) if clip_value else None
-    rewrite = of.rewrite()
-    report = None if of.balancer is None else of.balancer.report
-    try:
-        actions = RecsysActions(
-            rewrite,
-            transfer=partial(_transfer, of.trainer),
-            training_step=partial(_step, of),
-            loss_of=of.loss_of,
-            optimizer_step=partial(_optimize, of.optimizers),
-            reducer=of.reducer,
-            before_lookup=of.before_lookup,
-            after_embedding_backward=of.sharded.step_data_parallel_tables,
-            lookup_context=of.precision.forward_context,
+        Raises:
+            SetupError: gradients of some batches are accumulated, losses are scaled, or tables have no size.
+        """
+        self._check()
+        clip_value, session = self.trainer.gradient_clip_val, self.session
+        clip = clipping(session.sharded, float(clip_value)) if clip_value else None
+        rehearsal = session.rehearsal(
+            "training_step",
+            self.plan,
+            clipped=clip is not None,
+            transfer=lambda batch: call._call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=0),
+            training_step=self._step,
+            loss_of=self.loss_of,
+            optimizer_step=self._optimize,
+            lookup_context=self.trainer.precision_plugin.forward_context,
             clip=clip,
-            balancer=of.balancer,
-            replicas=of.sharded.replicas,
         )
-        found = recsys_tasks(actions, scaled_late=clip is not None)
-        plan = recsys_plan(of.plan, found)
         with (
-            SWPipeline(plan, of.device, dist.group.WORLD) as pipeline,
-            leaving_no_trace(of.trainer, of.module, of.device),
+            rehearsal as found,
+            SWPipeline(recsys_plan(self.plan, found), session.device, session.world) as pipeline,
+            leaving_no_trace(self.trainer, self.trainer.lightning_module, session.device),
             torch.enable_grad(),
         ):
-            keeper = _Keeper(of)
+            keeper = _Keeper(self.trainer, session)
             kept = keeper.keep()
             try:
                 # Finds what feeds the sharded modules, where that is found by watching.
@@ -116,18 +82,45 @@ def profile_tables(
             finally:
                 pipeline.abandon()
                 keeper.put_back(kept)
-    finally:
-        rewrite.restore()
-        if of.balancer is not None and report is not None:
-            of.balancer.report = report
+
+    def _check(self) -> None:
+        trainer, rows = self.trainer, self.session.sharded.dynamic_rows
+        if trainer.fit_loop._should_accumulate():
+            raise SetupError(
+                "a profile was asked for in the middle of an accumulation, whose gradients it would lose; ask behind an"
+                f" optimiser step: every {trainer.accumulate_grad_batches} batches"
+            )
+        if loss_scaler(trainer.precision_plugin) is not None:
+            raise SetupError(
+                "a profile was asked for under precision 16-mixed, whose loss scaler decides whether steps are made;"
+                " profile with 'bf16-mixed' or 32"
+            )
+        if rows:
+            raise SetupError(
+                f"a profile was asked for of dynamic tables ({', '.join(rows)}), whose batches cannot be run again"
+                " without leaving their rows in the cache; profile the model with plain tables of these sizes"
+            )
+
+    def _step(self, batch: Any) -> Any:
+        for optimizer in self.trainer.optimizers:
+            optimizer.zero_grad()
+        results = self.trainer._results
+        if results is not None:
+            results.batch = batch
+        with self.trainer.precision_plugin.train_step_context():
+            return self.trainer.lightning_module.training_step(batch, 0)
+
+    def _optimize(self) -> None:
+        for optimizer in self.trainer.optimizers:
+            optimizer.step()
 
 
 class _Keeper:
     """Of the model, its optimisers, and what its step draws random numbers from."""
 
-    def __init__(self, of: Profiled) -> None:
-        self._model = ModelKeeper(of.sharded, of.optimizers)
-        self._device = of.device
+    def __init__(self, trainer: pl.Trainer, session: RecsysSession) -> None:
+        self._model = ModelKeeper(session.sharded, trainer.optimizers)
+        self._device = session.device
 
     def keep(self) -> tuple[Any, Any]:
         return self._model.keep(), get_states(self._device)
@@ -136,46 +129,3 @@ class _Keeper:
         model, generators = kept
         self._model.put_back(model)
         set_states(generators, self._device)
-
-
-def _check(of: Profiled) -> None:
-    if of.trainer.fit_loop._should_accumulate():
-        raise SetupError(
-            "a profile was asked for in the middle of an accumulation, whose gradients it would lose; ask behind an"
-            f" optimiser step: every {of.trainer.accumulate_grad_batches} batches"
-        )
-    if loss_scaler(of.precision) is not None:
-        raise SetupError(
-            "a profile was asked for under precision 16-mixed, whose loss scaler decides whether steps are made;"
-            " profile with 'bf16-mixed' or 32"
-        )
-    if of.sharded.dynamic_rows:
-        raise SetupError(
-            f"a profile was asked for of dynamic tables ({', '.join(of.sharded.dynamic_rows)}), whose batches cannot be"
-            " run again without leaving their rows in the cache; profile the model with plain tables of these sizes"
-        )
-
-
-def _transfer(trainer: pl.Trainer, batch: Any) -> Any:
-    return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
-
-
-def _step(of: Profiled, batch: Any) -> Any:
-    for optimizer in of.optimizers:
-        optimizer.zero_grad()
-    results = of.trainer._results
-    if results is not None:
-        results.batch = batch
-    with of.precision.train_step_context():
-        return of.module.training_step(batch, 0)
-
-
-def _optimize(optimizers: Sequence[Optimizer]) -> None:
-    for optimizer in optimizers:
-        optimizer.step()
-
-
-def _clip(sharded: ShardedModel, max_norm: float, embeddings: Embeddings) -> torch.Tensor:
-    assert embeddings.kernel_gradients is not None
-    dense = [parameter for _, parameter in sharded.dense_parameters()]
-    return clip_by_global_norm(dense, sharded.table_gradient_norm(embeddings.kernel_gradients), max_norm)

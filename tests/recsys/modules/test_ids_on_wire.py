@@ -106,7 +106,7 @@ def test_what_cannot_be_sent_as_int32_is_named() -> None:
         sends_int32("bags", [table(24), table(LARGEST + 1)], False, "int32")
     with pytest.raises(SetupError, match="'bags' maps ids to rows"):
         sends_int32("bags", [table(24)], True, "int32")
-    with pytest.raises(SetupError, match="ids_on_wire is 'int16'; needed is one of auto, int32, int64"):
+    with pytest.raises(SetupError, match="ids on the wire are 'int16'; needed is one of auto, int32, int64"):
         check_ids_on_wire("int16")
 
 
@@ -158,7 +158,7 @@ def refused(used: dict[str, Any]) -> str:
 def evaluated(ids_on_wire: Any) -> int:
     """The bytes of an evaluation by a pipeline that was asked so."""
     case = TRAINED["pooled, table_wise"]
-    with pipeline_of(sharded(case), "base", ids_on_wire=ids_on_wire) as pipeline, recorded_traffic() as sent:
+    with pipeline_of(sharded(case), "base", wire={"ids": ids_on_wire}) as pipeline, recorded_traffic() as sent:
         assert len(list(pipeline.evaluate(iter(case.data(3))))) == 3
     return sum(one.bytes for one in sent)
 

@@ -93,15 +93,16 @@ def wrapping(count: int) -> list[Any]:
     return [Wrapping(one.dense, one.sparse.values(), one.sparse.lengths(), one.label) for one in batches(count)]
 
 
+EARLY = {"free_features_early": True}
 # name: a training, arguments of both pipelines
 MODELS: dict[str, tuple[Case, dict[str, Any]]] = {
     **{name: (copying(CASES[name]), {}) for name in KINDS},
-    "direct": (copying(POOLED), {"rewrite": "direct"}),
-    "fx": (copying(POOLED), {"rewrite": "fx"}),
-    "post-processing": (copying(Case(lambda: Paired(Shifted()))), {"rewrite": "fx"}),
+    "direct": (copying(POOLED), {"rewrite": {"method": "direct"}}),
+    "fx": (copying(POOLED), {"rewrite": {"method": "fx"}}),
+    "post-processing": (copying(Case(lambda: Paired(Shifted()))), {"rewrite": {"method": "fx"}}),
     "a module called twice": (copying(Case(lambda: Paired(CalledTwice()))), {}),
     "lengths": (copying(Case(lambda: Paired(Lengths()))), {}),
-    "features made at each access": (replace(POOLED, data=wrapping), {"rewrite": "auto"}),
+    "features made at each access": (replace(POOLED, data=wrapping), {"rewrite": {"method": "auto"}}),
     "accumulation": (copying(POOLED), {"accumulate": 3}),
     "clipping": (copying(POOLED), {"max_norm": 0.1}),
     "balancing": (copying(POOLED), {"balancer": True}),
@@ -118,9 +119,7 @@ def same(name: str) -> dict[str, bool]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a module is not pipelined
         expected = outcome(case, "serial", **arguments)
-        return {
-            plan: outcome(case, plan, free_features_early=True, **arguments).same(expected) for plan in plans_of(name)
-        }
+        return {plan: outcome(case, plan, memory=EARLY, **arguments).same(expected) for plan in plans_of(name)}
 
 
 def alive(build: Callable[[], nn.Module], plan: str, **arguments: Any) -> list[tuple[int, int]]:
@@ -161,7 +160,7 @@ def evaluated(**arguments: Any) -> tuple[list[Any], list[int]]:
 def two_epochs() -> list[float]:
     """Over batches that the transfer hands on as they are: a second epoch has the same."""
     data = [Unmoved(one.dense, one.sparse, one.label) for one in batches(STEPS)]
-    with pipeline_of(sharded(POOLED), "prefetch", free_features_early=True) as pipeline:
+    with pipeline_of(sharded(POOLED), "prefetch", memory=EARLY) as pipeline:
         return [float(loss) for _ in range(2) for loss in train(pipeline, data)[0]]
 
 
@@ -171,17 +170,19 @@ def often(model: str) -> bool:
 
 def everything(rank: int, world_size: int, models: Sequence[str]) -> dict[str, Any]:
     reading = sharded(Case(lambda: Paired(ReadsIds())))
-    with pipeline_of(reading, "prefetch", free_features_early=True) as pipeline:
+    with pipeline_of(reading, "prefetch", memory=EARLY) as pipeline:
         error = error_of(lambda: train(pipeline, [Copying(batch) for batch in batches(STEPS)]))
     return {
         "same": {name: same(name) for name in models},
         "alive": {
-            plan: [alive(lambda: Paired(Bags()), plan, free_features_early=early) for early in (False, True)]
+            plan: [
+                alive(lambda: Paired(Bags()), plan, memory={"free_features_early": early}) for early in (False, True)
+            ]
             for plan in PLANS
         },
-        "alive, post-processing": alive(lambda: Paired(Shifted()), "prefetch", rewrite="fx", free_features_early=True),
-        "alive, unpipelined": alive(lambda: Paired(CalledTwice()), "prefetch", free_features_early=True),
-        "evaluated": [evaluated(free_features_early=early) for early in (False, True)],
+        "alive, post-processing": alive(lambda: Paired(Shifted()), "prefetch", rewrite={"method": "fx"}, memory=EARLY),
+        "alive, unpipelined": alive(lambda: Paired(CalledTwice()), "prefetch", memory=EARLY),
+        "evaluated": [evaluated(memory=memory) for memory in ({}, EARLY)],
         "two epochs": two_epochs(),
         "error": error,
     }

@@ -12,8 +12,9 @@ from lightning_pipe.engine.planning.network import Message
 from lightning_pipe.engine.planning.simulation import simulate
 from lightning_pipe.engine.plans.task import PipelineTask
 from lightning_pipe.recsys.plans.named import PLANS
+from lightning_pipe.recsys.tasks.actions import DENSE_PARAMETERS
 from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, propose_plans, recsys_costs, recsys_machine
-from lightning_pipe.recsys.tasks.training import DENSE_PARAMETERS, recsys_tasks
+from lightning_pipe.recsys.tasks.training import recsys_tasks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NAMES = [task.name for task in recsys_tasks()]

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from torch import nn
 
-from lightning_pipe.engine import InputError, IterContext, PipelineTask, SWPipeline
-from lightning_pipe.recsys import ModelRewrite, RecsysActions, ShardedModel, recsys_plan, recsys_tasks
+from lightning_pipe.engine import InputError, IterContext, PipelineTask, PlanError, SWPipeline
+from lightning_pipe.recsys import (
+    ModelRewrite,
+    RecsysActions,
+    RecsysTask,
+    ShardedModel,
+    TrainPipeline,
+    recsys_plan,
+    recsys_tasks,
+)
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.kernels.fused import fused_kernels
-from tests.recsys.pipeline_cases import CASES, Case, adam, difference, sharded, values_of
+from tests.recsys.pipeline_cases import CASES, Case, adam, difference, sharded, train, values_of
 from tests.recsys.rewrite_cases import Bags, Batch, Processed, batches
-from tests.recsys.sharding_cases import ADAGRAD, ROW_WISE_ADAGRAD
+from tests.recsys.sharding_cases import ADAGRAD, CPU, ROW_WISE_ADAGRAD
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -327,3 +337,42 @@ def test_alone_a_rank_says_at_once_that_a_batch_cannot_be_moved() -> None:
         task: PipelineTask = recsys_tasks(actions)[0]
         with pytest.raises(InputError, match="no"):
             task.fn(IterContext(batches(1)[0]))
+
+
+# A task from outside the package: its declaration here, its place in a plan.
+
+
+def double(actions: RecsysActions, ctx: IterContext) -> None:
+    """Feed dense features twice as large."""
+    ctx.batch = Batch(2 * ctx.batch.dense, ctx.batch.sparse, ctx.batch.label)
+
+
+DOUBLED = {"H2DAndShuffle": RecsysTask("Double", double, reads=("batch",), writes=("batch",))}
+
+
+@pytest.mark.parametrize("name", ["serial", "prefetch"])
+def test_a_task_of_the_callers_own_trains_in_a_plan_that_places_it(name: str, tmp_path: Path) -> None:
+    content = yaml.safe_load(recsys_plan(name, recsys_tasks()).to_yaml())
+    content["tasks"]["Double"] = dict(content["tasks"]["H2DAndShuffle"] or {})
+    content["order"].insert(content["order"].index("H2DAndShuffle") + 1, "Double")
+    path = tmp_path / "doubled.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+
+    def trained(plan: Any, data: list[Batch], **arguments: Any) -> dict[str, torch.Tensor]:
+        model = sharded(Case(pooled))
+        pipeline = TrainPipeline(model, adam(model), CPU, plan, **arguments)
+        train(pipeline, data)
+        pipeline.close()
+        return values_of(model)
+
+    larger = [Batch(2 * one.dense, one.sparse, one.label) for one in batches(5)]
+    expected = trained("serial", larger)
+    assert difference(trained(path, batches(5), extra_tasks=DOUBLED), expected) == []
+    assert difference(trained("serial", batches(5)), expected) != []
+
+
+def test_extra_tasks_come_after_the_tasks_that_they_name() -> None:
+    more = {**DOUBLED, "Double": RecsysTask("Again", double, reads=("batch",), writes=("batch",))}
+    assert [task.name for task in recsys_tasks(extra=more)][:4] == ["H2DAndShuffle", "Double", "Again", NAMES[1]]
+    with pytest.raises(PlanError, match="extra tasks follow Duble; expected names of tasks: H2DAndShuffle, "):
+        recsys_tasks(extra={"Duble": more["Double"]})

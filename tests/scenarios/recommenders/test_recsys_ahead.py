@@ -137,7 +137,7 @@ def in_train_pipeline(
         return loss, loss.item()
 
     def pipeline_of() -> TrainPipeline:
-        return TrainPipeline(sharded, dense, CPU, "semi_sync", custom_model_fwd=forward, rewrite="direct")
+        return TrainPipeline(sharded, dense, CPU, "semi_sync", custom_model_fwd=forward, rewrite={"method": "direct"})
 
     pipeline = pipeline_of()
     losses: list[float] = []
@@ -163,7 +163,7 @@ def in_train_pipeline(
 
 def in_trainer(network: Any, optimizer: Any, **options: Any) -> tuple[list[float], dict[str, Tensor], pl.Trainer]:
     module = Clicks(network, optimizers=falling)
-    strategy = recsys("semi_sync", kinds_of(network), optimizer, rewrite="direct")
+    strategy = recsys("semi_sync", kinds_of(network), optimizer, rewrite={"method": "direct"})
     used = fit(module, strategy, data(), options.pop("val", None), **options)
     return module.losses, state_of(used), used
 
@@ -218,7 +218,7 @@ class SkipRest(Seen):
 def test_batches_looked_up_and_not_trained_are_not_counted_by_the_optimisers_of_tables(plan: str) -> None:
     modules = [SkipRest(Pooled, optimizers=falling) for _ in range(2)]
     runs = [
-        fit(module, recsys(which, None, ROW_WISE_ADAGRAD, rewrite="direct"), data(), max_epochs=2)
+        fit(module, recsys(which, None, ROW_WISE_ADAGRAD, rewrite={"method": "direct"}), data(), max_epochs=2)
         for module, which in zip(modules, ("serial", plan), strict=True)
     ]
     assert modules[0].seen == modules[1].seen
@@ -231,7 +231,7 @@ def test_batches_looked_up_and_not_trained_are_not_counted_by_the_optimisers_of_
 @pytest.mark.parametrize("stop", [1, 5, 12, 17])
 def test_a_stale_run_taken_up_from_a_checkpoint_looks_its_first_batch_up_afresh(stop: int, tmp_path: Path) -> None:
     new = partial(Seen, Pooled, optimizers=falling)
-    plan = partial(recsys, "semi_sync", kinds_of(Pooled), ROW_WISE_ADAGRAD, rewrite="direct")
+    plan = partial(recsys, "semi_sync", kinds_of(Pooled), ROW_WISE_ADAGRAD, rewrite={"method": "direct"})
     saver = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=stop, save_top_k=0)
     first, second, whole = new(), new(), new()
     fit(first, plan(), data(), callbacks=[saver, Stop(stop)], enable_checkpointing=True, min_epochs=0)

@@ -106,8 +106,8 @@ def assert_equal(ours: list[Any], theirs: list[Any]) -> None:
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("rewrite", ["record", "direct", "fx"])
 def test_what_is_found_equals_what_the_module_computes_batch_by_batch(plan: str, rewrite: Any) -> None:
-    expected = evaluations(plan, Clicks, pipelined_evaluation=False)
-    assert_equal(evaluations(plan, Clicks, rewrite=rewrite), expected)
+    expected = evaluations(plan, Clicks, rewrite={"evaluation": False})
+    assert_equal(evaluations(plan, Clicks, rewrite={"method": rewrite}), expected)
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -118,7 +118,7 @@ def test_a_validation_in_mid_epoch_changes_nothing_of_training(plan: str, networ
         used = fit(module, recsys(plan, **options), loader(40), loader(12), val_check_interval=3)
         return module, state_of(used)
 
-    (ours, state), (expected, its) = trained(), trained(pipelined_evaluation=False)
+    (ours, state), (expected, its) = trained(), trained(rewrite={"evaluation": False})
     assert ours.losses == expected.losses
     assert state.keys() == its.keys()
     assert all(torch.equal(state[name], its[name]) for name in its)
@@ -132,10 +132,10 @@ def spans(plan: str) -> list[Any]:
     class Tracing(Callback):
         def on_validation_batch_start(self, used: Any, module: Any, batch: Any, batch_idx: int, *rest: Any) -> None:
             if batch_idx == 2:
-                used.strategy._evaluations[0].pipeline.start_trace()
+                used.strategy._evaluation.programs[0].pipeline.start_trace()
 
         def on_validation_epoch_end(self, used: Any, module: Any) -> None:
-            found[:] = used.strategy._evaluations[0].pipeline.stop_trace()
+            found[:] = used.strategy._evaluation.programs[0].pipeline.stop_trace()
 
     trainer(recsys(plan), callbacks=[Tracing()]).validate(Clicks(), loader(24), verbose=False)
     return found
@@ -167,7 +167,7 @@ def test_each_loader_may_have_batches_of_its_own_form(plan: str) -> None:
         return module.evaluated
 
     assert len(run()) == 8
-    assert run() == run(pipelined_evaluation=False)
+    assert run() == run(rewrite={"evaluation": False})
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -209,10 +209,10 @@ def test_a_step_that_passes_something_else_than_the_first_time_is_told_so() -> N
                 batch = collate([Rows(4)[index] for index in range(4)])
             super().validation_step(batch, batch_idx)
 
-    with pytest.raises(InputError, match="pipelined_evaluation=False"):
+    with pytest.raises(InputError, match=r"rewrite: \{evaluation: false\}"):
         trainer(recsys()).validate(Changing(), loader(16), verbose=False)
     module = Changing()
-    trainer(recsys(pipelined_evaluation=False)).validate(module, loader(16), verbose=False)
+    trainer(recsys(rewrite={"evaluation": False})).validate(module, loader(16), verbose=False)
     assert len(module.evaluated) == 4
 
 
@@ -236,7 +236,7 @@ def test_an_evaluation_checks_ids_where_asked_to_and_leaves_the_kernels_counts()
 
 def test_lookups_run_in_the_precision_of_training() -> None:
     losses = [
-        (module := Everything(), trainer(recsys(pipelined_evaluation=ahead), precision="bf16-mixed").validate(
+        (module := Everything(), trainer(recsys(rewrite={"evaluation": ahead}), precision="bf16-mixed").validate(
             module, loader(12), verbose=False
         ), module.evaluated)[2]
         for ahead in (True, False)
@@ -258,7 +258,7 @@ def run_cases(rank: int, world_size: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for plan in PLANS:
         for ahead in (True, False):
-            strategy: dict[str, Any] = {"plan": plan, "kinds": KINDS, "pipelined_evaluation": ahead}
+            strategy: dict[str, Any] = {"plan": plan, "kinds": KINDS, "rewrite": {"evaluation": ahead}}
             used = trainer(recsys(**strategy), use_distributed_sampler=False)
             module = Everything(Mixed)
             used.validate(module, rows_of(rank, (12, 12)), verbose=False)

@@ -199,7 +199,7 @@ def run_more_cases(rank: int, world_size: int) -> dict[str, Any]:
         results[network.__name__] = evaluated(shard((1, 10)), network)
     for plan in ("serial", "base"):
         results[plan] = evaluated(shard((1, 10)), plan=plan)
-    results["batch by batch"] = evaluated(shard((1, 10)), pipelined_evaluation=False)
+    results["batch by batch"] = evaluated(shard((1, 10)), rewrite={"evaluation": False})
     loaders = [shard((7, 0)), shard((0, 1), first=7), shard((4, 9), "streams", first=8)]
     results["several loaders"] = evaluated(loaders)
     results["no rows"] = evaluated(shard((0, 0)), own_loaders=True)["metrics"]

@@ -34,9 +34,9 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "16 bits": (KINDS, {"quantized_comms": HALF}),
     "8 bits": (
         {**KINDS, "people": "table_wise"},
-        {"quantized_comms": {"forward": "int8", "backward": "int8"}, "ids_on_wire": "int32"},
+        {"wire": {"quantized_comms": {"forward": "int8", "backward": "int8"}, "ids": "int32"}},
     ),
-    "ids of 64 bits": (KINDS, {"ids_on_wire": "int64"}),
+    "ids of 64 bits": (KINDS, {"wire": {"ids": "int64"}}),
     "as it comes": (KINDS, {}),
 }
 
@@ -140,6 +140,6 @@ def test_what_cannot_be_is_refused_on_every_rank(ranks: list[dict[str, Any]], na
 
 def test_a_name_that_does_not_exist_is_said_when_the_strategy_is_made() -> None:
     with pytest.raises(SetupError, match="forward='half'"):
-        RecsysPipelineStrategy(quantized_comms={"forward": "half"})
-    with pytest.raises(SetupError, match="ids_on_wire is 'int16'"):
-        RecsysPipelineStrategy(ids_on_wire="int16")  # type: ignore[arg-type]
+        RecsysPipelineStrategy(wire={"quantized_comms": {"forward": "half"}})
+    with pytest.raises(SetupError, match="ids on the wire are 'int16'"):
+        RecsysPipelineStrategy(wire={"ids": "int16"})

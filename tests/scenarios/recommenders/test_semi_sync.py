@@ -28,7 +28,7 @@ def compare(rank: int, world_size: int, trainings: Sequence[str]) -> dict[str, d
     for name in trainings:
         case = TRAININGS[name]
         for rates, after_batch in RATES.items():
-            stale = by_pipeline(case, after_batch=after_batch, rewrite="direct")
+            stale = by_pipeline(case, after_batch=after_batch, rewrite={"method": "direct"})
             found[f"{name}, {rates}"] = {
                 "as the loop": same(stale, by_hand(case, after_batch=after_batch)),
                 "recorded, as the loop": same(

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
@@ -18,6 +19,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from lightning_pipe.engine import PlanError, SetupError, TaskSpan
+from lightning_pipe.recsys import ShardingOptions
 from lightning_pipe.recsys.plans.named import recsys_plan
 from lightning_pipe.recsys.tasks.training import recsys_tasks
 from lightning_pipe.strategies import RecsysPipelineStrategy
@@ -59,13 +61,70 @@ def test_a_plan_may_be_a_name_an_object_or_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["validate_ids", "detect_nan", "free_features_early", "pipelined_evaluation", "async_checkpoints"],
+    ("name", "shown"),
+    [
+        ("validate_ids", "checks.validate_ids"),
+        ("detect_nan", "checks.detect_nan"),
+        ("free_features_early", "memory.free_features_early"),
+        ("async_checkpoints", "async_checkpoints"),
+    ],
 )
-def test_what_is_on_or_off_is_no_text(name: str) -> None:
+def test_what_is_on_or_off_is_no_text(name: str, shown: str) -> None:
     options: dict[str, Any] = {name: "false"}
-    with pytest.raises(SetupError, match=f"{name} is 'false'; needed is True or False"):
+    with pytest.raises(SetupError, match=f"{shown} is 'false'; needed is True or False"):
         recsys(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sharding_plan", None),
+        ("constraints", {"people": {"sharding_types": ["row_wise"]}}),
+        ("topology", {"hbm_cap": 1000}),
+        ("replicas", 2),
+        ("sync_every", 2),
+        ("quantized_comms", {"forward": "bf16"}),
+        ("ids_on_wire", "int32"),
+        ("free_features_early", True),
+        ("validate_ids", True),
+        ("detect_nan", True),
+        ("exploration", {"rounds": 7}),
+        ("max_in_flight", 4),
+        ("save_plan", "plan.yaml"),
+        ("pipelined_evaluation", False),
+    ],
+)
+def test_an_argument_of_a_former_version_is_refused_with_yaml_that_does_the_same(name: str, value: Any) -> None:
+    with pytest.raises(SetupError, match=f"{name} is given, but expected are option groups") as caught:
+        RecsysPipelineStrategy("auto", **{name: value})
+    groups = yaml.safe_load(str(caught.value).partition("as:\n")[2])
+    ((options,),) = [[*group.values()] for group in groups.values()]
+    assert options == value
+    RecsysPipelineStrategy("auto", **groups)
+
+
+def test_former_arguments_of_one_group_are_refused_together() -> None:
+    with pytest.raises(SetupError, match="replicas, validate_ids, sync_every are given") as caught:
+        RecsysPipelineStrategy(replicas=2, validate_ids=True, sync_every=3)
+    groups = yaml.safe_load(str(caught.value).partition("as:\n")[2])
+    assert groups == {"sharding": {"replicas": 2, "sync_every": 3}, "checks": {"validate_ids": True}}
+
+
+def test_an_argument_that_nobody_takes_is_named() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'shardign'"):
+        RecsysPipelineStrategy(shardign={})
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        {"sharding": ShardingOptions(constraints={"people": {"sharding_types": ["row_wise"]}})},
+        {"sharding": {"constraints": {"people": {"sharding_types": ["row_wise"]}}}},
+    ],
+)
+def test_a_group_may_be_a_dataclass_or_a_mapping(group: dict[str, Any]) -> None:
+    sharded = strategy_of(fit(Clicks(), recsys(**group), max_epochs=1)).sharded_model
+    assert [table.sharding_type for table in sharded.tables.values() if table.config.name == "people"] == ["row_wise"]
 
 
 def test_a_plan_is_saved_to_a_path() -> None:

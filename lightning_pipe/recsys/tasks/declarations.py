@@ -1,0 +1,192 @@
+"""The recsys tasks: all that the project knows of each, in one place.
+
+The names, and the cut of an iteration into them, follow NVIDIA's recsys-examples (``SWSerialTrainPipeline``); there
+some are no-ops, here every one works: the embedding part and the dense part have a forward and a backward each. They
+are eleven, two more where samples are balanced between ranks, and one more where tables have replicas.
+
+Tested in ``tests/recsys/tasks/test_training.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_pipe.engine import IterContext, State
+from lightning_pipe.engine.planning.costs import Resource
+from lightning_pipe.engine.plans.task import DeclaredIO
+from lightning_pipe.recsys.plans.with_replicas import AVERAGING
+from lightning_pipe.recsys.tasks.actions import (
+    DENSE_BUFFERS,
+    DENSE_GRADIENTS,
+    DENSE_PARAMETERS,
+    REPLICA_STEPS,
+    TABLE_LEARNING_RATES,
+    TABLES,
+    RecsysActions,
+)
+from lightning_pipe.recsys.tasks.replays import RecsysReplays
+
+__all__ = ["TASKS", "RecsysTask"]
+
+
+@dataclass(frozen=True)
+class RecsysTask:
+    """A task of a sharded recommender's training iteration.
+
+    Args:
+        name: unique among the tasks.
+        action: called with the model's actions and the context of an iteration.
+        reads: context fields (strings) and outliving state (``State``) that it reads.
+        writes: the same for what it writes, in-place changes included.
+        model_reads: state that it reads in some models only.
+        replay: effects that a replay of the task restores beside tensors of the context.
+        needs: what a model must have for the task to exist; None for every model.
+        device: what the task keeps busy on a GPU: its compute units or its copy engine.
+        waited_by: task that waits for the messages that this one submits, possibly itself; None if it submits none.
+        trains: whether the caller runs it between its hooks, or it reads what the batch before has written.
+        late_reads: fields that it reads too if gradients are scaled late, which is in the optimiser step.
+        late_writes: what it writes if gradients are scaled late; None for *writes*.
+        after_late_step: whether it comes after the optimiser step if gradients are scaled late.
+    """
+
+    name: str
+    action: Callable[[RecsysActions, IterContext], None]
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    model_reads: Callable[[RecsysActions], tuple[State, ...]] | None = None
+    replay: Callable[[RecsysReplays], tuple[DeclaredIO, ...]] | None = None
+    needs: Literal["balancer", "replicas"] | None = None
+    device: Resource = "compute"
+    waited_by: str | None = None
+    trains: bool = False
+    late_reads: tuple[str, ...] = ()
+    late_writes: tuple[str, ...] | None = None
+    after_late_step: bool = False
+
+
+# In the order in which a serial iteration runs them.
+TASKS: tuple[RecsysTask, ...] = (
+    RecsysTask(
+        "H2DAndShuffle",
+        RecsysActions.h2d_and_shuffle,
+        reads=("batch",),
+        writes=("batch", "transfer_error"),
+        device="copy",
+    ),
+    RecsysTask(
+        "BalanceStart",
+        RecsysActions.balance_start,
+        reads=("batch", "transfer_error"),
+        writes=("balance",),
+        replay=RecsysReplays.balance,
+        needs="balancer",
+        waited_by="BalanceFinish",
+    ),
+    RecsysTask(
+        "BalanceFinish",
+        RecsysActions.balance_finish,
+        reads=("batch", "balance"),
+        writes=("batch", "balance"),
+        needs="balancer",
+        waited_by="BalanceFinish",
+    ),
+    RecsysTask(
+        "EmbInputDistStart",
+        RecsysActions.emb_input_dist_start,
+        reads=("batch", "transfer_error"),
+        writes=("splits",),
+        replay=RecsysReplays.splits,
+        waited_by="EmbInputDistWait",
+    ),
+    RecsysTask(
+        "EmbInputDistWait",
+        RecsysActions.emb_input_dist_wait,
+        reads=("splits",),
+        writes=("input_requests",),
+        replay=RecsysReplays.requests,
+        waited_by="EmbPrefetch",
+    ),
+    RecsysTask(
+        "EmbPrefetch",
+        RecsysActions.emb_prefetch,
+        reads=("input_requests",),
+        writes=("features",),
+        replay=RecsysReplays.features,
+    ),
+    RecsysTask(
+        "EmbForward",
+        RecsysActions.emb_forward,
+        reads=("features", TABLES),
+        writes=("embeddings",),
+        model_reads=lambda actions: actions.lookup_reads,
+        replay=RecsysReplays.outputs,
+        waited_by="EmbForward",
+        trains=True,
+    ),
+    # A step may begin with zero_grad(). The tables' learning rates are the batch's from here on.
+    RecsysTask(
+        "DenseForward",
+        RecsysActions.dense_forward,
+        reads=("batch", "embeddings", DENSE_PARAMETERS, TABLE_LEARNING_RATES),
+        writes=("embeddings", "output", "trained", DENSE_BUFFERS, DENSE_GRADIENTS),
+        replay=RecsysReplays.step,
+        trains=True,
+    ),
+    RecsysTask(
+        "LossPostprocess",
+        RecsysActions.loss_postprocess,
+        reads=("output", "trained"),
+        writes=("loss",),
+        trains=True,
+    ),
+    RecsysTask(
+        "DenseBackward",
+        RecsysActions.dense_backward,
+        reads=("loss", "trained", DENSE_PARAMETERS),
+        writes=("loss", "embeddings", "has_gradients", "tables_skipped", DENSE_GRADIENTS),
+        replay=RecsysReplays.dense_backward,
+        waited_by="FinalizeGrads",
+        trains=True,
+    ),
+    RecsysTask(
+        "EmbBackward",
+        RecsysActions.emb_backward,
+        reads=("embeddings", "has_gradients", "tables_skipped"),
+        writes=("embeddings", TABLES, DENSE_GRADIENTS),
+        replay=RecsysReplays.emb_backward,
+        waited_by="EmbBackward",
+        trains=True,
+        late_reads=("gradient_scale",),
+        late_writes=("embeddings", TABLES),
+        after_late_step=True,
+    ),
+    RecsysTask(
+        AVERAGING,
+        RecsysActions.sync_replicas,
+        reads=("has_gradients", "tables_skipped", TABLES),
+        writes=(TABLES, REPLICA_STEPS),
+        needs="replicas",
+        waited_by=AVERAGING,
+        trains=True,
+        after_late_step=True,
+    ),
+    RecsysTask(
+        "FinalizeGrads",
+        RecsysActions.finalize_grads,
+        reads=("has_gradients", DENSE_GRADIENTS),
+        writes=(DENSE_GRADIENTS,),
+        replay=RecsysReplays.finalize,
+        trains=True,
+    ),
+    RecsysTask(
+        "OptimStep",
+        RecsysActions.optim_step,
+        reads=("has_gradients", DENSE_GRADIENTS),
+        writes=(DENSE_GRADIENTS, DENSE_PARAMETERS, TABLE_LEARNING_RATES),
+        trains=True,
+        late_reads=("embeddings",),
+        late_writes=(DENSE_GRADIENTS, DENSE_PARAMETERS, TABLE_LEARNING_RATES, "gradient_scale", "tables_skipped"),
+    ),
+)

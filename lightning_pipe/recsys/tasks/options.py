@@ -1,0 +1,151 @@
+"""Options of a recommender's training, in groups; a configuration gives each group as a mapping of its fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_pipe.engine.plans.flags import check_flags
+from lightning_pipe.engine.plans.option_groups import option_group
+from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire, check_ids_on_wire
+from lightning_pipe.recsys.modules.quantized_comms import QuantizedComms
+
+__all__ = ["CheckOptions", "MemoryOptions", "RewriteOptions", "SessionOptions", "ShardingOptions", "WireOptions"]
+
+
+@dataclass(frozen=True)
+class ShardingOptions:
+    """How the tables are sharded.
+
+    Args:
+        plan: a TorchRec ``ShardingPlan`` to use instead of the planner's (default None).
+        constraints: constraints of TorchRec's planner: table name to ``sharding_types``, ``compute_kernels`` and the
+            like (default None).
+        topology: topology of the planner: ``hbm_cap``, ``ddr_cap``, ``local_world_size`` and the like (default None).
+        replicas: number of groups of neighbouring ranks that each shard all tables, or 2D parallelism (default 1).
+            An all-to-all then takes place inside a group. Tables and the states of their optimisers are averaged over
+            groups. Refused with dynamic tables, with gradient clipping, and with tables sharded ``table_row_wise``,
+            ``grid_shard`` or ``data_parallel``.
+        sync_every: number of table steps between two averages of the replicas (default 1). Above 1, groups differ in
+            between. They are averaged also before validation, test, prediction and checkpoints, and when training
+            ends; plans that look batches up ahead are refused.
+    """
+
+    plan: Any = None
+    constraints: Mapping[str, Any] | None = None
+    topology: Mapping[str, Any] | None = None
+    replicas: int | None = None
+    sync_every: int | None = None
+
+
+@dataclass(frozen=True)
+class RewriteOptions:
+    """How a model is rewritten, so that its embeddings can be looked up ahead.
+
+    Args:
+        method: how the inputs of sharded modules are found in a batch. ``"record"`` trains the first batch alone and
+            records it, ``"direct"`` looks for keys, ``"fx"`` traces the step; ``"auto"`` (default) tries each in turn.
+        evaluation: also rewrite the model for validation, test and prediction, which are then pipelined (default True).
+            False is for steps that call the sharded modules in another way from batch to batch.
+
+    Raises:
+        SetupError: a value of the wrong type.
+    """
+
+    method: Literal["auto", "record", "direct", "fx"] = "auto"
+    evaluation: bool = True
+
+    def __post_init__(self) -> None:
+        check_flags(**{"rewrite.evaluation": self.evaluation})
+
+
+@dataclass(frozen=True)
+class WireOptions:
+    """What ranks send to each other.
+
+    Args:
+        quantized_comms: precision of embeddings and of their gradients: ``forward`` and ``backward``, each ``fp32``,
+            ``fp16``, ``bf16`` or ``int8``, and options; see
+            :class:`~lightning_pipe.recsys.modules.quantized_comms.QuantizedComms` (default None, which is fp32).
+        ids: integer type of ids: ``"int64"``; ``"auto"`` (default), int32 for each module whose tables have few enough
+            rows; ``"int32"``, which refuses a module with a larger table.
+
+    Raises:
+        SetupError: an unknown precision or integer type.
+    """
+
+    quantized_comms: QuantizedComms | Mapping[str, Any] | None = None
+    ids: IdsOnWire = "auto"
+
+    def __post_init__(self) -> None:
+        check_ids_on_wire(self.ids)
+        QuantizedComms.from_config(self.quantized_comms)
+
+    @property
+    def comms(self) -> QuantizedComms:
+        """The precision of embeddings and gradients."""
+        return QuantizedComms.from_config(self.quantized_comms)
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """Memory of the batches in flight.
+
+    Args:
+        free_features_early: release a batch's ids and weights once the input dist has sent them, if only pipelined
+            sharded modules use them (default False). Steps, hooks and callbacks may still read keys, lengths and batch
+            sizes; reading ids is an error.
+
+    Raises:
+        SetupError: the value is neither True nor False.
+    """
+
+    free_features_early: bool = False
+
+    def __post_init__(self) -> None:
+        check_flags(**{"memory.free_features_early": self.free_features_early})
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """Checks of what is trained on.
+
+    Args:
+        validate_ids: check every id against its table before the lookup (default False). Costs a pass over the ids.
+        detect_nan: check the loss on all ranks (default False). Costs a small all-reduce in each step and, on a GPU, a
+            synchronisation.
+
+    Raises:
+        SetupError: a value is neither True nor False.
+    """
+
+    validate_ids: bool = False
+    detect_nan: bool = False
+
+    def __post_init__(self) -> None:
+        check_flags(**{"checks.validate_ids": self.validate_ids, "checks.detect_nan": self.detect_nan})
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """The groups that a :class:`~lightning_pipe.recsys.tasks.session.RecsysSession` needs."""
+
+    rewrite: RewriteOptions
+    wire: WireOptions
+    memory: MemoryOptions
+    checks: CheckOptions
+
+    @classmethod
+    def of(cls, *, rewrite: Any, wire: Any, memory: Any, checks: Any) -> SessionOptions:
+        """The options of arguments, each of which is a group, a mapping of its fields, or None for its defaults.
+
+        Raises:
+            SetupError: one of them is none of these, or has a field or a value that its group does not have.
+        """
+        return cls(
+            option_group(RewriteOptions, "rewrite", rewrite),
+            option_group(WireOptions, "wire", wire),
+            option_group(MemoryOptions, "memory", memory),
+            option_group(CheckOptions, "checks", checks),
+        )

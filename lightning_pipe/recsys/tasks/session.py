@@ -1,0 +1,298 @@
+"""One sharded model in training and in evaluation: what both are built of, assembled in one place.
+
+RecsysSession ── process groups ── input dist, dense gradients, balancer, statuses of ranks
+     │
+     ├── training      rewrite + reducer + balancer + replicas ──► tasks
+     ├── rehearsal     another rewrite, of training set aside ───► tasks (for a profile)
+     └── evaluations   a rewrite each ───────────────────────────► tasks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_pipe.engine import PipelinePlan, PipelineTask, SWPipeline
+from lightning_pipe.engine.ranks.agreement import check_agreement
+from lightning_pipe.engine.ranks.exchanges import exchanging
+from lightning_pipe.engine.ranks.process_groups import new_group
+from lightning_pipe.recsys.balancing.balancer import BatchBalancer
+from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
+from lightning_pipe.recsys.kernels.fused import prefetches_set_aside
+from lightning_pipe.recsys.kernels.loss_check import check_finite_loss
+from lightning_pipe.recsys.plans.named import looks_ahead, needs_input_group
+from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
+from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
+from lightning_pipe.recsys.tasks.actions import RecsysActions
+from lightning_pipe.recsys.tasks.declarations import RecsysTask
+from lightning_pipe.recsys.tasks.options import SessionOptions
+from lightning_pipe.recsys.tasks.training import recsys_tasks
+
+__all__ = ["RecsysSession"]
+
+Transfer = Callable[[Any], Any]
+
+
+class RecsysSession:
+    """Builds and holds what the training and the evaluations of one sharded model share, until it is closed.
+
+    Process groups are made at first use, so every rank makes the same calls in the same order.
+
+    Args:
+        model: what :func:`~lightning_pipe.recsys.sharding.shard.shard_model` returns, or a module that TorchRec's
+            ``DistributedModelParallel`` has sharded, whose wrapper averages the dense gradients.
+        plan: plan of the training; None if it is found while training.
+        device: device of the batches.
+        options: of the rewrite, of ids on the wire, of memory and of checks.
+        balancer: exchanges samples between ranks in training; opened there, and closed with the session.
+        input_group: process group of the input dist; None makes one if the plan works ahead.
+        timeout: timeout of a collective in the groups that are made here (default PyTorch's).
+
+    Attributes:
+        options: as given.
+        world: all ranks; None without ``torch.distributed``.
+        reducer: averages the dense gradients; None outside of training, and for a model that averages its own.
+        rewrite: rewrite of the training; None outside of it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | ShardedModel,
+        plan: PipelinePlan | None,
+        device: torch.device,
+        options: SessionOptions,
+        *,
+        balancer: BatchBalancer | None = None,
+        input_group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self.world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        self.device = device
+        self.module: nn.Module = model.module if isinstance(model, ShardedModel) else model
+        self._sharded = model if isinstance(model, ShardedModel) else None
+        self._replicas = None if self._sharded is None else self._sharded.replicas
+        self._plan = plan
+        self.options = options
+        self._balancer = balancer
+        self._timeout = timeout
+        self._undo = ExitStack()
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._input_group = input_group
+        self._input_group_known = input_group is not None
+        self._bring_rates: Callable[[], None] | None = None
+        self._actions: RecsysActions | None = None
+        self.reducer: DenseGradientReducer | None = None
+        self.rewrite: ModelRewrite | None = None
+
+    @property
+    def sharded(self) -> ShardedModel:
+        """What ``shard_model`` returned, for sessions that were given that."""
+        assert self._sharded is not None, "the module was sharded elsewhere"
+        return self._sharded
+
+    # ------------------------------------------------------------------ training
+
+    def begin_training(self, bring_rates: Callable[[], None] | None) -> None:
+        """Prepare the averaging of dense gradients. Every rank calls this.
+
+        Args:
+            bring_rates: copies the current learning rates into the tables' optimisers; None if that is done elsewhere.
+        """
+        self._bring_rates = bring_rates
+        if self._sharded is not None:
+            # Not the input group: the input dists of later batches run while gradients are reduced.
+            self.reducer = DenseGradientReducer(self._sharded.dense_parameters(), self._group("dense"))
+            self._undo.callback(self.reducer.close)
+
+    def training_tasks(
+        self,
+        step: str,
+        *,
+        transfer: Transfer,
+        clipped: bool = False,
+        loss_scaled: bool = False,
+        extra: Mapping[str, RecsysTask] | None = None,
+        **actions: Any,
+    ) -> list[PipelineTask]:
+        """Rewrite the model, and build the tasks that train it; after :meth:`begin_training`. Every rank calls this.
+
+        Args:
+            step: name of the model's method that a batch is trained with.
+            transfer: moves a batch to the device.
+            clipped: gradients are scaled in the optimiser step, by one norm of all.
+            loss_scaled: the optimiser step may be skipped where a gradient overflowed.
+            extra: see :func:`~lightning_pipe.recsys.tasks.training.recsys_tasks`.
+            actions: other arguments of :class:`~lightning_pipe.recsys.tasks.actions.RecsysActions`.
+        """
+        if self._balancer is not None:
+            self._balancer.open(None if self.world is None else self._group("balance"), self.world, self.device)
+            self._undo.callback(self._balancer.close)
+        ahead = self._plan is None or looks_ahead(self._plan)
+        self.rewrite = self.new_rewrite(step, split_backward=clipped, look_ahead=ahead)
+        self._undo.callback(self.rewrite.restore)
+        if self.options.checks.detect_nan:
+            group = self.world if self.reducer is None else self._group("dense")
+            actions["check_loss"] = partial(check_finite_loss, group=group)
+        self._actions = self._training_actions(self.rewrite, transfer=transfer, agree_overflow=loss_scaled, **actions)
+        return recsys_tasks(self._actions, scaled_late=clipped or loss_scaled, extra=extra)
+
+    def give_up(self, contexts: Any) -> None:
+        """Take back lookups of batches that are not going to be trained."""
+        if self._actions is not None:
+            self._actions.give_up(contexts)
+
+    def end_training(self) -> None:
+        """Restore the model. The process groups, and the reducer, stay for another training."""
+        rewrite, self.rewrite, self._actions = self.rewrite, None, None
+        if rewrite is not None:
+            rewrite.restore()
+
+    @contextmanager
+    def set_aside(self, pipeline: SWPipeline | None) -> Iterator[None]:
+        """Context in which the model is as if no batch were in training; batches in flight stay valid.
+
+        Args:
+            pipeline: pipeline of the training; None outside of it.
+        """
+        if pipeline is not None:
+            pipeline.settle()  # a worker may be fetching rows for a batch in training
+        rewrite = self.rewrite
+        sharded = self._sharded.sharded_modules if self._sharded is not None else rewrite.modules if rewrite else {}
+        with prefetches_set_aside(sharded.values()):
+            if rewrite is not None:
+                rewrite.detach()
+            try:
+                yield
+            finally:
+                if rewrite is not None:
+                    rewrite.attach()
+
+    @contextmanager
+    def rehearsal(
+        self, step: str, plan: PipelinePlan, *, clipped: bool, **actions: Any
+    ) -> Iterator[list[PipelineTask]]:
+        """Context with tasks that train as the training's do, while that is set aside. Every rank enters it.
+
+        Args:
+            step: as in :meth:`training_tasks`.
+            plan: plan that the tasks are for.
+            clipped: as in :meth:`training_tasks`.
+            actions: as in :meth:`training_tasks`; *transfer* is one of them.
+        """
+        # Replayed iterations read their batches again, so their ids must stay.
+        rewrite = self.new_rewrite(
+            step, split_backward=clipped, look_ahead=looks_ahead(plan), free_features_early=False
+        )
+        report = None if self._balancer is None else self._balancer.report
+        try:
+            yield recsys_tasks(self._training_actions(rewrite, **actions), scaled_late=clipped)
+        finally:
+            rewrite.restore()
+            if self._balancer is not None and report is not None:
+                self._balancer.report = report
+
+    def _training_actions(self, rewrite: ModelRewrite, **actions: Any) -> RecsysActions:
+        return RecsysActions(
+            rewrite,
+            reducer=self.reducer,
+            before_lookup=self._bring_rates,
+            after_embedding_backward=None if self._sharded is None else self._sharded.step_data_parallel_tables,
+            balancer=self._balancer,
+            replicas=self._replicas,
+            **actions,
+        )
+
+    # ------------------------------------------------------------------ evaluation
+
+    def evaluation_tasks(
+        self, step: str, *, transfer: Transfer, **actions: Any
+    ) -> tuple[ModelRewrite, list[PipelineTask]]:
+        """Rewrite the model for an evaluation, while training is set aside. Every rank calls this.
+
+        Args:
+            step: name of the model's method that a batch is evaluated with.
+            transfer: moves a batch to the device.
+            actions: other arguments of :class:`~lightning_pipe.recsys.tasks.actions.RecsysActions`.
+
+        Returns:
+            The rewrite, detached, and its tasks.
+        """
+        rewrite = self.new_rewrite(step)
+        rewrite.detach()
+        return rewrite, recsys_tasks(RecsysActions(rewrite, transfer=transfer, loss_of=_no_loss, **actions))
+
+    def new_rewrite(
+        self,
+        step: str,
+        *,
+        split_backward: bool = False,
+        look_ahead: bool = False,
+        free_features_early: bool | None = None,
+    ) -> ModelRewrite:
+        """Another rewrite of the model, whose present one is detached. Every rank calls this.
+
+        Args:
+            step: name of the model's method that a batch is trained or evaluated with.
+            split_backward: see :class:`~lightning_pipe.recsys.rewrite.model_rewrite.ModelRewrite`.
+            look_ahead: see there.
+            free_features_early: see there; by default as asked for of this session.
+        """
+        early = self.options.memory.free_features_early if free_features_early is None else free_features_early
+        return ModelRewrite(
+            self.module,
+            method=self.options.rewrite.method,
+            step=step,
+            input_group=self._input(),
+            status_group=None if self._replicas is None else self._group("status"),
+            agree_group=self.world,
+            validate_ids=self.options.checks.validate_ids,
+            ids_on_wire=self.options.wire.ids,
+            split_backward=split_backward,
+            look_ahead=look_ahead,
+            free_features_early=early,
+        )
+
+    # ------------------------------------------------------------------ process groups, memory, end
+
+    def _group(self, name: str) -> dist.ProcessGroup:
+        """A process group of all ranks, made at first use."""
+        if name not in self._groups:
+            self._groups[name] = self._left_at_end(new_group(timeout=self._timeout))
+        return self._groups[name]
+
+    def _input(self) -> dist.ProcessGroup | None:
+        """The group of the input dist, over the ranks that share the tables; None if the tables' own serves."""
+        if not self._input_group_known:
+            # Ranks with other plans would wait for each other to make a group.
+            plan = self._plan
+            check_agreement([("name", "auto")] if plan is None else plan.description(), "plan", self.world)
+            if self.world is not None and (plan is None or needs_input_group(plan)):
+                make = new_group if self._replicas is None else self._replicas.groups.new_shard_group
+                self._input_group = exchanging(self._left_at_end(make(timeout=self._timeout)))
+            self._input_group_known = True
+        return self._input_group
+
+    def _left_at_end(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        def leave() -> None:
+            # The user may have left the world, and with it all groups, before the session was closed.
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+
+        self._undo.callback(leave)
+        return group
+
+    def close(self) -> None:
+        """Restore the model, and leave the process groups. May be called again."""
+        self.rewrite = self._actions = None
+        self._undo.close()
+
+
+def _no_loss(output: Any) -> None:
+    return None

@@ -1,0 +1,54 @@
+"""Learning rates of the tables while they are trained: of a schedule of their own, or following the dense optimiser.
+
+Tested in ``tests/strategies/recommender/test_strategy.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_pipe.recsys.kernels.optimizers import base_learning_rate, learning_rate_factor
+from lightning_pipe.recsys.kernels.table_schedule import TableSchedule
+from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
+
+__all__ = ["TableRates"]
+
+
+class TableRates:
+    """Copies the current learning rates into the tables' fused optimisers.
+
+    Args:
+        sharded: model whose tables are trained.
+        optimizer: gives the dense optimiser, whose first group the rates follow by default: base rate times its factor.
+        schedule: ``class_path`` and ``init_args`` of a learning-rate scheduler for the tables; None to follow.
+
+    Raises:
+        SetupError: there is no such scheduler, or it steps on a metric.
+    """
+
+    def __init__(
+        self, sharded: ShardedModel, optimizer: Callable[[], Optimizer], schedule: Mapping[str, Any] | None
+    ) -> None:
+        self._sharded = sharded
+        self._optimizer = optimizer
+        self._base: float | None = None
+        # There are no groups where configure_optimizers returned nothing.
+        if optimizer().param_groups:
+            self._base = base_learning_rate(optimizer())
+        rates = {name: table.learning_rate for name, table in sharded.tables.items()}
+        self.schedule = None if schedule is None else TableSchedule(schedule, rates)
+
+    def bring(self) -> None:
+        """Copy the rates of now."""
+        if self.schedule is not None:
+            self._sharded.set_learning_rates(self.schedule.learning_rates())
+        elif (optimizer := self._optimizer()).param_groups:
+            self._sharded.set_learning_rate_factor(learning_rate_factor(optimizer, self._base))
+
+    def step(self) -> None:
+        """Advance the schedule by one optimiser step."""
+        if self.schedule is not None:
+            self.schedule.step()

@@ -1,0 +1,140 @@
+"""Validation, test and prediction of a sharded recommender under a Trainer, while its training is set aside.
+
+Tested in ``tests/scenarios/recommenders/test_recsys_evaluation.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins import Precision
+
+from lightning_pipe.engine import PipelinePlan, SWPipeline
+from lightning_pipe.engine.ranks.together import on_all_ranks
+from lightning_pipe.loops import EvaluationProgram
+from lightning_pipe.loops.programs.default_program import default_evaluation
+from lightning_pipe.loops.turns import Turn
+from lightning_pipe.recsys.kernels.fused import evaluating
+from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
+from lightning_pipe.recsys.tasks.evaluation import PipelinedEvaluation
+from lightning_pipe.recsys.tasks.session import RecsysSession
+
+__all__ = ["LOOKUP", "TableEvaluation"]
+
+# Prefix of the announced name of a lookup; the name of the sharded module follows.
+LOOKUP = "lookup in "
+
+
+class TableEvaluation:
+    """Evaluates a sharded LightningModule.
+
+    Args:
+        session: session of the module.
+        precision: the trainer's precision plugin.
+        training: gives the pipeline of the training, None outside of it.
+
+    Attributes:
+        programs: programs made so far, one a dataloader.
+    """
+
+    def __init__(self, session: RecsysSession, precision: Precision, training: Callable[[], SWPipeline | None]) -> None:
+        self._session = session
+        self._sharded = session.sharded
+        self._precision = precision
+        self._training = training
+        self._rows_are_known = False
+        self.programs: list[EvaluationProgram] = []
+        # Rewrites for batches that only some ranks have, by the name of the step.
+        self._turn_rewrites: dict[str, ModelRewrite] = {}
+
+    def begin(self) -> None:
+        """Make the same on all ranks what each, or each replica, has for itself. Every rank calls this."""
+        self.refuse_existing_rows()
+        self._sharded.share_buffers()
+        self._sharded.sync_replicas()
+
+    def refuse_existing_rows(self) -> None:
+        """Refuse rows of an earlier run, once, after what may have replaced them: a checkpoint, and users' hooks."""
+        known, self._rows_are_known = self._rows_are_known, True
+        modules = self._sharded.dynamic_rows.values()
+
+        def refuse() -> None:
+            for rows in modules:
+                rows.refuse_existing()
+
+        if modules and not known:
+            on_all_ranks(refuse, "rows of an earlier run cannot be used")
+
+    def build(
+        self, trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str, plan: PipelinePlan
+    ) -> EvaluationProgram:
+        """Build tasks and plan for the batches of one dataloader. Every rank calls this.
+
+        Args:
+            trainer: the trainer that evaluates.
+            transfer: moves a batch to the device.
+            step: name of the module's method.
+            plan: plan of the training.
+        """
+        if not self._session.options.rewrite.evaluation:
+            return default_evaluation(trainer, transfer, step, ahead=0)
+        with self._session.set_aside(self._training()):
+            evaluation = PipelinedEvaluation(
+                self._session, step, plan, transfer=transfer, lookup_context=self._precision.forward_context
+            )
+
+        @contextmanager
+        def around() -> Generator[None, None, None]:
+            with self._session.set_aside(self._training()), evaluation.attached():
+                yield
+
+        program = EvaluationProgram(
+            evaluation.pipeline,
+            transfer="H2DAndShuffle",
+            forward="DenseForward",
+            step="DenseForward",
+            alone=lambda: evaluation.alone,
+            around=around,
+        )
+        self.programs.append(program)
+        return program
+
+    def run(self, step: Callable[[], Any]) -> Any:
+        """Run a batch's evaluation step, in the program whose batch it is."""
+        for program in self.programs:
+            if program.current is not None and not program.steps_whole_batch:
+                return program.run_forward(step)
+        # Lookups of the sharded modules' own forwards: those of training leave the counters to the rewrite.
+        with nullcontext() if torch.is_grad_enabled() else evaluating(self._sharded.sharded_modules.values()):
+            return step()
+
+    @contextmanager
+    def in_turn(self, turn: Turn, step: str) -> Generator[None, None, None]:
+        """Context in which lookups of the module's method *step* are announced to *turn*."""
+        with self._session.set_aside(self._training()):
+            if step not in self._turn_rewrites:
+                self._turn_rewrites[step] = self._session.new_rewrite(step)
+            rewrite = self._turn_rewrites[step]
+            rewrite.announce = lambda announced: turn.call(f"{LOOKUP}{announced[0]}", announced)
+            rewrite.attach()
+            try:
+                yield
+            finally:
+                rewrite.detach()
+
+    def join(self, detail: Any) -> None:
+        """Start another rank's lookup, which announced *detail*, with empty features; inside :meth:`in_turn`."""
+        rewrite = next(one for one in self._turn_rewrites.values() if one.attached)
+        with self._precision.forward_context():
+            rewrite.join(detail)
+
+    def close(self) -> None:
+        """Close all programs; may be called again."""
+        for program in self.programs:
+            program.close()
+        self.programs = []
+        self._turn_rewrites = {}

@@ -1,0 +1,251 @@
+"""A recommender's training under a Trainer: Lightning's calls during a batch move its tasks on.
+
+Tested in ``tests/strategies/recommender/test_strategy.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import Optimizer
+
+from lightning_pipe.engine import PipelinePlan, ProfileResult, SWPipeline
+from lightning_pipe.loops import TrainingProgram
+from lightning_pipe.loops.programs.auto_program import AutoProgram, PlanChoice
+from lightning_pipe.recsys.batches.transfer import check_movable
+from lightning_pipe.recsys.kernels.kernel_calls import check_tables_wait
+from lightning_pipe.recsys.kernels.optimizers import take_tables_out
+from lightning_pipe.recsys.plans.named import recsys_plan
+from lightning_pipe.recsys.sharding.replicas import refuse_norm
+from lightning_pipe.recsys.sharding.shard import ShardedModel
+from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, propose_plans
+from lightning_pipe.recsys.tasks.session import RecsysSession
+from lightning_pipe.recsys.tasks.table_rates import TableRates
+from lightning_pipe.strategies.auto import AUTO, AutoOptions
+from lightning_pipe.strategies.recommender.table_gradients import TableGradients
+from lightning_pipe.strategies.recommender.table_profile import TableProfile
+from lightning_pipe.strategies.refusals import clips_gradients, loss_scaler
+
+__all__ = ["TableTraining", "checked_transfer", "leave_tables_out"]
+
+_log = pl.utilities.rank_zero.rank_zero_info
+_log_names = pl.utilities.rank_zero.rank_zero_debug
+
+
+class TableTraining:
+    """Trains a sharded LightningModule, from set-up to the end of ``fit``.
+
+    Args:
+        trainer: the trainer that fits.
+        session: session of the sharded module; the training's, until this is closed.
+        plan: name, path or plan; ``"auto"`` to find one.
+        auto: how a plan is found.
+        chosen: called with the plan that was found.
+        schedule: configuration of the tables' learning-rate scheduler; None to follow the dense optimiser.
+
+    Attributes:
+        program: tasks under the plan; None before the first epoch.
+        rates: learning rates of the tables.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        session: RecsysSession,
+        plan: str | Path | PipelinePlan,
+        auto: AutoOptions,
+        chosen: Callable[[PlanChoice], None],
+        schedule: Mapping[str, Any] | None,
+    ) -> None:
+        self._trainer = trainer
+        self._session = session
+        self._sharded = sharded = session.sharded
+        self._precision = trainer.precision_plugin
+        self._plan = plan
+        self._auto = auto
+        self._chosen = chosen
+        self._gradients: TableGradients | None = None
+        self.rates = TableRates(sharded, lambda: trainer.optimizers[0], schedule)
+        self.program: TrainingProgram | None = None
+        _tell_left_out(sharded)
+        if clips_gradients(trainer):
+            refuse_norm(sharded.replicas)
+        session.begin_training(self.rates.bring)
+
+    @property
+    def pipeline(self) -> SWPipeline | None:
+        """Pipeline of the training; None before the first epoch."""
+        return None if self.program is None else self.program.pipeline
+
+    def build(self, transfer: Callable[[Any], Any]) -> TrainingProgram:
+        """Build tasks and plan; every rank calls this when training begins. *transfer* moves a batch to the device."""
+        session, sharded, precision = self._session, self._sharded, self._precision
+        clipped, loss_scaled = clips_gradients(self._trainer), loss_scaler(precision) is not None
+        if clipped or loss_scaled:
+            # Only the optimiser step knows what the tables' gradients are scaled by.
+            check_tables_wait(sharded.sharded_modules)
+        tasks = session.training_tasks(
+            "training_step",
+            transfer=transfer,
+            loss_of=lightning_loss,
+            lookup_context=precision.forward_context,
+            clipped=clipped,
+            loss_scaled=loss_scaled,
+        )
+        rewrite = session.rewrite
+        assert rewrite is not None
+        if clipped or loss_scaled:
+            self._gradients = TableGradients(precision, sharded, session.device, self._batch_in_training)
+        arguments: dict[str, Any] = {
+            "transfer": "H2DAndShuffle",
+            "forward": "LossPostprocess",
+            "backward": "FinalizeGrads",
+            "step": "OptimStep",
+            "prepared": "BalanceFinish" if any(task.name == "BalanceFinish" for task in tasks) else None,
+            "alone": lambda: rewrite.records and not rewrite.resolved,
+            "on_close": self._end,
+            "on_give_up": session.give_up,
+        }
+        if self._plan != AUTO:
+            pipeline = SWPipeline(recsys_plan(self._plan, tasks), session.device, session.world)
+            self.program = TrainingProgram(pipeline, **arguments)
+            return self.program
+        exploration = self._auto.search
+        propose = partial(
+            propose_plans,
+            tasks,
+            max_in_flight=self._auto.max_in_flight,
+            peers=self._trainer.world_size > 1,
+            device=session.device,
+            keep=exploration.found + 3,  # the hand-written ones may be among them
+        )
+        by_hand = hand_written_plans(tasks, on_disk=bool(sharded.dynamic_rows))
+        self.program = AutoProgram(
+            by_hand, propose, session.device, session.world, exploration, self._chosen, **arguments
+        )
+        return self.program
+
+    def _batch_in_training(self) -> Any:
+        return None if self.program is None else self.program.current
+
+    def _end(self) -> None:
+        self._session.end_training()
+        if self._gradients is not None:
+            self._gradients.close()
+
+    # ------------------------------------------------------------------ Lightning's calls during a batch
+
+    def forward(self, step: Callable[[], Any]) -> Any:
+        """Run the period up to the loss; *step* is the module's ``training_step``."""
+        assert self.program is not None
+        if self._gradients is not None:
+            self._gradients.begin()
+        output = self.program.run_forward(step)
+        if output is None and self._trainer.world_size > 1:
+            # Lightning refuses this among several ranks, where DDP would wait for ever for the rank's gradients. Here
+            # the rank sends zeros; the loss is for Lightning, nothing runs backward from it.
+            return torch.zeros((), device=self._session.device, requires_grad=True)
+        return output
+
+    def backward(self, backward: Callable[[], None]) -> None:
+        """Run the period until gradients are averaged; *backward* is the precision plugin's."""
+        assert self.program is not None
+        self.program.run_backward(backward)
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]
+    ) -> Any:
+        """Run the optimiser step; *step* is the precision plugin's, which takes a closure."""
+        program, gradients = self.program, self._gradients
+        assert program is not None
+
+        def closure_and_open_step() -> Any:
+            result = closure()
+            program.begin_step()
+            if gradients is not None:
+                gradients.after_backward(optimizer)
+                if gradients.leave_scaler_alone(optimizer):
+                    return None  # which Lightning takes for a batch without a loss
+            return result
+
+        with nullcontext() if gradients is None else gradients.stepping(optimizer):
+            output = step(closure_and_open_step)
+        program.end_step()
+        self.rates.step()
+        return output
+
+    # ------------------------------------------------------------------ beside it
+
+    def profile(
+        self, batches: Sequence[Any], tasks: Sequence[str] | None, rounds: int, iterations: int
+    ) -> ProfileResult:
+        """See :meth:`RecsysPipelineStrategy.profile`."""
+        pipeline = self.pipeline
+        assert pipeline is not None
+        with self._session.set_aside(pipeline):
+            profile = TableProfile(self._trainer, self._session, lightning_loss, pipeline.plan)
+            return profile.measure(batches, tasks, rounds, iterations)
+
+    def close(self) -> None:
+        """Close the program; may be called again."""
+        if self.program is not None:
+            self.program.close()
+            self.program = None
+
+
+def lightning_loss(output: Any) -> torch.Tensor | None:
+    """The loss in what ``training_step`` returned; Lightning itself checks its form."""
+    if isinstance(output, Mapping):
+        output = output.get("loss")
+    return output if isinstance(output, torch.Tensor) else None
+
+
+def checked_transfer(trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """*transfer*, of batches that Lightning can move, where it is Lightning that moves them."""
+    holders = (trainer.lightning_module, getattr(trainer, "datamodule", None))
+    if any(one is not None and is_overridden("transfer_batch_to_device", one) for one in holders):
+        return transfer
+
+    def move(batch: Any) -> Any:
+        check_movable(batch)
+        return transfer(batch)
+
+    return move
+
+
+def leave_tables_out(optimizers: Sequence[Optimizer], sharded: ShardedModel) -> None:
+    """Take tables out of the user's optimisers, and say so; they are trained by their own."""
+    for optimizer in optimizers:
+        names = take_tables_out(optimizer, sharded.table_parameters())
+        if names:
+            _log(
+                f"Took {len(names)} table parameter(s) out of {type(optimizer).__name__}'s groups, since the"
+                " tables' own optimiser trains them"
+            )
+            _log_names(f"Taken out of {type(optimizer).__name__}'s groups: {', '.join(names)}")
+        for group in optimizer.param_groups:
+            # Where PyTorch's schedulers count from, but for those that step on a metric: the tables follow all.
+            group.setdefault("initial_lr", group["lr"])
+
+
+def _tell_left_out(model: ShardedModel) -> None:
+    """Say which arguments of tables' optimisers have the kernel's default and not the class's."""
+    tables: dict[tuple[str, str], int] = {}
+    for table in model.tables.values():
+        optimizer = table.known_optimizer
+        for key, (kernels, classes) in optimizer.left_out.items():
+            said = optimizer.name, f"{key}={kernels} (the class's default is {classes})"
+            tables[said] = tables.get(said, 0) + 1
+    if tables:
+        values = "; ".join(f"{name} of {count} table(s) with {value}" for (name, value), count in tables.items())
+        _log(
+            "Arguments left out of apply_optimizer_in_backward have the fused kernel's defaults, as under TorchRec's"
+            f" DistributedModelParallel: {values}. Give them to choose"
+        )

@@ -1,0 +1,61 @@
+"""What option groups refuse, and what a TrainPipeline takes of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.recsys import CheckOptions, MemoryOptions, RewriteOptions, TrainPipeline, WireOptions
+from tests.recsys.pipeline_cases import CASES, adam, sharded
+from tests.recsys.sharding_cases import CPU
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "group"),
+    [
+        (RewriteOptions, "evaluation", "rewrite"),
+        (MemoryOptions, "free_features_early", "memory"),
+        (CheckOptions, "validate_ids", "checks"),
+        (CheckOptions, "detect_nan", "checks"),
+    ],
+)
+def test_what_is_on_or_off_is_no_text(kind: Any, field: str, group: str) -> None:
+    with pytest.raises(SetupError, match=f"{group}.{field} is 'false'; needed is True or False"):
+        kind(**{field: "false"})
+
+
+def test_unknown_precisions_and_integer_types_are_refused() -> None:
+    with pytest.raises(SetupError, match="forward='half'"):
+        WireOptions({"forward": "half"})
+    with pytest.raises(SetupError, match="ids on the wire are 'int16'; needed is one of auto, int32, int64"):
+        WireOptions(ids="int16")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"wire": {"quantized_comms": {"forward": "bf16"}}}, "give quantized_comms to shard_model"),
+        ({"rewrite": {"evaluation": False}}, "always pipelined; leave it out"),
+        ({"checks": {"validate": True}}, "checks has 'validate'; expected only validate_ids, detect_nan"),
+    ],
+)
+def test_a_train_pipeline_refuses_what_it_cannot_follow(one_rank: Any, options: Any, message: str) -> None:
+    model = sharded(CASES["pooled, table_wise"])
+    with pytest.raises(SetupError, match=message):
+        TrainPipeline(model, adam(model), CPU, **options)
+
+
+def test_a_group_may_be_a_dataclass_or_a_mapping(one_rank: Any) -> None:
+    losses = []
+    for checks in (CheckOptions(detect_nan=True), {"detect_nan": True}):
+        model = sharded(CASES["pooled, table_wise"])
+        pipeline = TrainPipeline(
+            model, adam(model), CPU, custom_model_fwd=lambda batch: (torch.tensor([torch.nan]), None), checks=checks
+        )
+        with pytest.raises(Exception, match="the loss is not finite") as caught:
+            pipeline.progress(iter(CASES["pooled, table_wise"].data(3)))
+        losses.append(str(caught.value))
+    assert len(losses) == 2
