@@ -293,9 +293,9 @@ def not_a_number(batch: Batch) -> Any:
 WRONG: dict[str, tuple[Callable[[Batch], Any], dict[str, Any], str]] = {
     "no features": (without_features, {}, "KeyedJaggedTensor"),
     "other keys": (other_keys, {}, "f9"),
-    "an id beyond the table": (beyond_the_table, {"validate_ids": True}, "has the id 24"),
+    "an id beyond the table": (beyond_the_table, {"checks": {"validate_ids": True}}, "has the id 24"),
     "a part that cannot be moved": (immovable, {}, "batch.label is of type Opaque"),
-    "a loss that is no number": (not_a_number, {"detect_nan": True}, "not finite on rank(s) [1]"),
+    "a loss that is no number": (not_a_number, {"checks": {"detect_nan": True}}, "not finite on rank(s) [1]"),
 }
 
 

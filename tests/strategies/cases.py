@@ -289,13 +289,14 @@ class Memory(Logger):
         pass
 
 
-# Fields of the strategy's option groups, which recsys() takes as keywords of its own.
+# Fields of the strategy's option groups, by the keywords of recsys() that stand for them.
 FIELDS = {
-    **dict.fromkeys(("constraints", "topology", "replicas", "sync_every"), "sharding"),
-    **dict.fromkeys(("validate_ids", "detect_nan"), "checks"),
-    **dict.fromkeys(("exploration", "max_in_flight", "save_plan"), "auto"),
-    "free_features_early": "memory",
-    "quantized_comms": "wire",
+    **{name: ("sharding", name) for name in ("constraints", "topology", "replicas", "sync_every")},
+    **{name: ("checks", name) for name in ("validate_ids", "detect_nan")},
+    **{name: ("auto", name) for name in ("exploration", "max_in_flight", "save_plan")},
+    "free_features_early": ("memory", "free_features_early"),
+    "quantized_comms": ("wire", "quantized_comms"),
+    "ids_on_wire": ("wire", "ids"),
 }
 
 
@@ -308,15 +309,16 @@ def recsys(
         plan: as the strategy takes it.
         kinds: sharding types of tables, by name; the planner chooses the others'.
         optimizer: of the tables; None for what the module says.
-        options: more of the strategy's arguments. A field of an option group may be given by its own name, which this
-            function puts into the group.
+        options: more of the strategy's arguments. A field of an option group may be given as a keyword of its own
+            (``FIELDS``), which this function puts into the group.
     """
     if kinds:
         # So that eight columns can be split in two.
         options["constraints"] = {name: {"sharding_types": [kind], "min_partition": 4} for name, kind in kinds.items()}
     groups: dict[str, dict[str, Any]] = {}
     for name in [name for name in options if name in FIELDS]:
-        groups.setdefault(FIELDS[name], {})[name] = options.pop(name)
+        group, field = FIELDS[name]
+        groups.setdefault(group, {})[field] = options.pop(name)
     return RecsysPipelineStrategy(plan, sparse_optimizer=optimizer, **{**groups, **options})
 
 

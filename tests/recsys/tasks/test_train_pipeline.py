@@ -156,8 +156,7 @@ def test_gradients_accumulate_over_batches_under_every_plan_as_in_a_loop(
         ({"accumulate": 2, "max_norm": 1.0}, "max_norm is 1.0 and accumulate is 2"),
         ({"max_norm": "1.0"}, "max_norm is '1.0'; needed is a number above 0"),
         ({"max_norm": True}, "max_norm is True; needed is a number above 0"),
-        ({"detect_nan": "no"}, "detect_nan is 'no'; needed is True or False"),
-        ({"free_features_early": "false"}, "free_features_early is 'false'; needed is True or False"),
+        ({"checks": {"detect_nan": "no"}}, "checks.detect_nan is 'no'; needed is True or False"),
         ({"custom_model_fwd": 5}, "custom_model_fwd is 5; needed is a function"),
     ],
 )

@@ -34,9 +34,9 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "16 bits": (KINDS, {"quantized_comms": HALF}),
     "8 bits": (
         {**KINDS, "people": "table_wise"},
-        {"wire": {"quantized_comms": {"forward": "int8", "backward": "int8"}, "ids": "int32"}},
+        {"quantized_comms": {"forward": "int8", "backward": "int8"}, "ids_on_wire": "int32"},
     ),
-    "ids of 64 bits": (KINDS, {"wire": {"ids": "int64"}}),
+    "ids of 64 bits": (KINDS, {"ids_on_wire": "int64"}),
     "as it comes": (KINDS, {}),
 }
 
