@@ -30,7 +30,7 @@ from benchmarks.quiet import QuietRuns
 from lightning_pipe.engine import PipelinePlan, PlanError, SWPipeline, TaskSchedule
 from lightning_pipe.engine.planning.plan_bound import lower_bound
 from lightning_pipe.engine.planning.plan_choice import fastest, most_found
-from lightning_pipe.engine.planning.planner import Candidate, exhaustive_plans, find_plans
+from lightning_pipe.engine.planning.planner import PlanCandidate, exhaustive_plans, find_plans
 from lightning_pipe.engine.planning.simulation import simulate
 from tests.engine.synthetic import Graph, Kernel, random_graph
 
@@ -130,7 +130,7 @@ def _run_graph(graph: Graph, quiet: QuietRuns, given: argparse.Namespace, figure
             print(f"{what:38}{times_of}{medians[name] / simulated[name] - 1:11.1%}", flush=True)
 
 
-def _best_of_all(graph: Graph, found: Candidate, bound: float) -> PipelinePlan | None:
+def _best_of_all(graph: Graph, found: PlanCandidate, bound: float) -> PipelinePlan | None:
     """The best plan there is, by simulation; None where there are too many to try."""
     if len(graph.tasks) > EXHAUSTIVE_TASKS:
         return None

@@ -17,7 +17,7 @@ from lightning_pipe.cli.training import PipelineCLI, count
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.plans.fitted_table import FittedTable
 from lightning_pipe.llm.choice.estimate import Refused, parse_size
-from lightning_pipe.llm.choice.schedule_choice import Prediction
+from lightning_pipe.llm.choice.schedule_choice import SchedulePrediction
 from lightning_pipe.strategies.language_model.auto import AutoLLMPipelineStrategy
 from lightning_pipe.strategies.language_model.choice_report import named, size, unit_of
 from lightning_pipe.strategies.language_model.example_batch import example_batch
@@ -204,7 +204,7 @@ def _share(total: int, memory: int | None) -> list[str]:
     return [] if memory is None else [f"{100 * total / memory:.0f} %{'' if total <= memory else ' !'}"]
 
 
-def _verdict(one: Prediction, memory: int | None) -> str:
+def _verdict(one: SchedulePrediction, memory: int | None) -> str:
     if memory is None:
         return f"{size(one.peak)} on the rank that needs most"
     missing = one.peak - memory

@@ -14,9 +14,8 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_pipe.engine import PipelineError, SetupError
-from lightning_pipe.strategies.language_model.renamed import refuse_renamed
 from lightning_pipe.strategies.registry import STRATEGIES
-from lightning_pipe.strategies.renamed import RECOMMENDER
+from lightning_pipe.strategies.renamed import LANGUAGE_MODEL, RECOMMENDER, refuse_renamed
 
 __all__ = ["Parser", "PipelineCLI", "count"]
 
@@ -25,17 +24,14 @@ class Parser(LightningArgumentParser):
     """Lightning's, which says how a strategy is given options."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if "LLMPipelineStrategy" in message:
-            # The message has the values only as text.
-            refuse_renamed(dict.fromkeys(re.findall(r"Option '(\w+)' is not accepted", message), "..."))
+        # The message has the values only as text.
+        former = dict.fromkeys(re.findall(r"Option '(\w+)' is not accepted", message), "...")
+        refuse_renamed(former, LANGUAGE_MODEL if "LLMPipelineStrategy" in message else RECOMMENDER)
         if "trainer.strategy" in message and "NestedArg" in message:
             message += (
                 "\nA strategy that is given by its name takes no options. Give its class, then its options:"
                 " --trainer.strategy lightning_pipe.strategies.RecsysPipelineStrategy --trainer.strategy.plan base"
             )
-        former = [name for name in re.findall(r"Option '(\w+)", message) if name in RECOMMENDER]
-        for group, field in (RECOMMENDER[name].split(".") for name in former):
-            message += f"\nIt is a field of an option group now. Give it in init_args as\n  {group}:\n    {field}: ..."
         super().error(message, ex)
 
 

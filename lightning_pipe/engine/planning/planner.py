@@ -34,7 +34,7 @@ _FEW_TASKS, _FEW = 5, 1500
 _ENOUGH = 4
 
 
-class Candidate(NamedTuple):
+class PlanCandidate(NamedTuple):
     """A plan that was found.
 
     Args:
@@ -56,7 +56,7 @@ def find_plans(
     *,
     hand_written: Sequence[PipelinePlan] = (),
     keep: int = 5,
-) -> list[Candidate]:
+) -> list[PlanCandidate]:
     """The best plans within *limits*, best first. Exact ones, unless the limits allow staleness.
 
     Of plans that are predicted to take about the same time, the better one has no more threads that compute than there
@@ -93,7 +93,7 @@ def exhaustive_plans(
     machine: Machine | None = None,
     *,
     at_most: int = 20_000,
-) -> Candidate:
+) -> PlanCandidate:
     """The best of all exact plans, each of which is simulated. For a handful of tasks.
 
     Plans that differ only in how early a worker gets a task count as one, as early as dependencies allow.
@@ -123,10 +123,10 @@ def exhaustive_plans(
             break
     if best is None:
         raise _nothing_found(space)
-    return _Found(space, best, bound).candidate("auto_exhaustive")
+    return _FoundPlan(space, best, bound).candidate("auto_exhaustive")
 
 
-class _Found(NamedTuple):
+class _FoundPlan(NamedTuple):
     space: PlanSpace
     draft: Draft
     bound: Bound
@@ -139,12 +139,12 @@ class _Found(NamedTuple):
     def weighed(self) -> float:
         return _weighed(self.space, self.draft)
 
-    def candidate(self, name: str) -> Candidate:
+    def candidate(self, name: str) -> PlanCandidate:
         if self.space.stale:
             name = name.replace("auto", "auto_stale")
         over = self.seconds / self.bound.seconds - 1 if self.bound.seconds else 0.0
         distance = "no plan can be faster" if over <= _SAME else f"{over:.1%} more than no plan can be faster than"
-        return Candidate(
+        return PlanCandidate(
             self.space.plan(self.draft, name),
             self.seconds,
             f"{self.seconds * 1e3:.2f} ms by simulation, {distance}: {self.bound.reason}",
@@ -169,7 +169,7 @@ class _Search:
         for plan in hand_written:
             self._add(space.draft_of(plan))
 
-    def found(self) -> list[_Found]:
+    def found(self) -> list[_FoundPlan]:
         """For each number of workers and of batches in flight the best draft, best first."""
         good = 0
         for draft in scheduled_drafts(self.space, self.bound.seconds):
@@ -187,7 +187,7 @@ class _Search:
         kinds: dict[tuple[int, ...], Draft] = {}
         for draft in sorted(self.drafts, key=self._rank):
             kinds.setdefault((self.space.crowding(draft), draft.workers, max(draft.stages)), draft)
-        return [_Found(self.space, draft, self.bound) for draft in sorted(kinds.values(), key=self._rank)]
+        return [_FoundPlan(self.space, draft, self.bound) for draft in sorted(kinds.values(), key=self._rank)]
 
     def _climb(self) -> None:
         """From the best drafts, to a better neighbour as long as there is one."""

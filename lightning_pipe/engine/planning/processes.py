@@ -1,7 +1,7 @@
 """A clock that is not the wall's: generators as threads, the signals they wait for and the resources they share.
 
 Discrete-event simulation in its process form: a process is a generator that yields what it waits for, a
-:class:`Signal` or some :class:`Work`, and goes on when that has come.
+:class:`Signal` or some :class:`ResourceUse`, and goes on when that has come.
 
 Tested in ``tests/engine/planning/test_simulation.py``.
 """
@@ -27,7 +27,7 @@ class Signal:
         self.waiting: list[Process] = []
 
 
-class Work:
+class ResourceUse:
     """So much of a resource, in seconds at its full speed."""
 
     __slots__ = ("resource", "seconds")
@@ -50,7 +50,7 @@ class Process:
     def __init__(self, name: Hashable) -> None:
         self.name = name
         self.cause: Any = None
-        self.body: Generator[Signal | Work, None, None] | None = None
+        self.body: Generator[Signal | ResourceUse, None, None] | None = None
 
 
 class SharedResource:
@@ -111,7 +111,7 @@ class Clock:
         self.resources = list(resources)
         self._ready: deque[Process] = deque()
 
-    def start(self, process: Process, body: Generator[Signal | Work, None, None]) -> None:
+    def start(self, process: Process, body: Generator[Signal | ResourceUse, None, None]) -> None:
         """Let *process* run *body*, once those that are ready have run."""
         process.body = body
         self._ready.append(process)
@@ -139,7 +139,7 @@ class Clock:
     def _step(self, process: Process) -> None:
         assert process.body is not None
         for wanted in process.body:
-            if isinstance(wanted, Work):
+            if isinstance(wanted, ResourceUse):
                 wanted.resource.add(process, wanted.seconds, self.now)
                 return
             if not wanted.is_set:

@@ -20,7 +20,7 @@ from collections.abc import Generator, Hashable, Mapping
 from typing import Literal, NamedTuple
 
 from lightning_pipe.engine.planning.costs import Machine, Resource, TaskCost, awaited, loads
-from lightning_pipe.engine.planning.processes import Clock, Process, SharedResource, Signal, Work
+from lightning_pipe.engine.planning.processes import Clock, Process, ResourceUse, SharedResource, Signal
 from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.engine.runtime.executor import Operation
@@ -28,11 +28,11 @@ from lightning_pipe.engine.runtime.executor import Operation
 # Two states are the same if what is left of all work is, to this part of an iteration's whole work.
 _RESOLUTION = 1e-9
 
-Body = Generator[Signal | Work, None, None]
+Body = Generator[Signal | ResourceUse, None, None]
 Kind = Literal["thread", "device", "background"]
 
 
-class Span(NamedTuple):
+class SimulatedSpan(NamedTuple):
     """One piece of work of the simulation.
 
     Args:
@@ -51,10 +51,10 @@ class Span(NamedTuple):
     lane: str
     start: float
     end: float
-    cause: Span | None
+    cause: SimulatedSpan | None
 
 
-class _Entry(NamedTuple):
+class _QueueEntry(NamedTuple):
     """What a worker or a stream is given to do: a task, or, without one, to join all streams and retire."""
 
     op: Operation | None
@@ -68,7 +68,7 @@ class _Queue:
     __slots__ = ("done", "entries", "filled", "per_period")
 
     def __init__(self, per_period: int) -> None:
-        self.entries: deque[_Entry] = deque()
+        self.entries: deque[_QueueEntry] = deque()
         self.filled = Signal()
         self.done = 0
         self.per_period = per_period
@@ -122,9 +122,9 @@ class SimulatedThreads:
                 self.clock.start(stream, self._stream(stream))
         self.tickets = itertools.count()
 
-        self.work: list[Span] = []
+        self.work: list[SimulatedSpan] = []
         self.retired: list[float] = []
-        self.last_cause: Span | None = None  # of the latest retirement
+        self.last_cause: SimulatedSpan | None = None  # of the latest retirement
         self.states: dict[Hashable, int] = {}
         self.resolution = _RESOLUTION * (sum(load.seconds for load in work) or 1.0)
         self.repeats_after = 0
@@ -140,12 +140,12 @@ class SimulatedThreads:
     def _main(self, main: Process, at_least: int, at_most: int) -> Body:
         for period in itertools.count(-self.plan.max_stage):
             if self.machine.between_periods:
-                yield Work(self.caller, self.machine.between_periods)
+                yield ResourceUse(self.caller, self.machine.between_periods)
             for op in self.order:
                 iteration = period + op.stage
                 if iteration < 0:
                     continue
-                entry = _Entry(op, iteration, next(self.tickets) if op.ordered else None)
+                entry = _QueueEntry(op, iteration, next(self.tickets) if op.ordered else None)
                 if op.group == MAIN:
                     yield from self._run(main, entry, op)
                 else:
@@ -155,7 +155,7 @@ class SimulatedThreads:
             for op in self.on_workers:
                 yield from self._wait("done", op.index, period)
             if self.machine.device_streams:
-                self._put(("stream", None), _Entry(None, period), main)
+                self._put(("stream", None), _QueueEntry(None, period), main)
             else:
                 self._retire(main)
             if period + 1 == at_most or (self._repeats(period) and period + 1 >= at_least):
@@ -170,7 +170,9 @@ class SimulatedThreads:
             self._set(span, "done", entry.op.index, entry.iteration)
             queue.done += 1
 
-    def _run(self, thread: Process, entry: _Entry, op: Operation) -> Generator[Signal | Work, None, Span]:
+    def _run(
+        self, thread: Process, entry: _QueueEntry, op: Operation
+    ) -> Generator[Signal | ResourceUse, None, SimulatedSpan]:
         """One run of a task in its thread, which on a device with streams may only submit the work."""
         for upstream, distance in op.cpu_waits:
             if entry.iteration >= distance:
@@ -210,8 +212,8 @@ class SimulatedThreads:
             queue.done += 1
 
     def _perform(
-        self, process: Process, entry: _Entry, op: Operation, kind: Kind, lane: str
-    ) -> Generator[Signal | Work, None, Span]:
+        self, process: Process, entry: _QueueEntry, op: Operation, kind: Kind, lane: str
+    ) -> Generator[Signal | ResourceUse, None, SimulatedSpan]:
         """The work of one run, done by a thread or a stream."""
         cost = self.costs[op.name]
         start = self.clock.now
@@ -231,12 +233,12 @@ class SimulatedThreads:
             self._submit(entry, op, span)
         return span
 
-    def _submit(self, entry: _Entry, op: Operation, cause: Span | None) -> None:
+    def _submit(self, entry: _QueueEntry, op: Operation, cause: SimulatedSpan | None) -> None:
         background = Process((op.name, entry.iteration))
         background.cause = cause
         self.clock.start(background, self._background(background, entry, op))
 
-    def _background(self, process: Process, entry: _Entry, op: Operation) -> Body:
+    def _background(self, process: Process, entry: _QueueEntry, op: Operation) -> Body:
         cost, start, cause = self.costs[op.name], self.clock.now, process.cause
         assert isinstance(cost.background, float | int)
         yield self._share(cost.background_resource, cost.background)
@@ -245,15 +247,15 @@ class SimulatedThreads:
 
     # ------------------------------------------------------------------ what they do
 
-    def _share(self, resource: Resource, seconds: float) -> Work:
-        return Work(self.resources[resource], seconds)
+    def _share(self, resource: Resource, seconds: float) -> ResourceUse:
+        return ResourceUse(self.resources[resource], seconds)
 
     def _wait(self, *key: Hashable) -> Body:
         signal = self._signal(key)
         if not signal.is_set:
             yield signal
 
-    def _set(self, cause: Span | None, *key: Hashable) -> None:
+    def _set(self, cause: SimulatedSpan | None, *key: Hashable) -> None:
         signal = self._signal(key)
         if not signal.is_set:
             self.clock.set(signal, cause)
@@ -264,21 +266,28 @@ class SimulatedThreads:
             signal = self.signals[key] = Signal()
         return signal
 
-    def _put(self, queue: Hashable, entry: _Entry, by: Process) -> None:
+    def _put(self, queue: Hashable, entry: _QueueEntry, by: Process) -> None:
         self.queues[queue].entries.append(entry)
         if not self.queues[queue].filled.is_set:
             self.clock.set(self.queues[queue].filled, by.cause)
 
-    def _next(self, queue: _Queue) -> Generator[Signal | Work, None, _Entry]:
+    def _next(self, queue: _Queue) -> Generator[Signal | ResourceUse, None, _QueueEntry]:
         if not queue.entries:
             queue.filled = Signal()
             yield queue.filled
         return queue.entries.popleft()
 
     def _note(
-        self, process: Process, entry: _Entry, op: Operation, kind: Kind, lane: str, start: float, cause: Span | None
-    ) -> Span:
-        span = Span(op.name, entry.iteration, kind, lane, start, self.clock.now, cause)
+        self,
+        process: Process,
+        entry: _QueueEntry,
+        op: Operation,
+        kind: Kind,
+        lane: str,
+        start: float,
+        cause: SimulatedSpan | None,
+    ) -> SimulatedSpan:
+        span = SimulatedSpan(op.name, entry.iteration, kind, lane, start, self.clock.now, cause)
         self.work.append(span)
         process.cause = span
         return span
@@ -302,7 +311,7 @@ class SimulatedThreads:
         return before < period
 
 
-def critical_cycle(last: Span | None) -> tuple[Span, ...]:
+def critical_cycle(last: SimulatedSpan | None) -> tuple[SimulatedSpan, ...]:
     """What the steady state's time consists of: back along the causes, then once around.
 
     Args:

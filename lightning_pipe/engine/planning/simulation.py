@@ -8,7 +8,7 @@ from functools import cached_property
 
 from lightning_pipe.engine.observe.trace import TaskSpan
 from lightning_pipe.engine.planning.costs import NO_COST, Machine, Resource, TaskCost, checked_costs, loads
-from lightning_pipe.engine.planning.simulated_threads import SimulatedThreads, Span, critical_cycle
+from lightning_pipe.engine.planning.simulated_threads import SimulatedSpan, SimulatedThreads, critical_cycle
 from lightning_pipe.engine.plans.errors import PlanError
 from lightning_pipe.engine.plans.plan import PipelinePlan
 
@@ -36,7 +36,7 @@ class SimulatedRun:
     seconds_per_iteration: float
     is_steady: bool
     retired: tuple[float, ...]
-    work: tuple[Span, ...] = field(repr=False)
+    work: tuple[SimulatedSpan, ...] = field(repr=False)
 
     @property
     def spans(self) -> list[TaskSpan]:
@@ -70,7 +70,7 @@ class SimulatedRun:
         return sorted(spans, key=lambda span: span.start_order)
 
     @cached_property
-    def critical(self) -> tuple[Span, ...]:
+    def critical(self) -> tuple[SimulatedSpan, ...]:
         """What the time per iteration consists of: a cycle of work, each piece of which waits for the one before."""
         enough = _CYCLES * (self.plan.pipeline_depth + 1)  # for the trail of causes to go around
         threads = SimulatedThreads(self.plan, self.costs, self.machine)

@@ -10,9 +10,15 @@ from dataclasses import dataclass
 
 from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.engine.plans.quantities import parse_size
-from lightning_pipe.llm.choice.schedule_choice import Candidate, Measurements, Prediction, layer_counts, predict
+from lightning_pipe.llm.choice.schedule_choice import (
+    Measurements,
+    ScheduleCandidate,
+    SchedulePrediction,
+    layer_counts,
+    predict,
+)
 from lightning_pipe.llm.measure.layer_bench import Pieces
-from lightning_pipe.llm.measure.layer_profile import Footprint, Work
+from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork
 from lightning_pipe.llm.measure.rank_memory import Sharing
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.schedules.checks import check_microbatches
@@ -35,7 +41,7 @@ class Refused:
     reason: str
 
 
-def operations_of(footprints: Pieces[Footprint]) -> Pieces[Work]:
+def operations_of(footprints: Pieces[Footprint]) -> Pieces[LayerWork]:
     """Floating-point operations of each piece, in the place of seconds."""
     return Pieces(
         footprints.empty.operations,
@@ -46,12 +52,12 @@ def operations_of(footprints: Pieces[Footprint]) -> Pieces[Work]:
 
 
 def estimate(
-    candidate: Candidate,
+    candidate: ScheduleCandidate,
     pp_size: int,
     footprints: Pieces[Footprint],
     optimizer_bytes: Pieces[int],
     sharing: Sharing | None = None,
-) -> Prediction:
+) -> SchedulePrediction:
     """Memory of each rank, and the bubble of ranks that do as many operations a second, with messages for nothing.
 
     Args:
@@ -78,9 +84,9 @@ def compare(
     footprints: Pieces[Footprint],
     optimizer_bytes: Pieces[int],
     sharing: Sharing | None = None,
-) -> list[Prediction | Refused]:
+) -> list[SchedulePrediction | Refused]:
     """The same of all of PyTorch's schedules, each with its own number of stages, of as many layers as can be."""
-    found: list[Prediction | Refused] = []
+    found: list[SchedulePrediction | Refused] = []
     for spec in SCHEDULES.values():
         try:
             per_rank = count_stages(spec, pp_size)
@@ -89,6 +95,6 @@ def compare(
         except SetupError as error:
             found.append(Refused(spec.name, str(error)))
         else:
-            candidate = Candidate(spec, per_rank, num_microbatches, layers)
+            candidate = ScheduleCandidate(spec, per_rank, num_microbatches, layers)
             found.append(estimate(candidate, pp_size, footprints, optimizer_bytes, sharing))
     return found

@@ -16,21 +16,21 @@ from functools import cached_property
 
 from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.measure.layer_bench import Pieces
-from lightning_pipe.llm.measure.layer_profile import Footprint, Work
+from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork
 from lightning_pipe.llm.measure.links import Link
 from lightning_pipe.llm.measure.rank_memory import RankMemory, Sharing, estimate_memory, pieces_of_stage
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.schedules.checks import check_microbatches
 from lightning_pipe.llm.schedules.named import SCHEDULES, ScheduleSpec, count_stages
-from lightning_pipe.llm.schedules.simulation import Actions, Kind, Timeline, actions_of, simulate
+from lightning_pipe.llm.schedules.simulation import Actions, Kind, ScheduleTimeline, actions_of, simulate
 from lightning_pipe.llm.schedules.timed_stage import StageEvent, median_durations
 from lightning_pipe.llm.split.by_name import split_by_cost, split_evenly
 
 __all__ = [
     "Calibration",
-    "Candidate",
     "Measurements",
-    "Prediction",
+    "ScheduleCandidate",
+    "SchedulePrediction",
     "calibrate",
     "finalists",
     "layer_counts",
@@ -50,7 +50,7 @@ _KINDS: tuple[Kind, ...] = ("forward", "backward", "input_backward", "weight_bac
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ScheduleCandidate:
     """A way to train.
 
     Attributes:
@@ -78,7 +78,7 @@ class Measurements:
         sharing: of stages, with other ranks.
     """
 
-    work: Mapping[int, Pieces[Work]]
+    work: Mapping[int, Pieces[LayerWork]]
     footprints: Mapping[int, Pieces[Footprint]]
     optimizer_bytes: Pieces[int]
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class Calibration:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class SchedulePrediction:
     """What comes of a candidate.
 
     Attributes:
@@ -112,7 +112,7 @@ class Prediction:
         measured: seconds of a real step, median; None where none was run.
     """
 
-    candidate: Candidate
+    candidate: ScheduleCandidate
     seconds: float
     bubble: float
     memory: tuple[RankMemory, ...]
@@ -153,7 +153,7 @@ def list_candidates(
     *,
     by_memory: bool,
     allowed: Callable[[ScheduleSpec], bool] = lambda spec: True,
-) -> list[Candidate]:
+) -> list[ScheduleCandidate]:
     """All that there are of PyTorch's schedules, numbers of stages and micro-batches, and splits.
 
     Splits are by time, as many layers a stage, and where memory is scarce by memory.
@@ -165,7 +165,7 @@ def list_candidates(
         by_memory: whether memory is scarce.
         allowed: whether a schedule may be used.
     """
-    found: dict[Candidate, None] = {}
+    found: dict[ScheduleCandidate, None] = {}
     for spec in filter(allowed, SCHEDULES.values()):
         for per_rank in _stage_counts(spec, pp_size, config.num_layers):
             for count in measured.work:
@@ -174,7 +174,7 @@ def list_candidates(
                 except SetupError:
                     continue
                 for layers in _splits(config, pp_size * per_rank, measured, count, by_memory):
-                    found[Candidate(spec, per_rank, count, layers)] = None
+                    found[ScheduleCandidate(spec, per_rank, count, layers)] = None
     return list(found)
 
 
@@ -193,7 +193,7 @@ def _splits(
 ) -> Iterator[tuple[int, ...]]:
     work, footprints = measured.work[count], measured.footprints[count]
 
-    def seconds(one: Work | None) -> float:
+    def seconds(one: LayerWork | None) -> float:
         nothing = work.empty.forward + work.empty.backward
         return 0.0 if one is None else max(one.forward + one.backward - nothing, 0.0)
 
@@ -238,7 +238,7 @@ def layers_by_memory(
 
 
 def stage_durations(
-    pieces: Pieces[Work], layers_per_stage: Sequence[int], scales: Mapping[Kind, float] | None = None
+    pieces: Pieces[LayerWork], layers_per_stage: Sequence[int], scales: Mapping[Kind, float] | None = None
 ) -> dict[tuple[int, Kind], float]:
     """What each stage's work takes: the sum of its pieces', and once that of a stage without any.
 
@@ -264,8 +264,8 @@ def stage_durations(
 
 
 def predict(
-    candidate: Candidate, pp_size: int, measured: Measurements, calibration: Calibration | None = None
-) -> Prediction:
+    candidate: ScheduleCandidate, pp_size: int, measured: Measurements, calibration: Calibration | None = None
+) -> SchedulePrediction:
     """What a step of a candidate takes.
 
     Args:
@@ -281,10 +281,12 @@ def predict(
     memory = estimate_memory(
         actions, candidate.layers_per_stage, footprints, measured.optimizer_bytes, sharing=measured.sharing
     )
-    return Prediction(candidate, timeline.makespan + known.fixed, timeline.bubble_fraction, tuple(memory))
+    return SchedulePrediction(candidate, timeline.makespan + known.fixed, timeline.bubble_fraction, tuple(memory))
 
 
-def _timeline(candidate: Candidate, actions: Actions, measured: Measurements, known: Calibration) -> Timeline:
+def _timeline(
+    candidate: ScheduleCandidate, actions: Actions, measured: Measurements, known: Calibration
+) -> ScheduleTimeline:
     count, layers = candidate.num_microbatches, candidate.layers_per_stage
     hidden = measured.footprints[count].empty.output
     messages = {
@@ -297,7 +299,9 @@ def _timeline(candidate: Candidate, actions: Actions, measured: Measurements, kn
 
 
 def calibrate(
-    runs: Sequence[tuple[Candidate, Sequence[Sequence[StageEvent]], float]], pp_size: int, measured: Measurements
+    runs: Sequence[tuple[ScheduleCandidate, Sequence[Sequence[StageEvent]], float]],
+    pp_size: int,
+    measured: Measurements,
 ) -> Calibration:
     """From real steps what the pieces, measured one by one, do not say.
 
@@ -336,7 +340,7 @@ def calibrate(
     )
 
 
-def finalists(predictions: Sequence[Prediction], most: int, of_a_schedule: int = 2) -> list[Prediction]:
+def finalists(predictions: Sequence[SchedulePrediction], most: int, of_a_schedule: int = 2) -> list[SchedulePrediction]:
     """The fastest, of no schedule more than so many: where one is taken for too slow, its like are too.
 
     Args:
@@ -344,7 +348,7 @@ def finalists(predictions: Sequence[Prediction], most: int, of_a_schedule: int =
         most: how many in all.
         of_a_schedule: how many of each.
     """
-    kept: list[Prediction] = []
+    kept: list[SchedulePrediction] = []
     for one in sorted(predictions, key=lambda one: one.seconds):
         like = [other for other in kept if other.candidate.spec == one.candidate.spec]
         if len(kept) < most and len(like) < of_a_schedule:
@@ -352,11 +356,11 @@ def finalists(predictions: Sequence[Prediction], most: int, of_a_schedule: int =
     return kept
 
 
-def median_pieces(found: Sequence[Pieces[Work]]) -> Pieces[Work]:
+def median_pieces(found: Sequence[Pieces[LayerWork]]) -> Pieces[LayerWork]:
     """Each number's median over ranks that measured the same."""
 
-    def median(works: Sequence[Work]) -> Work:
-        return Work(*(statistics.median(column) for column in zip(*works, strict=True)))
+    def median(works: Sequence[LayerWork]) -> LayerWork:
+        return LayerWork(*(statistics.median(column) for column in zip(*works, strict=True)))
 
     inputs = [one.input for one in found if one.input is not None]
     return replace(

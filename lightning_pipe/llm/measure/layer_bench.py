@@ -21,14 +21,14 @@ from torch.utils._pytree import tree_leaves
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shallow_copy
 
-__all__ = ["LayerBench", "LossOf", "Piece", "Pieces", "stand_in"]
+__all__ = ["LayerBench", "LayerPiece", "LossOf", "Pieces", "stand_in"]
 
 T = TypeVar("T")
 LossOf = Callable[[Any, nn.Module], Tensor]
 
 
 @dataclass(frozen=True)
-class Piece:
+class LayerPiece:
     """Something to measure.
 
     Attributes:
@@ -97,7 +97,7 @@ class LayerBench:
         self._varies = varies
         self._within = within
 
-    def ask(self, loss_of: LossOf, question: Callable[[Piece], T]) -> Pieces[T]:
+    def ask(self, loss_of: LossOf, question: Callable[[LayerPiece], T]) -> Pieces[T]:
         """Ask each piece; layers that are alike, by class, tensors, plain attributes and inputs, are asked once.
 
         Args:
@@ -123,7 +123,7 @@ class LayerBench:
         last, _ = self._ask(self._piece(config.output_fqns, 2, inputs, loss_of), question)
         return Pieces(empty, first, tuple(layers), last)
 
-    def _ask(self, piece: Piece, question: Callable[[Piece], T]) -> tuple[T, Tensor]:
+    def _ask(self, piece: LayerPiece, question: Callable[[LayerPiece], T]) -> tuple[T, Tensor]:
         """The answer, and something like the piece's output."""
         with self._within():
             return question(piece), _hidden_like(piece.run(*piece.inputs))
@@ -134,7 +134,7 @@ class LayerBench:
         stage_index: int,
         inputs: tuple[Any, ...],
         loss_of: LossOf | None = None,
-    ) -> Piece:
+    ) -> LayerPiece:
         """A stage of three: the input modules', a layer's or the output modules'."""
         stage = make_stage(shallow_copy(self._model), self._config, names, stage_index, 3).train()
         with self._within():
@@ -148,7 +148,7 @@ class LayerBench:
 
         modules = tuple(map(stage.module.get_submodule, names))
         batch = tuple(one for one in tree_leaves((self._args, self._kwargs)) if isinstance(one, Tensor))
-        return Piece(stage, modules, run, inputs, batch)
+        return LayerPiece(stage, modules, run, inputs, batch)
 
 
 def stand_in(stage: nn.Module, device: torch.device) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.measure.first_rank import from_first
-from lightning_pipe.llm.measure.layer_bench import LayerBench, LossOf, Piece
+from lightning_pipe.llm.measure.layer_bench import LayerBench, LayerPiece, LossOf
 from lightning_pipe.llm.model.module_config import ModuleConfig
 
 __all__ = ["LayerCosts", "measure_costs"]
@@ -103,11 +103,11 @@ class _Timer:
         self._clock = clock
         self._device = device
 
-    def __call__(self, piece: Piece) -> float:
+    def __call__(self, piece: LayerPiece) -> float:
         taken = [self._run(piece) for _ in range(_WARM_UPS + _RUNS)]
         return statistics.median(taken[_WARM_UPS:])
 
-    def _run(self, piece: Piece) -> float:
+    def _run(self, piece: LayerPiece) -> float:
         for one in [*piece.stage.parameters(), *(one for one in piece.inputs if isinstance(one, Tensor))]:
             one.grad = None
         begin = self._now()
@@ -133,13 +133,13 @@ class _Weigher:
         self._microbatches = microbatches
         self._states = optimizer_states
 
-    def __call__(self, piece: Piece) -> float:
+    def __call__(self, piece: LayerPiece) -> float:
         parameters = _distinct(one for module in piece.modules for one in module.parameters())
         buffers = _distinct(one for module in piece.modules for one in module.buffers())
         fixed = sum(_bytes(one) * (2 + self._states if one.requires_grad else 1) for one in parameters)
         return float(fixed + sum(map(_bytes, buffers)) + self._microbatches * self._saved(piece))
 
-    def _saved(self, piece: Piece) -> int:
+    def _saved(self, piece: LayerPiece) -> int:
         others = [*piece.stage.parameters(), *piece.stage.buffers(), *piece.batch]
         known = {one.untyped_storage()._cdata for one in others}
         saved: dict[int, torch.UntypedStorage] = {}

@@ -22,13 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from lightning_pipe.llm.measure.layer_bench import LayerBench, LossOf, Piece, Pieces
+from lightning_pipe.llm.measure.layer_bench import LayerBench, LayerPiece, LossOf, Pieces
 from lightning_pipe.llm.measure.live_bytes import LiveBytes
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.shapes import NoConditions
 from lightning_pipe.llm.model.stage_module import StageModule
 
-__all__ = ["Footprint", "Work", "measure_footprints", "measure_work"]
+__all__ = ["Footprint", "LayerWork", "measure_footprints", "measure_work"]
 
 _CPU = torch.device("cpu")
 # Operations that the registry lacks, by others of as many.
@@ -42,7 +42,7 @@ _WARM_UPS = 2
 _RUNS = 5
 
 
-class Work(NamedTuple):
+class LayerWork(NamedTuple):
     """What each kind of work takes, in one unit.
 
     Attributes:
@@ -86,7 +86,7 @@ class Footprint:
     in_backward: int
     in_input_backward: int
     in_weight_backward: int
-    operations: Work
+    operations: LayerWork
 
 
 def measure_work(
@@ -100,7 +100,7 @@ def measure_work(
     prepare: Callable[[StageModule], object] = lambda stage: None,
     varies: Callable[[int], Any] = lambda index: None,
     clock: Callable[[], float] = time.perf_counter,
-) -> Pieces[Work]:
+) -> Pieces[LayerWork]:
     """Seconds that each piece takes for one micro-batch: medians of five runs, after two that do not count.
 
     Autocast holds as it is set around the call. Random states stay as they are.
@@ -119,30 +119,30 @@ def measure_work(
     Raises:
         SetupError: a model that cannot be cut as the config says.
     """
-    watch = _Watch(clock, device)
+    watch = _LayerWatch(clock, device)
     bench = LayerBench(model, config, args, kwargs, device, prepare, varies)
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]), torch.enable_grad():
         return bench.ask(loss_of, watch.work)
 
 
-class _Watch:
+class _LayerWatch:
     def __init__(self, clock: Callable[[], float], device: torch.device) -> None:
         self._clock = clock
         self._device = device
 
-    def work(self, piece: Piece) -> Work:
+    def work(self, piece: LayerPiece) -> LayerWork:
         taken = [self._run(piece) for _ in range(_WARM_UPS + _RUNS)][_WARM_UPS:]
-        return Work(*(statistics.median(column) for column in zip(*taken, strict=True)))
+        return LayerWork(*(statistics.median(column) for column in zip(*taken, strict=True)))
 
-    def _run(self, piece: Piece) -> Work:
+    def _run(self, piece: LayerPiece) -> LayerWork:
         forward, (output, inputs) = self._timed(lambda: _forward(piece))
         backward, _ = self._timed(lambda: _backward(output))
         if not _has_parts(piece, inputs):
-            return Work(forward, backward, 0.0, backward)
+            return LayerWork(forward, backward, 0.0, backward)
         output, inputs = _forward(piece)
         first, groups = self._timed(lambda: _input_backward(piece, output, inputs))
         second, _ = self._timed(lambda: _weight_backward(piece, groups))
-        return Work(forward, backward, first, second)
+        return LayerWork(forward, backward, first, second)
 
     def _timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
         begin = self._now()
@@ -191,7 +191,7 @@ def _without_memory(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)
 
 
-def _weigh(piece: Piece) -> Footprint:
+def _weigh(piece: LayerPiece) -> Footprint:
     parameters = {id(one): one for module in piece.modules for one in module.parameters()}.values()
     buffers = {id(one): one for module in piece.modules for one in module.buffers()}.values()
     for one in piece.stage.parameters():
@@ -211,11 +211,11 @@ def _weigh(piece: Piece) -> Footprint:
         in_backward,
         in_first,
         in_second,
-        Work(*whole, first, second),
+        LayerWork(*whole, first, second),
     )
 
 
-def _run_whole(piece: Piece) -> tuple[int, int, int, int, tuple[float, float]]:
+def _run_whole(piece: LayerPiece) -> tuple[int, int, int, int, tuple[float, float]]:
     with _counted() as (live, operations):
         output, _ = _forward(piece)
         forward, kept, in_forward = operations(), live.now, live.peak
@@ -224,7 +224,7 @@ def _run_whole(piece: Piece) -> tuple[int, int, int, int, tuple[float, float]]:
         return kept, in_forward, live.peak - kept, _bytes(output), (forward, operations() - forward)
 
 
-def _run_parts(piece: Piece) -> tuple[int, int, int, float, float]:
+def _run_parts(piece: LayerPiece) -> tuple[int, int, int, float, float]:
     with _counted() as (live, operations):
         output, inputs = _forward(piece)
         forward, kept, live.peak = operations(), live.now, live.now
@@ -264,7 +264,7 @@ class _Operations(TorchDispatchMode):
 # ---------------------------------------------------------------------- a piece's work, as PyTorch's stages do it
 
 
-def _forward(piece: Piece) -> tuple[Tensor, tuple[Any, ...]]:
+def _forward(piece: LayerPiece) -> tuple[Tensor, tuple[Any, ...]]:
     """Output and inputs; those are like what a stage receives: leaves, whose gradients nothing is in yet."""
     inputs = tuple(
         one.detach().requires_grad_(one.requires_grad) if isinstance(one, Tensor) else one for one in piece.inputs
@@ -277,19 +277,19 @@ def _backward(output: Tensor) -> None:
         output.backward(torch.ones_like(output))
 
 
-def _has_parts(piece: Piece, inputs: tuple[Any, ...]) -> bool:
+def _has_parts(piece: LayerPiece, inputs: tuple[Any, ...]) -> bool:
     """Whether there are gradients for inputs, and modules that make something of them."""
     return bool(piece.modules) and any(isinstance(one, Tensor) and one.requires_grad for one in inputs)
 
 
-def _input_backward(piece: Piece, output: Tensor, inputs: tuple[Any, ...]) -> list[dict[str, Any]]:
+def _input_backward(piece: LayerPiece, output: Tensor, inputs: tuple[Any, ...]) -> list[dict[str, Any]]:
     whole = output.clone() if output._is_view() else output  # PyTorch detaches it in place; ``TimedStage`` has the same
     gradients = [torch.ones_like(whole)] if whole.dim() else None
     _, groups = stage_backward_input([whole], gradients, list(inputs), piece.stage.parameters())
     return groups
 
 
-def _weight_backward(piece: Piece, groups: list[dict[str, Any]]) -> None:
+def _weight_backward(piece: LayerPiece, groups: list[dict[str, Any]]) -> None:
     stage_backward_weight(piece.stage.parameters(), groups)
 
 

@@ -66,7 +66,7 @@ def parallelise_experts(
     for layer in [module for module in stage.modules() if isinstance(module, MoE)]:
         check_experts(layer, mesh.size())
         _keep_own(layer.experts, mesh)
-        layer.exchange = _Exchange(mesh.get_group())
+        layer.exchange = _TokenExchange(mesh.get_group())
         if data_mesh is not None and sharded:
             _check_widths(layer.experts, data_mesh["shard"].size())
             # By width: the ranks of `mesh` have cut the first dimension.
@@ -103,7 +103,7 @@ def _check_widths(experts: Experts, size: int) -> None:
         )
 
 
-class _Exchange:
+class _TokenExchange:
     """Runs the experts of all ranks of a group on the tokens of all, each rank calling it with its own."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -26,7 +26,7 @@ from lightning_pipe.llm.schedules.named import (
     stages_of_rank,
 )
 
-__all__ = ["KINDS", "Actions", "Kind", "Span", "Timeline", "actions_of", "backward_order", "simulate"]
+__all__ = ["KINDS", "ActionSpan", "Actions", "Kind", "ScheduleTimeline", "actions_of", "backward_order", "simulate"]
 
 Kind = Literal["forward", "backward", "input_backward", "weight_backward"]
 Actions = Mapping[int, Sequence[_Action]]
@@ -119,7 +119,7 @@ def backward_order(actions: Actions, stage_index: int) -> list[int]:
     ]
 
 
-class Span(NamedTuple):
+class ActionSpan(NamedTuple):
     """One action of a timeline, in the unit of the durations."""
 
     stage: int
@@ -130,14 +130,14 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timeline:
+class ScheduleTimeline:
     """When each rank does what; it begins at 0.
 
     Attributes:
         spans: by rank, in order.
     """
 
-    spans: Mapping[int, Sequence[Span]]
+    spans: Mapping[int, Sequence[ActionSpan]]
 
     @property
     def makespan(self) -> float:
@@ -187,7 +187,7 @@ def simulate(
     durations: Mapping[tuple[int, Kind], float],
     messages: Mapping[tuple[int, int], float] | None = None,
     overhead: float = 0.0,
-) -> Timeline:
+) -> ScheduleTimeline:
     """The timeline of actions done as early as can be, each rank in its order.
 
     Args:
@@ -203,7 +203,7 @@ def simulate(
     """
     rank_of = {action.stage_index: rank for rank, row in actions.items() for action in row}
     num_stages, on_its_way = 1 + max(rank_of, default=0), messages or {}
-    spans: dict[int, list[Span]] = {rank: [] for rank in actions}
+    spans: dict[int, list[ActionSpan]] = {rank: [] for rank in actions}
     ends: dict[tuple[int, Kind, int], float] = {}
     left = sum(map(len, actions.values()))
     while left:
@@ -218,7 +218,7 @@ def simulate(
                 ready = max((end + on_its_way.get((rank_of[at], rank), 0.0) for at, end in arrived), default=0.0)
                 start = max(ready, (spans[rank][-1].end if spans[rank] else 0.0) + overhead)
                 end = start + _duration(durations, action.stage_index, kind)
-                spans[rank].append(Span(action.stage_index, kind, microbatch, start, end))
+                spans[rank].append(ActionSpan(action.stage_index, kind, microbatch, start, end))
                 ends[action.stage_index, kind, microbatch] = end
                 left -= 1
         if left == before:
@@ -228,7 +228,7 @@ def simulate(
                 + ", ".join(f"rank {rank} waits with {action}" for rank, action in stuck.items())
                 + ". Each needs what a neighbour would do later; reorder the actions"
             )
-    return Timeline(spans)
+    return ScheduleTimeline(spans)
 
 
 def _arrivals(

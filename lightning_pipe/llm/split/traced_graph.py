@@ -26,14 +26,14 @@ from torch.distributed.pipelining import pipe_split
 
 from lightning_pipe.engine.plans.errors import SetupError
 
-__all__ = ["CutGraph", "Piece", "StageCode", "cut", "whole_layers"]
+__all__ = ["CutGraph", "GraphPiece", "StageCode", "cut", "whole_layers"]
 
 # The one is what a traced forward has, the other what a split policy puts into a graph.
 _MARKERS = (torch.ops.pippy._pipe_split.default, pipe_split)
 
 
 @dataclass(frozen=True)
-class Piece:
+class GraphPiece:
     """Consecutive operations of one stage.
 
     Attributes:
@@ -68,7 +68,7 @@ class StageCode:
     """
 
     received: tuple[str, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[GraphPiece, ...]
     sent: tuple[str, ...]
     received_order: tuple[tuple[int, ...], ...]
     sent_order: tuple[tuple[int, ...], ...]
@@ -265,18 +265,20 @@ class _Work:
         own[size] = copied
         return copied
 
-    def pieces(self, stage: int, leaving: Sequence[fx.Node], layers: Sequence[str]) -> list[Piece]:
+    def pieces(self, stage: int, leaving: Sequence[fx.Node], layers: Sequence[str]) -> list[GraphPiece]:
         nodes = [node for node in self.operations() if self.stage[node] == stage]
         groups = [(layer, list(group)) for layer, group in groupby(nodes, lambda node: _layer_of(node, layers))]
         needed = set(leaving)
-        found: list[Piece] = []
+        found: list[GraphPiece] = []
         for layer, group in reversed(groups):
             piece, used = self._piece(layer, group, needed)
             needed |= used
             found.append(piece)
         return found[::-1]
 
-    def _piece(self, layer: str | None, nodes: Sequence[fx.Node], needed: set[fx.Node]) -> tuple[Piece, set[fx.Node]]:
+    def _piece(
+        self, layer: str | None, nodes: Sequence[fx.Node], needed: set[fx.Node]
+    ) -> tuple[GraphPiece, set[fx.Node]]:
         inside = set(nodes)
         used = list(dict.fromkeys(one for node in nodes for one in node.all_input_nodes if one not in inside))
         values = [node for node in used if node in self.stage]
@@ -296,7 +298,7 @@ class _Work:
             copies[node].meta = {}  # example values, and where in the user's code it was
         graph.output(tuple(copies[node] for node in outputs))
         code = fx.GraphModule({str(node.target): self._constant(node) for node in constants}, graph)
-        piece = Piece(
+        piece = GraphPiece(
             layer,
             code,
             _names(values),

@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_pipe.engine.plans.errors import InputError
-from lightning_pipe.llm.split.traced_graph import CutGraph, Piece
+from lightning_pipe.llm.split.traced_graph import CutGraph, GraphPiece
 
 __all__ = ["StageTrace", "TraceInputs", "TracedPart", "find_tensor", "join_parts", "registered_tensors"]
 
@@ -27,7 +27,7 @@ _AGAIN = "make the example micro-batch like those of training"
 class _TracedLayer(nn.Module):
     """Stands where a layer was, with the layer's tensors, and computes what the layer did in the trace."""
 
-    def __init__(self, pieces: Mapping[bool, Piece]) -> None:
+    def __init__(self, pieces: Mapping[bool, GraphPiece]) -> None:
         super().__init__()
         self._pieces = dict(pieces)
 
@@ -253,5 +253,5 @@ def _fill(
         inner(name)
 
 
-def _piece_of(layer: str, pieces: Sequence[Piece]) -> Piece:
+def _piece_of(layer: str, pieces: Sequence[GraphPiece]) -> GraphPiece:
     return next(piece for piece in pieces if piece.layer == layer)

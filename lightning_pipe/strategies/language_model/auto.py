@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.plans.values import check_whole_number
 from lightning_pipe.engine.plans.whole_file import whole_file
-from lightning_pipe.llm.choice.schedule_choice import Candidate
+from lightning_pipe.llm.choice.schedule_choice import ScheduleCandidate
 from lightning_pipe.llm.parallel.dimensions import ParallelDims
 from lightning_pipe.llm.schedules.checks import splits_backward
 from lightning_pipe.llm.schedules.named import ScheduleSpec, find_schedule
@@ -117,7 +117,7 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
                 self._write(choice.chosen.candidate, self._save_plan)
         return plan
 
-    def _plan_of(self, candidate: Candidate) -> StagePlan:
+    def _plan_of(self, candidate: ScheduleCandidate) -> StagePlan:
         split = replace(self._options.split, layers_per_stage=candidate.layers_per_stage)
         return StagePlan(
             candidate.spec, self.pipeline_size, candidate.stages_per_rank, candidate.num_microbatches, split
@@ -132,7 +132,7 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
             return False
         return True
 
-    def _write(self, candidate: Candidate, path: str | Path) -> None:
+    def _write(self, candidate: ScheduleCandidate, path: str | Path) -> None:
         """Write the arguments that make this choice; where that fails, training goes on with a warning."""
         given, split = self._options, {"layers_per_stage": list(candidate.layers_per_stage)}
         chosen = {

@@ -12,7 +12,7 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from lightning_pipe.engine.plans.fitted_table import FittedTable
-from lightning_pipe.llm.choice.schedule_choice import Candidate, Prediction
+from lightning_pipe.llm.choice.schedule_choice import ScheduleCandidate, SchedulePrediction
 from lightning_pipe.strategies.language_model.stage_choice import StageChoice
 
 __all__ = ["choice_report", "named", "print_choice", "size", "unit_of"]
@@ -57,7 +57,7 @@ def choice_report(choice: StageChoice) -> Group:
     return Group(Text(f"{named(chosen.candidate)}: {why}{limit}", style="bold"), "", table, "", explained, *notes)
 
 
-def _shown(choice: StageChoice) -> list[Prediction]:
+def _shown(choice: StageChoice) -> list[SchedulePrediction]:
     """Those that were run, fastest first, and then the best of each schedule that was not."""
     tried = sorted((one for one in choice.predictions if one.measured is not None), key=lambda one: one.measured or 0.0)
     names = {one.candidate.spec.name for one in tried}
@@ -69,7 +69,7 @@ def _shown(choice: StageChoice) -> list[Prediction]:
     return [*tried, *others][: max(_ROWS, len(tried))]
 
 
-def _row(one: Prediction, factor: int) -> tuple[str, ...]:
+def _row(one: SchedulePrediction, factor: int) -> tuple[str, ...]:
     candidate = one.candidate
     return (
         candidate.spec.name,
@@ -83,7 +83,7 @@ def _row(one: Prediction, factor: int) -> tuple[str, ...]:
     )
 
 
-def named(candidate: Candidate) -> str:
+def named(candidate: ScheduleCandidate) -> str:
     stages = f"{candidate.stages_per_rank} stage{'s' if candidate.stages_per_rank > 1 else ''} a rank"
     layers = "+".join(map(str, candidate.layers_per_stage))
     return f"{candidate.spec.name}, {stages}, {candidate.num_microbatches} micro-batches, layers {layers}"

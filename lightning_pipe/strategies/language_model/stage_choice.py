@@ -25,9 +25,9 @@ from lightning_pipe.llm.batches.microbatches import split_batch
 from lightning_pipe.llm.batches.padding import SequenceKeys, pad_microbatch
 from lightning_pipe.llm.choice.schedule_choice import (
     Calibration,
-    Candidate,
     Measurements,
-    Prediction,
+    ScheduleCandidate,
+    SchedulePrediction,
     calibrate,
     finalists,
     list_candidates,
@@ -37,7 +37,7 @@ from lightning_pipe.llm.choice.schedule_choice import (
 )
 from lightning_pipe.llm.measure.first_rank import from_first
 from lightning_pipe.llm.measure.layer_bench import Pieces
-from lightning_pipe.llm.measure.layer_profile import Footprint, Work, measure_footprints, measure_work
+from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork, measure_footprints, measure_work
 from lightning_pipe.llm.measure.links import measure_links, median_links
 from lightning_pipe.llm.measure.rank_memory import Sharing
 from lightning_pipe.llm.model.derived_config import derive_config
@@ -78,8 +78,8 @@ class StageChoice:
         notes: what else there is to say.
     """
 
-    chosen: Prediction
-    predictions: tuple[Prediction, ...]
+    chosen: SchedulePrediction
+    predictions: tuple[SchedulePrediction, ...]
     too_large: int
     memory_limit: int | None
     notes: tuple[str, ...]
@@ -100,7 +100,7 @@ class StageChooser:
 
     maker: PartsMaker
     allowed: Callable[[ScheduleSpec], bool]
-    plan_of: Callable[[Candidate], StagePlan]
+    plan_of: Callable[[ScheduleCandidate], StagePlan]
     num_microbatches: int | None
     memory_limit: int | None
     trials: int
@@ -124,7 +124,7 @@ class StageChooser:
         limits = [one for one in gather(self._limit(), group) if one is not None]
         limit = min(limits, default=None)
 
-        def simulated(known: Calibration | None) -> tuple[list[Prediction], int]:
+        def simulated(known: Calibration | None) -> tuple[list[SchedulePrediction], int]:
             listed = list_candidates(config, size, measured, by_memory=limit is not None, allowed=self.allowed)
             found = [predict(one, size, measured, known) for one in listed]
             return _that_fit(found, limit, counts), len(found)
@@ -161,7 +161,7 @@ class StageChooser:
         """On all ranks at once, as they will compute."""
         group, device, settings = self.maker.numbers_group, self.maker.device, self.maker.settings
 
-        def own() -> tuple[dict[int, Pieces[Work]], dict[int, Pieces[Footprint]], tuple[Pieces[int], list[str]]]:
+        def own() -> tuple[dict[int, Pieces[LayerWork]], dict[int, Pieces[Footprint]], tuple[Pieces[int], list[str]]]:
             cut = {count: microbatches_of(module, batch, count, settings)[0] for count in counts}
             work = {count: self._work_of(module, config, item) for count, item in cut.items()}
             footprints = {
@@ -185,7 +185,7 @@ class StageChooser:
             notes,
         )
 
-    def _work_of(self, module: PipelineModule, config: ModuleConfig, item: Mapping[str, Any]) -> Pieces[Work]:
+    def _work_of(self, module: PipelineModule, config: ModuleConfig, item: Mapping[str, Any]) -> Pieces[LayerWork]:
         here: Mapping[str, Any] = move_data_to_device(item, self.maker.device)
         make = example_of(module, 1, here)
         assert make is not None and module.model is not None
@@ -206,24 +206,24 @@ class StageChooser:
 class _Bench:
     """Runs candidates for real; those that fail are not run again."""
 
-    def __init__(self, trials: StageTrials, plan_of: Callable[[Candidate], StagePlan]) -> None:
+    def __init__(self, trials: StageTrials, plan_of: Callable[[ScheduleCandidate], StagePlan]) -> None:
         self._trials = trials
         self._plan_of = plan_of
-        self._out: set[Candidate] = set()
+        self._out: set[ScheduleCandidate] = set()
         self.failed: list[str] = []
 
-    def recorded(self, candidate: Candidate) -> tuple[Candidate, Sequence[Any], float] | None:
+    def recorded(self, candidate: ScheduleCandidate) -> tuple[ScheduleCandidate, Sequence[Any], float] | None:
         """What :func:`calibrate` takes; None where it failed."""
         trial = self._try(candidate, record=True)
         return None if trial is None else (candidate, trial.events, trial.recorded)
 
-    def run_finalists(self, predictions: Sequence[Prediction], most: int) -> list[Prediction]:
+    def run_finalists(self, predictions: Sequence[SchedulePrediction], most: int) -> list[SchedulePrediction]:
         """Run the most promising, and the next ones where none of those can be run; all, with what they took.
 
         Raises:
             SetupError: on every rank: none can be run.
         """
-        seconds: dict[Candidate, list[float]] = {}
+        seconds: dict[ScheduleCandidate, list[float]] = {}
         left = list(predictions)
         while not seconds and (left := [one for one in left if one.candidate not in self._out]):
             seconds = self._times(finalists(left, most))
@@ -237,7 +237,7 @@ class _Bench:
             if one.candidate not in self._out
         ]
 
-    def _times(self, candidates: Sequence[Prediction]) -> dict[Candidate, list[float]]:
+    def _times(self, candidates: Sequence[SchedulePrediction]) -> dict[ScheduleCandidate, list[float]]:
         """Run candidates in turns, for as long as they may be the fastest; seconds of those that could be run."""
         seconds = {one.candidate: list[float]() for one in candidates}
         still = set(seconds)
@@ -250,7 +250,7 @@ class _Bench:
             still = {one for one in still if min(seconds[one]) <= _HOPELESS * best}
         return {one: times for one, times in seconds.items() if one not in self._out}
 
-    def _try(self, candidate: Candidate, *, record: bool = False) -> Trial | None:
+    def _try(self, candidate: ScheduleCandidate, *, record: bool = False) -> Trial | None:
         if candidate in self._out:
             return None
         try:
@@ -359,7 +359,9 @@ def sharing_of(settings: StageSettings) -> Sharing:
     return Sharing(shard, sizes.tp, sizes.cp, not sizes.reshard_after_forward)
 
 
-def _that_fit(predictions: Sequence[Prediction], limit: int | None, counts: Sequence[int]) -> list[Prediction]:
+def _that_fit(
+    predictions: Sequence[SchedulePrediction], limit: int | None, counts: Sequence[int]
+) -> list[SchedulePrediction]:
     """Fastest first.
 
     Raises:
@@ -382,7 +384,7 @@ def _that_fit(predictions: Sequence[Prediction], limit: int | None, counts: Sequ
     return sorted(fitting, key=lambda one: one.seconds)
 
 
-def _to_calibrate(predictions: Sequence[Prediction]) -> list[Prediction]:
+def _to_calibrate(predictions: Sequence[SchedulePrediction]) -> list[SchedulePrediction]:
     """The fastest with backwards in one part, and in two."""
     found = []
     for parts in (False, True):

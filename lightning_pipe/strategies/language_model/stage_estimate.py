@@ -9,9 +9,14 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPreci
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.choice.estimate import Refused, compare, estimate, operations_of
-from lightning_pipe.llm.choice.schedule_choice import Candidate, Prediction, layer_counts, layers_by_memory
+from lightning_pipe.llm.choice.schedule_choice import (
+    ScheduleCandidate,
+    SchedulePrediction,
+    layer_counts,
+    layers_by_memory,
+)
 from lightning_pipe.llm.measure.layer_bench import Pieces
-from lightning_pipe.llm.measure.layer_profile import Footprint, Work
+from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork
 from lightning_pipe.llm.model.deferred import deferred_init
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.schedules.checks import check_microbatches
@@ -42,8 +47,8 @@ class StageEstimate:
         notes: what else there is to say.
     """
 
-    configured: Prediction
-    others: tuple[Prediction | Refused, ...]
+    configured: SchedulePrediction
+    others: tuple[SchedulePrediction | Refused, ...]
     rows: int
     length: int
     notes: tuple[str, ...]
@@ -107,7 +112,7 @@ def estimate_stages(
     footprints = footprints_of(module, config, item, settings, precision)
     states, notes = optimizer_states(module, config, settings.offload)
     layers = _layers_per_stage(plan, config, footprints, states)
-    candidate = Candidate(plan.spec, plan.stages_per_rank, plan.num_microbatches, layers)
+    candidate = ScheduleCandidate(plan.spec, plan.stages_per_rank, plan.num_microbatches, layers)
     size = plan.pipeline_size
     if settings.sizes.ep > 1:
         notes.append("experts that ranks share are counted as if each rank had all of them")
@@ -141,5 +146,5 @@ def _layers_per_stage(
     return layer_counts(config, stages)
 
 
-def _all(work: Work | None) -> float:
+def _all(work: LayerWork | None) -> float:
     return 0.0 if work is None else work.forward + work.backward

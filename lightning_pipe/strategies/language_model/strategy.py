@@ -34,9 +34,9 @@ from lightning_pipe.loops.turns import UnevenEvaluation
 from lightning_pipe.strategies.language_model.optimizer_setup import empty_optimizers_allowed, refuse_fused
 from lightning_pipe.strategies.language_model.options import LLMOptions, option_group
 from lightning_pipe.strategies.language_model.pipeline_module import BatchResult, PipelineModule
-from lightning_pipe.strategies.language_model.renamed import refuse_renamed
 from lightning_pipe.strategies.language_model.staged_strategy import StagedStrategy
 from lightning_pipe.strategies.refusals import refuse_callbacks_of_whole_modules
+from lightning_pipe.strategies.renamed import LANGUAGE_MODEL, refuse_renamed
 
 
 class LLMPipelineStrategy(StagedStrategy):
@@ -97,7 +97,7 @@ class LLMPipelineStrategy(StagedStrategy):
         async_checkpoints: bool = False,
         **arguments: Any,
     ) -> None:
-        refuse_renamed(arguments)
+        refuse_renamed(arguments, LANGUAGE_MODEL)
         options = LLMOptions(
             find_schedule(schedule),
             num_microbatches,

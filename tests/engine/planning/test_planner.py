@@ -18,7 +18,7 @@ from lightning_pipe.engine.planning.plan_bound import lower_bound
 from lightning_pipe.engine.planning.plan_choice import contenders, fastest, most_found, typical
 from lightning_pipe.engine.planning.plan_draft import PlanSpace
 from lightning_pipe.engine.planning.plan_limits import PlanLimits
-from lightning_pipe.engine.planning.planner import Candidate, exhaustive_plans, find_plans
+from lightning_pipe.engine.planning.planner import PlanCandidate, exhaustive_plans, find_plans
 from lightning_pipe.engine.planning.simulation import simulate
 from lightning_pipe.engine.plans.dependencies import Dependency
 from tests.engine.synthetic import Graph, random_graph
@@ -37,11 +37,11 @@ def task(name: str, reads: Iterable[str] = (), writes: Iterable[str] = ()) -> Pi
     return PipelineTask(name, nothing, reads=reads, writes=writes)
 
 
-def found(graph: Graph, **options: Any) -> list[Candidate]:
+def found(graph: Graph, **options: Any) -> list[PlanCandidate]:
     return find_plans(graph.tasks, graph.costs, graph.limits, graph.machine, **options)
 
 
-def text(candidates: Sequence[Candidate]) -> list[Any]:
+def text(candidates: Sequence[PlanCandidate]) -> list[Any]:
     return [(one.plan.to_yaml(), one.seconds, one.why) for one in candidates]
 
 

@@ -8,21 +8,21 @@ import pytest
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.choice.estimate import Refused, compare, estimate, parse_size
-from lightning_pipe.llm.choice.schedule_choice import Candidate, Prediction
+from lightning_pipe.llm.choice.schedule_choice import ScheduleCandidate, SchedulePrediction
 from lightning_pipe.llm.measure.layer_bench import Pieces
-from lightning_pipe.llm.measure.layer_profile import Work
+from lightning_pipe.llm.measure.layer_profile import LayerWork
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.schedules.named import SCHEDULES
 from tests.llm.measure.test_rank_memory import PIECES, STATES
 
-LAYER = replace(PIECES.layers[0], operations=Work(1e9, 2e9, 1e9, 1e9))
+LAYER = replace(PIECES.layers[0], operations=LayerWork(1e9, 2e9, 1e9, 1e9))
 FOOTPRINTS = Pieces(PIECES.empty, PIECES.input, (LAYER,) * 4, PIECES.output)
 CONFIG = ModuleConfig(4, "layers", ("embedding",), ("head",))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_the_bubble_of_even_stages_is_the_known_one(name: str) -> None:
-    found = estimate(Candidate(SCHEDULES[name], 1, 6, (2, 2)), 2, FOOTPRINTS, STATES)
+    found = estimate(ScheduleCandidate(SCHEDULES[name], 1, 6, (2, 2)), 2, FOOTPRINTS, STATES)
     assert found.bubble == pytest.approx(1 / 7)
     assert [one.live for one in found.memory] == ([6, 6] if name == "gpipe" else [2, 1])
 
@@ -32,7 +32,7 @@ def test_every_schedule_is_compared_or_refused() -> None:
     refused = {one.schedule: one.reason for one in found if isinstance(one, Refused)}
     assert list(refused) == ["dualpipev"]
     assert "needs at least one for each of the 4 stages" in refused["dualpipev"]
-    others = [one.candidate.spec.name for one in found if isinstance(one, Prediction)]
+    others = [one.candidate.spec.name for one in found if isinstance(one, SchedulePrediction)]
     assert [*others, "dualpipev"] == list(SCHEDULES)
 
 

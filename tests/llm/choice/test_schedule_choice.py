@@ -7,9 +7,9 @@ import pytest
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.choice.schedule_choice import (
     Calibration,
-    Candidate,
     Measurements,
-    Prediction,
+    ScheduleCandidate,
+    SchedulePrediction,
     calibrate,
     finalists,
     list_candidates,
@@ -19,7 +19,7 @@ from lightning_pipe.llm.choice.schedule_choice import (
     stage_durations,
 )
 from lightning_pipe.llm.measure.layer_bench import Pieces
-from lightning_pipe.llm.measure.layer_profile import Work
+from lightning_pipe.llm.measure.layer_profile import LayerWork
 from lightning_pipe.llm.measure.links import Link
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.schedules.named import SCHEDULES
@@ -28,16 +28,19 @@ from lightning_pipe.llm.schedules.timed_stage import StageEvent
 from tests.llm.measure.test_rank_memory import STATES, footprint
 
 CONFIG = ModuleConfig(4, "layers", ("embedding",), ("head",))
-NOTHING, LAYER = Work(0.0, 0.0, 0.0, 0.0), Work(1.0, 2.0, 1.0, 1.0)
+NOTHING, LAYER = LayerWork(0.0, 0.0, 0.0, 0.0), LayerWork(1.0, 2.0, 1.0, 1.0)
 
 
 def measured(
-    counts: tuple[int, ...] = (4,), layers: tuple[Work, ...] = (LAYER,) * 4, link: Link | None = None, hidden: int = 0
+    counts: tuple[int, ...] = (4,),
+    layers: tuple[LayerWork, ...] = (LAYER,) * 4,
+    link: Link | None = None,
+    hidden: int = 0,
 ) -> Measurements:
     """Each micro-batch takes the batch's share of the time."""
 
-    def share(work: Work, count: int) -> Work:
-        return Work(*(4 * one / count for one in work))
+    def share(work: LayerWork, count: int) -> LayerWork:
+        return LayerWork(*(4 * one / count for one in work))
 
     bare = footprint(output=hidden)
     return Measurements(
@@ -48,8 +51,8 @@ def measured(
     )
 
 
-def candidate(name: str, m: int = 4, layers: tuple[int, ...] = (2, 2)) -> Candidate:
-    return Candidate(SCHEDULES[name], len(layers) // 2, m, layers)
+def candidate(name: str, m: int = 4, layers: tuple[int, ...] = (2, 2)) -> ScheduleCandidate:
+    return ScheduleCandidate(SCHEDULES[name], len(layers) // 2, m, layers)
 
 
 # ---------------------------------------------------------------------- numbers of micro-batches
@@ -90,7 +93,7 @@ def test_what_a_schedule_cannot_have_is_no_candidate() -> None:
 
 
 def test_layers_are_dealt_out_by_time_and_evenly_and_by_memory_where_that_is_scarce() -> None:
-    slow = (LAYER, LAYER, LAYER, Work(3.0, 6.0, 3.0, 3.0))
+    slow = (LAYER, LAYER, LAYER, LayerWork(3.0, 6.0, 3.0, 3.0))
     known = measured(layers=slow)
     splits = {
         one.layers_per_stage for one in list_candidates(CONFIG, 2, known, by_memory=False) if one.spec.name == "1f1b"
@@ -107,8 +110,8 @@ def test_layers_are_dealt_out_by_time_and_evenly_and_by_memory_where_that_is_sca
 
 
 def test_stages_take_what_their_layers_take_beyond_a_stage_without_any() -> None:
-    base, layer = Work(0.5, 0.25, 0.125, 0.125), Work(1.5, 2.25, 1.125, 1.125)
-    found = stage_durations(Pieces(base, Work(0.75, 0.5, 0.0, 0.5), (layer,) * 2, base), (1, 1))
+    base, layer = LayerWork(0.5, 0.25, 0.125, 0.125), LayerWork(1.5, 2.25, 1.125, 1.125)
+    found = stage_durations(Pieces(base, LayerWork(0.75, 0.5, 0.0, 0.5), (layer,) * 2, base), (1, 1))
     assert found[0, "forward"] == 0.5 + 0.25 + 1.0
     assert (found[1, "forward"], found[1, "input_backward"], found[1, "weight_backward"]) == (1.5, 1.125, 1.125)
     # The first stage's inputs are data.
@@ -172,12 +175,12 @@ def test_without_a_real_step_nothing_is_corrected() -> None:
 
 def test_finalists_are_the_fastest_and_of_no_schedule_too_many() -> None:
     names = ["gpipe"] * 4 + ["1f1b", "looped_bfs"]
-    given = [Prediction(candidate(name), float(place), 0.0, ()) for place, name in enumerate(names)]
+    given = [SchedulePrediction(candidate(name), float(place), 0.0, ()) for place, name in enumerate(names)]
     assert [one.seconds for one in finalists(given, 3)] == [0.0, 1.0, 4.0]
     assert [one.seconds for one in finalists(given[::-1], 5)] == [0.0, 1.0, 4.0, 5.0]
 
 
 def test_of_several_ranks_each_number_is_the_median() -> None:
-    ranks = [Pieces(Work(n, n, n, n), None, (Work(2 * n, n, n, n),), NOTHING) for n in (1.0, 5.0, 2.0)]
+    ranks = [Pieces(LayerWork(n, n, n, n), None, (LayerWork(2 * n, n, n, n),), NOTHING) for n in (1.0, 5.0, 2.0)]
     found = median_pieces(ranks)
-    assert found == Pieces(Work(2.0, 2.0, 2.0, 2.0), None, (Work(4.0, 2.0, 2.0, 2.0),), NOTHING)
+    assert found == Pieces(LayerWork(2.0, 2.0, 2.0, 2.0), None, (LayerWork(4.0, 2.0, 2.0, 2.0),), NOTHING)

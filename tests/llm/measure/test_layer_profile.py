@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from lightning_pipe.llm.measure.layer_bench import Pieces
-from lightning_pipe.llm.measure.layer_profile import Footprint, Work, measure_footprints, measure_work
+from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork, measure_footprints, measure_work
 from lightning_pipe.llm.measure.live_bytes import LiveBytes
 from lightning_pipe.llm.model.activation_checkpoint import checkpoint_layers
 from lightning_pipe.llm.model.deferred import deferred_init, is_deferred
@@ -124,8 +124,8 @@ def footprints(model: nn.Module, **options: Any) -> Pieces[Footprint]:
 
 def test_each_kind_of_work_is_timed_by_itself() -> None:
     found = measure_work(Timed(), CONFIG, (ids(),), {}, loss_of, clock=CLOCK)
-    assert found.layers == (Work(1.25, 6.0, 2.0, 4.0),) * 2
-    assert found.empty == Work(0.25, 0.0, 0.0, 0.0)
+    assert found.layers == (LayerWork(1.25, 6.0, 2.0, 4.0),) * 2
+    assert found.empty == LayerWork(0.25, 0.0, 0.0, 0.0)
 
 
 def test_before_the_first_layer_all_of_the_backward_is_in_its_second_part() -> None:
@@ -156,7 +156,7 @@ def test_bytes_and_operations_can_be_counted_by_hand() -> None:
     # What goes into and comes out of GELU, and the output.
     assert layer.kept == (4 + 4 + 1) * HIDDEN
     products = 2 * 2 * ROWS * LENGTH * WIDTH * 4 * WIDTH
-    assert layer.operations == Work(products, 2 * products, products, products)
+    assert layer.operations == LayerWork(products, 2 * products, products, products)
     assert found.empty.kept == 0
 
 

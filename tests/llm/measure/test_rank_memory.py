@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from lightning_pipe.llm.measure.layer_bench import Pieces
-from lightning_pipe.llm.measure.layer_profile import Footprint, Work
+from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork
 from lightning_pipe.llm.measure.rank_memory import RankMemory, Sharing, estimate_memory
 from lightning_pipe.llm.schedules.named import SCHEDULES
 from lightning_pipe.llm.schedules.simulation import actions_of
 
-NO_WORK = Work(0, 0, 0, 0)
+NO_WORK = LayerWork(0, 0, 0, 0)
 
 
 def footprint(**bytes_of: int) -> Footprint:

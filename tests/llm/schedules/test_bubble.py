@@ -9,7 +9,7 @@ import pytest
 from lightning_pipe.engine import InputError, SetupError
 from lightning_pipe.llm.schedules.bubble import RankTimes, StepBubble, measure_step, summarise, textbook_bubble
 from lightning_pipe.llm.schedules.named import SCHEDULES
-from lightning_pipe.llm.schedules.simulation import Kind, Timeline, actions_of, simulate
+from lightning_pipe.llm.schedules.simulation import Kind, ScheduleTimeline, actions_of, simulate
 from lightning_pipe.llm.schedules.timed_stage import StageEvent
 
 MS = 1_000_000
@@ -23,7 +23,7 @@ def durations_of(stages: int, *, slowest: int = 0) -> dict[tuple[int, Kind], flo
     }
 
 
-def events_of(timeline: Timeline) -> list[list[StageEvent]]:
+def events_of(timeline: ScheduleTimeline) -> list[list[StageEvent]]:
     """What ranks note that do what a timeline says, each by a clock that no other rank has."""
     found = []
     for rank, spans in timeline.spans.items():

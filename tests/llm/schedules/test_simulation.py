@@ -10,12 +10,14 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _Acti
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.schedules.named import SCHEDULES, find_schedule
-from lightning_pipe.llm.schedules.simulation import Kind, Timeline, actions_of, backward_order, simulate
+from lightning_pipe.llm.schedules.simulation import Kind, ScheduleTimeline, actions_of, backward_order, simulate
 
 EVEN: dict[Kind, float] = {"forward": 1, "backward": 2, "input_backward": 1, "weight_backward": 1}
 
 
-def timeline_of(name: str, pp_size: int, m: int, stages_per_rank: int | None = None, **options: Any) -> Timeline:
+def timeline_of(
+    name: str, pp_size: int, m: int, stages_per_rank: int | None = None, **options: Any
+) -> ScheduleTimeline:
     actions = actions_of(SCHEDULES[name], pp_size, m, stages_per_rank)
     stages = {action.stage_index for row in actions.values() for action in row}
     durations = {(stage, kind): taken for stage in stages for kind, taken in EVEN.items()}

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.measure import layer_profile
 from lightning_pipe.llm.measure.layer_bench import Pieces
-from lightning_pipe.llm.measure.layer_profile import Work
+from lightning_pipe.llm.measure.layer_profile import LayerWork
 from lightning_pipe.llm.split import stage_split
 from lightning_pipe.strategies.language_model import stage_choice, stage_trials
 from lightning_pipe.strategies.language_model.auto import AutoLLMPipelineStrategy
@@ -155,13 +155,13 @@ def uneven_clock(rank: int) -> Callable[..., Any]:
     """The second rank finds that everything takes five times as long."""
     measure = layer_profile.measure_work
 
-    def slower(*args: Any, **options: Any) -> Pieces[Work]:
+    def slower(*args: Any, **options: Any) -> Pieces[LayerWork]:
         found = measure(*args, **options)
         if rank == 0:
             return found
 
-        def scaled(one: Work) -> Work:
-            return Work(*(5.0 * number for number in one))
+        def scaled(one: LayerWork) -> LayerWork:
+            return LayerWork(*(5.0 * number for number in one))
 
         first = None if found.input is None else scaled(found.input)
         return Pieces(scaled(found.empty), first, tuple(map(scaled, found.layers)), scaled(found.output))

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins import Precision
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.choice.schedule_choice import Prediction
+from lightning_pipe.llm.choice.schedule_choice import SchedulePrediction
 from lightning_pipe.llm.measure.live_bytes import LiveBytes
 from lightning_pipe.llm.measure.rank_memory import RankMemory
 from lightning_pipe.llm.schedules.named import SCHEDULES
@@ -101,7 +101,7 @@ def test_all_is_what_training_holds_at_the_worst_moment_within_a_tenth(schedule:
 def test_all_schedules_are_compared_where_that_is_asked_for() -> None:
     assert estimated("1f1b").others == ()
     found = estimated("1f1b", all_schedules=True).others
-    assert [one.candidate.spec.name for one in found if isinstance(one, Prediction)] == list(SCHEDULES)
+    assert [one.candidate.spec.name for one in found if isinstance(one, SchedulePrediction)] == list(SCHEDULES)
 
 
 def test_the_model_is_not_made_and_micro_batches_are_as_in_training() -> None:

@@ -14,8 +14,8 @@ from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
 from lightning_pipe.llm.parallel.dimensions import ParallelDims
 from lightning_pipe.llm.split.options import SplitOptions
 from lightning_pipe.strategies.language_model.auto import AutoLLMPipelineStrategy
-from lightning_pipe.strategies.language_model.renamed import RENAMED
 from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
+from lightning_pipe.strategies.renamed import LANGUAGE_MODEL
 
 FORMER: dict[str, Any] = {
     "pipeline_parallel_size": 2,
@@ -43,7 +43,9 @@ def test_the_error_has_the_yaml_of_the_same_values(strategy: Any) -> None:
 def test_every_field_of_an_option_group_has_a_former_argument() -> None:
     groups = {"parallel": ParallelDims, "split": SplitOptions, "batching": Batching}
     every: dict[str, Any] = {**groups, "activation_checkpoint": ActivationCheckpoint}
-    assert set(RENAMED.values()) == {f"{name}.{one.name}" for name, group in every.items() for one in fields(group)}
+    assert set(LANGUAGE_MODEL.values()) == {
+        f"{name}.{one.name}" for name, group in every.items() for one in fields(group)
+    }
 
 
 def test_other_unknown_arguments_are_refused_by_python() -> None:
