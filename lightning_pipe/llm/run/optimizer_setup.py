@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 
 __all__ = ["empty_optimizers_allowed", "refuse_fused"]
 
