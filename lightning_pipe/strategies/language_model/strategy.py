@@ -21,6 +21,7 @@ from lightning_pipe.llm.batches.batching import Batching
 from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
 from lightning_pipe.llm.parallel.dimensions import ParallelDims
 from lightning_pipe.llm.run.optimizer_offload import OffloadedState
+from lightning_pipe.llm.run.optimizer_setup import empty_optimizers_allowed, refuse_fused
 from lightning_pipe.llm.run.preparation import PreparedBatch
 from lightning_pipe.llm.run.training_tasks import llm_evaluation_plan, llm_plan
 from lightning_pipe.llm.schedules.named import find_schedule
@@ -31,7 +32,6 @@ from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.loops.programs.zero_grad_first import ZeroGradFirst
 from lightning_pipe.loops.turns import UnevenEvaluation
-from lightning_pipe.strategies.language_model.optimizer_setup import empty_optimizers_allowed, refuse_fused
 from lightning_pipe.strategies.language_model.options import LLMOptions, option_group
 from lightning_pipe.strategies.language_model.pipeline_module import BatchResult, PipelineModule
 from lightning_pipe.strategies.language_model.staged_strategy import StagedStrategy

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.plans.errors import SetupError
 
 __all__ = ["empty_optimizers_allowed", "refuse_fused"]
 
