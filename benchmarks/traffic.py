@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
@@ -78,7 +78,9 @@ def recorded_traffic() -> Iterator[list[Exchange]]:
 
         return noted
 
-    with mock.patch.multiple(dist, **{name: noting(name) for name in _COLLECTIVES}):
+    with ExitStack() as replaced:
+        for name in _COLLECTIVES:
+            replaced.enter_context(mock.patch.object(dist, name, noting(name)))
         yield found
 
 

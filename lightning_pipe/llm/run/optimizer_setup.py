@@ -28,9 +28,10 @@ def empty_optimizers_allowed(
         module: whose parameters optimizers are made of.
         optimizers: returns the optimizers that were made in the body.
     """
-    placeholder = nn.Parameter(torch.empty(0))
     holders = [one for one in module.modules() if not any(each.requires_grad for each in one.parameters())]
-    for holder in holders:
+    # One each: groups of different modules may not share a parameter.
+    placeholders = {nn.Parameter(torch.empty(0)) for _ in holders}
+    for holder, placeholder in zip(holders, placeholders, strict=True):
         holder.register_parameter(_PLACEHOLDER, placeholder)
     try:
         yield
@@ -38,9 +39,10 @@ def empty_optimizers_allowed(
         for holder in holders:
             delattr(holder, _PLACEHOLDER)
     for optimizer in optimizers():
-        optimizer.state.pop(placeholder, None)
         for group in optimizer.param_groups:
-            group["params"][:] = [one for one in group["params"] if one is not placeholder]
+            for placeholder in placeholders.intersection(group["params"]):
+                optimizer.state.pop(placeholder, None)
+            group["params"][:] = [one for one in group["params"] if one not in placeholders]
 
 
 def refuse_fused(optimizers: Sequence[Optimizer]) -> None:

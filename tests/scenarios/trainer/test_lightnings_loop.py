@@ -88,9 +88,9 @@ def test_a_profiler_and_debug_messages_show_the_hook_calls_of_lightnings_loop(
     for ours in (False, True):
         caplog.clear()
         profiler = SimpleProfiler()
-        watched: dict[str, Any] = {"profiler": profiler} if watches == "profiler" else {}
+        options: dict[str, Any] = {"profiler": profiler} if watches == "profiler" else {}
         with caplog.at_level(logging.DEBUG if watches == "debug messages" else logging.WARNING, logger=call.__name__):
-            fit(Logs(), ours, callbacks=[pl.Callback()], **watched)
+            fit(Logs(), ours, callbacks=[pl.Callback()], **options)
         if watches == "profiler":
             found.append({name: len(times) for name, times in profiler.recorded_durations.items()})
         else:

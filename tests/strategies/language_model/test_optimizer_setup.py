@@ -25,14 +25,16 @@ class Stages(nn.Module):
         self.elsewhere = nn.Sequential()
 
 
+def group(stage: nn.Module, **options: float) -> dict[str, Any]:
+    return {"params": stage.parameters(), **options}
+
+
 MADE: dict[str, Callable[[Stages], Optimizer]] = {
     "all that is trained": lambda one: SGD([each for each in one.parameters() if each.requires_grad], lr=0.1),
     "state that is made at once": lambda one: Adagrad(each for each in one.parameters() if each.requires_grad),
     "a stage": lambda one: AdamW(one.first.parameters()),
     "a stage that another rank has": lambda one: AdamW(one.elsewhere.parameters()),
-    "groups": lambda one: AdamW(
-        [{"params": one.first.parameters()}, {"params": one.elsewhere.parameters(), "lr": 1.0}]
-    ),
+    "groups": lambda one: AdamW([group(one.first), group(one.elsewhere, lr=1.0)]),
 }
 
 
