@@ -153,7 +153,7 @@ class Arm:
         self.sharded = shard_model(model, device=CPU, group=world, sparse_optimizer=OPTIMIZER)
         fill(self.sharded, given.rows)
         dense = torch.optim.SGD([parameter for _, parameter in self.sharded.dense_parameters()], lr=0.01)
-        self.pipeline = TrainPipeline(self.sharded, dense, CPU, plan, rewrite={"method": "direct"})
+        self.pipeline = TrainPipeline(self.sharded, dense, CPU, plan, options={"rewrite": {"method": "direct"}})
         self.times: list[float] = []
         self.losses: list[Tensor] = []
 

@@ -201,7 +201,7 @@ class Workload:
             ids: what it sends ids as; by default what the options say.
         """
         sharded, optimizer = ours(self.options, CPU, self._plan, Deep)
-        pipeline = TrainPipeline(sharded, optimizer, CPU, plan=plan, wire={"ids": ids or self.options.ids})
+        pipeline = TrainPipeline(sharded, optimizer, CPU, plan=plan, options={"wire": {"ids": ids or self.options.ids}})
         return Ours(sharded, pipeline, self.data, self.options.steps)
 
     def of_theirs(self, kind: Any) -> Training:

@@ -51,7 +51,7 @@ def pipeline(options: argparse.Namespace, precision: str | None, ids: Any) -> Ca
     )
     seed_tables(sharded.dmp)
     dense = torch.optim.SGD([parameter for _, parameter in sharded.dense_parameters()], lr=RATE)
-    return TrainPipeline(sharded, dense, "cpu", plan=options.plan, wire={"ids": ids}).progress
+    return TrainPipeline(sharded, dense, "cpu", plan=options.plan, options={"wire": {"ids": ids}}).progress
 
 
 def conversion(ids: torch.Tensor, repetitions: int = 50) -> list[list[float]]:

@@ -83,6 +83,12 @@ class MixedBatch:
     label: torch.Tensor
 
 
+def grouped(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a TrainPipeline, where tests give option groups beside the others."""
+    groups = {name: value for name, value in arguments.items() if name in ("rewrite", "wire", "memory", "checks")}
+    return {**{name: value for name, value in arguments.items() if name not in groups}, "options": groups}
+
+
 def mixed_batches(count: int) -> list[Any]:
     generator = torch.Generator().manual_seed(11 + dist.get_rank())
     return [
@@ -290,7 +296,7 @@ def outcome(case: Case, plan: Any, steps: int = STEPS, **arguments: Any) -> Outc
     optimizer = adam(model)
     initial = values_of(model)
     torch.manual_seed(13 + dist.get_rank())
-    pipeline = TrainPipeline(model, optimizer, CPU, plan, **arguments)
+    pipeline = TrainPipeline(model, optimizer, CPU, plan, **grouped(arguments))
     outputs, feed = train(pipeline, case.data(steps))
     pipelined = sorted(pipeline.rewrite.pipelined)
     pipeline.close()

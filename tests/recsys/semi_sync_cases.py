@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from lightning_pipe.recsys import ShardedModel, TrainPipeline
-from tests.recsys.pipeline_cases import Case, Mixed, adam, mixed_batches, sharded, train, values_of
+from tests.recsys.pipeline_cases import Case, Mixed, adam, grouped, mixed_batches, sharded, train, values_of
 from tests.recsys.sharding_cases import ADAGRAD, CPU, ROW_WISE_ADAGRAD, SGD
 
 BATCHES = 12
@@ -158,7 +158,7 @@ def by_pipeline(case: Case, plan: Any = "semi_sync", after_batch: AfterBatch = c
     model = sharded(case)
     optimizer = adam(model)
     torch.manual_seed(13 + dist.get_rank())
-    pipeline = TrainPipeline(model, optimizer, CPU, plan, **arguments)
+    pipeline = TrainPipeline(model, optimizer, CPU, plan, **grouped(arguments))
     feed, outputs = iter(case.data(BATCHES)), []
     for trained in range(1, BATCHES + 1):
         outputs.append(pipeline.progress(feed))

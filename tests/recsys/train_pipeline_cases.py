@@ -35,6 +35,7 @@ from tests.recsys.pipeline_cases import (
     Paired,
     adam,
     difference,
+    grouped,
     outcome,
     same_outputs,
     sharded,
@@ -56,7 +57,7 @@ def plans(check: Callable[[str], Any]) -> dict[str, Any]:
 def pipeline_of(
     model: ShardedModel, plan: str = "prefetch", optimizer: torch.optim.Optimizer | None = None, **arguments: Any
 ) -> Iterator[TrainPipeline]:
-    pipeline = TrainPipeline(model, optimizer or adam(model), CPU, plan, **arguments)
+    pipeline = TrainPipeline(model, optimizer or adam(model), CPU, plan, **grouped(arguments))
     try:
         yield pipeline
     finally:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +28,25 @@ DENSE_BUFFERS = State("dense_buffers")
 DENSE_GRADIENTS = State("dense_gradients")
 REPLICA_STEPS = State("replica_steps")  # since replicas of tables were last averaged
 
+LookupContext = Callable[[], AbstractContextManager[Any]]
+
 _NOTHING = nullcontext()
+
+
+@dataclass(frozen=True)
+class TableHooks:
+    """What is called around lookups and their backward.
+
+    Attributes:
+        before_lookup: called before the lookups, and if they are ahead of their batch's turn, when its turn comes:
+            brings learning rates to the tables.
+        after_backward: called after the lookups' backward: steps tables that no fused kernel trains.
+        context: context of the lookups, such as a precision plugin's.
+    """
+
+    before_lookup: Callable[[], None] | None = None
+    after_backward: Callable[[], None] | None = None
+    context: LookupContext | None = None
 
 
 class RecsysActions:
@@ -43,11 +62,8 @@ class RecsysActions:
             a rank without a loss sends zeros, since others may have one; without, all ranks must do alike.
         optimizer_step: the dense optimiser's step, unless a caller does it between ``begin_task`` and ``end_task``.
         reducer: averages dense gradients over ranks; none where something else does.
-        before_lookup: called before the lookups, and where those are ahead of their batch's turn when that comes:
-            brings learning rates to the tables.
-        after_embedding_backward: called after them: steps tables that no fused kernel trains.
+        tables: called around lookups and their backward.
         check_loss: called with the loss, or None, by every rank; raises where it cannot be trained.
-        lookup_context: context of the lookups, such as a precision plugin's.
         clip: called before the optimiser step with the batch's embeddings; scales the dense gradients and returns what
             those of the tables are to be scaled by. The tasks must be scaled late, and the rewrite split backward.
         agree_overflow: whether ranks agree, after each dense backward, if any of the embeddings' gradients is infinite
@@ -65,10 +81,8 @@ class RecsysActions:
         loss_of: Callable[[Any], torch.Tensor | None],
         optimizer_step: Callable[[], None] | None = None,
         reducer: DenseGradientReducer | None = None,
-        before_lookup: Callable[[], None] | None = None,
-        after_embedding_backward: Callable[[], None] | None = None,
+        tables: TableHooks | None = None,
         check_loss: Callable[[torch.Tensor | None], None] | None = None,
-        lookup_context: Callable[[], AbstractContextManager[Any]] | None = None,
         clip: Callable[[Embeddings], torch.Tensor] | None = None,
         agree_overflow: bool = False,
         balancer: BatchBalancer | None = None,
@@ -81,10 +95,11 @@ class RecsysActions:
         self._loss_of = loss_of
         self._optimizer_step = optimizer_step
         self._reducer = reducer
-        self._before_lookup = before_lookup
-        self._after_embedding_backward = after_embedding_backward
+        tables = TableHooks() if tables is None else tables
+        self._before_lookup = tables.before_lookup
+        self._after_embedding_backward = tables.after_backward
+        self._lookup_context = tables.context
         self._check_loss = check_loss
-        self._lookup_context = lookup_context
         self._clip = clip
         self._agree_overflow = agree_overflow
         self.balancer = balancer

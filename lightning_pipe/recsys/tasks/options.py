@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.engine.plans.option_groups import option_group
 from lightning_pipe.engine.plans.values import check_flags
 from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire, check_ids_on_wire
@@ -137,7 +138,24 @@ class SessionOptions:
     checks: CheckOptions
 
     @classmethod
-    def of(cls, *, rewrite: Any, wire: Any, memory: Any, checks: Any) -> SessionOptions:
+    def given(cls, options: SessionOptions | Mapping[str, Any] | None) -> SessionOptions:
+        """The options that an argument stands for: themselves, groups by name, or None for all defaults.
+
+        Raises:
+            SetupError: neither, a group that does not exist, or see :meth:`of`.
+        """
+        if isinstance(options, cls):
+            return options
+        groups = [field.name for field in fields(cls)]
+        if options is not None and not isinstance(options, Mapping):
+            raise SetupError(f"options are {options!r}; expected a mapping of {', '.join(groups)}")
+        unknown = [name for name in options or {} if name not in groups]
+        if unknown:
+            raise SetupError(f"options have {', '.join(map(repr, unknown))}; expected only {', '.join(groups)}")
+        return cls.of(**{name: (options or {}).get(name) for name in groups})
+
+    @classmethod
+    def of(cls, *, rewrite: Any = None, wire: Any = None, memory: Any = None, checks: Any = None) -> SessionOptions:
         """The options of arguments, each of which is a group, a mapping of its fields, or None for its defaults.
 
         Raises:

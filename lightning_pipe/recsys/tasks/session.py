@@ -30,7 +30,7 @@ from lightning_pipe.recsys.kernels.loss_check import check_finite_loss
 from lightning_pipe.recsys.plans.named import looks_ahead, needs_input_group
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
-from lightning_pipe.recsys.tasks.actions import RecsysActions
+from lightning_pipe.recsys.tasks.actions import LookupContext, RecsysActions, TableHooks
 from lightning_pipe.recsys.tasks.declarations import RecsysTask
 from lightning_pipe.recsys.tasks.options import SessionOptions
 from lightning_pipe.recsys.tasks.training import recsys_tasks
@@ -198,12 +198,14 @@ class RecsysSession:
             if self._balancer is not None and report is not None:
                 self._balancer.report = report
 
-    def _training_actions(self, rewrite: ModelRewrite, **actions: Any) -> RecsysActions:
+    def _training_actions(
+        self, rewrite: ModelRewrite, lookup_context: LookupContext | None = None, **actions: Any
+    ) -> RecsysActions:
+        steps = None if self._sharded is None else self._sharded.step_data_parallel_tables
         return RecsysActions(
             rewrite,
             reducer=self.reducer,
-            before_lookup=self._bring_rates,
-            after_embedding_backward=None if self._sharded is None else self._sharded.step_data_parallel_tables,
+            tables=TableHooks(self._bring_rates, steps, lookup_context),
             balancer=self._balancer,
             replicas=self._replicas,
             **actions,
@@ -212,13 +214,14 @@ class RecsysSession:
     # ------------------------------------------------------------------ evaluation
 
     def evaluation_tasks(
-        self, step: str, *, transfer: Transfer, **actions: Any
+        self, step: str, *, transfer: Transfer, lookup_context: LookupContext | None = None, **actions: Any
     ) -> tuple[ModelRewrite, list[PipelineTask]]:
         """Rewrite the model for an evaluation, while training is set aside. Every rank calls this.
 
         Args:
             step: name of the model's method that a batch is evaluated with.
             transfer: moves a batch to the device.
+            lookup_context: context of the lookups, such as a precision plugin's.
             actions: other arguments of :class:`~lightning_pipe.recsys.tasks.actions.RecsysActions`.
 
         Returns:
@@ -226,7 +229,10 @@ class RecsysSession:
         """
         rewrite = self.new_rewrite(step)
         rewrite.detach()
-        return rewrite, recsys_tasks(RecsysActions(rewrite, transfer=transfer, loss_of=_no_loss, **actions))
+        tables = TableHooks(context=lookup_context)
+        return rewrite, recsys_tasks(
+            RecsysActions(rewrite, transfer=transfer, loss_of=_no_loss, tables=tables, **actions)
+        )
 
     def new_rewrite(
         self,

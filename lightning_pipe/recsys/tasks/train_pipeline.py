@@ -24,11 +24,7 @@ from lightning_pipe.recsys.sharding.shard import ShardedModel
 from lightning_pipe.recsys.tasks.declarations import RecsysTask
 from lightning_pipe.recsys.tasks.evaluation import PipelinedEvaluation
 from lightning_pipe.recsys.tasks.options import (
-    CheckOptions,
-    MemoryOptions,
-    RewriteOptions,
     SessionOptions,
-    WireOptions,
 )
 from lightning_pipe.recsys.tasks.session import RecsysSession
 from lightning_pipe.recsys.tasks.train_pipeline_checks import (
@@ -59,11 +55,11 @@ class TrainPipeline:
         plan: a name, a plan, or the path of a plan in YAML.
         execute_all_batches: train what is in flight when the data ends; otherwise it is given up.
         custom_model_fwd: called with the batch in place of the model.
-        rewrite: :class:`~lightning_pipe.recsys.tasks.options.RewriteOptions`, or a mapping of its fields, as for the
-            next three; evaluations are always pipelined.
-        wire: :class:`~lightning_pipe.recsys.tasks.options.WireOptions`: of ids, since *model* has its codecs already.
-        memory: :class:`~lightning_pipe.recsys.tasks.options.MemoryOptions`.
-        checks: :class:`~lightning_pipe.recsys.tasks.options.CheckOptions`.
+        options: option groups by name, each a dataclass or a mapping of its fields: ``rewrite``
+            (:class:`~lightning_pipe.recsys.RewriteOptions`; evaluations are always pipelined), ``wire``
+            (:class:`~lightning_pipe.recsys.WireOptions`; only of ids, since *model* has its codecs already), ``memory``
+            (:class:`~lightning_pipe.recsys.MemoryOptions`) and ``checks``
+            (:class:`~lightning_pipe.recsys.CheckOptions`).
         accumulate: how many batches' gradients a step of the optimiser takes, each of its loss over as many. Tables
             step in every batch, with the gradients of the same. What is not full when the data end goes on with the
             next iterator. It takes a model of ``shard_model`` and no ``max_norm``.
@@ -103,10 +99,7 @@ class TrainPipeline:
         *,
         execute_all_batches: bool = True,
         custom_model_fwd: Callable[[Any], Any] | None = None,
-        rewrite: RewriteOptions | Mapping[str, Any] | None = None,
-        wire: WireOptions | Mapping[str, Any] | None = None,
-        memory: MemoryOptions | Mapping[str, Any] | None = None,
-        checks: CheckOptions | Mapping[str, Any] | None = None,
+        options: SessionOptions | Mapping[str, Any] | None = None,
         accumulate: int = 1,
         max_norm: float | None = None,
         balancer: bool | Mapping[str, Any] | BatchBalancer | None = None,
@@ -115,8 +108,8 @@ class TrainPipeline:
     ) -> None:
         # Refused before anything is made.
         check_flags(execute_all_batches=execute_all_batches)
-        options = SessionOptions.of(rewrite=rewrite, wire=wire, memory=memory, checks=checks)
-        refuse_of_strategies(options)
+        chosen = SessionOptions.given(options)
+        refuse_of_strategies(chosen)
         declared = recsys_plan(plan, recsys_tasks(extra=extra_tasks))
         sharded = model if isinstance(model, ShardedModel) else None
         self._sharded = sharded
@@ -138,7 +131,7 @@ class TrainPipeline:
             model,
             declared,
             torch.device(device),
-            options,
+            chosen,
             balancer=self._balancer,
             input_group=input_group,
         )

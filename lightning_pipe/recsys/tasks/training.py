@@ -34,19 +34,22 @@ def recsys_tasks(
         extra: tasks of the caller's own, each by the name of the task that it follows in serial order.
 
     Raises:
-        PlanError: an extra task follows one that does not exist.
+        PlanError: an extra task follows one that does not exist, or has the name of another.
     """
     if actions is not None:
         balanced, replicated = actions.balancer is not None, actions.replicas is not None
     there = {None, *(["balancer"] if balanced else []), *(["replicas"] if replicated else [])}
     declared = _with_extra([one for one in TASKS if one.needs in there], extra or {})
     if scaled_late:
-        declared.sort(key=lambda one: one.after_late_step)
+        declared.sort(key=lambda one: one.late is not None and one.late.after_step)
     return [_task(one, actions, scaled_late) for one in declared]
 
 
 def _with_extra(declared: Iterable[RecsysTask], extra: Mapping[str, RecsysTask]) -> list[RecsysTask]:
-    found: list[RecsysTask] = []
+    declared, found = list(declared), []
+    taken = [one.name for one in (*declared, *extra.values())]
+    if twice := sorted({name for name in taken if taken.count(name) > 1}):
+        raise PlanError(f"extra tasks are called {', '.join(twice)}, as other tasks are; give each a name of its own")
     for one in declared:
         found.append(one)
         while (following := extra.get(found[-1].name)) is not None:
@@ -59,9 +62,9 @@ def _with_extra(declared: Iterable[RecsysTask], extra: Mapping[str, RecsysTask])
 
 def _task(declared: RecsysTask, actions: RecsysActions | None, scaled_late: bool) -> PipelineTask:
     reads, writes = declared.reads, declared.writes
-    if scaled_late:
-        reads = (*reads, *declared.late_reads)
-        writes = writes if declared.late_writes is None else declared.late_writes
+    if scaled_late and declared.late is not None:
+        reads = (*reads, *declared.late.reads)
+        writes = writes if declared.late.writes is None else declared.late.writes
     if actions is None:
 
         def undefined(ctx: IterContext) -> None:

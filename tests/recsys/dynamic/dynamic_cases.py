@@ -137,7 +137,7 @@ def train(
 ) -> list[Tensor]:
     """Scores of every batch on this rank."""
     dense = torch.optim.SGD([parameter for _, parameter in sharded.dense_parameters()], lr=0.1)
-    pipeline = TrainPipeline(sharded, dense, CPU, plan, **options)
+    pipeline = TrainPipeline(sharded, dense, CPU, plan, **grouped(options))
     data = (make(step, dist.get_rank()) for step in steps)
     scores = []
     try:

@@ -23,6 +23,7 @@ from tests.recsys.pipeline_cases import (
     Paired,
     adam,
     difference,
+    grouped,
     mixed_batches,
     same_outputs,
     sharded,
@@ -148,7 +149,7 @@ def trained(case: Case, plan: str, groups: ReplicaGroups, **arguments: Any) -> t
     model = sharded(case, replicas=groups)
     optimizer = adam(model)
     torch.manual_seed(13 + dist.get_rank())
-    pipeline = TrainPipeline(model, optimizer, CPU, plan, **arguments)
+    pipeline = TrainPipeline(model, optimizer, CPU, plan, **grouped(arguments))
     outputs, _ = train(pipeline, case.data(STEPS))
     pipelined = pipeline.rewrite.pipelined
     pipeline.close()

@@ -40,12 +40,14 @@ def test_unknown_precisions_and_integer_types_are_refused() -> None:
         ({"wire": {"quantized_comms": {"forward": "bf16"}}}, "give quantized_comms to shard_model"),
         ({"rewrite": {"evaluation": False}}, "always pipelined; leave it out"),
         ({"checks": {"validate": True}}, "checks has 'validate'; expected only validate_ids, detect_nan"),
+        ({"check": {}}, "options have 'check'; expected only rewrite, wire, memory, checks"),
+        (["checks"], r"options are \['checks'\]; expected a mapping of rewrite, wire, memory, checks"),
     ],
 )
 def test_a_train_pipeline_refuses_what_it_cannot_follow(one_rank: Any, options: Any, message: str) -> None:
     model = sharded(CASES["pooled, table_wise"])
     with pytest.raises(SetupError, match=message):
-        TrainPipeline(model, adam(model), CPU, **options)
+        TrainPipeline(model, adam(model), CPU, options=options)
 
 
 def test_a_group_may_be_a_dataclass_or_a_mapping(one_rank: Any) -> None:
@@ -53,7 +55,11 @@ def test_a_group_may_be_a_dataclass_or_a_mapping(one_rank: Any) -> None:
     for checks in (CheckOptions(detect_nan=True), {"detect_nan": True}):
         model = sharded(CASES["pooled, table_wise"])
         pipeline = TrainPipeline(
-            model, adam(model), CPU, custom_model_fwd=lambda batch: (torch.tensor([torch.nan]), None), checks=checks
+            model,
+            adam(model),
+            CPU,
+            custom_model_fwd=lambda batch: (torch.tensor([torch.nan]), None),
+            options={"checks": checks},
         )
         with pytest.raises(Exception, match="the loss is not finite") as caught:
             pipeline.progress(iter(CASES["pooled, table_wise"].data(3)))

@@ -18,6 +18,7 @@ from tests.recsys.pipeline_cases import (
     Case,
     adam,
     difference,
+    grouped,
     mixed_batches,
     outcome,
     same_outputs,
@@ -163,7 +164,7 @@ def test_gradients_accumulate_over_batches_under_every_plan_as_in_a_loop(
 def test_what_cannot_be_is_refused_before_anything_is_replaced(arguments: dict[str, Any], says: str) -> None:
     model = sharded(POOLED)
     with pytest.raises(SetupError, match=says):
-        TrainPipeline(model, adam(model), CPU, **arguments)
+        TrainPipeline(model, adam(model), CPU, **grouped(arguments))
     assert not replaced(model.module)
 
 

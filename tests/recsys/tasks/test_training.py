@@ -25,7 +25,8 @@ from lightning_pipe.recsys import (
 )
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.kernels.fused import fused_kernels
-from tests.recsys.pipeline_cases import CASES, Case, adam, difference, sharded, train, values_of
+from lightning_pipe.recsys.tasks.actions import TableHooks
+from tests.recsys.pipeline_cases import CASES, Case, adam, difference, grouped, sharded, train, values_of
 from tests.recsys.rewrite_cases import Bags, Batch, Processed, batches
 from tests.recsys.sharding_cases import ADAGRAD, CPU, ROW_WISE_ADAGRAD
 
@@ -64,7 +65,7 @@ def actions_of(model: ShardedModel, *, look_ahead: bool = False, **arguments: An
                 "training_step": model.module,
                 "loss_of": lambda output: output[0],
                 "reducer": reducer,
-                "after_embedding_backward": model.step_data_parallel_tables,
+                "tables": TableHooks(after_backward=model.step_data_parallel_tables),
                 **arguments,
             },
         )
@@ -204,8 +205,7 @@ def test_hooks_are_called_around_the_lookups_and_their_backward() -> None:
 
     with actions_of(
         model,
-        before_lookup=note("before lookup"),
-        after_embedding_backward=note("after backward"),
+        tables=TableHooks(note("before lookup"), note("after backward")),
         optimizer_step=note("step"),
         check_loss=lambda loss: called.append("check"),
     ) as actions:
@@ -226,7 +226,7 @@ def test_hooks_are_called_around_the_lookups_and_their_backward() -> None:
 def test_after_a_batch_is_given_up_in_mid_training_the_next_lookup_brings_learning_rates_again() -> None:
     model = sharded(Case(pooled, optimizer=ROW_WISE_ADAGRAD))
     brought: list[str] = []
-    with actions_of(model, look_ahead=True, before_lookup=lambda: brought.append("rates")) as actions:
+    with actions_of(model, look_ahead=True, tables=TableHooks(lambda: brought.append("rates"))) as actions:
         tasks = {task.name: task.fn for task in recsys_tasks(actions)}
         first, ahead, following = (IterContext(batch) for batch in batches(3))
 
@@ -360,7 +360,7 @@ def test_a_task_of_the_callers_own_trains_in_a_plan_that_places_it(name: str, tm
 
     def trained(plan: Any, data: list[Batch], **arguments: Any) -> dict[str, torch.Tensor]:
         model = sharded(Case(pooled))
-        pipeline = TrainPipeline(model, adam(model), CPU, plan, **arguments)
+        pipeline = TrainPipeline(model, adam(model), CPU, plan, **grouped(arguments))
         train(pipeline, data)
         pipeline.close()
         return values_of(model)

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_pipe.engine import InputError
 from lightning_pipe.recsys import TrainPipeline, token_weighted_mean
 from tests.distributed import run_ranks
-from tests.recsys.pipeline_cases import CASES, Case, adam, difference, same_outputs, sharded, train, values_of
+from tests.recsys.pipeline_cases import CASES, Case, adam, difference, grouped, same_outputs, sharded, train, values_of
 from tests.recsys.rewrite_cases import Bags, Batch, batches, jagged
 from tests.recsys.sharding_cases import CPU, SGD
 from tests.rounding import Reference
@@ -82,7 +82,7 @@ def trained(case: Case, plan: Any, **arguments: Any) -> tuple[list[Any], dict[st
     else:
         optimizer = adam(model)
     torch.manual_seed(13 + dist.get_rank())
-    pipeline = TrainPipeline(model, optimizer, CPU, plan, **arguments)
+    pipeline = TrainPipeline(model, optimizer, CPU, plan, **grouped(arguments))
     outputs, _ = train(pipeline, case.data(STEPS))
     report = pipeline.balance_report if "balancer" in arguments else None
     pipeline.close()

@@ -137,7 +137,9 @@ def in_train_pipeline(
         return loss, loss.item()
 
     def pipeline_of() -> TrainPipeline:
-        return TrainPipeline(sharded, dense, CPU, "semi_sync", custom_model_fwd=forward, rewrite={"method": "direct"})
+        return TrainPipeline(
+            sharded, dense, CPU, "semi_sync", custom_model_fwd=forward, options={"rewrite": {"method": "direct"}}
+        )
 
     pipeline = pipeline_of()
     losses: list[float] = []

@@ -72,7 +72,7 @@ def outputs_of(pipeline: Any) -> list[torch.Tensor]:
 def test_it_trains_as_torchrecs_semi_synchronous_pipeline() -> None:
     device = torch.device("cuda", 0)
     theirs = outputs_of(TrainPipelineSemiSync(*sharded(device), device, start_batch=0))
-    pipeline = TrainPipeline(*sharded(device), device, "semi_sync", rewrite={"method": "direct"})
+    pipeline = TrainPipeline(*sharded(device), device, "semi_sync", options={"rewrite": {"method": "direct"}})
     ours = outputs_of(pipeline)
     pipeline.close()
     assert len(ours) == STEPS
@@ -82,7 +82,7 @@ def test_it_trains_as_torchrecs_semi_synchronous_pipeline() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_without_such_a_device_the_same_training_runs_here() -> None:
     pipeline = TrainPipeline(
-        *sharded(torch.device("cpu")), torch.device("cpu"), "semi_sync", rewrite={"method": "direct"}
+        *sharded(torch.device("cpu")), torch.device("cpu"), "semi_sync", options={"rewrite": {"method": "direct"}}
     )
     assert len(outputs_of(pipeline)) == STEPS
     pipeline.close()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.strategies.language_model.optimizer_setup import empty_optimizers_allowed, refuse_fused
+from lightning_pipe.llm.run.optimizer_setup import empty_optimizers_allowed, refuse_fused
 
 
 class Stages(nn.Module):
