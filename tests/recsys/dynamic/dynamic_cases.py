@@ -18,6 +18,7 @@ from lightning_pipe.recsys.modules.dynamic_modules import (
     DynamicEmbeddingCollection,
     DynamicTable,
 )
+from tests.recsys.pipeline_cases import grouped
 
 CPU = torch.device("cpu")
 WIDTH = 4
