@@ -19,7 +19,7 @@ from tests.patience import HANG
 ROOT = Path(__file__).resolve().parent.parent
 
 # One module for each project whose private names it wraps.
-COMPAT = ("torch",)
+COMPAT = ("lightning", "torch")
 
 ROOMS = ("_compat", "engine", "checkpoints", "loops", "recsys", "llm", "pipe", "strategies", "callbacks", "cli")
 
@@ -50,7 +50,7 @@ MUST_NOT_IMPORT = {
 ALLOWED = {
     "engine": ("_compat.torch",),
     "checkpoints": ("engine",),
-    "loops": ("lightning", "checkpoints", "engine"),
+    "loops": ("lightning", "_compat.lightning", "checkpoints", "engine"),
     "recsys": ("torchrec", "checkpoints", "engine"),
     "llm": ("checkpoints", "engine"),
     "pipe": ("engine",),
@@ -147,7 +147,9 @@ def test_the_linter_refuses_every_import_that_the_table_forbids(tmp_path: Path, 
     assert f"lightning_pipe.{room}.part -> {module_name(target)}" in result.stdout
 
 
-@pytest.mark.parametrize(("project", "target"), [("torch", "lightning"), ("torch", "torchrec")])
+@pytest.mark.parametrize(
+    ("project", "target"), [("torch", "lightning"), ("torch", "torchrec"), ("lightning", "torchrec")]
+)
 def test_the_linter_refuses_a_second_project_in_a_module_of_compat(tmp_path: Path, project: str, target: str) -> None:
     result = lint(tmp_path, {f"_compat.{project}": (target,)})
     assert result.returncode == 1, result.stdout + result.stderr

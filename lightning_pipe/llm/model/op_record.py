@@ -25,8 +25,8 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_pipe._compat.torch import tree_leaves, tree_map_only
 from lightning_pipe.engine import SetupError
 
 # Operations that do not read what is in their destination, which is their first argument.

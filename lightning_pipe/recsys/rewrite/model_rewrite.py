@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map_only
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_pipe._compat.torch import tree_map_only
 from lightning_pipe.engine.plans.errors import InputError, SetupError
 from lightning_pipe.recsys.batches.agreement import Agreement
 from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows
