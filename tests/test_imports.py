@@ -19,7 +19,7 @@ from tests.patience import HANG
 ROOT = Path(__file__).resolve().parent.parent
 
 # One module for each project whose private names it wraps.
-COMPAT = ("torch",)
+COMPAT = ("lightning", "torch")
 
 ROOMS = ("_compat", "engine", "checkpoints", "loops", "recsys", "llm", "pipe", "strategies", "callbacks", "cli")
 
@@ -50,7 +50,7 @@ MUST_NOT_IMPORT = {
 ALLOWED = {
     "engine": ("_compat.torch",),
     "checkpoints": ("engine",),
-    "loops": ("lightning", "checkpoints", "engine"),
+    "loops": ("lightning", "_compat.lightning", "checkpoints", "engine"),
     "recsys": ("torchrec", "checkpoints", "engine"),
     "llm": ("checkpoints", "engine"),
     "pipe": ("engine",),
@@ -156,7 +156,9 @@ def test_the_linter_refuses_a_callback_that_knows_a_strategy_by_class(tmp_path: 
     assert f"lightning_pipe.callbacks.part -> lightning_pipe.strategies.{strategy}" in result.stdout
 
 
-@pytest.mark.parametrize(("project", "target"), [("torch", "lightning"), ("torch", "torchrec")])
+@pytest.mark.parametrize(
+    ("project", "target"), [("torch", "lightning"), ("torch", "torchrec"), ("lightning", "torchrec")]
+)
 def test_the_linter_refuses_a_second_project_in_a_module_of_compat(tmp_path: Path, project: str, target: str) -> None:
     result = lint(tmp_path, {f"_compat.{project}": (target,)})
     assert result.returncode == 1, result.stdout + result.stderr

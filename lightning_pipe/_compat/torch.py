@@ -6,8 +6,32 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree as pytree
+from torch.utils._pytree import (
+    TreeSpec,
+    register_pytree_node,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 
-__all__ = ["backend_of", "default_gloo_devices", "gloo_of_one_thread", "overflow_flags", "present_as_gloo"]
+__all__ = [
+    "TreeSpec",
+    "backend_of",
+    "default_gloo_devices",
+    "gloo_of_one_thread",
+    "overflow_flags",
+    "present_as_gloo",
+    "pytree",
+    "register_pytree_node",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+]
 
 _CPU = torch.device("cpu")
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 
+from lightning_pipe._compat.lightning import DataFetcher, DataLoaderIterDataFetcher
 from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fetched, Source, Uneven
 from lightning_pipe.loops.data.ledger import InFlightLedger
 from lightning_pipe.loops.data.persistent_workers import forget_workers
@@ -44,7 +44,7 @@ class EpochData:
         self.ledger: InFlightLedger | None = None
         self.resume_point: ResumePoint | None = None
         self.fetch_seconds = 0.0
-        self._fetcher: _DataFetcher | None = None
+        self._fetcher: DataFetcher | None = None
         self._source: Source | None = None
         self._streams: RandomStreams | None = None
         self._statuses = StatusGroup()
@@ -59,7 +59,7 @@ class EpochData:
 
     # ------------------------------------------------------------------ an epoch
 
-    def put_generators(self, fetcher: _DataFetcher) -> None:
+    def put_generators(self, fetcher: DataFetcher) -> None:
         """Put the generators where a checkpoint says, before Lightning's loop begins."""
         self._resumed, self.resume_point = self.resume_point, None
         point = self._resumed
@@ -91,10 +91,10 @@ class EpochData:
                 "fetch": get_states(self._trainer.strategy.root_device),
             }
 
-    def begin(self, fetcher: _DataFetcher) -> None:
+    def begin(self, fetcher: DataFetcher) -> None:
         """Begin an epoch, or go on with one."""
         self._fetcher = fetcher
-        if isinstance(fetcher, _DataLoaderIterDataFetcher):
+        if isinstance(fetcher, DataLoaderIterDataFetcher):
             self.ledger = None
             return
         if self._streams is None:
@@ -254,13 +254,13 @@ class EpochData:
         remaining = partial(_remaining, fetcher)
         return AgreedSource(source, group, statuses, remaining, uneven, lambda: termination.told)
 
-    def _put_loaders_back(self, fetcher: _DataFetcher) -> None:
+    def _put_loaders_back(self, fetcher: DataFetcher) -> None:
         """Let the next iterators be made as if none had been made since the checkpoint."""
         assert self._resumed is not None
         load_states(fetcher.combined_loader.flattened, self._resumed.loaders)
         self._iterators_due = False
 
-    def _at_beginning(self, fetcher: _DataFetcher) -> dict[str, Any]:
+    def _at_beginning(self, fetcher: DataFetcher) -> dict[str, Any]:
         """Where loaders and generators are before the first batch."""
         noted, self._beginning = self._beginning, None
         ahead: list[Any] = getattr(fetcher, "batches", [])
@@ -285,16 +285,16 @@ def _called(states: list[Callable[[], State] | None]) -> list[State | None]:
     return [None if state is None else state() for state in states]
 
 
-def _snapshots(fetcher: _DataFetcher) -> list[Callable[[], State] | None]:
+def _snapshots(fetcher: DataFetcher) -> list[Callable[[], State] | None]:
     """Where each loader is, None for one without a state."""
     return [snapshot(one) if hasattr(one, "state_dict") else None for one in fetcher.combined_loader.flattened]
 
 
-def _remaining(fetcher: _DataFetcher) -> int | None:
+def _remaining(fetcher: DataFetcher) -> int | None:
     """How many batches its loaders have not been asked for, if they know."""
     return None if fetcher.length is None else max(0, fetcher.length - fetcher.fetched)
 
 
-def _goes_on(fetcher: _DataFetcher) -> bool:
+def _goes_on(fetcher: DataFetcher) -> bool:
     """Whether the next epoch goes on with the same iterators, so that what is not trained in this one must be kept."""
     return all(isinstance(one, Iterator) for one in fetcher.combined_loader.flattened)

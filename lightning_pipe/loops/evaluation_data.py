@@ -25,9 +25,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.utilities import CombinedLoader
 
+from lightning_pipe._compat.lightning import DataFetcher
 from lightning_pipe.engine import InputError, TaskError
 from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fetched, Source
@@ -73,7 +73,7 @@ class EvaluationData(Iterator[Any]):
         self.uneven = False
         self._refuses = False
         self._all_are_empty: bool | None = None
-        self._fetcher: _DataFetcher | None = None
+        self._fetcher: DataFetcher | None = None
         self._step = ""
         self._ended: Callable[[int], None] | None = None
         self._streams: RandomStreams | None = None
@@ -110,7 +110,7 @@ class EvaluationData(Iterator[Any]):
 
     def begin(
         self,
-        fetcher: _DataFetcher,
+        fetcher: DataFetcher,
         batches: Sequence[int | float],
         step: str,
         ended: Callable[[int], None] | None = None,

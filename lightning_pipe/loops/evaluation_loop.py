@@ -9,14 +9,18 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
-from lightning.pytorch.loops.prediction_loop import _PredictionLoop
-from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_pipe._compat.lightning import (
+    DataLoaderIterDataFetcher,
+    EvaluationLoop,
+    PredictionLoop,
+    call_callback_hooks,
+    call_module_hook,
+    call_strategy_hook,
+)
 from lightning_pipe.engine import InputError
 from lightning_pipe.loops.data.persistent_workers import starting_without_a_draw, workers_wait
 from lightning_pipe.loops.data.random_streams import States, get_states
@@ -31,7 +35,7 @@ __all__ = ["PipelineEvaluationLoop", "PipelinePredictionLoop", "install_evaluati
 _KEY = "lightning_pipe"
 
 
-class PipelineEvaluationLoop(_EvaluationLoop):
+class PipelineEvaluationLoop(EvaluationLoop):
     """Drop-in for Lightning's loop of validation or test that takes its batches from a pipeline.
 
     Every hook, callback and logger sees what it would see in Lightning's loop, for the batch being evaluated; only the
@@ -95,7 +99,7 @@ class PipelineEvaluationLoop(_EvaluationLoop):
 
     def reset(self) -> None:
         super().reset()
-        if not isinstance(self._data_fetcher, _DataLoaderIterDataFetcher):
+        if not isinstance(self._data_fetcher, DataLoaderIterDataFetcher):
             assert self._data_fetcher is not None
             self._ahead.begin(self._data_fetcher, self.max_batches, self._step_name, self._store_outputs_of)
             self._data_fetcher = self._ahead  # type: ignore[assignment]
@@ -153,17 +157,17 @@ class PipelineEvaluationLoop(_EvaluationLoop):
             hook_kwargs = self._build_kwargs(batch, batch_idx, loader)
             self.batch_progress.increment_ready()
             trainer._logger_connector.on_batch_start(batch, loader)
-            call._call_callback_hooks(trainer, f"on_{stage}_batch_start", *hook_kwargs.values())
-            call._call_lightning_module_hook(trainer, f"on_{stage}_batch_start", *hook_kwargs.values())
+            call_callback_hooks(trainer, f"on_{stage}_batch_start", *hook_kwargs.values())
+            call_module_hook(trainer, f"on_{stage}_batch_start", *hook_kwargs.values())
             self.batch_progress.increment_started()
 
             arguments = self._build_step_args_from_hook_kwargs(hook_kwargs, self._step_name)
-            output = self._ahead.run_step(lambda: call._call_strategy_hook(trainer, self._step_name, *arguments))
+            output = self._ahead.run_step(lambda: call_strategy_hook(trainer, self._step_name, *arguments))
             self._ahead.finish()
             self.batch_progress.increment_processed()
 
-            call._call_callback_hooks(trainer, f"on_{stage}_batch_end", output, *hook_kwargs.values())
-            call._call_lightning_module_hook(trainer, f"on_{stage}_batch_end", output, *hook_kwargs.values())
+            call_callback_hooks(trainer, f"on_{stage}_batch_end", output, *hook_kwargs.values())
+            call_module_hook(trainer, f"on_{stage}_batch_end", output, *hook_kwargs.values())
             trainer._logger_connector.on_batch_end()
             self.batch_progress.increment_completed()
             if not trainer.sanity_checking:
@@ -182,10 +186,10 @@ class PipelineEvaluationLoop(_EvaluationLoop):
     @property
     def _fetch_name(self) -> str:
         # Profiles name a fetch as they do without this loop.
-        return f"[{_EvaluationLoop.__name__}].{self._stage.dataloader_prefix}_next"
+        return f"[{EvaluationLoop.__name__}].{self._stage.dataloader_prefix}_next"
 
 
-class PipelinePredictionLoop(_PredictionLoop):
+class PipelinePredictionLoop(PredictionLoop):
     """Drop-in for Lightning's loop of prediction that takes its batches from a pipeline.
 
     Every hook and callback sees what it would see in Lightning's loop, for the batch being predicted; only the
@@ -211,7 +215,7 @@ class PipelinePredictionLoop(_PredictionLoop):
 
     def reset(self) -> None:
         super().reset()
-        if not isinstance(self._data_fetcher, _DataLoaderIterDataFetcher):
+        if not isinstance(self._data_fetcher, DataLoaderIterDataFetcher):
             assert self._data_fetcher is not None
             self._ahead.begin(self._data_fetcher, self.max_batches, "predict_step")
             self._data_fetcher = self._ahead  # type: ignore[assignment]
@@ -241,8 +245,8 @@ class PipelinePredictionLoop(_PredictionLoop):
             self.batch_progress.increment_ready()
             keeps = self._store_data_for_prediction_writer(batch_idx, dataloader_idx)
             hook_kwargs = self._build_kwargs(batch, batch_idx, dataloader_idx if self.num_dataloaders > 1 else None)
-            call._call_callback_hooks(trainer, "on_predict_batch_start", *hook_kwargs.values())
-            call._call_lightning_module_hook(trainer, "on_predict_batch_start", *hook_kwargs.values())
+            call_callback_hooks(trainer, "on_predict_batch_start", *hook_kwargs.values())
+            call_module_hook(trainer, "on_predict_batch_start", *hook_kwargs.values())
             self.batch_progress.increment_started()
 
             predictions = self._ahead.run_step(lambda: self._predict(hook_kwargs))
@@ -251,8 +255,8 @@ class PipelinePredictionLoop(_PredictionLoop):
                 self._warning_cache.warn("predict returned None if it was on purpose, ignore this warning...")
             self.batch_progress.increment_processed()
 
-            call._call_callback_hooks(trainer, "on_predict_batch_end", predictions, *hook_kwargs.values())
-            call._call_lightning_module_hook(trainer, "on_predict_batch_end", predictions, *hook_kwargs.values())
+            call_callback_hooks(trainer, "on_predict_batch_end", predictions, *hook_kwargs.values())
+            call_module_hook(trainer, "on_predict_batch_end", predictions, *hook_kwargs.values())
             self.batch_progress.increment_completed()
             if self._return_predictions or keeps:
                 self._predictions[dataloader_idx].append(move_data_to_device(predictions, torch.device("cpu")))
@@ -261,7 +265,7 @@ class PipelinePredictionLoop(_PredictionLoop):
 
     def _predict(self, hook_kwargs: Any) -> Any:
         arguments = self._build_step_args_from_hook_kwargs(hook_kwargs, "predict_step")
-        return call._call_strategy_hook(self.trainer, "predict_step", *arguments)
+        return call_strategy_hook(self.trainer, "predict_step", *arguments)
 
     def _on_before_fetch(self) -> None:
         self.trainer.profiler.start(_PREDICT_FETCH)  # type: ignore[attr-defined]
@@ -277,7 +281,7 @@ def _reads_for_itself(step: str) -> InputError:
     )
 
 
-_PREDICT_FETCH = f"[{_PredictionLoop.__name__}].predict_next"
+_PREDICT_FETCH = f"[{PredictionLoop.__name__}].predict_next"
 
 
 def install_evaluation_loops(trainer: pl.Trainer) -> None:

@@ -12,12 +12,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_pipe._compat.lightning import FitLoop, Loop, set_sampler_epoch
 from lightning_pipe.engine.plans.shown import shown
 from lightning_pipe.loops.data.random_streams import States, get_states
 from lightning_pipe.loops.data.resumable_loader import (
@@ -35,7 +33,7 @@ _KEY = "lightning_pipe"
 _WITHOUT_END = 2**62
 
 
-class PipelineFitLoop(_FitLoop):
+class PipelineFitLoop(FitLoop):
     """Drop-in for Lightning's fit loop, around :class:`~lightning_pipe.loops.PipelineTrainingEpochLoop`.
 
     A checkpoint says where every rank's loaders and random generators were behind the last batch trained, however many
@@ -78,7 +76,7 @@ class PipelineFitLoop(_FitLoop):
         # Lightning's says so of every epoch where max_steps is given, and leaves batches of the next one out.
         current: Any = self.epoch_progress.current
         finished = current.ready == current.started == current.processed
-        _Loop.restarting.fset(self, restarting and not finished)  # type: ignore[attr-defined]
+        Loop.restarting.fset(self, restarting and not finished)  # type: ignore[attr-defined]
 
     def on_run_start(self) -> None:
         # Lightning does so unless max_steps is given.
@@ -147,7 +145,7 @@ class PipelineFitLoop(_FitLoop):
         # Lightning sets it when the iterators are there already, whose workers have read the sampler by then.
         epochs: Any = self.epoch_progress.current
         for one in loader.flattened:
-            _set_sampler_epoch(one, epochs.processed)
+            set_sampler_epoch(one, epochs.processed)
         point = self._resume_point
         if point is not None:
             # Every rank has one, or none has.

@@ -7,11 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
-from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_pipe._compat.lightning import (
+    DataFetcher,
+    DataLoaderIterDataFetcher,
+    TrainingEpochLoop,
+    call_callback_hooks,
+    call_module_hook,
+    call_strategy_hook,
+)
 from lightning_pipe.engine import IterContext, TaskError
 from lightning_pipe.loops.data.ledger import InFlightLedger
 from lightning_pipe.loops.data.random_streams import get_states, set_states
@@ -26,7 +31,7 @@ from lightning_pipe.loops.programs.user_errors import note_lost_rank, user_error
 Transfer = Callable[[Any], Any]
 
 # Profiles name a fetch as they do without this loop.
-_FETCH = f"[{_TrainingEpochLoop.__name__}].train_dataloader_next"
+_FETCH = f"[{TrainingEpochLoop.__name__}].train_dataloader_next"
 
 
 @runtime_checkable
@@ -38,7 +43,7 @@ class BringsProgram(Protocol):
         ...
 
 
-class PipelineTrainingEpochLoop(_TrainingEpochLoop):
+class PipelineTrainingEpochLoop(TrainingEpochLoop):
     """Drop-in for Lightning's training epoch loop that takes its batches from a pipeline.
 
     Every hook, callback, logger and counter sees what it would see in Lightning's loop, for the batch being trained;
@@ -147,7 +152,7 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         if self._completes or in_batch:
             self._batches_that_stepped = stepped  # it is counted where the batch is completed
 
-    def on_run_start(self, data_fetcher: _DataFetcher) -> None:
+    def on_run_start(self, data_fetcher: DataFetcher) -> None:
         self._data.put_generators(data_fetcher)
         super().on_run_start(data_fetcher)
         self._data.begin(data_fetcher)
@@ -156,7 +161,7 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
             build = strategy.training_program if isinstance(strategy, BringsProgram) else default_program
             self._program = build(self.trainer, self._data.transfer)
 
-    def run(self, data_fetcher: _DataFetcher) -> None:
+    def run(self, data_fetcher: DataFetcher) -> None:
         try:
             super().run(data_fetcher)
             self._data.end()
@@ -166,7 +171,7 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
                 self._program.abandon()
             self._data.give_up()
 
-    def advance(self, data_fetcher: _DataFetcher) -> None:
+    def advance(self, data_fetcher: DataFetcher) -> None:
         """Train one batch: Lightning's sequence of hooks, around one period of the pipeline.
 
         Raises:
@@ -175,7 +180,7 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         if self._completes:
             self._completes = False
             self.val_loop.restarting = False
-        elif isinstance(data_fetcher, _DataLoaderIterDataFetcher):
+        elif isinstance(data_fetcher, DataLoaderIterDataFetcher):
             # The user's step fetches for itself: there is nothing to run ahead.
             super().advance(data_fetcher)
         elif not self._validation_goes_first(data_fetcher):
@@ -217,9 +222,9 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
         if batch is None:
             self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
         else:
-            call._call_callback_hooks(trainer, "on_train_batch_start", batch, batch_idx)
-            response = call._call_lightning_module_hook(trainer, "on_train_batch_start", batch, batch_idx)
-            call._call_strategy_hook(trainer, "on_train_batch_start", batch, batch_idx)
+            call_callback_hooks(trainer, "on_train_batch_start", batch, batch_idx)
+            response = call_module_hook(trainer, "on_train_batch_start", batch, batch_idx)
+            call_strategy_hook(trainer, "on_train_batch_start", batch, batch_idx)
             skip_rest = response == -1
             if skip_rest:
                 self.batch_progress.increment_by(0, is_last_batch=True)
@@ -241,8 +246,8 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if skip_rest:
             raise StopIteration
-        call._call_callback_hooks(trainer, "on_train_batch_end", output, batch, batch_idx)
-        call._call_lightning_module_hook(trainer, "on_train_batch_end", output, batch, batch_idx)
+        call_callback_hooks(trainer, "on_train_batch_end", output, batch, batch_idx)
+        call_module_hook(trainer, "on_train_batch_end", output, batch, batch_idx)
         logs.on_batch_end()
         self.batch_progress.increment_completed()
         logs.update_train_step_metrics()
@@ -275,7 +280,7 @@ class PipelineTrainingEpochLoop(_TrainingEpochLoop):
             program.end_step()
         return output
 
-    def _validation_goes_first(self, data_fetcher: _DataFetcher) -> bool:
+    def _validation_goes_first(self, data_fetcher: DataFetcher) -> bool:
         """Lightning's rule for a run resumed where a validation was due: whether to go there without training."""
         due, self.validation_due = self.validation_due, False
         if due:

@@ -23,16 +23,11 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _Metadata,
-    _ResultCollection,
-    _ResultMetric,
-    _Sync,
-)
 from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
+from lightning_pipe._compat.lightning import Metadata, ResultCollection, ResultMetric, Sync
 from lightning_pipe.engine import InputError
 from lightning_pipe.engine.ranks.together import gather
 
@@ -209,7 +204,7 @@ class Logged:
 
 @contextmanager
 def recorded_logs(
-    results: _ResultCollection, logged: list[Logged], is_shared: Callable[[Tensor], bool]
+    results: ResultCollection, logged: list[Logged], is_shared: Callable[[Tensor], bool]
 ) -> Iterator[None]:
     """Context that appends each logged value to *logged*.
 
@@ -237,7 +232,7 @@ def recorded_logs(
         del results.update_metrics
 
 
-def log_for_others(trainer: pl.Trainer, results: _ResultCollection, logged: Sequence[Logged], unsynced: bool) -> None:
+def log_for_others(trainer: pl.Trainer, results: ResultCollection, logged: Sequence[Logged], unsynced: bool) -> None:
     """Register another rank's logged values on a rank without a batch.
 
     At the end of the epoch all ranks reduce each value logged with ``sync_dist=True``. A rank that does not know the
@@ -253,9 +248,9 @@ def log_for_others(trainer: pl.Trainer, results: _ResultCollection, logged: Sequ
     device = trainer.strategy.root_device
     for one in logged:
         if one.key not in results:
-            meta = _Metadata(**one.of)
-            meta.sync = _Sync(_should=one.synced, fn=trainer.strategy.reduce)
-            metric = _ResultMetric(meta, one.value is not None)
+            meta = Metadata(**one.of)
+            meta.sync = Sync(_should=one.synced, fn=trainer.strategy.reduce)
+            metric = ResultMetric(meta, one.value is not None)
             if one.value is None:
                 metric.value = trainer.lightning_module.get_submodule(one.of["metric_attribute"])
             results[one.key] = metric.to(device)
@@ -270,7 +265,7 @@ def log_for_others(trainer: pl.Trainer, results: _ResultCollection, logged: Sequ
             _take_types(metric, one.value, one.batch_size)
 
 
-def _take_types(metric: _ResultMetric, value: Tensor, batch_size: float | Tensor) -> None:
+def _take_types(metric: ResultMetric, value: Tensor, batch_size: float | Tensor) -> None:
     """Convert accumulators to the dtypes of the other ranks: double for a double value, float for a float weight."""
     if value.is_floating_point():
         metric.value = metric.value.to(torch.promote_types(metric.value.dtype, value.dtype))
@@ -278,7 +273,7 @@ def _take_types(metric: _ResultMetric, value: Tensor, batch_size: float | Tensor
         metric.cumulated_batch_size = metric.cumulated_batch_size + 0 * batch_size
 
 
-def _add(metric: _ResultMetric, value: Tensor, batch_size: float | Tensor) -> None:
+def _add(metric: ResultMetric, value: Tensor, batch_size: float | Tensor) -> None:
     """Accumulate a value. The metric's own update would also reduce step values over ranks."""
     value = value if value.is_floating_point() else value.to(metric.value.dtype)
     if metric.meta.is_mean_reduction:

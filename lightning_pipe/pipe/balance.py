@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from lightning_pipe._compat.torch import pytree
 from lightning_pipe.engine import PlanError, SetupError
 from lightning_pipe.pipe.micro_batch import to_device
 from lightning_pipe.pipe.skip import SkipKey, Skips, using

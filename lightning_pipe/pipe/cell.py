@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from lightning_pipe._compat.torch import pytree
 from lightning_pipe.engine import InputError, SetupError
 from lightning_pipe.engine.runtime.thread_state import ThreadState, capture, entered
 from lightning_pipe.pipe.loss import MicroLoss

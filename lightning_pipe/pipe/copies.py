@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from lightning_pipe._compat.torch import pytree
 
 __all__ = ["Copier", "Sent"]
 

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 
+from lightning_pipe._compat.torch import pytree
 from lightning_pipe.engine import InputError
 from lightning_pipe.pipe.micro_batch import rows_of, scatter
 

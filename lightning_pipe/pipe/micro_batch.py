@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from lightning_pipe._compat.torch import pytree
 from lightning_pipe.engine import InputError
 
 __all__ = ["gather", "rows_of", "scatter", "to_device"]

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from lightning_pipe._compat.torch import pytree
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.runtime.thread_state import capture
 from lightning_pipe.pipe.cell import Cell, MiniBatch

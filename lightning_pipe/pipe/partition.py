@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils import _pytree as pytree
 
+from lightning_pipe._compat.torch import pytree
 from lightning_pipe.engine import SetupError
 from lightning_pipe.pipe.position import Position, at
 from lightning_pipe.pipe.randomness import LayerGenerators, MiniBatchSeed

@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from lightning_pipe._compat.torch import pytree
 from lightning_pipe.engine import InputError, IterContext, PipelinePlan, SetupError, TaskSpan
 from lightning_pipe.environment import require_torch
 from lightning_pipe.pipe.autograd import attach, attach_loss

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_pipe._compat.torch import pytree
 from lightning_pipe.engine import SetupError
 
 __all__ = ["LayerGenerators", "MiniBatchSeed", "SharedGenerators"]

@@ -12,11 +12,19 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe._compat.torch import (
+    TreeSpec,
     backend_of,
     default_gloo_devices,
     gloo_of_one_thread,
     overflow_flags,
     present_as_gloo,
+    pytree,
+    register_pytree_node,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
 )
 from tests.distributed import run_ranks
 
@@ -75,3 +83,23 @@ def test_a_scaler_skips_the_step_where_its_flag_is_set() -> None:
             flag.fill_(overflow)
         scaler.step(optimizer)
         assert parameter.item() == overflow, "GradScaler does not read found_inf_per_device in step"
+
+
+def test_trees_are_flattened_changed_and_put_together() -> None:
+    tree = {"a": [1, (2.0, None)]}
+    leaves, shape = tree_flatten(tree)
+    assert leaves == tree_leaves(tree) == [1, 2.0, None], "torch.utils._pytree flattens another way"
+    assert isinstance(shape, TreeSpec)
+    assert tree_unflatten(leaves, shape) == tree == pytree.tree_unflatten(leaves, shape)
+    assert tree_map(str, tree) == {"a": ["1", ("2.0", "None")]}
+    assert tree_map_only(int, str, tree) == {"a": ["1", (2.0, None)]}
+
+
+class Pair:
+    def __init__(self, one: object, other: object) -> None:
+        self.both = [one, other]
+
+
+def test_a_class_can_be_registered_as_a_tree() -> None:
+    register_pytree_node(Pair, lambda one: (one.both, None), lambda both, _: Pair(*both))
+    assert tree_leaves(Pair(1, 2)) == [1, 2], "register_pytree_node takes other arguments"

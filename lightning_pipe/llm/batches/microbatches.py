@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_pipe._compat.torch import tree_flatten, tree_unflatten
 from lightning_pipe.engine.plans.errors import InputError
 
 __all__ = ["MicroBatches", "count_tokens", "split_batch"]

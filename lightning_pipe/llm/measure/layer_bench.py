@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from lightning_pipe._compat.torch import tree_leaves
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shallow_copy
 

@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
+
+from lightning_pipe._compat.torch import tree_leaves
 
 __all__ = ["LiveBytes"]
 

@@ -29,9 +29,9 @@ from torch.overrides import (
     _pop_mode,
     _push_mode,
 )
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from lightning_pipe._compat.torch import tree_leaves
 from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.engine.plans.values import check_choice, check_whole_number
 from lightning_pipe.llm.model.stage_module import PassThrough, StageModule

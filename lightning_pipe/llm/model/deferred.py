@@ -25,9 +25,9 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_pipe._compat.torch import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.op_record import OpRecord
 from lightning_pipe.llm.model.storage_view import View

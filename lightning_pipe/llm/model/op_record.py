@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_pipe._compat.torch import tree_leaves, tree_map_only
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.random_track import RandomTrack
 from lightning_pipe.llm.model.storage_view import View, view_of

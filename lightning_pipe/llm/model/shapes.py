@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_pipe._compat.torch import tree_leaves, tree_map_only
 from lightning_pipe.engine.plans.errors import InputError, SetupError
 
 __all__ = ["NoConditions", "StageShape", "StageShapes"]

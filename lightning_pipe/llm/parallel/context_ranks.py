@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_pipe._compat.torch import tree_leaves, tree_map
 from lightning_pipe.engine.plans.errors import InputError
 from lightning_pipe.llm.batches.padding import SequenceKeys
 from lightning_pipe.llm.model.stage_module import base_model, is_causal_lm

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_pipe._compat.torch import tree_flatten, tree_unflatten
 from lightning_pipe.engine.plans.errors import SetupError
 
 __all__ = ["OffloadedState"]

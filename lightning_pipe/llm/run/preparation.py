@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from lightning_pipe._compat.torch import tree_leaves
 from lightning_pipe.engine.plans.errors import InputError
 from lightning_pipe.llm.batches.microbatches import MicroBatches, split_batch
 from lightning_pipe.llm.batches.padding import SequenceKeys, pad_microbatch, target_length

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from lightning_pipe._compat.torch import tree_leaves
 from lightning_pipe.engine.plans.errors import InputError
 from lightning_pipe.llm.model.shapes import StageShape, StageShapes
 from lightning_pipe.llm.schedules.named import ScheduleSpec

@@ -26,8 +26,8 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
-from torch.utils._pytree import tree_map_only
 
+from lightning_pipe._compat.torch import tree_map_only
 from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.model.stage_module import PassThrough
 from lightning_pipe.llm.schedules.checks import splits_backward

@@ -25,8 +25,8 @@ from torch.distributed.pipelining import SplitPoint, pipe_split
 from torch.distributed.pipelining._IR import annotate_split_points
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from lightning_pipe._compat.torch import tree_leaves, tree_map, tree_map_only
 from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.model.deferred import fake_copy
 from lightning_pipe.llm.model.stage_module import StageModule

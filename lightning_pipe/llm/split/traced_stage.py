@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from lightning_pipe._compat.torch import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from lightning_pipe.engine.plans.errors import InputError
 from lightning_pipe.llm.split.traced_graph import CutGraph, GraphPiece
 

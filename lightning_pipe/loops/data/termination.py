@@ -9,11 +9,12 @@ import signal
 from types import FrameType
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_pipe._compat.lightning import SignalConnector
 
-class AgreedTermination(_SignalConnector):
+
+class AgreedTermination(SignalConnector):
     """Lightning's connector, whose handler only notes the signal while ranks agree on each batch.
 
     Lightning's own broadcasts rank 0's flag in the handler, from wherever the main thread is: in the middle of other

@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_pipe._compat.lightning import call_strategy_hook
 from lightning_pipe.loops.data.random_streams import RandomStreams, Stream
 
 _PREPARES = ("on_before_batch_transfer",)
@@ -38,7 +38,7 @@ class BatchHooks:
 
     def move(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Move a batch to the device, with what is done there."""
-        move = partial(call._call_strategy_hook, self._trainer, "batch_to_device", batch, dataloader_idx=dataloader_idx)
+        move = partial(call_strategy_hook, self._trainer, "batch_to_device", batch, dataloader_idx=dataloader_idx)
         return self._drawing("transfer", move)
 
     def _prepared(self, batch: Any, dataloader_idx: int) -> Any:

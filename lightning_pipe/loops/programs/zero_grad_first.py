@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from torch.optim import Optimizer
 
+from lightning_pipe._compat.lightning import AutomaticOptimization
 
-class ZeroGradFirst(_AutomaticOptimization):
+
+class ZeroGradFirst(AutomaticOptimization):
     """Zeroes gradients before ``training_step``, with the hooks around it; Lightning does so after.
 
     A pipeline schedule runs backward together with forward: what Lightning zeroes after that would be the gradients

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import register_pytree_node
 from torchrec.distributed.embedding import EmbeddingCollectionContext, ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
@@ -21,6 +20,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from lightning_pipe._compat.torch import register_pytree_node
 from lightning_pipe.recsys.modules.inputs import FeatureForm, check_first, conform, without_weights
 from lightning_pipe.recsys.modules.row_means import RowMeans, divide
 

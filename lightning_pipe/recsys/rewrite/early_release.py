@@ -18,9 +18,9 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_pipe._compat.torch import tree_leaves
 from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.recsys.batches.pieces import walk
 from lightning_pipe.recsys.modules.call_arguments import (

@@ -1,0 +1,39 @@
+"""Private names of Lightning: the loops that this package's loops extend, and the helpers by which loops call hooks."""
+
+from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
+from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher as DataLoaderIterDataFetcher
+from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
+from lightning.pytorch.loops.loop import _Loop as Loop
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop as PredictionLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
+from lightning.pytorch.trainer.call import _call_callback_hooks as call_callback_hooks
+from lightning.pytorch.trainer.call import _call_lightning_module_hook as call_module_hook
+from lightning.pytorch.trainer.call import _call_strategy_hook as call_strategy_hook
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata as Metadata
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as ResultCollection
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync as Sync
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector as SignalConnector
+
+__all__ = [
+    "AutomaticOptimization",
+    "DataFetcher",
+    "DataLoaderIterDataFetcher",
+    "EvaluationLoop",
+    "FitLoop",
+    "Loop",
+    "Metadata",
+    "PredictionLoop",
+    "ResultCollection",
+    "ResultMetric",
+    "SignalConnector",
+    "Sync",
+    "TrainingEpochLoop",
+    "call_callback_hooks",
+    "call_module_hook",
+    "call_strategy_hook",
+    "set_sampler_epoch",
+]

@@ -1,0 +1,94 @@
+"""Private names of other projects that the package uses outside of ``_compat``, each with the files that use it.
+
+``python -m scripts.private_names > tests/private_names.txt`` shortens the list that ``tests/test_private_names.py``
+holds the package to. Prints a line for each file and name, with the number of uses. A use is
+
+- an import from a module, or of a name, whose name begins with ``_``, of one of :data:`PROJECTS`;
+- an attribute ``one._name``, also by ``getattr``, that the package does not define, or of ``super()``.
+
+Names with two leading and trailing underscores are Python's. An attribute that the package happens to define as well is
+taken for the package's own, so the count is a lower bound.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+PROJECTS = ("fbgemm_gpu", "lightning", "torch", "torchmetrics", "torchrec", "transformers")
+# Of named tuples, and of ``os``.
+PUBLIC = ("_", "_asdict", "_exit", "_fields", "_replace")
+PACKAGE = Path(__file__).parent.parent / "lightning_pipe"
+
+
+def private_names(package: Path = PACKAGE) -> dict[str, Counter[str]]:
+    """Uses of private names of other projects.
+
+    Args:
+        package: a folder of Python files.
+
+    Returns:
+        For each file that has uses, by its path in *package*, the number of uses of each name.
+    """
+    trees = {
+        file.relative_to(package).as_posix(): ast.parse(file.read_text(encoding="utf-8"))
+        for file in sorted(package.rglob("*.py"))
+    }
+    own = {name for tree in trees.values() for name in _defined(tree)}
+    found = {path: Counter(_used(tree, own)) for path, tree in trees.items() if not path.startswith("_compat/")}
+    return {path: names for path, names in found.items() if names}
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and name not in PUBLIC and not (name.startswith("__") and name.endswith("__"))
+
+
+def _defined(tree: ast.AST) -> Iterator[str]:
+    """Private names that a file defines: functions, classes, variables, arguments, and attributes that it assigns."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
+            # What is assigned to another object may be that object's.
+            yield from [node.attr] * (node.value.id in ("self", "cls"))
+
+
+def _used(tree: ast.AST, own: set[str]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from _imported(node.module, [alias.name for alias in node.names])
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _imported(alias.name, [])
+        elif isinstance(node, ast.Attribute) and _is_private(node.attr):
+            if node.attr not in own or _is_super(node.value):
+                yield node.attr
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
+            names = [one.value for one in node.args[1:2] if isinstance(one, ast.Constant)]
+            yield from (name for name in names if _is_private(name) and name not in own)  # type: ignore[misc, arg-type]
+
+
+def _imported(module: str, names: Iterable[str]) -> Iterator[str]:
+    parts = module.split(".")
+    if parts[0] in PROJECTS:
+        yield from (part for part in parts if _is_private(part))
+        yield from (name for name in names if _is_private(name))
+
+
+def _is_super(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
+
+
+def main() -> None:
+    """Print all."""
+    for path, names in private_names().items():
+        for name, count in sorted(names.items()):
+            print(path, name, count)
+
+
+if __name__ == "__main__":
+    main()
