@@ -14,9 +14,9 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_pipe.engine import PipelineError, SetupError
-from lightning_pipe.strategies.language_model.renamed import refuse_renamed
+from lightning_pipe.strategies.language_model.renamed import RENAMED
 from lightning_pipe.strategies.registry import STRATEGIES
-from lightning_pipe.strategies.renamed import RECOMMENDER
+from lightning_pipe.strategies.renamed import RECOMMENDER, refuse_renamed
 
 __all__ = ["Parser", "PipelineCLI", "count"]
 
@@ -25,17 +25,16 @@ class Parser(LightningArgumentParser):
     """Lightning's, which says how a strategy is given options."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if "LLMPipelineStrategy" in message:
-            # The message has the values only as text.
-            refuse_renamed(dict.fromkeys(re.findall(r"Option '(\w+)' is not accepted", message), "..."))
+        for strategy, renamed in (("LLMPipelineStrategy", RENAMED), ("RecsysPipelineStrategy", RECOMMENDER)):
+            if strategy in message:
+                # The message has the values only as text.
+                found = re.findall(r"Option '(\w+)[\w.]*' is not accepted", message)
+                refuse_renamed(dict.fromkeys(found, "..."), renamed)
         if "trainer.strategy" in message and "NestedArg" in message:
             message += (
                 "\nA strategy that is given by its name takes no options. Give its class, then its options:"
                 " --trainer.strategy lightning_pipe.strategies.RecsysPipelineStrategy --trainer.strategy.plan base"
             )
-        former = [name for name in re.findall(r"Option '(\w+)", message) if name in RECOMMENDER]
-        for group, field in (RECOMMENDER[name].split(".") for name in former):
-            message += f"\nIt is a field of an option group now. Give it in init_args as\n  {group}:\n    {field}: ..."
         super().error(message, ex)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipe.engine import InputError, SetupError, SWPipeline
+from lightning_pipe.engine.plans.option_groups import option_group
 from lightning_pipe.llm.batches.batching import Batching
 from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
 from lightning_pipe.llm.parallel.dimensions import ParallelDims
@@ -32,11 +33,12 @@ from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.loops.programs.zero_grad_first import ZeroGradFirst
 from lightning_pipe.loops.turns import UnevenEvaluation
 from lightning_pipe.strategies.language_model.optimizer_setup import empty_optimizers_allowed, refuse_fused
-from lightning_pipe.strategies.language_model.options import LLMOptions, option_group
+from lightning_pipe.strategies.language_model.options import LLMOptions
 from lightning_pipe.strategies.language_model.pipeline_module import BatchResult, PipelineModule
-from lightning_pipe.strategies.language_model.renamed import refuse_renamed
+from lightning_pipe.strategies.language_model.renamed import RENAMED
 from lightning_pipe.strategies.language_model.staged_strategy import StagedStrategy
 from lightning_pipe.strategies.refusals import refuse_callbacks_of_whole_modules
+from lightning_pipe.strategies.renamed import refuse_renamed
 
 
 class LLMPipelineStrategy(StagedStrategy):
@@ -97,7 +99,7 @@ class LLMPipelineStrategy(StagedStrategy):
         async_checkpoints: bool = False,
         **arguments: Any,
     ) -> None:
-        refuse_renamed(arguments)
+        refuse_renamed(arguments, RENAMED)
         options = LLMOptions(
             find_schedule(schedule),
             num_microbatches,
