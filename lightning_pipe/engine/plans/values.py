@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_pipe.engine.plans.errors import SetupError
 
-__all__ = ["check_choice", "check_whole_number", "is_whole_numbers"]
+__all__ = ["check_choice", "check_flags", "check_whole_number", "is_whole_numbers"]
 
 
 def check_whole_number(name: str, value: Any, least: int, *, optional: bool = False) -> None:
@@ -34,6 +34,17 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     """
     if not any(value == choice and type(value) is type(choice) for choice in choices):
         raise SetupError(f"{name} is {value!r}; expected one of {', '.join(map(repr, choices))}")
+
+
+def check_flags(**flags: object) -> None:
+    """Check that each is True or False: the text "false", from a file that nobody parsed, would count as True.
+
+    Raises:
+        SetupError: names the first that is not, and its value.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise SetupError(f"{name} is {value!r}; needed is True or False")
 
 
 def is_whole_numbers(values: Any) -> bool:

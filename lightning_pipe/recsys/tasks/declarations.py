@@ -28,7 +28,22 @@ from lightning_pipe.recsys.tasks.actions import (
 )
 from lightning_pipe.recsys.tasks.replays import RecsysReplays
 
-__all__ = ["TASKS", "RecsysTask"]
+__all__ = ["TASKS", "LateScaling", "RecsysTask"]
+
+
+@dataclass(frozen=True)
+class LateScaling:
+    """A task where gradients are scaled late, which is in the optimiser step.
+
+    Args:
+        reads: as of :class:`RecsysTask`.
+        writes: as of :class:`RecsysTask`.
+        after_step: whether it comes after the optimiser step.
+    """
+
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    after_step: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,9 +61,7 @@ class RecsysTask:
         device: what the task keeps busy on a GPU: its compute units or its copy engine.
         waited_by: task that waits for the messages that this one submits, possibly itself; None if it submits none.
         trains: whether the caller runs it between its hooks, or it reads what the batch before has written.
-        late_reads: fields that it reads too if gradients are scaled late, which is in the optimiser step.
-        late_writes: what it writes if gradients are scaled late; None for *writes*.
-        after_late_step: whether it comes after the optimiser step if gradients are scaled late.
+        late: what differs if gradients are scaled late; None if nothing does.
     """
 
     name: str
@@ -61,9 +74,7 @@ class RecsysTask:
     device: Resource = "compute"
     waited_by: str | None = None
     trains: bool = False
-    late_reads: tuple[str, ...] = ()
-    late_writes: tuple[str, ...] | None = None
-    after_late_step: bool = False
+    late: LateScaling | None = None
 
 
 # In the order in which a serial iteration runs them.
@@ -158,9 +169,11 @@ TASKS: tuple[RecsysTask, ...] = (
         replay=RecsysReplays.emb_backward,
         waited_by="EmbBackward",
         trains=True,
-        late_reads=("gradient_scale",),
-        late_writes=("embeddings", TABLES),
-        after_late_step=True,
+        late=LateScaling(
+            reads=("embeddings", "has_gradients", "tables_skipped", "gradient_scale"),
+            writes=("embeddings", TABLES),
+            after_step=True,
+        ),
     ),
     RecsysTask(
         AVERAGING,
@@ -170,7 +183,9 @@ TASKS: tuple[RecsysTask, ...] = (
         needs="replicas",
         waited_by=AVERAGING,
         trains=True,
-        after_late_step=True,
+        late=LateScaling(
+            reads=("has_gradients", "tables_skipped", TABLES), writes=(TABLES, REPLICA_STEPS), after_step=True
+        ),
     ),
     RecsysTask(
         "FinalizeGrads",
@@ -186,7 +201,9 @@ TASKS: tuple[RecsysTask, ...] = (
         reads=("has_gradients", DENSE_GRADIENTS),
         writes=(DENSE_GRADIENTS, DENSE_PARAMETERS, TABLE_LEARNING_RATES),
         trains=True,
-        late_reads=("embeddings",),
-        late_writes=(DENSE_GRADIENTS, DENSE_PARAMETERS, TABLE_LEARNING_RATES, "gradient_scale", "tables_skipped"),
+        late=LateScaling(
+            reads=("has_gradients", DENSE_GRADIENTS, "embeddings"),
+            writes=(DENSE_GRADIENTS, DENSE_PARAMETERS, TABLE_LEARNING_RATES, "gradient_scale", "tables_skipped"),
+        ),
     ),
 )

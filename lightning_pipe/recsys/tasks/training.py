@@ -41,7 +41,7 @@ def recsys_tasks(
     there = {None, *(["balancer"] if balanced else []), *(["replicas"] if replicated else [])}
     declared = _with_extra([one for one in TASKS if one.needs in there], extra or {})
     if scaled_late:
-        declared.sort(key=lambda one: one.after_late_step)
+        declared.sort(key=lambda one: one.late is not None and one.late.after_step)
     return [_task(one, actions, scaled_late) for one in declared]
 
 
@@ -58,10 +58,8 @@ def _with_extra(declared: Iterable[RecsysTask], extra: Mapping[str, RecsysTask])
 
 
 def _task(declared: RecsysTask, actions: RecsysActions | None, scaled_late: bool) -> PipelineTask:
-    reads, writes = declared.reads, declared.writes
-    if scaled_late:
-        reads = (*reads, *declared.late_reads)
-        writes = writes if declared.late_writes is None else declared.late_writes
+    of = declared.late if scaled_late and declared.late is not None else declared
+    reads, writes = of.reads, of.writes
     if actions is None:
 
         def undefined(ctx: IterContext) -> None:
