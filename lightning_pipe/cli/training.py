@@ -24,9 +24,11 @@ class Parser(LightningArgumentParser):
     """Lightning's, which says how a strategy is given options."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        # The message has the values only as text.
-        former = dict.fromkeys(re.findall(r"Option '(\w+)' is not accepted", message), "...")
-        refuse_renamed(former, LANGUAGE_MODEL if "LLMPipelineStrategy" in message else RECOMMENDER)
+        for strategy, renamed in (("LLMPipelineStrategy", LANGUAGE_MODEL), ("RecsysPipelineStrategy", RECOMMENDER)):
+            if strategy in message:
+                # The message has the values only as text.
+                found = re.findall(r"Option '(\w+)[\w.]*' is not accepted", message)
+                refuse_renamed(dict.fromkeys(found, "..."), renamed)
         if "trainer.strategy" in message and "NestedArg" in message:
             message += (
                 "\nA strategy that is given by its name takes no options. Give its class, then its options:"

@@ -64,19 +64,16 @@ def refuse_renamed(arguments: Mapping[str, Any], renamed: Mapping[str, str]) -> 
         SetupError: names them, with YAML that gives the same values to the fields that they have become.
     """
     former = [name for name in arguments if name in renamed]
-    if former:
-        raise SetupError(
-            f"{', '.join(former)} {'is' if len(former) == 1 else 'are'} given, but expected are option groups; give"
-            f" the same values as:\n{_yaml({name: arguments[name] for name in former}, renamed)}"
-        )
-
-
-def _yaml(arguments: Mapping[str, Any], renamed: Mapping[str, str]) -> str:
+    if not former:
+        return
     groups: dict[str, dict[str, Any]] = {}
-    for name, value in arguments.items():
+    for name in former:
         group, field = renamed[name].split(".")
-        groups.setdefault(group, {})[field] = _plain(value)
-    return yaml.safe_dump(groups, sort_keys=False)
+        groups.setdefault(group, {})[field] = _plain(arguments[name])
+    raise SetupError(
+        f"{', '.join(former)} {'is' if len(former) == 1 else 'are'} given, but expected are the option groups"
+        f" {', '.join(groups)}; give the same values as:\n{yaml.safe_dump(groups, sort_keys=False)}"
+    )
 
 
 def _plain(value: Any) -> Any:

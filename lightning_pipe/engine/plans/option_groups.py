@@ -28,7 +28,7 @@ def option_group(kind: type[Group], name: str, given: Group | Mapping[str, Any] 
         return given
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     if given is not None and not isinstance(given, Mapping):
-        raise SetupError(f"{name} is {given!r}; expected a {kind.__name__}, or a mapping of {', '.join(known)}")
+        raise SetupError(f"{name} is {given!r}; expected a mapping of {', '.join(known)}, or a {kind.__name__}")
     unknown = [field for field in given or {} if field not in known]
     if unknown:
         raise SetupError(f"{name} has {', '.join(map(repr, unknown))}; expected only {', '.join(known)}")

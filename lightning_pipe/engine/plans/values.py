@@ -36,13 +36,8 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
         raise SetupError(f"{name} is {value!r}; expected one of {', '.join(map(repr, choices))}")
 
 
-def is_whole_numbers(values: Any) -> bool:
-    """True for a list or tuple of integers."""
-    return isinstance(values, list | tuple) and all(type(value) is int for value in values)
-
-
 def check_flags(**flags: object) -> None:
-    """Checks that each is True or False: the text "false", from a file that nobody parsed, would count as True.
+    """Check that each is True or False: the text "false", from a file that nobody parsed, would count as True.
 
     Raises:
         SetupError: names the first that is not, and its value.
@@ -50,3 +45,8 @@ def check_flags(**flags: object) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise SetupError(f"{name} is {value!r}; needed is True or False")
+
+
+def is_whole_numbers(values: Any) -> bool:
+    """True for a list or tuple of integers."""
+    return isinstance(values, list | tuple) and all(type(value) is int for value in values)

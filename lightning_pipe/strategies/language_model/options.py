@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.plans.values import check_choice, check_whole_number
@@ -17,9 +17,7 @@ from lightning_pipe.llm.schedules.named import ScheduleSpec, count_stages
 from lightning_pipe.llm.split.options import SplitOptions
 from lightning_pipe.strategies.language_model.stage_parts import StagePlan, StageSettings
 
-__all__ = ["LLMOptions", "option_group", "option_pairs"]
-
-Group = TypeVar("Group")
+__all__ = ["LLMOptions", "option_pairs"]
 
 
 @dataclass(frozen=True)
@@ -83,28 +81,6 @@ class LLMOptions:
             reshard_after_forward=sizes.reshard_after_forward,
             compiled=self.compile_options is not None,
         )
-
-
-def option_group(kind: type[Group], name: str, given: Group | Mapping[str, Any] | None) -> Group:
-    """The option group that an argument stands for.
-
-    Args:
-        kind: dataclass of the group.
-        name: name of the argument.
-        given: the group, a mapping of its fields, or None for its defaults.
-
-    Raises:
-        SetupError: neither, or a field that the group does not have.
-    """
-    if isinstance(given, kind):
-        return given
-    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    if given is not None and not isinstance(given, Mapping):
-        raise SetupError(f"{name} is {given!r}; expected a mapping of {', '.join(known)}, or a {kind.__name__}")
-    unknown = [field for field in given or {} if field not in known]
-    if unknown:
-        raise SetupError(f"{name} has {', '.join(map(repr, unknown))}; expected only {', '.join(known)}")
-    return kind(**(given or {}))
 
 
 def option_pairs(name: str, value: Any) -> list[tuple[str, str]]:

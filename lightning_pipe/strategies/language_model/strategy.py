@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipe.engine import InputError, SetupError, SWPipeline
+from lightning_pipe.engine.plans.option_groups import option_group
 from lightning_pipe.llm.batches.batching import Batching
 from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
 from lightning_pipe.llm.parallel.dimensions import ParallelDims
@@ -32,7 +33,7 @@ from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.loops.programs.zero_grad_first import ZeroGradFirst
 from lightning_pipe.loops.turns import UnevenEvaluation
-from lightning_pipe.strategies.language_model.options import LLMOptions, option_group
+from lightning_pipe.strategies.language_model.options import LLMOptions
 from lightning_pipe.strategies.language_model.pipeline_module import BatchResult, PipelineModule
 from lightning_pipe.strategies.language_model.staged_strategy import StagedStrategy
 from lightning_pipe.strategies.refusals import refuse_callbacks_of_whole_modules

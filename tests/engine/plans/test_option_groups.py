@@ -29,7 +29,7 @@ def test_a_group_is_given_as_itself_as_a_mapping_or_not_at_all(given: Any, expec
     ("given", "message"),
     [
         ({"sky": "grey", "sea": "red"}, "colours has 'sea'; expected only sky, grass"),
-        ("grey", "colours is 'grey'; expected a Colours, or a mapping of sky, grass"),
+        ("grey", "colours is 'grey'; expected a mapping of sky, grass, or a Colours"),
     ],
 )
 def test_what_is_no_such_group_is_refused_with_its_fields(given: Any, message: str) -> None:

@@ -95,7 +95,7 @@ def test_what_is_on_or_off_is_no_text(name: str, shown: str) -> None:
     ],
 )
 def test_an_argument_of_a_former_version_is_refused_with_yaml_that_does_the_same(name: str, value: Any) -> None:
-    with pytest.raises(SetupError, match=f"{name} is given, but expected are option groups") as caught:
+    with pytest.raises(SetupError, match=f"{name} is given, but expected are the option groups") as caught:
         RecsysPipelineStrategy("auto", **{name: value})
     groups = yaml.safe_load(str(caught.value).partition("as:\n")[2])
     ((options,),) = [[*group.values()] for group in groups.values()]
