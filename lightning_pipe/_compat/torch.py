@@ -6,7 +6,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import profiler
+from torch.overrides import _get_current_function_mode_stack as function_mode_stack
+from torch.overrides import _len_torch_function_stack as function_mode_count
+from torch.overrides import _pop_mode as pop_function_mode
+from torch.overrides import _push_mode as push_function_mode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes as dispatch_modes_disabled
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_mode_stack
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 from torch.utils._pytree import (
     TreeSpec,
     register_pytree_node,
@@ -18,14 +28,27 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
+    "TorchDispatchMode",
     "TreeSpec",
     "backend_of",
     "default_gloo_devices",
+    "default_store",
+    "dispatch_mode_stack",
+    "dispatch_modes_disabled",
+    "function_mode_count",
+    "function_mode_stack",
     "gloo_of_one_thread",
+    "is_profiler_at_work",
+    "is_traceable_wrapper_subclass",
     "overflow_flags",
+    "pop_dispatch_mode",
+    "pop_function_mode",
     "present_as_gloo",
+    "push_dispatch_mode",
+    "push_function_mode",
     "pytree",
     "register_pytree_node",
+    "saved_tensor_hooks",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -91,3 +114,25 @@ def overflow_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimize
     """
     flags: dict[torch.device, torch.Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     return flags
+
+
+def default_store() -> dist.Store:
+    """The default process group's store."""
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+def is_profiler_at_work() -> bool:
+    """Whether PyTorch's profiler is on in any thread of the process; its public question is answered per thread."""
+    return profiler._is_profiler_enabled
+
+
+def saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """The innermost pair of ``torch.autograd.graph.saved_tensors_hooks`` in this thread; None without one."""
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+def pop_dispatch_mode(mode: Any) -> None:
+    """Leave *mode*, which :func:`push_dispatch_mode` has entered last."""
+    _pop_dispatch_mode(getattr(mode, "_mode_key", None))

@@ -11,6 +11,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 
+from lightning_pipe._compat.torch import default_store
+
 __all__ = ["install_interrupted_saves"]
 
 # An error that all ranks raise together, and a signal that all get, reach them within less.
@@ -36,7 +38,7 @@ def install_interrupted_saves(trainer: pl.Trainer) -> None:
     @functools.wraps(save)
     def save_if_all_come(*args: Any, **kwargs: Any) -> None:
         if trainer.interrupted and trainer.world_size > 1 and dist.is_initialized():
-            key, store = f"{trainer_key}/{next(saves)}", dist.distributed_c10d._get_default_store()
+            key, store = f"{trainer_key}/{next(saves)}", default_store()
             error = sys.exc_info()[1]
             if error is not None and not _all_come(store, key, trainer.global_rank, trainer.world_size):
                 error.add_note(

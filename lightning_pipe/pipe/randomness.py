@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_pipe._compat.torch import pytree
+from lightning_pipe._compat.torch import TorchDispatchMode, pytree, saved_tensor_hooks
 from lightning_pipe.engine import SetupError
 
 __all__ = ["LayerGenerators", "MiniBatchSeed", "SharedGenerators"]
@@ -113,7 +112,7 @@ class LayerGenerators(TorchDispatchMode):
 
 def _refuse_inner_checkpoint() -> None:
     """Nobody would know what to draw when it runs again."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = saved_tensor_hooks()
     if hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook"):
         raise SetupError(
             "a layer draws random numbers inside torch.utils.checkpoint, whose second run would draw others; take that"

@@ -5,13 +5,17 @@ A failure means that PyTorch has changed: look for a public way first, then adap
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
+from lightning_pipe._compat import torch as compat
 from lightning_pipe._compat.torch import (
+    TorchDispatchMode,
     TreeSpec,
     backend_of,
     default_gloo_devices,
@@ -103,3 +107,56 @@ class Pair:
 def test_a_class_can_be_registered_as_a_tree() -> None:
     register_pytree_node(Pair, lambda one: (one.both, None), lambda both, _: Pair(*both))
     assert tree_leaves(Pair(1, 2)) == [1, 2], "register_pytree_node takes other arguments"
+
+
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class Operators(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def test_modes_are_listed_entered_and_left_by_hand() -> None:
+    functions, operators = Functions(), Operators()
+    compat.push_function_mode(functions)
+    compat.push_dispatch_mode(operators)
+    try:
+        assert compat.function_mode_stack() == [functions], "torch.overrides lists its modes another way"
+        assert compat.function_mode_count() == 1
+        assert compat.dispatch_mode_stack() == [operators], "_python_dispatch lists its modes another way"
+        with compat.dispatch_modes_disabled():
+            assert compat.dispatch_mode_stack() == [], "_disable_current_modes leaves modes on"
+    finally:
+        compat.pop_dispatch_mode(operators)
+        compat.pop_function_mode()
+    assert compat.function_mode_stack() == compat.dispatch_mode_stack() == []
+
+
+def test_the_innermost_hooks_of_saved_tensors_are_found() -> None:
+    assert compat.saved_tensor_hooks() is None, "there are hooks of saved tensors where none were set"
+    hooks = (lambda one: one, lambda one: one)
+    with torch.autograd.graph.saved_tensors_hooks(*hooks):
+        assert compat.saved_tensor_hooks() == hooks, "_top_saved_tensors_default_hooks gives something else"
+
+
+def test_a_profiler_is_seen_from_every_thread() -> None:
+    seen: list[bool] = []
+    for _ in range(2):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            thread = threading.Thread(target=lambda: seen.append(compat.is_profiler_at_work()))
+            thread.start()
+            thread.join()
+    assert seen == [True, True], "torch.autograd.profiler._is_profiler_enabled is not of the process any more"
+    assert not compat.is_profiler_at_work()
+
+
+def stored(rank: int, size: int) -> str:
+    compat.default_store().set(f"contract {rank}", str(rank))
+    return compat.default_store().get(f"contract {1 - rank}").decode()
+
+
+def test_ranks_share_the_default_groups_store() -> None:
+    assert run_ranks(stored, 2) == ["1", "0"], "_get_default_store is not the store of all ranks"

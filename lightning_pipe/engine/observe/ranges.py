@@ -15,7 +15,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
-from torch.autograd import profiler
+
+from lightning_pipe._compat.torch import is_profiler_at_work
 
 _NOTHING = nullcontext()
 
@@ -28,7 +29,7 @@ def task_range(name: str, traced: bool) -> AbstractContextManager[Any]:
         traced: whether a trace is on.
     """
     # Of the process: PyTorch's own question is answered per thread, and with no in workers.
-    profiled = profiler._is_profiler_enabled
+    profiled = is_profiler_at_work()
     if not profiled and not traced:
         return _NOTHING
     marks = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

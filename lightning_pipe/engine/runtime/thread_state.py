@@ -12,15 +12,15 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils._python_dispatch import (
-    _get_current_dispatch_mode_stack,
-)
-from torch.utils._python_dispatch import (
-    _pop_mode as _pop_dispatch_mode,
-)
-from torch.utils._python_dispatch import (
-    _push_mode as _push_dispatch_mode,
+
+from lightning_pipe._compat.torch import (
+    dispatch_mode_stack,
+    function_mode_stack,
+    pop_dispatch_mode,
+    pop_function_mode,
+    push_dispatch_mode,
+    push_function_mode,
+    saved_tensor_hooks,
 )
 
 _UNCHANGED = nullcontext()
@@ -48,9 +48,9 @@ def capture() -> ThreadState:
         torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
         torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None,
         torch.is_autocast_cache_enabled(),
-        _get_current_function_mode_stack(),  # type: ignore[no-untyped-call]
-        _get_current_dispatch_mode_stack(),
-        torch._C._autograd._top_saved_tensors_default_hooks(True),
+        function_mode_stack(),  # type: ignore[no-untyped-call]
+        dispatch_mode_stack(),
+        saved_tensor_hooks(),
         torch.cuda.current_device() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
     )
 
@@ -79,9 +79,9 @@ def _entered(state: ThreadState, own: ThreadState) -> Iterator[None]:
             stack.enter_context(torch.cuda.device(state.cuda_device))
         # A worker starts with empty mode stacks; pushed by hand, since entering a mode twice is not every mode's thing.
         for mode in state.function_modes:
-            _push_mode(mode)  # type: ignore[no-untyped-call]
-            stack.callback(_pop_mode)
+            push_function_mode(mode)  # type: ignore[no-untyped-call]
+            stack.callback(pop_function_mode)
         for dispatch_mode in state.dispatch_modes:
-            _push_dispatch_mode(dispatch_mode)
-            stack.callback(_pop_dispatch_mode, getattr(dispatch_mode, "_mode_key", None))
+            push_dispatch_mode(dispatch_mode)
+            stack.callback(pop_dispatch_mode, dispatch_mode)
         yield

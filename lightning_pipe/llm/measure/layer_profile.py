@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from lightning_pipe._compat.torch import tree_map_only
+from lightning_pipe._compat.torch import TorchDispatchMode, tree_map_only
 from lightning_pipe.llm.measure.layer_bench import LayerBench, LayerPiece, LossOf, Pieces
 from lightning_pipe.llm.measure.live_bytes import LiveBytes
 from lightning_pipe.llm.model.module_config import ModuleConfig

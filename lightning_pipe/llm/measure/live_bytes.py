@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from lightning_pipe._compat.torch import tree_leaves
+from lightning_pipe._compat.torch import TorchDispatchMode, tree_leaves
 
 __all__ = ["LiveBytes"]
 

@@ -24,14 +24,16 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import (
     TorchFunctionMode,
-    _get_current_function_mode_stack,
-    _len_torch_function_stack,
-    _pop_mode,
-    _push_mode,
 )
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lightning_pipe._compat.torch import tree_leaves
+from lightning_pipe._compat.torch import (
+    function_mode_count,
+    function_mode_stack,
+    pop_function_mode,
+    push_function_mode,
+    tree_leaves,
+)
 from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.engine.plans.values import check_choice, check_whole_number
 from lightning_pipe.llm.model.stage_module import PassThrough, StageModule
@@ -124,7 +126,7 @@ def _checkpointed(forward: Callable[..., Any], selective: bool, /, *args: Any, *
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     # In a graph, checkpoint drops function modes without a word. Where there are any the layer is not compiled.
-    if torch.compiler.is_compiling() and not _len_torch_function_stack():
+    if torch.compiler.is_compiling() and not function_mode_count():
         # The compiler wants contexts to be made here, and none of those that do nothing.
         contexts: Any = {}
         if selective:
@@ -259,7 +261,7 @@ def _thread_state(tensors: Sequence[Tensor]) -> list[AbstractContextManager[Any]
         )
         for kind in sorted({"cpu", *(value.device.type for value in tensors)})
     ]
-    return [*autocasts, _function_modes(_get_current_function_mode_stack())]
+    return [*autocasts, _function_modes(function_mode_stack())]
 
 
 @contextmanager
@@ -273,11 +275,11 @@ def _function_modes(modes: Sequence[TorchFunctionMode]) -> Generator[None, None,
 
 
 def _exchange(modes: Sequence[TorchFunctionMode]) -> list[TorchFunctionMode]:
-    found: list[TorchFunctionMode] = _get_current_function_mode_stack()
+    found: list[TorchFunctionMode] = function_mode_stack()
     for _ in found:
-        _pop_mode()
+        pop_function_mode()
     for mode in modes:
-        _push_mode(mode)
+        push_function_mode(mode)
     return found
 
 

@@ -24,10 +24,18 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_pipe._compat.torch import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from lightning_pipe._compat.torch import (
+    TorchDispatchMode,
+    dispatch_modes_disabled,
+    is_traceable_wrapper_subclass,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.op_record import OpRecord
 from lightning_pipe.llm.model.storage_view import View
@@ -260,7 +268,7 @@ class _Recorder(TorchDispatchMode):
     def _fake(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, FakeTensor):
             return tensor
-        with _disable_current_modes():
+        with dispatch_modes_disabled():
             bare = tensor.detach()
         fake = self._fakes.from_tensor(bare)
         self._record.add_outside(fake, tensor)

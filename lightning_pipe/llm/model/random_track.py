@@ -9,7 +9,8 @@ import hashlib
 import itertools
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_pipe._compat.torch import dispatch_modes_disabled
 
 __all__ = ["RandomTrack"]
 
@@ -48,7 +49,7 @@ class RandomTrack:
 
     def drawn(self) -> int:
         """Return a number for the state after a random operation, and leave the one that stands for it."""
-        with _disable_current_modes():
+        with dispatch_modes_disabled():
             state = torch.Generator("cpu").manual_seed(next(_POSITION_SEEDS)).get_state()
             # The first eight bytes of a CPU generator's state are its seed: with them, initial_seed() stays true.
             state[:8] = self.generator.get_state()[:8]
@@ -68,6 +69,6 @@ class RandomTrack:
 
 
 def _state_of(generator: torch.Generator) -> tuple[torch.Tensor, bytes]:
-    with _disable_current_modes():
+    with dispatch_modes_disabled():
         state = generator.get_state()
         return state, hashlib.sha256(state.numpy().tobytes()).digest()
