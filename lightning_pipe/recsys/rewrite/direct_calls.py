@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_pipe._compat.torch import tree_map_only
 from lightning_pipe.recsys.batches.agreement import Agreement
 from lightning_pipe.recsys.kernels.fused import evaluating, prefetches_set_aside
 from lightning_pipe.recsys.modules.call_arguments import Arguments
