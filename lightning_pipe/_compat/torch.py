@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,11 +37,13 @@ __all__ = [
     "default_store",
     "dispatch_mode_stack",
     "dispatch_modes_disabled",
+    "empty_optimizers_allowed",
     "function_mode_count",
     "function_mode_stack",
     "gloo_of_one_thread",
     "is_profiler_at_work",
     "is_traceable_wrapper_subclass",
+    "looks_for_overflow",
     "overflow_flags",
     "pop_dispatch_mode",
     "pop_function_mode",
@@ -136,3 +140,28 @@ def saved_tensor_hooks() -> tuple[Any, Any] | None:
 def pop_dispatch_mode(mode: Any) -> None:
     """Leave *mode*, which :func:`push_dispatch_mode` has entered last."""
     _pop_dispatch_mode(getattr(mode, "_mode_key", None))
+
+
+@contextmanager
+def empty_optimizers_allowed() -> Generator[None, None, None]:
+    """Let optimizers be made of no parameters, as they are on a rank whose stages are all frozen.
+
+    PyTorch refuses them and has no option for it, and the user's ``configure_optimizers`` makes them: in the body
+    ``Optimizer.__init__`` is replaced.
+    """
+    make = torch.optim.Optimizer.__init__
+
+    def make_also_of_none(self: torch.optim.Optimizer, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        given: Any = params if isinstance(params, torch.Tensor) else list(params)
+        make(self, [{"params": []}] if isinstance(given, list) and not given else given, defaults)
+
+    torch.optim.Optimizer.__init__ = make_also_of_none  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.optim.Optimizer.__init__ = make  # type: ignore[method-assign]
+
+
+def looks_for_overflow(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``GradScaler.step`` leaves it to the optimizer to skip a step, as fused ones do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

@@ -53,6 +53,9 @@ RECOMMENDER = {
 }
 
 
+_REMOVED = {"copy_in_place": "PyTorch's caching allocator gives out the memory of finished batches again"}
+
+
 def refuse_renamed(arguments: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
     """Refuse arguments of former versions.
 
@@ -63,13 +66,24 @@ def refuse_renamed(arguments: Mapping[str, Any], renamed: Mapping[str, str]) -> 
     Raises:
         SetupError: names them, with YAML that gives the same values to the fields that they have become.
     """
+    for name in arguments:
+        if name in _REMOVED:
+            raise SetupError(f"{name} is given, but it has been removed: {_REMOVED[name]}; leave it out")
     former = [name for name in arguments if name in renamed]
     if not former:
         return
     groups: dict[str, dict[str, Any]] = {}
     for name in former:
         group, field = renamed[name].split(".")
-        groups.setdefault(group, {})[field] = _plain(arguments[name])
+        # None was the default, and so was every layer where none was asked for.
+        every_of_none = name == "activation_checkpointing_every" and arguments.get("activation_checkpointing") is None
+        if arguments[name] is not None and not every_of_none:
+            groups.setdefault(group, {})[field] = _plain(arguments[name])
+    if not groups:
+        raise SetupError(
+            f"{', '.join(former)} {'is' if len(former) == 1 else 'are'} given, but expected are option"
+            " groups; leave it out, since it has the default's value"
+        )
     raise SetupError(
         f"{', '.join(former)} {'is' if len(former) == 1 else 'are'} given, but expected are the option groups"
         f" {', '.join(groups)}; give the same values as:\n{yaml.safe_dump(groups, sort_keys=False)}"

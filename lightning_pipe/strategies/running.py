@@ -78,6 +78,6 @@ class Running:
 
 
 def running(strategy: Any) -> Running:
-    """Ask *strategy* about its work; a strategy without a method ``running`` has only tasks."""
+    """Ask *strategy* about its work; without a method ``running`` it has only tasks, and perhaps ``profile``."""
     answer = getattr(strategy, "running", None)
-    return Running() if answer is None else answer()
+    return Running(profile=getattr(strategy, "profile", None)) if answer is None else answer()

@@ -6,9 +6,11 @@ A failure means that PyTorch has changed: look for a public way first, then adap
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
@@ -160,3 +162,30 @@ def stored(rank: int, size: int) -> str:
 
 def test_ranks_share_the_default_groups_store() -> None:
     assert run_ranks(stored, 2) == ["1", "0"], "_get_default_store is not the store of all ranks"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.optim.SGD([], lr=0.1),
+        lambda: torch.optim.AdamW(iter([])),
+        lambda: torch.optim.Adagrad([], lr=0.1),
+        lambda: torch.optim.Muon([]),
+    ],
+)
+def test_optimizers_of_no_parameters_can_be_made_where_that_is_allowed(
+    make: Callable[[], torch.optim.Optimizer],
+) -> None:
+    with compat.empty_optimizers_allowed():
+        made = make()
+    assert [group["params"] for group in made.param_groups] == [[]]
+    made.step()
+    made.load_state_dict(made.state_dict())
+    with pytest.raises(ValueError, match="empty parameter list"):
+        make()
+
+
+def test_fused_optimizers_say_that_they_look_for_overflow() -> None:
+    own, fused = (torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], fused=fused) for fused in (False, True))
+    assert not compat.looks_for_overflow(own)
+    assert compat.looks_for_overflow(fused), "GradScaler has another way to know fused optimizers now"

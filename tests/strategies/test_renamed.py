@@ -15,6 +15,7 @@ from lightning_pipe.llm.parallel.dimensions import ParallelDims
 from lightning_pipe.llm.split.options import SplitOptions
 from lightning_pipe.strategies.language_model.auto import AutoLLMPipelineStrategy
 from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
+from lightning_pipe.strategies.recommender.strategy import RecsysPipelineStrategy
 from lightning_pipe.strategies.renamed import LANGUAGE_MODEL
 
 FORMER: dict[str, Any] = {
@@ -52,3 +53,16 @@ def test_other_unknown_arguments_are_refused_by_python() -> None:
     wrong: dict[str, Any] = {"shcedule": "1f1b"}
     with pytest.raises(TypeError, match="shcedule"):
         LLMPipelineStrategy(**wrong)
+
+
+def test_values_that_were_defaults_are_left_out_of_the_yaml() -> None:
+    with pytest.raises(SetupError) as error:
+        LLMPipelineStrategy(pipeline_parallel_size=None, activation_checkpointing_every=1, max_length=64)
+    assert yaml.safe_load(str(error.value).partition("\n")[2]) == {"batching": {"max_length": 64}}
+    with pytest.raises(SetupError, match="pad_values is given, but expected are option groups; leave it out"):
+        LLMPipelineStrategy(pad_values=None)
+
+
+def test_an_argument_that_was_removed_says_what_does_its_work() -> None:
+    with pytest.raises(SetupError, match=r"copy_in_place is given, but it has been removed: .* leave it out"):
+        RecsysPipelineStrategy(copy_in_place=True)

@@ -83,8 +83,8 @@ class PlanSpec:
 
     @property
     def max_stage(self) -> int:
-        """The highest stage of its tasks."""
-        return max(where.stage for where in self.schedule.values())
+        """The highest stage of its tasks; 0 without tasks."""
+        return max((where.stage for where in self.schedule.values()), default=0)
 
     @property
     def thread_groups(self) -> tuple[str, ...]:

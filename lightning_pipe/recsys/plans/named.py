@@ -216,13 +216,24 @@ def evaluation_plan(training: PipelinePlan, tasks: Sequence[PipelineTask]) -> Pi
     return PipelinePlan.from_spec(spec, [task for task in tasks if task.name in _EVALUATION])
 
 
+# Tasks that stay before the optimiser step if the tables' backward comes after it.
+_BEFORE_STEP = frozenset(
+    {
+        *("H2DAndShuffle", *BALANCING, "EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch"),
+        *("DenseForward", "LossPostprocess", "DenseBackward", "FinalizeGrads"),
+    }
+)
+
+
 def _with_late_backward(plan: PlanSpec) -> PlanSpec:
-    """Move ``EmbBackward`` after ``OptimStep``, and the average and lookups that came between the two with it."""
+    """Move ``EmbBackward`` after ``OptimStep``, and with it the average, lookups and extra tasks between the two."""
     if not plan.order or plan.position("EmbBackward") > plan.position("OptimStep"):
         return plan
-    after = "OptimStep"
+    after, moved = "OptimStep", False
     for task in plan.order[plan.position("EmbBackward") : plan.position("OptimStep")]:
-        if task in ("EmbBackward", AVERAGING, "EmbForward"):
+        # An extra task stays behind the task that it follows.
+        moved = task in ("EmbBackward", AVERAGING, "EmbForward") or (moved and task not in _BEFORE_STEP)
+        if moved:
             plan = plan.move(task, after=after)
             after = task
     return plan

@@ -39,9 +39,10 @@ def recsys_tasks(
     if actions is not None:
         balanced, replicated = actions.balancer is not None, actions.replicas is not None
     there = {None, *(["balancer"] if balanced else []), *(["replicas"] if replicated else [])}
-    declared = _with_extra([one for one in TASKS if one.needs in there], extra or {})
+    declared = [one for one in TASKS if one.needs in there]
     if scaled_late:
         declared.sort(key=lambda one: one.late is not None and one.late.after_step)
+    declared = _with_extra(declared, extra or {})
     return [_task(one, actions, scaled_late) for one in declared]
 
 
@@ -66,14 +67,18 @@ def _task(declared: RecsysTask, actions: RecsysActions | None, scaled_late: bool
         reads = (*reads, *declared.late.reads)
         writes = writes if declared.late.writes is None else declared.late.writes
     if actions is None:
-
-        def undefined(ctx: IterContext) -> None:
-            raise LookupError(
-                f"task {declared.name!r} is a declaration; give recsys_tasks() the actions of a model to run it"
-            )
-
-        return PipelineTask(declared.name, undefined, reads=reads, writes=writes)
+        return PipelineTask(declared.name, _Undefined(declared.name), reads=reads, writes=writes)
     if declared.model_reads is not None:
         reads = (*reads, *declared.model_reads(actions))
     io = () if declared.replay is None else declared.replay(actions.replays)
     return PipelineTask(declared.name, MethodType(declared.action, actions), io, reads=reads, writes=writes)
+
+
+class _Undefined:
+    """The function of a task without a model. It can be pickled, as strategies are for processes that are spawned."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, ctx: IterContext) -> None:
+        raise LookupError(f"task {self._name!r} is a declaration; give recsys_tasks() the actions of a model to run it")

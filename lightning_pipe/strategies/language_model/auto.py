@@ -141,7 +141,10 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
             "stages_per_rank": candidate.stages_per_rank,
             "split": split | _changed(given.split),
         }
-        groups = {name: _changed(getattr(given, name)) for name in ("parallel", "batching")}
+        groups = {
+            name: {field: value for field, value in _changed(getattr(given, name)).items() if _is_plain(value)}
+            for name in ("parallel", "batching")
+        }
         if given.activation_checkpoint is not None:
             groups["activation_checkpoint"] = asdict(given.activation_checkpoint)
         plain = {name: value for name, value in self._given.items() if _is_plain(value)}
@@ -150,7 +153,7 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
         try:
             with whole_file(path) as unfinished:
                 unfinished.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-        except OSError as error:
+        except (OSError, yaml.YAMLError) as error:
             rank_zero_warn(f"the choice cannot be written to {str(path)!r} ({error}); training goes on with it")
 
 
@@ -171,9 +174,15 @@ def _refuse_chosen(options: LLMOptions) -> None:
 
 def _changed(group: Any) -> dict[str, Any]:
     """Fields of an option group that differ from its defaults."""
-    return {name: value for name, value in asdict(group).items() if value != getattr(type(group)(), name)}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in asdict(group).items()
+        if value != getattr(type(group)(), name)
+    }
 
 
 def _is_plain(value: Any) -> bool:
     """Whether YAML has it."""
-    return isinstance(value, bool | int | float | str)
+    if isinstance(value, dict):
+        return all(_is_plain(one) for pair in value.items() for one in pair)
+    return all(map(_is_plain, value)) if isinstance(value, list | tuple) else type(value) in (bool, int, float, str)

@@ -16,13 +16,14 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipe._compat.torch import empty_optimizers_allowed
 from lightning_pipe.engine import InputError, SetupError, SWPipeline
 from lightning_pipe.engine.plans.option_groups import option_group
 from lightning_pipe.llm.batches.batching import Batching
 from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
 from lightning_pipe.llm.parallel.dimensions import ParallelDims
 from lightning_pipe.llm.run.optimizer_offload import OffloadedState
-from lightning_pipe.llm.run.optimizer_setup import empty_optimizers_allowed, refuse_fused
+from lightning_pipe.llm.run.optimizer_setup import refuse_fused
 from lightning_pipe.llm.run.preparation import PreparedBatch
 from lightning_pipe.llm.run.training_tasks import llm_evaluation_plan, llm_plan
 from lightning_pipe.llm.schedules.named import find_schedule
@@ -146,7 +147,7 @@ class LLMPipelineStrategy(StagedStrategy):
         if fitting:
             PipelineTrainingEpochLoop.install(trainer)
             ZeroGradFirst.install(trainer, self._made.runs.begin_step)
-            with empty_optimizers_allowed(module, lambda: self.optimizers):
+            with empty_optimizers_allowed():
                 self.setup_optimizers(trainer)
             if self._made.scaling is not None:
                 refuse_fused(self.optimizers)

@@ -13,7 +13,16 @@ import torch.distributed as dist
 import yaml
 from torch import nn
 
-from lightning_pipe.engine import InputError, IterContext, PipelineTask, PlanError, SWPipeline
+from lightning_pipe.engine import (
+    InputError,
+    IterContext,
+    PipelinePlan,
+    PipelineTask,
+    PlanError,
+    State,
+    SWPipeline,
+    TaskSchedule,
+)
 from lightning_pipe.recsys import (
     ModelRewrite,
     RecsysActions,
@@ -376,3 +385,21 @@ def test_extra_tasks_come_after_the_tasks_that_they_name() -> None:
     assert [task.name for task in recsys_tasks(extra=more)][:4] == ["H2DAndShuffle", "Double", "Again", NAMES[1]]
     with pytest.raises(PlanError, match="extra tasks follow Duble; expected names of tasks: H2DAndShuffle, "):
         recsys_tasks(extra={"Duble": more["Double"]})
+
+
+@pytest.mark.parametrize("scaled_late", [False, True])
+@pytest.mark.parametrize("plan", ["serial", "prefetch"])
+def test_an_extra_task_stays_behind_the_task_that_it_follows(plan: str, scaled_late: bool) -> None:
+    extra = {
+        "EmbBackward": RecsysTask("AfterTables", lambda actions, ctx: None, reads=(State("tables"),)),
+        "FinalizeGrads": RecsysTask("AfterReduction", lambda actions, ctx: None, reads=(State("dense_gradients"),)),
+    }
+    spec = recsys_plan(plan, recsys_tasks()).spec
+    for name, after in (("AfterTables", "EmbBackward"), ("AfterReduction", "FinalizeGrads")):
+        spec = spec.insert(name, TaskSchedule(), after=after)
+    plan_of_all = PipelinePlan.from_spec(spec, recsys_tasks(extra=extra))
+    placed = recsys_plan(plan_of_all, recsys_tasks(extra=extra, scaled_late=scaled_late))
+    for names in (list(placed.tasks), list(placed.order)):
+        assert names.index("AfterTables") == names.index("EmbBackward") + 1
+        assert names.index("AfterReduction") == names.index("FinalizeGrads") + 1
+        assert (names.index("EmbBackward") > names.index("OptimStep")) == scaled_late

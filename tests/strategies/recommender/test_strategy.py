@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -437,3 +438,9 @@ def test_a_strategy_can_train_one_module_after_another() -> None:
     assert len(second.losses) == 6
     # What the first one exchanges its rows over is still there.
     assert used.validate(first, loader(8), verbose=False) == [expected]
+
+
+@pytest.mark.parametrize("plan", ["prefetch", "auto"])
+def test_a_strategy_can_be_pickled_for_processes_that_are_spawned(plan: str) -> None:
+    again = pickle.loads(pickle.dumps(RecsysPipelineStrategy(plan)))
+    assert isinstance(again, RecsysPipelineStrategy)
