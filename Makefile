@@ -20,9 +20,9 @@ train-llm: setup
 	$(BIN)/lightning-pipe fit --config examples/llm_text/1f1b.yaml
 
 # test is for every change; test-all adds the tests marked "exhaustive", such as those in a browser. FILE=tests/... runs
-# all tests of one file. WORKERS processes run files side by side, each with one thread. Ranks of a test wait for each
-# other, so that more workers than cores use the machine better.
-WORKERS ?= 4
+# all tests of one file. WORKERS processes run files side by side, each with one thread: a test's ranks are
+# processes, too.
+WORKERS ?= 2
 test test-all: export OMP_NUM_THREADS = 1
 test: setup
 	$(BIN)/python -m pytest $(if $(FILE),--exhaustive $(FILE),-n $(WORKERS) --dist loadfile)

@@ -79,7 +79,7 @@ def test_what_is_on_or_off_is_no_text(name: str, shown: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("sharding_plan", None),
+        ("sharding_plan", {"people": "row_wise"}),
         ("constraints", {"people": {"sharding_types": ["row_wise"]}}),
         ("topology", {"hbm_cap": 1000}),
         ("replicas", 2),
