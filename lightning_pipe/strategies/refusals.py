@@ -89,7 +89,7 @@ def refuse_scaled_fp16(trainer: pl.Trainer, plugin: Precision, backward: str) ->
     """
     if backward == "fp16" and clips_gradients(trainer) and loss_scaler(plugin) is not None:
         raise SetupError(
-            "quantized_comms has backward='fp16', precision is '16-mixed' and gradients are clipped: the tables'"
+            "wire.quantized_comms has backward='fp16', precision is '16-mixed' and gradients are clipped: the tables'"
             " gradients are then sent as the loss scale has made them, and those beyond 65504 would be cut off without"
             " a word; use backward='bf16', no clipping, or another precision"
         )

@@ -194,8 +194,8 @@ def check_combination(
     if split is not False and sharding == "fsdp" and reshard_after_forward:
         reason = "lists no actions, so it may run" if split is None else "runs"
         raise SetupError(
-            f"reshard_after_forward is true, and schedule {spec.name} {reason} backwards in two parts, whose gradients"
-            " are then wrong; set reshard_after_forward to false, or use 1f1b or interleaved_1f1b"
+            f"parallel.reshard_after_forward is true, and schedule {spec.name} {reason} backwards in two parts, whose"
+            " gradients are then wrong; set reshard_after_forward to false, or use 1f1b or interleaved_1f1b"
         )
     if split and compiled and torch._functorch.config.donated_buffer:
         raise SetupError(

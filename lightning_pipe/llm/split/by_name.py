@@ -73,14 +73,14 @@ def split_at(config: ModuleConfig, layers_per_stage: Sequence[int]) -> list[list
     _check_stages(config, len(counts))
     if not all(isinstance(count, int) and count >= 0 for count in counts) or sum(counts) != config.num_layers:
         raise SetupError(
-            f"layers_per_stage is {counts}; needed are whole numbers, 0 or more, that add up to the model's"
+            f"split.layers_per_stage is {counts}; needed are whole numbers, 0 or more, that add up to the model's"
             f" {config.num_layers} layers"
         )
     empty = [stage for stage in range(len(counts)) if _is_empty(config, stage, counts)]
     if empty:
         raise SetupError(
-            f"layers_per_stage {counts} leaves stage {', '.join(map(str, empty))} empty; needed is at least a layer on"
-            " every stage, or the input modules on the first or the output modules on the last"
+            f"split.layers_per_stage {counts} leaves stage {', '.join(map(str, empty))} empty; needed is at least a layer"
+            " on every stage, or the input modules on the first or the output modules on the last"
         )
     ends = [0, *accumulate(counts)]
     stages = [[config.layer(index) for index in range(first, end)] for first, end in pairwise(ends)]
