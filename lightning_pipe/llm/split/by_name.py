@@ -79,8 +79,8 @@ def split_at(config: ModuleConfig, layers_per_stage: Sequence[int]) -> list[list
     empty = [stage for stage in range(len(counts)) if _is_empty(config, stage, counts)]
     if empty:
         raise SetupError(
-            f"split.layers_per_stage {counts} leaves stage {', '.join(map(str, empty))} empty; needed is at least a layer"
-            " on every stage, or the input modules on the first or the output modules on the last"
+            f"split.layers_per_stage {counts} leaves stage {', '.join(map(str, empty))} empty; needed is at least one"
+            " layer on every stage, or the input modules on the first or the output modules on the last"
         )
     ends = [0, *accumulate(counts)]
     stages = [[config.layer(index) for index in range(first, end)] for first, end in pairwise(ends)]
