@@ -75,14 +75,14 @@ def refuse_renamed(arguments: Mapping[str, Any], renamed: Mapping[str, str]) -> 
     groups: dict[str, dict[str, Any]] = {}
     for name in former:
         group, field = renamed[name].split(".")
-        # None was the default, and so was every layer where none was asked for.
+        # None was the default. An interval between layers had no effect if no checkpointing was asked for.
         every_of_none = name == "activation_checkpointing_every" and arguments.get("activation_checkpointing") is None
         if arguments[name] is not None and not every_of_none:
             groups.setdefault(group, {})[field] = _plain(arguments[name])
     if not groups:
         raise SetupError(
-            f"{', '.join(former)} {'is' if len(former) == 1 else 'are'} given, but expected are option"
-            " groups; leave it out, since it has the default's value"
+            f"{', '.join(former)} {'is' if len(former) == 1 else 'are'} given, but expected are option groups; the"
+            " values are the defaults of these groups, so leave them out"
         )
     raise SetupError(
         f"{', '.join(former)} {'is' if len(former) == 1 else 'are'} given, but expected are the option groups"

@@ -216,23 +216,14 @@ def evaluation_plan(training: PipelinePlan, tasks: Sequence[PipelineTask]) -> Pi
     return PipelinePlan.from_spec(spec, [task for task in tasks if task.name in _EVALUATION])
 
 
-# Tasks that stay before the optimiser step if the tables' backward comes after it.
-_BEFORE_STEP = frozenset(
-    {
-        *("H2DAndShuffle", *BALANCING, "EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch"),
-        *("DenseForward", "LossPostprocess", "DenseBackward", "FinalizeGrads"),
-    }
-)
-
-
 def _with_late_backward(plan: PlanSpec) -> PlanSpec:
     """Move ``EmbBackward`` after ``OptimStep``, and with it the average, lookups and extra tasks between the two."""
     if not plan.order or plan.position("EmbBackward") > plan.position("OptimStep"):
         return plan
-    after, moved = "OptimStep", False
+    after, moved, own = "OptimStep", False, {*_LOOKUP, *_STEP, *BALANCING}
     for task in plan.order[plan.position("EmbBackward") : plan.position("OptimStep")]:
-        # An extra task stays behind the task that it follows.
-        moved = task in ("EmbBackward", AVERAGING, "EmbForward") or (moved and task not in _BEFORE_STEP)
+        # A task of the user's stays behind the task that it follows.
+        moved = task in ("EmbBackward", AVERAGING, "EmbForward") or (moved and task not in own)
         if moved:
             plan = plan.move(task, after=after)
             after = task

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.engine.plans.option_groups import option_group
 from lightning_pipe.engine.plans.values import check_flags
 from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire, check_ids_on_wire
@@ -130,40 +129,20 @@ class CheckOptions:
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """The groups that a :class:`~lightning_pipe.recsys.tasks.session.RecsysSession` needs."""
+    """The groups that a :class:`~lightning_pipe.recsys.tasks.session.RecsysSession` needs.
 
-    rewrite: RewriteOptions
-    wire: WireOptions
-    memory: MemoryOptions
-    checks: CheckOptions
+    Each group may also be given as a mapping of its fields, or as None for its defaults.
 
-    @classmethod
-    def given(cls, options: SessionOptions | Mapping[str, Any] | None) -> SessionOptions:
-        """The options that an argument stands for: themselves, groups by name, or None for all defaults.
+    Raises:
+        SetupError: a group is none of these, or has a field or a value that it does not have.
+    """
 
-        Raises:
-            SetupError: neither, a group that does not exist, or see :meth:`of`.
-        """
-        if isinstance(options, cls):
-            return options
-        groups = [field.name for field in fields(cls)]
-        if options is not None and not isinstance(options, Mapping):
-            raise SetupError(f"options are {options!r}; expected a mapping of {', '.join(groups)}")
-        unknown = [name for name in options or {} if name not in groups]
-        if unknown:
-            raise SetupError(f"options have {', '.join(map(repr, unknown))}; expected only {', '.join(groups)}")
-        return cls.of(**{name: (options or {}).get(name) for name in groups})
+    rewrite: RewriteOptions = RewriteOptions()
+    wire: WireOptions = WireOptions()
+    memory: MemoryOptions = MemoryOptions()
+    checks: CheckOptions = CheckOptions()
 
-    @classmethod
-    def of(cls, *, rewrite: Any = None, wire: Any = None, memory: Any = None, checks: Any = None) -> SessionOptions:
-        """The options of arguments, each of which is a group, a mapping of its fields, or None for its defaults.
-
-        Raises:
-            SetupError: one of them is none of these, or has a field or a value that its group does not have.
-        """
-        return cls(
-            option_group(RewriteOptions, "rewrite", rewrite),
-            option_group(WireOptions, "wire", wire),
-            option_group(MemoryOptions, "memory", memory),
-            option_group(CheckOptions, "checks", checks),
-        )
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            group = option_group(type(field.default), field.name, getattr(self, field.name))
+            object.__setattr__(self, field.name, group)

@@ -15,6 +15,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.optim.keyed import KeyedOptimizer
 
 from lightning_pipe.engine import IterContext, PipelineError, PipelinePlan, SetupError, SWPipeline, TaskError
+from lightning_pipe.engine.plans.option_groups import option_group
 from lightning_pipe.engine.plans.values import check_flags
 from lightning_pipe.recsys.balancing.balancer import BalanceReport, BatchBalancer, make_balancer
 from lightning_pipe.recsys.batches.transfer import move_batch
@@ -108,7 +109,7 @@ class TrainPipeline:
     ) -> None:
         # Refused before anything is made.
         check_flags(execute_all_batches=execute_all_batches)
-        chosen = SessionOptions.given(options)
+        chosen = option_group(SessionOptions, "options", options)
         refuse_of_strategies(chosen)
         declared = recsys_plan(plan, recsys_tasks(extra=extra_tasks))
         sharded = model if isinstance(model, ShardedModel) else None

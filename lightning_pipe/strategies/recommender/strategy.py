@@ -116,7 +116,8 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
     ) -> None:
         refuse_renamed(arguments, RECOMMENDER)
         super().__init__(**arguments)
-        self._options = SessionOptions.of(rewrite=rewrite, wire=wire, memory=memory, checks=checks)
+        groups = {"rewrite": rewrite, "wire": wire, "memory": memory, "checks": checks}
+        self._options = option_group(SessionOptions, "options", groups)
         self._sharding = option_group(ShardingOptions, "sharding", sharding)
         self._auto = option_group(AutoOptions, "auto", auto)
         self._auto.refuse_without_auto(plan)

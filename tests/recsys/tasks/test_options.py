@@ -40,8 +40,11 @@ def test_unknown_precisions_and_integer_types_are_refused() -> None:
         ({"wire": {"quantized_comms": {"forward": "bf16"}}}, "give quantized_comms to shard_model"),
         ({"rewrite": {"evaluation": False}}, "always pipelined; leave it out"),
         ({"checks": {"validate": True}}, "checks has 'validate'; expected only validate_ids, detect_nan"),
-        ({"check": {}}, "options have 'check'; expected only rewrite, wire, memory, checks"),
-        (["checks"], r"options are \['checks'\]; expected a mapping of rewrite, wire, memory, checks"),
+        ({"check": {}}, "options has 'check'; expected only rewrite, wire, memory, checks"),
+        (
+            ["checks"],
+            r"options is \['checks'\]; expected a mapping of rewrite, wire, memory, checks, or a SessionOptions",
+        ),
     ],
 )
 def test_a_train_pipeline_refuses_what_it_cannot_follow(one_rank: Any, options: Any, message: str) -> None:

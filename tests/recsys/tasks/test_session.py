@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pipe.engine import SetupError, SWPipeline
+from lightning_pipe.engine.plans.option_groups import option_group
 from lightning_pipe.recsys import ShardedModel, TrainPipeline, recsys_plan, recsys_tasks
 from lightning_pipe.recsys.tasks.evaluation import PipelinedEvaluation
 from lightning_pipe.recsys.tasks.options import SessionOptions
@@ -31,7 +32,7 @@ def same(batch: Any) -> Any:
 
 @contextmanager
 def session_of(model: nn.Module | ShardedModel, plan: str = "prefetch", **groups: Any) -> Iterator[RecsysSession]:
-    options = SessionOptions.of(**{**dict.fromkeys(("rewrite", "wire", "memory", "checks")), **groups})
+    options = option_group(SessionOptions, "options", groups)
     session = RecsysSession(model, recsys_plan(plan, recsys_tasks()), CPU, options)
     try:
         yield session
