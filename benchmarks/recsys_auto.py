@@ -42,7 +42,7 @@ from benchmarks.figures import interval
 from benchmarks.slow_link import slow_link
 from examples.recsys_movielens.data import MovieLensData, RatingDataset
 from examples.recsys_movielens.model import MovieLensDLRM
-from lightning_pipe.engine import IterContext, PipelinePlan, SWPipeline
+from lightning_pipe.engine import PipelinePlan, SWPipeline, TrainingContext
 from lightning_pipe.loops.programs.auto_program import PlanChoice
 from lightning_pipe.loops.programs.program import TrainingProgram
 from lightning_pipe.recsys.plans.named import recsys_plan
@@ -82,7 +82,7 @@ class Turns(TrainingProgram):
         """Whether every block is over."""
         return not self._blocks
 
-    def begin(self, source: Iterator[Any]) -> IterContext:
+    def begin(self, source: Iterator[Any]) -> TrainingContext:
         if not self.done:
             fill = self.pipeline.plan.pipeline_depth + 2
             if self._begun == fill:

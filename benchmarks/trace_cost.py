@@ -38,7 +38,7 @@ class Untraced(Executor):
         if ticket is not None:
             self._sequencer.begin(ticket)
         with self.streams.named(stream):
-            op.fn(slot.ctx)  # type: ignore[arg-type]
+            op.fn(slot.ctx)
             if op.records:
                 self.streams.record(slot.events[op.index])
 

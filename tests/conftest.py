@@ -18,6 +18,8 @@ from tests.tiers import TIERS, left_out
 # Read when the libraries are loaded, which the tests do after this.
 os.environ["OMP_NUM_THREADS"] = str(THREADS)
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# A task that touches a field that it does not declare fails.
+os.environ["LIGHTNING_PIPE_CHECK_CONTEXTS"] = "1"
 # How long an example takes depends on who else uses the machine.
 hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")

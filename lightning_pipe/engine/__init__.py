@@ -6,7 +6,7 @@ from lightning_pipe.engine.plans.errors import InputError, PipelineError, PlanEr
 from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.schedule import TaskSchedule
 from lightning_pipe.engine.plans.spec import PlanSpec
-from lightning_pipe.engine.plans.task import DeclaredIO, IterContext, PipelineTask, State
+from lightning_pipe.engine.plans.task import DeclaredIO, IterContext, PipelineTask, State, TrainingContext
 from lightning_pipe.engine.profiling.profile import ProfileResult, TaskProfile
 from lightning_pipe.engine.profiling.profiler import TaskProfiler
 from lightning_pipe.engine.runtime.pipeline import SWPipeline
@@ -31,6 +31,7 @@ __all__ = [
     "TaskProfiler",
     "TaskSchedule",
     "TaskSpan",
+    "TrainingContext",
     "required_dependencies",
     "submitted",
 ]

@@ -72,15 +72,19 @@ def _forward(index: int, routes: Sequence[SkipRoute], fn: TaskFunction) -> Pipel
     return PipelineTask(
         f"Forward{index}",
         lambda ctx: fn(index, ctx),
-        reads=[value_field(index), *skips_in],
-        writes=[value_field(index + 1), f"graph{index}", *skips_out],
+        reads=["batch", value_field(index), *skips_in],
+        writes=[value_field(index), value_field(index + 1), f"graph{index}", *skips_in, *skips_out],
         not_replayable=_GRAPH,
     )
 
 
 def _recompute(index: int, fn: TaskFunction) -> PipelineTask:
     return PipelineTask(
-        f"Recompute{index}", lambda ctx: fn(index, ctx), writes=[f"graph{index}"], not_replayable=_GRAPH
+        f"Recompute{index}",
+        lambda ctx: fn(index, ctx),
+        reads=["batch"],
+        writes=[f"graph{index}"],
+        not_replayable=_GRAPH,
     )
 
 
@@ -90,8 +94,8 @@ def _backward(index: int, routes: Sequence[SkipRoute], fn: TaskFunction) -> Pipe
     return PipelineTask(
         f"Backward{index}",
         lambda ctx: fn(index, ctx),
-        reads=[f"graph{index}", gradient_field(index + 1), *skips_in],
-        writes=[gradient_field(index), *skips_out],
+        reads=["batch", f"graph{index}", gradient_field(index + 1), *skips_in],
+        writes=[gradient_field(index + 1), gradient_field(index), *skips_in, *skips_out],
         not_replayable=_GRAPH,
     )
 

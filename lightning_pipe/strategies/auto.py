@@ -20,7 +20,7 @@ from lightning_pipe.engine import PipelinePlan, SetupError
 from lightning_pipe.engine.planning.plan_choice import typical
 from lightning_pipe.engine.planning.plan_limits import PlanLimits
 from lightning_pipe.engine.plans.fitted_table import FittedTable
-from lightning_pipe.engine.plans.option_groups import option_group
+from lightning_pipe.engine.plans.options import option_group
 from lightning_pipe.engine.plans.whole_file import whole_file
 from lightning_pipe.loops.programs.auto_program import Exploration, PlanChoice
 

@@ -44,8 +44,7 @@ class World:
             with self.lock:
                 self.submissions.append(work)
             self.launch(work)
-            fields = ctx.__dict__
-            seen = [self.state.get(n, 0) if isinstance(n, State) else fields.get(n, 0) for n in declared.reads]
+            seen = [self._value(ctx, name) for name in declared.reads]
             for _ in range(declared.yields):
                 time.sleep(0)  # no pause: lets another thread have the interpreter
             submitted()
@@ -54,11 +53,17 @@ class World:
                 if isinstance(name, State):
                     self.state[name] = value
                 else:
-                    fields[name] = value
+                    setattr(ctx, name, value)
             with self.lock:
                 self.computed[work] = value
 
         return PipelineTask(declared.name, fn, reads=declared.reads, writes=declared.writes)
+
+    def _value(self, ctx: IterContext, name: str) -> int:
+        """Of a field or of the outliving state, 0 before the first write."""
+        if isinstance(name, State):
+            return self.state.get(name, 0)
+        return getattr(ctx, name) if ctx.has(name) else 0
 
 
 def run_serially(tasks: Sequence[Declared], batches: Sequence[int]) -> World:

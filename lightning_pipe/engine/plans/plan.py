@@ -13,7 +13,7 @@ from lightning_pipe.engine.plans.render import plan_table, plan_timeline
 from lightning_pipe.engine.plans.schedule import TaskSchedule
 from lightning_pipe.engine.plans.shown import shown
 from lightning_pipe.engine.plans.spec import Edge, PlanSpec
-from lightning_pipe.engine.plans.task import PipelineTask
+from lightning_pipe.engine.plans.task import IterContext, PipelineTask
 
 
 class PipelinePlan:
@@ -62,6 +62,7 @@ class PipelinePlan:
         if not self.tasks:
             raise PlanError(f"plan {name!r} has no tasks; schedule at least one")
 
+        self.context = self._context()
         self.deps = tuple(self._dependency(edge, 0, "deps") for edge in spec.deps)
         self.cross_iter_deps = tuple(self._dependency(edge, 1, "cross_iter_deps") for edge in spec.cross_iter_deps)
         self.required = required_dependencies(list(self.tasks.values()))
@@ -174,6 +175,19 @@ class PipelinePlan:
 
     def __repr__(self) -> str:
         return f"PipelinePlan({self.name!r}, tasks={len(self.tasks)}, pipeline_depth={self.pipeline_depth})"
+
+    def _context(self) -> type[IterContext]:
+        """Class of the contexts of iterations: what all tasks take."""
+        found = IterContext
+        for task in self.tasks.values():
+            if issubclass(task.context, found):
+                found = task.context
+            elif not issubclass(found, task.context):
+                raise PlanError(
+                    f"plan {self.name!r}: task {task.name!r} takes a {task.context.__name__}, and another task a"
+                    f" {found.__name__}; derive one of them from the other"
+                )
+        return found
 
     def _check_known(self, task: str, where: str) -> None:
         if task not in self.tasks:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lightning_pipe.engine.plans.checked_context import CheckedTask, checks_contexts
 from lightning_pipe.engine.plans.errors import PlanError
 
 
@@ -22,6 +23,11 @@ class State(str):
 
     def __repr__(self) -> str:
         return f"State({str(self)!r})"
+
+
+def fields(names: Iterable[str]) -> frozenset[str]:
+    """Those of *names* that are context fields."""
+    return frozenset(name for name in names if not isinstance(name, State))
 
 
 class IterContext:
@@ -43,6 +49,14 @@ class IterContext:
         # Tasks add fields freely, which a type checker must be told; at run time the plain way is the fast one.
         def __setattr__(self, name: str, value: Any) -> None: ...
 
+    def take(self, name: str) -> Any:
+        """Remove a field and return it; None if it is not there."""
+        return self.__dict__.pop(name, None)
+
+    def has(self, name: str) -> bool:
+        """Whether a field is there."""
+        return name in self.__dict__
+
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"iteration {self.__dict__.get('iter_idx')} has no field {name!r}: the task that writes it has not run;"
@@ -53,7 +67,21 @@ class IterContext:
         return f"IterContext(iter_idx={self.iter_idx}, fields={sorted(self.__dict__)})"
 
 
-def _nothing(ctx: IterContext) -> Iterable[Tensor]:
+class TrainingContext(IterContext):
+    """Of iterations that a training loop cuts at its hooks.
+
+    Attributes:
+        training_step: what the forward task calls, set by the loop; absent for a batch that is not trained.
+        run_backward: what the backward task calls, set by the loop.
+        output: what the training step returned.
+    """
+
+    training_step: Callable[[], Any]
+    run_backward: Callable[[], None]
+    output: Any
+
+
+def _nothing(ctx: Any) -> Iterable[Tensor]:
     return ()
 
 
@@ -68,10 +96,10 @@ class DeclaredIO:
         upstream: tensors outside the context that the task's outputs have gradients for, such as parameters.
     """
 
-    capture: Callable[[IterContext], Any]
-    restore: Callable[[IterContext, Any], None]
+    capture: Callable[[Any], Any]
+    restore: Callable[[Any, Any], None]
     fields: tuple[str, ...] = ()
-    upstream: Callable[[IterContext], Iterable[Tensor]] = _nothing
+    upstream: Callable[[Any], Iterable[Tensor]] = _nothing
 
 
 class PipelineTask:
@@ -79,40 +107,44 @@ class PipelineTask:
 
     Args:
         name: unique in its plan.
-        fn: called as ``fn(ctx)`` with the :class:`IterContext` of the iteration it runs for.
+        fn: called as ``fn(ctx)`` with the context of the iteration it runs for.
         io: effects of ``fn`` outside the context, as far as replays must restore them.
         reads: context fields (strings) and outliving state (:class:`State`) that ``fn`` reads.
         writes: the same for what ``fn`` writes, in-place changes included.
         not_replayable: why a run cannot be replayed, as the end of a sentence; empty where it can.
+        context: class of the contexts that ``fn`` takes; a plan makes them of the most derived class of its tasks.
 
     From reads and writes follow the dependencies that correctness needs (see :mod:`.dependencies`), so they must be
-    complete; a field that only this task touches need not be declared.
+    complete. With ``LIGHTNING_PIPE_CHECK_CONTEXTS=1`` in the environment, a task that touches a field that it does not
+    declare raises a :class:`PlanError` (see :mod:`.checked_context`).
 
     Raises:
         PlanError: reads or writes is one name where a list of names is needed.
     """
 
-    __slots__ = ("fn", "io", "name", "not_replayable", "reads", "writes")
+    __slots__ = ("context", "fn", "io", "name", "not_replayable", "reads", "writes")
 
     def __init__(
         self,
         name: str,
-        fn: Callable[[IterContext], None],
+        fn: Callable[[Any], None],
         io: Iterable[DeclaredIO] = (),
         *,
         reads: Iterable[str] = (),
         writes: Iterable[str] = (),
         not_replayable: str = "",
+        context: type[IterContext] = IterContext,
     ) -> None:
         for what, names in (("reads", reads), ("writes", writes)):
             if isinstance(names, str):
                 raise PlanError(f"task {name!r}: {what} is the single name {names!r}; give a list, [{names!r}]")
         self.name = name
-        self.fn = fn
         self.io = tuple(io)
         self.not_replayable = not_replayable
         self.reads = tuple(reads)
         self.writes = tuple(writes)
+        self.context = context
+        self.fn = CheckedTask(fn, name, fields(self.reads), fields(self.writes)) if checks_contexts() else fn
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PipelineTask) and self.name == other.name

@@ -288,7 +288,7 @@ class Executor:
         trace = self.trace
         with task_range(op.name, trace is not None), self.streams.named(stream):
             begun = trace.begin() if trace else None
-            op.fn(slot.ctx)  # type: ignore[arg-type]
+            op.fn(slot.ctx)
             if op.records:
                 self.streams.record(slot.events[op.index])
             if trace and begun:

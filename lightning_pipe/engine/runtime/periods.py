@@ -118,7 +118,7 @@ class Periods:
         return True
 
     def _start(self, batch: Any) -> None:
-        self._in_flight[self._fetched] = self._executor.open(IterContext(batch, self._fetched))
+        self._in_flight[self._fetched] = self._executor.open(self.plan.context(batch, self._fetched))
         self._fetched += 1
 
     def _begin_period(self, operations: list[Operation], serial: bool) -> IterContext:

@@ -57,7 +57,7 @@ class Shortcut:
         if run is not None:
             self._replay(ctx, run)
         elif self._rehearse:
-            aside = IterContext()
+            aside = type(ctx)()
             vars(aside).update(vars(ctx))
             run = self._runs[key] = self._capture(aside)
             self._replay(ctx, run)

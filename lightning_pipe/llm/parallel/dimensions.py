@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.engine.plans.values import check_choice, check_whole_number
+from lightning_pipe.engine.plans.options import check_choice, check_whole_number
 from lightning_pipe.llm.parallel.context_ranks import ContextMethod
 
 __all__ = ["ParallelDims", "StageMeshes"]

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, State, TaskSchedule
+from lightning_pipe.engine import PipelinePlan, PipelineTask, State, TaskSchedule, TrainingContext
+from lightning_pipe.llm.run.preparation import PreparedBatch
 
 __all__ = ["llm_evaluation_plan", "llm_plan"]
 
@@ -20,7 +21,21 @@ GRADIENTS = State("gradients")
 _EXCHANGES = "the ranks that have the neighbouring stages would wait for what it sends"
 
 
-def llm_plan(transfer: Callable[[Any], Any], prepare: Callable[[Any], Any]) -> PipelinePlan:
+class LLMContext(TrainingContext):
+    """Context of an iteration in stages.
+
+    Attributes:
+        prepared: the batch cut into micro-batches, with what ranks agree on for it; None for a batch that is None.
+    """
+
+    prepared: PreparedBatch | None
+
+
+def llm_plan(
+    transfer: Callable[[Any], Any],
+    prepare: Callable[[Any], Any],
+    hand_over: Callable[[PreparedBatch | None], None] | None = None,
+) -> PipelinePlan:
     """Copy and preparation of the next batch run ahead of this one's step.
 
     ``ScheduleStep`` calls the context's ``training_step``, ``ScaleGradients`` its ``run_backward``, both set by the
@@ -29,31 +44,39 @@ def llm_plan(transfer: Callable[[Any], Any], prepare: Callable[[Any], Any]) -> P
     Args:
         transfer: moves a batch to the device.
         prepare: cuts a batch and begins what ranks agree on for it; its result is the context's ``prepared``.
+        hand_over: called with that before the training step, which runs the batch, and with None after it.
     """
 
-    def step(ctx: IterContext) -> None:
-        # A batch that a hook skips comes here without one.
-        ctx.output = ctx.training_step() if "training_step" in ctx.__dict__ else None
+    give = hand_over or (lambda _: None)
 
-    def scale(ctx: IterContext) -> None:
-        if "run_backward" in ctx.__dict__:
+    def step(ctx: LLMContext) -> None:
+        # A batch that a hook skips comes here without one.
+        try:
+            give(ctx.take("prepared"))
+            ctx.output = ctx.training_step() if ctx.has("training_step") else None
+        finally:
+            give(None)
+
+    def scale(ctx: LLMContext) -> None:
+        if ctx.has("run_backward"):
             ctx.run_backward()
 
-    def optimize(ctx: IterContext) -> None:
+    def optimize(ctx: LLMContext) -> None:
         """The caller's part."""
 
     tasks = [
         PipelineTask(
             "ScheduleStep",
             step,
-            reads=("batch", "prepared", PARAMETERS),
-            writes=("output", GRADIENTS),
+            reads=("batch", "prepared", "training_step", PARAMETERS),
+            writes=("prepared", "output", GRADIENTS),
             not_replayable=_EXCHANGES,
+            context=LLMContext,
         ),
         PipelineTask(
             "ScaleGradients",
             scale,
-            reads=("output", GRADIENTS),
+            reads=("output", "run_backward", GRADIENTS),
             writes=(GRADIENTS,),
             not_replayable="it divides gradients that a schedule has just made, by what ranks agree on",
         ),
@@ -77,7 +100,7 @@ def llm_evaluation_plan(transfer: Callable[[Any], Any], prepare: Callable[[Any],
         name: of the plan.
     """
 
-    def forward(ctx: IterContext) -> None:
+    def forward(ctx: LLMContext) -> None:
         """The caller's part, between begin_task and end_task."""
 
     forward_task = PipelineTask(
@@ -87,10 +110,10 @@ def llm_evaluation_plan(transfer: Callable[[Any], Any], prepare: Callable[[Any],
 
 
 def _ahead(transfer: Callable[[Any], Any], prepare: Callable[[Any], Any]) -> dict[PipelineTask, TaskSchedule]:
-    def copy(ctx: IterContext) -> None:
+    def copy(ctx: LLMContext) -> None:
         ctx.batch = transfer(ctx.batch)
 
-    def cut(ctx: IterContext) -> None:
+    def cut(ctx: LLMContext) -> None:
         ctx.prepared = None if ctx.batch is None else prepare(ctx.batch)
 
     move = PipelineTask(

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_pipe.engine import IterContext, PipelinePlan, PlanError, SWPipeline
+from lightning_pipe.engine import PipelinePlan, PlanError, SWPipeline, TrainingContext
 from lightning_pipe.engine.observe.device_clock import DeviceClock
 from lightning_pipe.engine.observe.trace import Trace
 from lightning_pipe.engine.planning.plan_choice import contenders, fastest, most_found, typical
@@ -142,7 +142,7 @@ class AutoProgram(TrainingProgram):
         self._draining = False  # and whether it is over, but for what is in flight.
         self._explore()
 
-    def begin(self, source: Iterator[Any]) -> IterContext:
+    def begin(self, source: Iterator[Any]) -> TrainingContext:
         self._note_time()
         if source is not self._source:
             self._source = source

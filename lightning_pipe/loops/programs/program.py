@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
-from lightning_pipe.engine import IterContext, SetupError, SWPipeline
+from lightning_pipe.engine import IterContext, SetupError, SWPipeline, TrainingContext
 from lightning_pipe.engine.runtime.record_use import record_use
 
 
@@ -59,27 +59,28 @@ class TrainingProgram:
         self._alone = alone
         self._on_close = on_close
         self._on_give_up = on_give_up
-        self.current: IterContext | None = None
+        self.current: TrainingContext | None = None
 
     @property
     def steps_whole_batch(self) -> bool:
         """Whether the caller does all of a batch's training in one task."""
         return self._forward is None
 
-    def begin(self, source: Iterator[Any]) -> IterContext:
+    def begin(self, source: Iterator[Any]) -> TrainingContext:
         """Open the period of the next batch and run it until the transfer.
 
         Raises:
             StopIteration: every batch has been trained.
         """
         alone = self._alone is not None and not self.pipeline.in_flight and self._alone()
-        self.current = self.pipeline.begin_serial(source) if alone else self.pipeline.begin(source)
+        begun = self.pipeline.begin_serial(source) if alone else self.pipeline.begin(source)
+        current = self.current = cast("TrainingContext", begun)  # where steps are cut, its tasks say so
         self.pipeline.run_until(self.transfer)
         if self._prepared is not None and (alone or not self.pipeline.plan.schedule[self._prepared].stage):
             self.pipeline.run_until(self._prepared)
         # Its tensors were made on the transfer's stream: their memory may not be re-used while this stream uses them.
-        record_use(self.current.batch)
-        return self.current
+        record_use(current.batch)
+        return current
 
     def run_forward(self, training_step: Callable[[], Any]) -> Any:
         """Run the period until the forward pass is done; the forward task calls *training_step*.
@@ -92,7 +93,7 @@ class TrainingProgram:
         """
         assert self._forward is not None
         ctx = self._current()
-        if "training_step" in ctx.__dict__:
+        if ctx.has("training_step"):
             raise SetupError(
                 "the optimiser called its closure a second time for one batch, but a pipelined batch has one forward"
                 " pass: its embedding lookups are done. Use an optimiser that calls the closure once (LBFGS does not)"
@@ -136,7 +137,7 @@ class TrainingProgram:
         if on_close is not None:
             on_close()
 
-    def _current(self) -> IterContext:
+    def _current(self) -> TrainingContext:
         if self.current is None:
             raise SetupError(
                 "training_step was called outside the pipeline's training loop; call the module's methods directly"

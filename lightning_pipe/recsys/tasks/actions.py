@@ -19,6 +19,7 @@ from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.rewrite.embeddings import Embeddings
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding.replicas import ReplicaAverage
+from lightning_pipe.recsys.tasks.context import RecsysContext
 from lightning_pipe.recsys.tasks.replays import RecsysReplays
 
 TABLES = State("tables")
@@ -122,7 +123,7 @@ class RecsysActions:
         by_optimizer = rewrite.has_replicated_tables and self._after_embedding_backward is None
         return (*reads, DENSE_PARAMETERS) if by_optimizer or not rewrite.only_tables else reads
 
-    def h2d_and_shuffle(self, ctx: IterContext) -> None:
+    def h2d_and_shuffle(self, ctx: RecsysContext) -> None:
         """Move the batch to the device. Where samples are balanced between ranks, the next two tasks do."""
         ctx.transfer_error = None
         try:
@@ -135,7 +136,7 @@ class RecsysActions:
             # The others would wait for this rank: it says so in the input dist, where all of them raise.
             ctx.transfer_error = error
 
-    def balance_start(self, ctx: IterContext) -> None:
+    def balance_start(self, ctx: RecsysContext) -> None:
         """Submit the all-gather of the samples' workloads; a thread of the balancer's makes the partition of it.
 
         Without grad mode (evaluation) samples stay: what the step returns belongs to the rank's own.
@@ -146,7 +147,7 @@ class RecsysActions:
             record_use(ctx.batch)
             ctx.balance = self.balancer.start(ctx.batch, ctx.transfer_error)
 
-    def balance_finish(self, ctx: IterContext) -> None:
+    def balance_finish(self, ctx: RecsysContext) -> None:
         """Wait for the partition and exchange samples."""
         assert self.balancer is not None
         if ctx.balance is not None:
@@ -154,22 +155,22 @@ class RecsysActions:
             ctx.batch = self.balancer.finish(ctx.batch, ctx.balance)
         del ctx.balance
 
-    def emb_input_dist_start(self, ctx: IterContext) -> None:
+    def emb_input_dist_start(self, ctx: RecsysContext) -> None:
         """Permute the features and submit the all-to-all of splits, all modules in one."""
         record_use(ctx.batch)
         ctx.splits = self._rewrite.start_input_dist(ctx.batch, ctx.transfer_error)
 
-    def emb_input_dist_wait(self, ctx: IterContext) -> None:
+    def emb_input_dist_wait(self, ctx: RecsysContext) -> None:
         """Wait for the splits and submit the all-to-all of lengths and values."""
         ctx.input_requests = self._rewrite.wait_splits(ctx.splits)
         del ctx.splits
 
-    def emb_prefetch(self, ctx: IterContext) -> None:
+    def emb_prefetch(self, ctx: RecsysContext) -> None:
         """Wait for lengths and values; bring rows into the cache of modules that have one."""
         ctx.features = self._rewrite.wait_inputs(ctx.input_requests)
         del ctx.input_requests
 
-    def emb_forward(self, ctx: IterContext) -> None:
+    def emb_forward(self, ctx: RecsysContext) -> None:
         """Look up the rows and exchange the outputs; the one wait is for that exchange."""
         ahead = self._rewrite.looks_ahead
         if not self._tables_in_training:
@@ -179,13 +180,13 @@ class RecsysActions:
             ctx.embeddings = self._rewrite.lookup(ctx.features)
         del ctx.features
 
-    def dense_forward(self, ctx: IterContext) -> None:
+    def dense_forward(self, ctx: RecsysContext) -> None:
         """The user's step, with the embeddings in place of the sharded modules' calls."""
         record_use(ctx.batch)
         if self._rewrite.looks_ahead:
             self._bring_rates()
             self._tables_in_training = True
-        step = ctx.__dict__.pop("training_step", None)
+        step = ctx.take("training_step")
         if step is None and self._training_step is not None:
             step = _Bound(self._training_step, ctx.batch)
         ctx.output = None
@@ -193,17 +194,17 @@ class RecsysActions:
         if step is not None:
             with self._rewrite.serving(ctx.embeddings, ctx.batch):
                 ctx.output = step()
-        ctx.training_step = None
+        ctx.training_step = _ran
 
-    def loss_postprocess(self, ctx: IterContext) -> None:
+    def loss_postprocess(self, ctx: RecsysContext) -> None:
         """Take the loss out of the step's output and, on request, let all ranks check it together."""
         ctx.loss = self._loss_of(ctx.output) if ctx.trained and ctx.output is not None else None
         if ctx.trained and self._check_loss is not None:
             self._check_loss(ctx.loss)
 
-    def dense_backward(self, ctx: IterContext) -> None:
+    def dense_backward(self, ctx: RecsysContext) -> None:
         """Backward of the dense part, which ends at the embeddings; full gradient buckets are reduced meanwhile."""
-        loss, backward = ctx.loss, ctx.__dict__.pop("run_backward", None)
+        loss, backward = ctx.loss, ctx.take("run_backward")
         ctx.loss = None
         takes_part = ctx.trained and self._reducer is not None and self._rewrite.has_peers
         ctx.has_gradients = loss is not None or takes_part
@@ -221,7 +222,7 @@ class RecsysActions:
             # The output dists' part of EmbBackward, here: it goes on beside the reduction of the dense gradients.
             self._tables_backward.begin(ctx.embeddings, self._rewrite.agrees_unused)
 
-    def emb_backward(self, ctx: IterContext) -> None:
+    def emb_backward(self, ctx: RecsysContext) -> None:
         """Backward of the lookups with the gradients of their outputs; fused optimisers step inside."""
         if ctx.tables_skipped or not ctx.has_gradients:
             self._tables_backward.discard(ctx.embeddings)
@@ -229,7 +230,7 @@ class RecsysActions:
             try:
                 self._rewrite.backward(
                     ctx.embeddings,
-                    scale=ctx.__dict__.get("gradient_scale"),
+                    scale=ctx.gradient_scale if ctx.has("gradient_scale") else None,
                     agree_unused=self._rewrite.agrees_unused,
                 )
             except RuntimeError as error:
@@ -245,18 +246,18 @@ class RecsysActions:
         self._tables_in_training = False
         del ctx.embeddings
 
-    def sync_replicas(self, ctx: IterContext) -> None:
+    def sync_replicas(self, ctx: RecsysContext) -> None:
         """Average the replicas of the tables, if it is time."""
         assert self.replicas is not None
         if ctx.has_gradients and not ctx.tables_skipped:
             self.replicas.stepped()
 
-    def finalize_grads(self, ctx: IterContext) -> None:
+    def finalize_grads(self, ctx: RecsysContext) -> None:
         """Wait until the dense gradients are averaged over all ranks."""
         if self._reducer is not None and ctx.has_gradients:
             self._reducer.finalize()
 
-    def optim_step(self, ctx: IterContext) -> None:
+    def optim_step(self, ctx: RecsysContext) -> None:
         """Step the dense optimiser, unless the caller does, or the batch has no gradients."""
         if not ctx.has_gradients:
             return
@@ -268,13 +269,17 @@ class RecsysActions:
     def give_up(self, contexts: Iterable[IterContext]) -> None:
         """Take back what was looked up for batches that are not going to be trained: optimisers may have counted it."""
         for ctx in contexts:
-            if (embeddings := ctx.__dict__.pop("embeddings", None)) is not None:
+            if (embeddings := ctx.take("embeddings")) is not None:
                 self._tables_backward.discard(embeddings)
         self._tables_in_training = False
 
     def _bring_rates(self) -> None:
         if self._before_lookup is not None:
             self._before_lookup()
+
+
+def _ran() -> None:
+    """In the place of a step that has run: a caller sees that it has, and its batch can be freed."""
 
 
 class _Bound:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from lightning_pipe.engine import IterContext, State
+from lightning_pipe.engine import State
 from lightning_pipe.engine.planning.costs import Resource
 from lightning_pipe.engine.plans.task import DeclaredIO
 from lightning_pipe.recsys.plans.with_replicas import AVERAGING
@@ -52,7 +52,8 @@ class RecsysTask:
 
     Args:
         name: unique among the tasks.
-        action: called with the model's actions and the context of an iteration.
+        action: called with the model's actions and an iteration's
+            :class:`~lightning_pipe.recsys.tasks.context.RecsysContext`.
         reads: context fields (strings) and outliving state (``State``) that it reads.
         writes: the same for what it writes, in-place changes included.
         model_reads: state that it reads in some models only.
@@ -65,7 +66,7 @@ class RecsysTask:
     """
 
     name: str
-    action: Callable[[RecsysActions, IterContext], None]
+    action: Callable[[RecsysActions, Any], None]
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     model_reads: Callable[[RecsysActions], tuple[State, ...]] | None = None
@@ -115,7 +116,7 @@ TASKS: tuple[RecsysTask, ...] = (
         "EmbInputDistWait",
         RecsysActions.emb_input_dist_wait,
         reads=("splits",),
-        writes=("input_requests",),
+        writes=("splits", "input_requests"),
         replay=RecsysReplays.requests,
         waited_by="EmbPrefetch",
     ),
@@ -123,14 +124,14 @@ TASKS: tuple[RecsysTask, ...] = (
         "EmbPrefetch",
         RecsysActions.emb_prefetch,
         reads=("input_requests",),
-        writes=("features",),
+        writes=("input_requests", "features"),
         replay=RecsysReplays.features,
     ),
     RecsysTask(
         "EmbForward",
         RecsysActions.emb_forward,
         reads=("features", TABLES),
-        writes=("embeddings",),
+        writes=("features", "embeddings"),
         model_reads=lambda actions: actions.lookup_reads,
         replay=RecsysReplays.outputs,
         waited_by="EmbForward",
@@ -140,8 +141,8 @@ TASKS: tuple[RecsysTask, ...] = (
     RecsysTask(
         "DenseForward",
         RecsysActions.dense_forward,
-        reads=("batch", "embeddings", DENSE_PARAMETERS, TABLE_LEARNING_RATES),
-        writes=("embeddings", "output", "trained", DENSE_BUFFERS, DENSE_GRADIENTS),
+        reads=("batch", "embeddings", "training_step", DENSE_PARAMETERS, TABLE_LEARNING_RATES),
+        writes=("embeddings", "training_step", "output", "trained", DENSE_BUFFERS, DENSE_GRADIENTS),
         replay=RecsysReplays.step,
         trains=True,
     ),
@@ -155,8 +156,8 @@ TASKS: tuple[RecsysTask, ...] = (
     RecsysTask(
         "DenseBackward",
         RecsysActions.dense_backward,
-        reads=("loss", "trained", DENSE_PARAMETERS),
-        writes=("loss", "embeddings", "has_gradients", "tables_skipped", DENSE_GRADIENTS),
+        reads=("loss", "trained", "run_backward", DENSE_PARAMETERS),
+        writes=("loss", "run_backward", "embeddings", "has_gradients", "tables_skipped", DENSE_GRADIENTS),
         replay=RecsysReplays.dense_backward,
         waited_by="FinalizeGrads",
         trains=True,
@@ -164,12 +165,12 @@ TASKS: tuple[RecsysTask, ...] = (
     RecsysTask(
         "EmbBackward",
         RecsysActions.emb_backward,
-        reads=("embeddings", "has_gradients", "tables_skipped"),
+        reads=("embeddings", "has_gradients", "tables_skipped", "gradient_scale"),
         writes=("embeddings", TABLES, DENSE_GRADIENTS),
         replay=RecsysReplays.emb_backward,
         waited_by="EmbBackward",
         trains=True,
-        late=LateScaling(reads=("gradient_scale",), writes=("embeddings", TABLES), after_step=True),
+        late=LateScaling(writes=("embeddings", TABLES), after_step=True),
     ),
     RecsysTask(
         AVERAGING,

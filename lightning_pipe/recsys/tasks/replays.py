@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.distributed.types import NoWait
 
-from lightning_pipe.engine.plans.task import DeclaredIO, IterContext
+from lightning_pipe.engine.plans.task import DeclaredIO
 from lightning_pipe.engine.runtime.captured import ByReference
 from lightning_pipe.recsys.balancing.balancer import Balance
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
@@ -24,6 +24,7 @@ from lightning_pipe.recsys.kernels.fused import count_step, newest_prefetches, p
 from lightning_pipe.recsys.kernels.kernel_calls import KernelGradients, LookupCalls
 from lightning_pipe.recsys.rewrite.embeddings import Embeddings, Features, Inputs, Requests, Splits
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
+from lightning_pipe.recsys.tasks.context import RecsysContext
 
 __all__ = ["RecsysReplays"]
 
@@ -51,14 +52,14 @@ class RecsysReplays:
     # ------------------------------------------------------------------ input dist
 
     def balance(self) -> tuple[DeclaredIO, ...]:
-        def again(ctx: IterContext, balance: Balance | None) -> None:
+        def again(ctx: RecsysContext, balance: Balance | None) -> None:
             ctx.balance = None if balance is None else balance.around(ctx.batch)
 
         # The workloads are known: to wait for the partition once more is to exchange the samples once more.
         return (DeclaredIO(lambda ctx: ByReference(ctx.balance), again, ("balance",)),)
 
     def splits(self) -> tuple[DeclaredIO, ...]:
-        def again(ctx: IterContext, splits: Splits) -> None:
+        def again(ctx: RecsysContext, splits: Splits) -> None:
             inputs = self._rewrite.inputs_again(ctx.batch, splits.inputs.contexts)
             ctx.splits = replace(splits, inputs=inputs)
 
@@ -66,31 +67,31 @@ class RecsysReplays:
         return (DeclaredIO(lambda ctx: ByReference(ctx.splits), again, ("splits",)),)
 
     def requests(self) -> tuple[DeclaredIO, ...]:
-        def capture(ctx: IterContext) -> dict[str, Any]:
-            requests: Requests = ctx.input_requests
+        def capture(ctx: RecsysContext) -> dict[str, Any]:
+            requests = ctx.input_requests
             tensors = {name: one.wait() for name, one in requests.tensors.items()}
             ctx.input_requests = _waited_for(requests.inputs, tensors)
             return {"tensors": tensors, "contexts": ByReference(requests.inputs.contexts)}
 
-        def again(ctx: IterContext, kept: Mapping[str, Any]) -> None:
+        def again(ctx: RecsysContext, kept: Mapping[str, Any]) -> None:
             inputs = replace(ctx.splits.inputs, contexts=kept["contexts"])
             ctx.input_requests = _waited_for(inputs, kept["tensors"])
 
         return (DeclaredIO(capture, again, ("input_requests",)),)
 
     def features(self) -> tuple[DeclaredIO, ...]:
-        def capture(ctx: IterContext) -> dict[str, Any]:
-            features: Features = ctx.features
+        def capture(ctx: RecsysContext) -> dict[str, Any]:
+            features = ctx.features
             return {"distributed": features.distributed, "contexts": ByReference(features.inputs.contexts)}
 
-        def again(ctx: IterContext, kept: Mapping[str, Any]) -> None:
+        def again(ctx: RecsysContext, kept: Mapping[str, Any]) -> None:
             inputs = replace(ctx.input_requests.inputs, contexts=kept["contexts"])
             ctx.features = Features(inputs, kept["distributed"])
 
-        def prefetched(ctx: IterContext) -> Any:
+        def prefetched(ctx: RecsysContext) -> Any:
             return newest_prefetches(self._pipelined(ctx.features.distributed))
 
-        def prefetch(ctx: IterContext, kept: Any) -> None:
+        def prefetch(ctx: RecsysContext, kept: Any) -> None:
             prefetch_again(self._pipelined(ctx.features.distributed), kept)
 
         return DeclaredIO(capture, again, ("features",)), DeclaredIO(prefetched, prefetch)
@@ -98,7 +99,7 @@ class RecsysReplays:
     # ------------------------------------------------------------------ lookup, and the dense part
 
     def outputs(self) -> tuple[DeclaredIO, ...]:
-        def again(ctx: IterContext, outputs: Mapping[str, Any]) -> None:
+        def again(ctx: RecsysContext, outputs: Mapping[str, Any]) -> None:
             ctx.embeddings = Embeddings(ctx.features.inputs)
             for name, output in outputs.items():
                 # What has no graph gets no lookups' calls: there is nothing in front of the cut to send gradients to.
@@ -112,7 +113,7 @@ class RecsysReplays:
         )
 
     def step(self) -> tuple[DeclaredIO, ...]:
-        def upstream(ctx: IterContext) -> Iterable[Tensor]:
+        def upstream(ctx: RecsysContext) -> Iterable[Tensor]:
             handed_on: list[Tensor] = []
             for output in ctx.embeddings.ready.values():
                 _tensors(output, handed_on)
@@ -124,8 +125,8 @@ class RecsysReplays:
         return embeddings, gradients, self._values_of(self._buffers)
 
     def dense_backward(self) -> tuple[DeclaredIO, ...]:
-        def capture(ctx: IterContext) -> dict[str, Any]:
-            embeddings: Embeddings = ctx.embeddings
+        def capture(ctx: RecsysContext) -> dict[str, Any]:
+            embeddings = ctx.embeddings
             kernels = embeddings.kernel_gradients
             return {
                 "cuts": [cut.gradient for cut in embeddings.cuts()],
@@ -133,8 +134,8 @@ class RecsysReplays:
                 "replicated": () if kernels is None else [weights.grad for weights in kernels.replicated],
             }
 
-        def again(ctx: IterContext, kept: Mapping[str, Any]) -> None:
-            embeddings: Embeddings = ctx.embeddings
+        def again(ctx: RecsysContext, kept: Mapping[str, Any]) -> None:
+            embeddings = ctx.embeddings
             for cut, gradient in zip(embeddings.cuts(), kept["cuts"], strict=True):
                 cut.gradient = gradient
             if kept["kernels"] is not None:
@@ -145,7 +146,7 @@ class RecsysReplays:
                 for weights, gradient in zip(replicated, kept["replicated"], strict=True):
                     weights.grad = gradient
 
-        def sent(ctx: IterContext, _: Any) -> None:
+        def sent(ctx: RecsysContext, _: Any) -> None:
             if self._reducer is not None and ctx.has_gradients:
                 self._reducer.prepare()
                 self._reducer.received(self._dense)
@@ -157,7 +158,7 @@ class RecsysReplays:
         return (self._gradients_of(self._in_modules),)
 
     def finalize(self) -> tuple[DeclaredIO, ...]:
-        def left(ctx: IterContext, _: Any) -> None:
+        def left(ctx: RecsysContext, _: Any) -> None:
             if self._reducer is not None and ctx.has_gradients:
                 self._reducer.leave()
 
@@ -169,10 +170,10 @@ class RecsysReplays:
         return [self._rewrite.modules[name] for name in names]
 
     def _gradients_of(self, parameters: Sequence[nn.Parameter]) -> DeclaredIO:
-        def capture(ctx: IterContext) -> list[Tensor | None]:
+        def capture(ctx: RecsysContext) -> list[Tensor | None]:
             return [parameter.grad for parameter in parameters]
 
-        def restore(ctx: IterContext, gradients: Sequence[Tensor | None]) -> None:
+        def restore(ctx: RecsysContext, gradients: Sequence[Tensor | None]) -> None:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
 
@@ -180,7 +181,7 @@ class RecsysReplays:
 
     def _values_of(self, buffers: Sequence[Tensor]) -> DeclaredIO:
         @torch.no_grad()
-        def restore(ctx: IterContext, values: Sequence[Tensor]) -> None:
+        def restore(ctx: RecsysContext, values: Sequence[Tensor]) -> None:
             for buffer, value in zip(buffers, values, strict=True):
                 buffer.copy_(value)
 

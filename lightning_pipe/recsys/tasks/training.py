@@ -7,6 +7,7 @@ from types import MethodType
 
 from lightning_pipe.engine import IterContext, PipelineTask, PlanError
 from lightning_pipe.recsys.tasks.actions import RecsysActions
+from lightning_pipe.recsys.tasks.context import RecsysContext
 from lightning_pipe.recsys.tasks.declarations import TASKS, RecsysTask
 
 __all__ = ["recsys_tasks"]
@@ -67,11 +68,12 @@ def _task(declared: RecsysTask, actions: RecsysActions | None, scaled_late: bool
         reads = (*reads, *declared.late.reads)
         writes = writes if declared.late.writes is None else declared.late.writes
     if actions is None:
-        return PipelineTask(declared.name, _Undefined(declared.name), reads=reads, writes=writes)
+        return PipelineTask(declared.name, _Undefined(declared.name), reads=reads, writes=writes, context=RecsysContext)
     if declared.model_reads is not None:
         reads = (*reads, *declared.model_reads(actions))
     io = () if declared.replay is None else declared.replay(actions.replays)
-    return PipelineTask(declared.name, MethodType(declared.action, actions), io, reads=reads, writes=writes)
+    run = MethodType(declared.action, actions)
+    return PipelineTask(declared.name, run, io, reads=reads, writes=writes, context=RecsysContext)
 
 
 class _Undefined:

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.plans.values import check_whole_number
+from lightning_pipe.engine.plans.options import check_whole_number
 from lightning_pipe.engine.plans.whole_file import whole_file
 from lightning_pipe.llm.choice.schedule_choice import ScheduleCandidate
 from lightning_pipe.llm.parallel.dimensions import ParallelDims

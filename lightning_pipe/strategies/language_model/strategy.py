@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_pipe._compat.torch import empty_optimizers_allowed
 from lightning_pipe.engine import InputError, SetupError, SWPipeline
-from lightning_pipe.engine.plans.option_groups import option_group
+from lightning_pipe.engine.plans.options import option_group
 from lightning_pipe.llm.batches.batching import Batching
 from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
 from lightning_pipe.llm.parallel.dimensions import ParallelDims
@@ -119,6 +119,7 @@ class LLMPipelineStrategy(StagedStrategy):
         self._offloaded: list[OffloadedState] = []
         self._program: TrainingProgram | None = None
         self._evaluations: list[EvaluationProgram] = []
+        self._handed_over: PreparedBatch | None = None
 
     # ------------------------------------------------------------------ set-up
 
@@ -165,7 +166,7 @@ class LLMPipelineStrategy(StagedStrategy):
 
     def training_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> TrainingProgram:
         """Build tasks and plan; the training loop asks for it when training begins."""
-        plan = llm_plan(transfer, self._made.preparation.begin)
+        plan = llm_plan(transfer, self._made.preparation.begin, self._take_over)
         self._program = TrainingProgram(
             SWPipeline(plan, self.root_device),
             transfer="H2D",
@@ -203,11 +204,16 @@ class LLMPipelineStrategy(StagedStrategy):
     def _predict(self, batch: Any) -> Any:
         return self._made.runs.predict(batch, self._prepared("predict", batch))
 
+    def _take_over(self, prepared: PreparedBatch | None) -> None:
+        self._handed_over = prepared
+
     def _prepared(self, what: str, batch: Any) -> PreparedBatch | None:
         if self._turn is None:
-            programs = [*self._evaluations, *([] if self._program is None else [self._program])]
-            running = next((one.current for one in programs if one.current is not None), None)
-            return None if running is None else running.__dict__.pop("prepared", None)
+            evaluated = next((one.current for one in self._evaluations if one.current is not None), None)
+            if evaluated is not None:  # the strategy does the work of ScheduleForward
+                return cast("PreparedBatch | None", evaluated.take("prepared"))
+            handed_over, self._handed_over = self._handed_over, None
+            return handed_over
         self._turn.call(what, move_data_to_device(batch, torch.device("cpu")))
         return None
 

@@ -20,9 +20,10 @@ import torch
 from lightning.pytorch.plugins import Precision
 from torch.optim import Optimizer
 
-from lightning_pipe.engine import IterContext, SetupError
+from lightning_pipe.engine import SetupError
 from lightning_pipe.recsys.kernels.gradient_norm import clip_by_global_norm
 from lightning_pipe.recsys.sharding.shard import ShardedModel
+from lightning_pipe.recsys.tasks.context import RecsysContext
 from lightning_pipe.strategies.refusals import CLIPS_BY_VALUE, loss_scaler
 
 
@@ -41,7 +42,7 @@ class TableGradients:
         precision: Precision,
         sharded: ShardedModel,
         device: torch.device,
-        current: Callable[[], IterContext | None],
+        current: Callable[[], RecsysContext | None],
     ) -> None:
         self._precision = precision
         self._sharded = sharded
@@ -114,7 +115,7 @@ class TableGradients:
         if ctx is None or ctx.embeddings.kernel_gradients is None:  # no loss: the tables have no gradients
             self._clip_dense(optimizer, clip_val)
             return
-        scale = ctx.__dict__.get("gradient_scale", 1.0)  # of the loss, and of an earlier clipping
+        scale = ctx.gradient_scale if ctx.has("gradient_scale") else 1.0  # of the loss, and of an earlier clipping
         tables = self._sharded.table_gradient_norm(ctx.embeddings.kernel_gradients) * scale
         ctx.gradient_scale = clip_by_global_norm(self._precision.main_params(optimizer), tables, clip_val) * scale
 

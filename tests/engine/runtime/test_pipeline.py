@@ -40,11 +40,11 @@ def make_plan(log: Log, *, workers: bool = False, ahead: int = 2, **arguments: A
         [
             (PipelineTask("copy", note("copy"), reads=["batch"], writes=["copy"]), TaskSchedule(ahead)),
             (
-                PipelineTask("input", note("input"), reads=["copy"], writes=["input"]),
+                PipelineTask("input", note("input"), reads=["batch", "copy"], writes=["input"]),
                 TaskSchedule(ahead // 2, thread_group=group),
             ),
-            (PipelineTask("forward", note("forward"), reads=["input"], writes=["forward"]), TaskSchedule()),
-            (PipelineTask("step", note("step"), reads=["forward"]), TaskSchedule()),
+            (PipelineTask("forward", note("forward"), reads=["batch", "input"], writes=["forward"]), TaskSchedule()),
+            (PipelineTask("step", note("step"), reads=["batch", "forward"], writes=["step"]), TaskSchedule()),
         ],
         **arguments,
     )

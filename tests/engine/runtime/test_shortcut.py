@@ -244,7 +244,8 @@ def test_an_effect_outside_the_context_is_restored_for_who_comes_later() -> None
     io = DeclaredIO(lambda ctx: shelf["box"], restore)
     shelf_state = State("shelf")
     pipeline = pipeline_of(
-        PipelineTask("put", put, [io], writes=[shelf_state]), PipelineTask("take", take, reads=[shelf_state])
+        PipelineTask("put", put, [io], reads=["batch"], writes=[shelf_state]),
+        PipelineTask("take", take, reads=[shelf_state], writes=["found"]),
     )
     pipeline.enable_shortcut("put")
     assert [ctx.found for ctx in trained(pipeline, 3, iter([7, 8, 9]))] == [7.0] * 3

@@ -22,19 +22,21 @@ def run(batches: list[Any], trained: set[int]) -> list[str]:
         happened.append(f"prepare {batch}")
         return f"prepared {batch}"
 
-    pipeline = SWPipeline(llm_plan(transfer, prepare), torch.device("cpu"))
+    handed_over: list[Any] = []
+    pipeline = SWPipeline(llm_plan(transfer, prepare, handed_over.append), torch.device("cpu"))
     source = iter(batches)
     for index in range(len(batches)):
         ctx = pipeline.begin(source)
         pipeline.run_until("H2D")
         if index in trained:
-            ctx.training_step = lambda ctx=ctx: happened.append(f"step {ctx.prepared}")
+            ctx.training_step = lambda: happened.append(f"step {handed_over[-1]}")
             ctx.run_backward = lambda index=index: happened.append(f"scale {index}")
             pipeline.run_until("ScaleGradients")
         pipeline.begin_task("OptimStep")
         happened.append(f"optimise {index}")
         pipeline.end_task("OptimStep")
         pipeline.finish()
+        assert handed_over[-1] is None  # what is prepared for a batch is for that batch's step alone
     pipeline.close()
     return happened
 

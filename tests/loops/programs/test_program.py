@@ -25,8 +25,10 @@ class Log:
         self.closed = 0
         tasks = {
             PipelineTask("Copy", self.note("Copy"), reads=("batch",), writes=("batch",)): TaskSchedule(stage=1),
-            PipelineTask("Forward", self.forward, reads=("batch",), writes=("output",)): TaskSchedule(),
-            PipelineTask("Backward", self.backward, reads=("output",), writes=("gradients",)): TaskSchedule(),
+            PipelineTask("Forward", self.forward, reads=("batch", "training_step"), writes=("output",)): TaskSchedule(),
+            PipelineTask(
+                "Backward", self.backward, reads=("output", "run_backward"), writes=("gradients",)
+            ): TaskSchedule(),
             PipelineTask("Step", self.note("Step"), reads=("gradients",), writes=("stepped",)): TaskSchedule(),
             PipelineTask("After", self.note("After"), reads=("stepped",)): TaskSchedule(),
         }

@@ -23,12 +23,19 @@ from lightning_pipe.engine import (
     SWPipeline,
     TaskSchedule,
 )
+from lightning_pipe.engine.plans.checked_context import CHECK
 from tests.engine.within import within
 
 HANG = 60.0
 BATCHES = 4
 _FOLDER = str(Path(engine.__file__).parent)
 _Run = Callable[[SWPipeline, Iterator[int]], object]
+
+
+@pytest.fixture(autouse=True)
+def _as_in_production(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted are the lines that run there: contexts are not checked."""
+    monkeypatch.delenv(CHECK, raising=False)
 
 
 class InterruptAt:
@@ -75,13 +82,13 @@ def _plan(trained: list[int]) -> PipelinePlan:
     return PipelinePlan(
         [
             (PipelineTask("copy", step("copied"), reads=["batch"], writes=["copied"]), ahead("a")),
-            (PipelineTask("look_up", step("rows"), reads=["copied"], writes=["rows"]), ahead("b")),
+            (PipelineTask("look_up", step("rows"), reads=["batch", "copied"], writes=["rows"]), ahead("b")),
             (
-                PipelineTask("reduce", step("sums"), reads=["rows"], writes=["sums"]),
+                PipelineTask("reduce", step("sums"), reads=["batch", "rows"], writes=["sums"]),
                 TaskSchedule(globally_ordered=True),
             ),
             (
-                PipelineTask("train", lambda ctx: trained.append(ctx.batch), reads=["sums"], writes=["out"]),
+                PipelineTask("train", lambda ctx: trained.append(ctx.batch), reads=["batch", "sums"], writes=["out"]),
                 TaskSchedule(),
             ),
         ]

@@ -1,13 +1,16 @@
-"""Checks of option values that come from a configuration."""
+"""Options that come from a configuration: checks of their values, and groups of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
 
 from lightning_pipe.engine.plans.errors import SetupError
 
-__all__ = ["check_choice", "check_flags", "check_whole_number", "is_whole_numbers"]
+__all__ = ["check_choice", "check_flags", "check_whole_number", "is_whole_numbers", "option_group"]
+
+Group = TypeVar("Group")
 
 
 def check_whole_number(name: str, value: Any, least: int, *, optional: bool = False) -> None:
@@ -50,3 +53,25 @@ def check_flags(**flags: object) -> None:
 def is_whole_numbers(values: Any) -> bool:
     """True for a list or tuple of integers."""
     return isinstance(values, list | tuple) and all(type(value) is int for value in values)
+
+
+def option_group(kind: type[Group], name: str, given: Group | Mapping[str, Any] | None) -> Group:
+    """The option group that an argument stands for.
+
+    Args:
+        kind: dataclass of the group.
+        name: name of the argument.
+        given: the group, a mapping of its fields, or None for its defaults.
+
+    Raises:
+        SetupError: neither, or a field that the group does not have.
+    """
+    if isinstance(given, kind):
+        return given
+    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    if given is not None and not isinstance(given, Mapping):
+        raise SetupError(f"{name} is {given!r}; expected a mapping of {', '.join(known)}, or a {kind.__name__}")
+    unknown = [field for field in given or {} if field not in known]
+    if unknown:
+        raise SetupError(f"{name} has {', '.join(map(repr, unknown))}; expected only {', '.join(known)}")
+    return kind(**(given or {}))

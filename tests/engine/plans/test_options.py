@@ -1,13 +1,14 @@
-"""Option values are checked by name."""
+"""Option values are checked by name, and groups of them may be mappings."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.plans.values import check_choice, check_whole_number, is_whole_numbers
+from lightning_pipe.engine.plans.options import check_choice, check_whole_number, is_whole_numbers, option_group
 
 
 @pytest.mark.parametrize("value", [0, True, 1.0, "1", None])
@@ -37,3 +38,29 @@ def test_choices_are_compared_by_type_too() -> None:
 )
 def test_lists_of_whole_numbers_have_nothing_else(values: Any, expected: bool) -> None:
     assert is_whole_numbers(values) is expected
+
+
+@dataclass(frozen=True)
+class Colours:
+    sky: str = "blue"
+    grass: str = "green"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(None, Colours()), ({"sky": "grey"}, Colours("grey")), (Colours(grass="brown"), Colours(grass="brown"))],
+)
+def test_a_group_is_given_as_itself_as_a_mapping_or_not_at_all(given: Any, expected: Colours) -> None:
+    assert option_group(Colours, "colours", given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"sky": "grey", "sea": "red"}, "colours has 'sea'; expected only sky, grass"),
+        ("grey", "colours is 'grey'; expected a mapping of sky, grass, or a Colours"),
+    ],
+)
+def test_what_is_no_such_group_is_refused_with_its_fields(given: Any, message: str) -> None:
+    with pytest.raises(SetupError, match=message):
+        option_group(Colours, "colours", given)
