@@ -12,7 +12,7 @@ from unittest import mock
 import hypothesis
 import pytest
 
-from tests.distributed import THREADS, threads_left
+from tests.distributed import THREADS, share_servers, threads_left
 from tests.tiers import TIERS, left_out
 
 # Read when the libraries are loaded, which the tests do after this.
@@ -36,6 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for marker, what in TIERS.items():
         config.addinivalue_line("markers", f"{marker}: {what}; run with --{marker}")
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        share_servers()
 
 
 # Before pytest puts tests together that share a fixture's parameter: each is then made once, in any order.

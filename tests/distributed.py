@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
@@ -219,11 +219,34 @@ def _environment(rank: int, world_size: int) -> dict[str, str]:
 
 # Of Python's hash, one for each server.
 _SERVERS = 2
+# Where they listen, in the environment of processes that run tests side by side.
+_ADDRESSES = "LIGHTNING_PIPE_TEST_SERVERS"
+
+
+def share_servers() -> None:
+    """Start the servers of ranks, for all processes that are started from now on; they end with this one."""
+    servers = [_server(index) for index in range(_SERVERS)]
+    os.environ[_ADDRESSES] = os.pathsep.join(str(server._forkserver_address) for server in servers)  # type: ignore[attr-defined]
+
+
+class _SharedServer(forkserver.ForkServer):
+    """A server that another process has started."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self._forkserver_address = address
+        # Of the pipe that tells a server that nobody needs it; this one asks who started it.
+        self._forkserver_alive_fd = os.pipe()[1]
+
+    def ensure_running(self) -> None:
+        resource_tracker.ensure_running()
 
 
 @cache
 def _server(index: int) -> forkserver.ForkServer:
-    """A process that is forked for ranks; it ends with this one."""
+    """A process that is forked for ranks; it ends with the process that has started it."""
+    if _ADDRESSES in os.environ:
+        return _SharedServer(os.environ[_ADDRESSES].split(os.pathsep)[index])
     server = forkserver.ForkServer()
     server.set_forkserver_preload(["tests.preloaded"])
     # Libraries for linear algebra start threads when they are loaded, unless they are to have one.
