@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lightning_pipe.recsys.sharding.replicas import make_replica_groups
     from lightning_pipe.recsys.sharding.shard import ShardedModel, shard_model
     from lightning_pipe.recsys.tasks.actions import RecsysActions
+    from lightning_pipe.recsys.tasks.context import RecsysContext
     from lightning_pipe.recsys.tasks.declarations import RecsysTask
     from lightning_pipe.recsys.tasks.options import (
         CheckOptions,
@@ -46,6 +47,7 @@ __all__ = [
     "MemoryOptions",
     "ModelRewrite",
     "RecsysActions",
+    "RecsysContext",
     "RecsysTask",
     "RewriteOptions",
     "ShardedModel",
@@ -71,6 +73,7 @@ _MODULES = {
     "MemoryOptions": "tasks.options",
     "ModelRewrite": "rewrite.model_rewrite",
     "RecsysActions": "tasks.actions",
+    "RecsysContext": "tasks.context",
     "RecsysTask": "tasks.declarations",
     "RewriteOptions": "tasks.options",
     "ShardedModel": "sharding.shard",

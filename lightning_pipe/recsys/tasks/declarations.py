@@ -53,7 +53,7 @@ class RecsysTask:
     Args:
         name: unique among the tasks.
         action: called with the model's actions and an iteration's
-            :class:`~lightning_pipe.recsys.tasks.context.RecsysContext`.
+            :class:`~lightning_pipe.recsys.RecsysContext`.
         reads: context fields (strings) and outliving state (``State``) that it reads.
         writes: the same for what it writes, in-place changes included.
         model_reads: state that it reads in some models only.
