@@ -14,7 +14,6 @@ from lightning_pipe.pipe.plans import work_of
 __all__ = ["PartitionRecorder"]
 
 _KINDS = {"Forward": FORWARD, "Recompute": RECOMPUTE, "Backward": BACKWARD}
-_NO_WORK = 5e-5  # seconds: a shorter recomputation is that of a micro-batch whose activations were kept
 
 
 class PartitionRecorder:
@@ -43,6 +42,5 @@ class PartitionRecorder:
         for span in self._pipe.stop_trace():
             what, partition = work_of(span.task)
             kind = _KINDS[what]
-            if kind != RECOMPUTE or span.end - span.start >= _NO_WORK:
-                bars.append(Bar(rank, span.thread, kind, kind, span.start, span.end, None, span.iteration, partition))
+            bars.append(Bar(rank, span.thread, kind, kind, span.start, span.end, None, span.iteration, partition))
         return in_iterations(sorted(bars, key=lambda bar: bar.start), tasks)

@@ -26,6 +26,7 @@ from lightning_pipe.pipe.plans import (
     skip_field,
     skip_gradient_field,
     value_field,
+    work_of,
 )
 from lightning_pipe.pipe.skip import SkipRoute
 
@@ -59,6 +60,28 @@ class MicroBatch:
     streams: Sequence[Any] = field(default=())
     rows: int = 1
     schedulers: tuple[Scheduler, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A micro-batch of a mini-batch that is traced.
+
+    Args:
+        index: of the micro-batch.
+        recomputing: indices of the partitions that run their layers again before the backward.
+    """
+
+    index: int
+    recomputing: frozenset[int]
+
+    @classmethod
+    def of(cls, micro: MicroBatch) -> _Traced:
+        return cls(micro.index, frozenset(place for place, cell in enumerate(micro.cells) if cell.checkpointed))
+
+    def has(self, task: str) -> bool:
+        """Whether the task has work to do: a plan recomputes in every backward, and not every partition needs it."""
+        what, partition = work_of(task)
+        return what != "Recompute" or partition in self.recomputing
 
 
 class _CurrentSchedulers(threading.local):
@@ -159,8 +182,8 @@ class Scheduler:
         self._lost: list[Any] = []  # of a process that was forked from: their threads are not in this one
         self._tracing = False
         self._keep: int | None = None
-        # Of each plan, while it is traced: with which iteration mini-batches began, and their micro-batches' indices.
-        self._traced: dict[str, deque[tuple[int, Sequence[int]]]] = {}
+        # Of each plan, while it is traced: the first iteration of each mini-batch, and its micro-batches.
+        self._traced: dict[str, deque[tuple[int, list[_Traced]]]] = {}
 
     def run(
         self, plan: str, micro_batches: Sequence[MicroBatch], result_of: Callable[[IterContext], Result]
@@ -206,7 +229,7 @@ class Scheduler:
                 pipeline.start_trace(self._keep)
         if self._tracing:
             of_plan = self._traced.setdefault(plan, deque(maxlen=self._keep))
-            of_plan.append((pipeline.started, [micro.index for micro in micro_batches]))
+            of_plan.append((pipeline.started, [_Traced.of(micro) for micro in micro_batches]))
         source = iter(micro_batches)
         try:
             return [result_of(pipeline.progress(source)) for _ in micro_batches]
@@ -231,15 +254,15 @@ class Scheduler:
         spans = []
         for plan, pipeline in self._pipelines.items():
             # The engine counts iterations on and on, and a backward begins with the last micro-batch.
-            of_iteration = {
-                first + place: index
-                for first, indices in self._traced.get(plan, ())
-                for place, index in enumerate(indices)
+            traced = {
+                first + place: micro
+                for first, micro_batches in self._traced.get(plan, ())
+                for place, micro in enumerate(micro_batches)
             }
             spans += [
-                replace(span, iteration=of_iteration[span.iteration])
+                replace(span, iteration=traced[span.iteration].index)
                 for span in pipeline.stop_trace()
-                if span.iteration in of_iteration
+                if span.iteration in traced and traced[span.iteration].has(span.task)
             ]
         self._traced.clear()
         return sorted(spans, key=lambda span: span.end)

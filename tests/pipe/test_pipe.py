@@ -475,6 +475,17 @@ def test_the_trace_shows_every_task_of_every_micro_batch() -> None:
     pipe.close()
 
 
+@pytest.mark.parametrize(("mode", "recomputed"), [("always", [0, 1, 2]), ("except_last", [0, 1]), ("never", [])])
+def test_the_trace_shows_a_recomputation_only_where_layers_run_again(mode: Any, recomputed: list[int]) -> None:
+    pipe = Pipe(MODELS["plain"](), 3, mode, ["cpu"] * 2)
+    pipe.start_trace()
+    pipe(batch(9)[0]).sum().backward()
+    spans = pipe.stop_trace()
+    pipe.close()
+    for partition in range(2):
+        assert sorted(span.iteration for span in spans if span.task == f"Recompute{partition}") == recomputed
+
+
 def test_pytorchs_profiler_shows_the_tasks_in_the_threads_of_their_partitions() -> None:
     pipe = Pipe(MODELS["plain"](), 3, "always", ["cpu"] * 2)
     pipe(batch(9)[0])  # the threads are there before the profiler is
