@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 from scripts.private_names import private_names
@@ -15,6 +16,7 @@ def listed() -> dict[tuple[str, str], int]:
     return {(path, name): int(count) for path, name, count in lines}
 
 
+@cache
 def found() -> dict[tuple[str, str], int]:
     return {(path, name): count for path, names in private_names().items() for name, count in names.items()}
 

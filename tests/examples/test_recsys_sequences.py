@@ -39,6 +39,7 @@ from tests.examples.sequence_cases import (
 )
 from tests.recsys.dynamic.dynamic_cases import same
 from tests.running_in import running_in
+from tests.tiers import sampled
 
 PARTS: tuple[Part, Part] = ("val", "test")
 
@@ -295,7 +296,7 @@ def test_histories_longer_than_the_models_are_refused(cycles: Path, tmp_path: Pa
 # ---------------------------------------------------------------------- training
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", sampled([1, 2], lambda processes: processes == 2))
 def test_from_its_yaml_it_trains_to_the_same_bits_under_the_serial_and_the_prefetch_plan(
     cycles: Path, processes: int
 ) -> None:

@@ -20,6 +20,7 @@ from lightning_pipe.llm.schedules.checks import check_combination
 from lightning_pipe.llm.schedules.named import SCHEDULES
 from tests.distributed import run_ranks
 from tests.llm.stage_cases import CONFIG, inputs, loss_of, make_model, train_stages, unequal, whole_stage
+from tests.tiers import sampled, wanted
 
 # Lowers what inductor would, to eager kernels: no compiler of C++ is needed, and it takes no time.
 OPTIONS: Any = {"backend": "aot_eager", "fullgraph": True}
@@ -145,10 +146,14 @@ CASES: dict[str, tuple[str, Any, bool, tuple[int, ...]]] = {
 }
 
 
-def run_schedules(rank: int, world_size: int) -> dict[str, list[str]]:
+OFTEN = ("1f1b, two lengths", "zero bubble, sharded, selective")
+
+
+def run_schedules(rank: int, world_size: int, cases: list[str]) -> dict[str, list[str]]:
     wrong: dict[str, list[str]] = {}
     put_back = keep_backward_buffers()
-    for case, (schedule, mode, sharded, lengths) in CASES.items():
+    for case in cases:
+        schedule, mode, sharded, lengths = CASES[case]
 
         def prepare(stage: StageModule, mode: Any = mode) -> None:
             if mode is not None:
@@ -163,10 +168,10 @@ def run_schedules(rank: int, world_size: int) -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, list[str]]]:
-    return run_ranks(run_schedules, 2)
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, list[str]]]:
+    return run_ranks(run_schedules, 2, wanted(request.config, CASES, OFTEN.__contains__))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sampled(CASES, OFTEN.__contains__))
 def test_gradients_are_those_of_layers_that_are_not_compiled(case: str, ranks: list[dict[str, list[str]]]) -> None:
     assert [rank[case] for rank in ranks] == [[], []]

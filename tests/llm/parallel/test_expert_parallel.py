@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ from lightning_pipe.llm.schedules.named import SCHEDULES, count_stages, stages_o
 from lightning_pipe.llm.split.by_name import split_evenly
 from tests.distributed import run_ranks
 from tests.rounding import Reference
+from tests.tiers import sampled, wanted
 
 WIDTH, HIDDEN, VOCABULARY, EXPERTS, LAYERS = 8, 12, 11, 4, 4
 COUNT = 4  # micro-batches of a data-parallel rank
@@ -114,6 +116,13 @@ CASES = {
     "experts replicated, the rest sharded too": Case("zbv_zero_bubble", 1, 2, 2, 2),
     "experts and the rest replicated": Case("zbv_zero_bubble", 1, 4, 1, 2),
 }
+
+
+OFTEN = (
+    "two stages, sharded",
+    "two stages in two parts of the backward, replicas",
+    "experts sharded over two more",
+)
 
 
 def parallelise(stage: StageModule, config: ModuleConfig, mesh: DeviceMesh, experts: DeviceMesh, case: Case) -> None:
@@ -220,8 +229,8 @@ def run_layer(layer: MoE, x: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor |
     return output.detach(), x.grad, gradients
 
 
-def on_four_ranks(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = {name: train(case, f"{folder}/{name}") for name, case in CASES.items()}
+def on_four_ranks(rank: int, world_size: int, folder: str, cases: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {name: train(CASES[name], f"{folder}/{name}") for name in cases}
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("expert",))
     for name, tokens in FLOWS.items():
         layer = make_layer()
@@ -236,9 +245,11 @@ def on_four_ranks(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[dict[str, Any]], Path]:
     folder = tmp_path_factory.mktemp("checkpoints")
-    return run_ranks(on_four_ranks, 4, str(folder)), folder
+    return run_ranks(on_four_ranks, 4, str(folder), wanted(request.config, CASES, OFTEN.__contains__)), folder
 
 
 def alone(parts: int) -> dict[str, Any]:
@@ -263,10 +274,15 @@ def alone(parts: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", CASES)
+@cache
+def reference(parts: int) -> Reference:
+    return Reference.of(lambda: alone(parts))
+
+
+@pytest.mark.parametrize("name", sampled(CASES, OFTEN.__contains__))
 def test_experts_on_several_ranks_learn_as_on_one_device(name: str, ranks: tuple[list[dict[str, Any]], Path]) -> None:
     case, results = CASES[name], [one[name] for one in ranks[0]]
-    expected = Reference.of(lambda: alone(case.replicate * case.shard))
+    expected = reference(case.replicate * case.shard)
     together = {
         "losses": torch.stack([loss for result in results for loss in result["losses"]]),
         "routers": torch.stack([result["routers"] for result in results]).sum(0),
@@ -280,7 +296,7 @@ def test_experts_on_several_ranks_learn_as_on_one_device(name: str, ranks: tuple
     assert problems == []
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES, OFTEN.__contains__))
 def test_a_rank_keeps_its_part_of_the_experts(name: str, ranks: tuple[list[dict[str, Any]], Path]) -> None:
     case = CASES[name]
     own = EXPERTS // case.expert
@@ -292,7 +308,9 @@ def test_a_rank_keeps_its_part_of_the_experts(name: str, ranks: tuple[list[dict[
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.pipeline == 1])
+@pytest.mark.parametrize(
+    "name", sampled([name for name, case in CASES.items() if case.pipeline == 1], OFTEN.__contains__)
+)
 def test_a_checkpoint_of_spread_experts_is_that_of_the_whole_model(
     name: str, ranks: tuple[list[dict[str, Any]], Path]
 ) -> None:

@@ -33,6 +33,7 @@ from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
 from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.strategies.llm_cases import SEED, beyond_rounding, hf_config, ranks_beyond_rounding
+from tests.tiers import sampled, wanted
 
 ROWS, LENGTH, COUNT = 2, 6, 4
 ATTENTION = "model.layers.*.self_attn"
@@ -61,6 +62,7 @@ CASES = {
     "GPT-NeoX, sharded, ZBV": Case("gpt_neox", "zbv_zero_bubble", SHARDED),
     "GPT-NeoX, replicated, ZBV": Case("gpt_neox", "zbv_zero_bubble", {"pipeline": 1, "replicate": 2}),
 }
+OFTEN = ("Qwen3, one stage", "Qwen3, ZBV", "plain PyTorch, ZBV", "Qwen3, sharded, gathered anew for backward")
 
 
 # ---------------------------------------------------------------------- models
@@ -228,8 +230,8 @@ def local(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def four_ranks(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = {name: run_case(case) for name, case in CASES.items()}
+def four_ranks(rank: int, world_size: int, folder: str, cases: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {name: run_case(CASES[name]) for name in cases}
     found["accumulated"] = accumulate()
     found["missing"] = refusal({f"{ATTENTION}.q_norm": "replicate"}, first_is_nan=True)
     found["extra"] = refusal({"model.layers.*.input_layernorm": "partial_gradient"})
@@ -313,11 +315,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[dict[str, Any]]:
-    return run_ranks(four_ranks, 4, str(folder))
+def ranks(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(four_ranks, 4, str(folder), wanted(request.config, CASES, OFTEN.__contains__))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES, OFTEN.__contains__))
 def test_losses_gradients_and_their_norm_are_those_of_one_device(name: str, ranks: Any) -> None:
     case = CASES[name]
     results = []
@@ -328,7 +330,7 @@ def test_losses_gradients_and_their_norm_are_those_of_one_device(name: str, rank
     assert not ranks_beyond_rounding(results, alone(case.model, 1 + max(rank[name]["part"] for rank in ranks)))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES, OFTEN.__contains__))
 def test_whole_parameters_have_the_same_gradient_on_both_ranks_to_the_bit(name: str, ranks: Any) -> None:
     for one, other in ((0, 1), (2, 3)):
         first, second = ranks[one][name]["same"], ranks[other][name]["same"]

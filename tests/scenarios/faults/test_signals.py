@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from tests.scenarios.faults.forked_ranks import Ended, Here, Nursery, told
 from tests.scenarios.faults.left_behind import left_behind
 from tests.scenarios.faults.training import BOUND, KINDS, final_state, fit, loader, module
 from tests.strategies.cases import difference
+from tests.tiers import sampled_rows
 
 
 class Signal(Callback):
@@ -176,8 +178,10 @@ def interrupted(here: Here, kind: str, receivers: tuple[int, ...]) -> None:
     fit(kind, 2, module(kind), callbacks=[Signal(signal.SIGINT, here)] if here.rank in receivers else [])
 
 
-@pytest.mark.parametrize("receivers", [(1,), (0, 1)], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "receivers"),
+    sampled_rows(product(KINDS, ((1,), (0, 1))), lambda case: (case[0] == "recsys") == (len(case[1]) == 2)),
+)
 def test_ctrl_c_ends_all_ranks_soon(kind: str, receivers: tuple[int, ...], ranks: Nursery) -> None:
     ended = ranks.run(interrupted, 2, kind, receivers)
     assert [one.code for one in ended] == [1, 1], told(ended)

@@ -30,6 +30,7 @@ from tests.strategies.llm_cases import (
     trainer,
     unequal,
 )
+from tests.tiers import sampled, wanted
 
 STEPS = 4
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -47,6 +48,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+OFTEN = ("sharded", "replicated, zero bubble", "sharded and replicated, one stage")
 # Batches of other lengths in one step, and validation in the middle of it.
 ACCUMULATED = ("1f1b", "zbv_zero_bubble")
 
@@ -55,9 +57,10 @@ def whole(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in values.items()}
 
 
-def four_ranks(rank: int, world_size: int) -> dict[str, Any]:
+def four_ranks(rank: int, world_size: int, cases: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for case, (schedule, options) in CASES.items():
+    for case in cases:
+        schedule, options = CASES[case]
         parts = 4 if case == "sharded and replicated, one stage" else 2
         mine = [{key: value[rank % parts :: parts] for key, value in batch.items()} for batch in row_batches(STEPS)]
         module = Tiny(optimizer="adamw")
@@ -94,8 +97,8 @@ def four_ranks(rank: int, world_size: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def trained() -> list[dict[str, Any]]:
-    return run_ranks(four_ranks, 4)
+def trained(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(four_ranks, 4, wanted(request.config, CASES, OFTEN.__contains__))
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +116,7 @@ def expected() -> Reference:
     return Reference.of(alone)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sampled(CASES, OFTEN.__contains__))
 def test_losses_gradients_and_parameters_are_those_of_one_device(case: str, trained: Any, expected: Any) -> None:
     ranks = (results_of(rank[case]["trained"]) | {"val_loss": rank[case]["val_loss"]} for rank in trained)
     assert not ranks_beyond_rounding(ranks, expected)
@@ -134,7 +137,7 @@ def test_gradients_of_half_precision_are_summed_in_float32(trained: Any) -> None
         assert rank["half"] == ({torch.bfloat16}, {torch.float32})
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sampled(CASES, OFTEN.__contains__))
 def test_every_rank_says_one_loss_of_validation(case: str, trained: Any) -> None:
     assert len({results[case]["val_loss"] for results in trained}) == 1
 

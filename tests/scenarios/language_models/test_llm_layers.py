@@ -36,6 +36,7 @@ from tests.strategies.llm_cases import (
     trainer,
     values_of,
 )
+from tests.tiers import sampled, wanted
 
 STEPS = 3
 
@@ -135,6 +136,18 @@ CASES: dict[str, tuple[Any, str, dict[str, Any], bool]] = {
 }
 
 
+OFTEN = (
+    "recomputed, in two parts",
+    "compiled, in two parts",
+    "offloaded",
+    "by time",
+    "a file",
+    "traced, at a module",
+    "frozen, in two parts",
+    "groups",
+)
+
+
 def refused(module: Any, **options: Any) -> str:
     try:
         fit(module, llm(**options), row_batches(1))
@@ -150,9 +163,10 @@ class Other(Tiny):
         return batch | {"input_ids": (batch["input_ids"] + self.global_rank) % VOCABULARY}
 
 
-def on_two_ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
+def on_two_ranks(rank: int, world: int, folder: Path, cases: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for case, (module_of, schedule, options, _) in CASES.items():
+    for case in cases:
+        module_of, schedule, options, _ = CASES[case]
         module = module_of()
         given = str(folder / "schedule.csv") if schedule == "csv" else schedule
         fit(module, llm(given, 4, **options), row_batches(STEPS))
@@ -184,13 +198,13 @@ def on_two_ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("layers")
     (folder / "schedule.csv").write_text(CSV)
-    return run_ranks(on_two_ranks, 2, folder)
+    return run_ranks(on_two_ranks, 2, folder, wanted(request.config, CASES, OFTEN.__contains__))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sampled(CASES, OFTEN.__contains__))
 def test_training_comes_to_what_one_device_comes_to(case: str, ranks: Any) -> None:
     module_of, _, _, exact = CASES[case]
 

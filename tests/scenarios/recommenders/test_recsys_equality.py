@@ -28,6 +28,7 @@ from tests.strategies.cases import (
     recsys,
     state_of,
 )
+from tests.tiers import sampled
 
 # ---------------------------------------------------------------------- Lightning's own loop
 
@@ -38,7 +39,10 @@ def unsharded(network: Any, optimizer: dict[str, Any], epochs: int = 3) -> dict[
     return outcome(module, fit(module, "auto", max_epochs=epochs))
 
 
-@pytest.fixture(scope="module", params=[Pooled, Sequenced, Mixed], ids=lambda network: network.__name__)
+@pytest.fixture(
+    scope="module",
+    params=sampled([Pooled, Sequenced, Mixed], lambda network: network is Mixed, lambda network: network.__name__),
+)
 def network(request: pytest.FixtureRequest) -> Any:
     return request.param
 

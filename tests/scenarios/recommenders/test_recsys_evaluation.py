@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from tests.strategies.cases import (
     state_of,
     trainer,
 )
+from tests.tiers import sampled_rows
 
 NETWORKS: dict[str, Callable[[], Clicks]] = {"pooled": Clicks, "mixed": lambda: Clicks(Mixed)}
 KINDS = {"people": "row_wise", "things": "table_wise"}
@@ -103,15 +105,19 @@ def assert_equal(ours: list[Any], theirs: list[Any]) -> None:
     assert torch.equal(ours[2], theirs[2])
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("rewrite", ["record", "direct", "fx"])
+@pytest.mark.parametrize(
+    ("rewrite", "plan"),
+    sampled_rows(
+        product(("record", "direct", "fx"), PLANS),
+        [("record", "serial"), ("direct", "base"), ("fx", "prefetch"), ("record", "fused_sparse_dist")].__contains__,
+    ),
+)
 def test_what_is_found_equals_what_the_module_computes_batch_by_batch(plan: str, rewrite: Any) -> None:
     expected = evaluations(plan, Clicks, rewrite={"evaluation": False})
     assert_equal(evaluations(plan, Clicks, rewrite={"method": rewrite}), expected)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(("network", "plan"), sampled_rows(product(NETWORKS, PLANS), lambda case: case[0] == "mixed"))
 def test_a_validation_in_mid_epoch_changes_nothing_of_training(plan: str, network: str) -> None:
     def trained(**options: Any) -> tuple[Clicks, dict[str, Tensor]]:
         module = NETWORKS[network]()

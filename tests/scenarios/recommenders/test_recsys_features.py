@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -33,6 +34,7 @@ from tests.strategies.cases import (
     state_of,
     trainer,
 )
+from tests.tiers import sampled_rows
 
 
 class Stop(Callback):
@@ -96,24 +98,33 @@ def trained(make: Callable[..., Clicks], strategy: Any, options: dict[str, Any],
     return module, used, logger
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-def test_a_feature_of_the_trainer_works_as_in_lightnings_own_loop(feature: str) -> None:
+def run_feature(feature: str, strategy: Any) -> tuple[dict[str, Any], list[Any]]:
+    """All numbers, and what must be the same exactly: steps, and names of what is logged."""
     make, options = FEATURES[feature]
+    module, used, logger = trained(make, strategy, options, in_backward=ADAGRAD)
+    logged = {f"{key} of line {at}": value for at, (_, line) in enumerate(logger.lines) for key, value in line.items()}
+    exact = [used.global_step, used.current_epoch, [(step, set(line)) for step, line in logger.lines]]
+    return {**outcome(module, used), **logged}, exact
 
-    def run(strategy: Any) -> tuple[dict[str, Any], list[Any]]:
-        """All numbers, and what must be the same exactly: steps, and names of what is logged."""
-        module, used, logger = trained(make, strategy, options, in_backward=ADAGRAD)
-        logged = {
-            f"{key} of line {at}": value for at, (_, line) in enumerate(logger.lines) for key, value in line.items()
-        }
-        exact = [used.global_step, used.current_epoch, [(step, set(line)) for step, line in logger.lines]]
-        return {**outcome(module, used), **logged}, exact
 
-    reference, (_, expected) = Reference.of(lambda: run("auto")[0]), run("auto")
-    for plan in PLANS:
-        found, exact = run(recsys(plan, optimizer=None))
-        assert exact == expected, plan
-        assert reference.differences(found) == [], plan
+@cache
+def in_lightnings_loop(feature: str) -> tuple[Reference, list[Any]]:
+    return Reference.of(lambda: run_feature(feature, "auto")[0]), run_feature(feature, "auto")[1]
+
+
+def every_other(names: Iterable[str]) -> list[Any]:
+    """Each of the names with each plan: often with one, another one each time."""
+    cases = [(name, plan) for name in names for plan in PLANS]
+    often = {(name, [*PLANS][-1 - place % len(PLANS)]) for place, name in enumerate(names)}
+    return sampled_rows(cases, often.__contains__, ", ".join)
+
+
+@pytest.mark.parametrize(("feature", "plan"), every_other(FEATURES))
+def test_a_feature_of_the_trainer_works_as_in_lightnings_own_loop(feature: str, plan: str) -> None:
+    reference, expected = in_lightnings_loop(feature)
+    found, exact = run_feature(feature, recsys(plan, optimizer=None))
+    assert exact == expected
+    assert reference.differences(found) == []
 
 
 def test_bf16_trains_alike_under_every_plan_and_close_to_lightnings_loop() -> None:
@@ -170,24 +181,28 @@ class Rates(Callback):
             self.tables.append(set(used.strategy.sharded_model.learning_rates().values()))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_schedule_of_the_dense_optimiser_reaches_the_tables(schedule: str) -> None:
-    configure = one_optimizer(SCHEDULES[schedule])
+@cache
+def unsharded(schedule: str) -> tuple[Reference, list[float]]:
+    """What training comes to, and the rates of its batches."""
     expected = Rates()
 
-    def unsharded() -> dict[str, Any]:
+    def run() -> dict[str, Any]:
         expected.dense.clear()
-        module = Clicks(optimizers=configure)
+        module = Clicks(optimizers=one_optimizer(SCHEDULES[schedule]))
         return outcome(module, fit(module, "auto", max_epochs=3, callbacks=[expected]))
 
-    reference = Reference.of(unsharded)
-    assert len(set(expected.dense)) > 1
-    for plan in PLANS:
-        module, found = Clicks(optimizers=configure), Rates()
-        used = fit(module, recsys(plan, optimizer=SGD), max_epochs=3, callbacks=[found])
-        assert found.dense == expected.dense
-        assert found.tables == [{rate} for rate in expected.dense], plan
-        assert reference.differences(outcome(module, used)) == [], plan
+    return Reference.of(run), expected.dense
+
+
+@pytest.mark.parametrize(("schedule", "plan"), every_other(SCHEDULES))
+def test_a_schedule_of_the_dense_optimiser_reaches_the_tables(schedule: str, plan: str) -> None:
+    reference, rates = unsharded(schedule)
+    assert len(set(rates)) > 1
+    module, found = Clicks(optimizers=one_optimizer(SCHEDULES[schedule])), Rates()
+    used = fit(module, recsys(plan, optimizer=SGD), max_epochs=3, callbacks=[found])
+    assert found.dense == rates
+    assert found.tables == [{rate} for rate in rates]
+    assert reference.differences(outcome(module, used)) == []
 
 
 def test_a_schedule_counts_optimiser_steps_and_not_micro_batches() -> None:

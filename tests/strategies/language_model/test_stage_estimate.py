@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,6 +20,7 @@ from lightning_pipe.strategies.language_model.stage_estimate import StageEstimat
 from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
 from tests.distributed import run_ranks
 from tests.strategies.llm_cases import Tiny, TinyHF, fit, hf_config, llm, row_batches
+from tests.tiers import sampled, wanted
 
 CASES: dict[str, dict[str, Any]] = {
     "gpipe": {},
@@ -63,9 +65,12 @@ def estimated(schedule: str, ranks: int = 2, **options: Any) -> StageEstimate:
     return estimate_stages(strategy_of(schedule), TinyHF(HF), batches()[0], ranks, Precision(), **options)
 
 
-def train(rank: int, world: int) -> dict[str, tuple[int, int, int]]:
+OFTEN = ("1f1b", "zbv_zero_bubble")
+
+
+def train(rank: int, world: int, schedules: list[str]) -> dict[str, tuple[int, int, int]]:
     found = {}
-    for schedule in CASES:
+    for schedule in schedules:
         counting, module = Counting(), TinyHF(HF, optimizer="adamw")
         used = fit(module, strategy_of(schedule), batches(), callbacks=[counting])
         parameters = sum(one.nbytes for one in module.parameters())
@@ -76,23 +81,24 @@ def train(rank: int, world: int) -> dict[str, tuple[int, int, int]]:
 
 
 @pytest.fixture(scope="module")
-def measured() -> list[dict[str, tuple[int, int, int]]]:
-    return run_ranks(train, 2)
+def measured(request: pytest.FixtureRequest) -> list[dict[str, tuple[int, int, int]]]:
+    return run_ranks(train, 2, wanted(request.config, CASES, OFTEN.__contains__))
 
 
+@cache
 def said(schedule: str) -> list[RankMemory]:
     module = TinyHF(HF, optimizer="adamw")
     found = estimate_stages(strategy_of(schedule), module, batches()[0], 2, Precision())
     return list(found.configured.memory)
 
 
-@pytest.mark.parametrize("schedule", CASES)
+@pytest.mark.parametrize("schedule", sampled(CASES, OFTEN.__contains__))
 def test_parameters_and_states_are_those_that_ranks_hold(schedule: str, measured: Any) -> None:
     found = [(one.parameters, one.optimizer) for one in said(schedule)]
     assert found == [one[schedule][:2] for one in measured]
 
 
-@pytest.mark.parametrize("schedule", CASES)
+@pytest.mark.parametrize("schedule", sampled(CASES, OFTEN.__contains__))
 def test_all_is_what_training_holds_at_the_worst_moment_within_a_tenth(schedule: str, measured: Any) -> None:
     for expected, one in zip(said(schedule), measured, strict=True):
         assert expected.total == pytest.approx(one[schedule][2], rel=0.1)

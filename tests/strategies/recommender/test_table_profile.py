@@ -14,7 +14,7 @@ from lightning_pipe.engine import ProfileResult, SetupError
 from lightning_pipe.recsys import recsys_tasks
 from tests.distributed import run_ranks
 from tests.strategies.cases import ADAGRAD, PLANS, Batch, Clicks, Memory, Mixed, fit, loader, recsys, state_of
-from tests.tiers import sampled
+from tests.tiers import sampled, wanted
 
 TASKS = [task.name for task in recsys_tasks()]
 KINDS = {"people": "row_wise", "things": "data_parallel"}
@@ -104,9 +104,12 @@ def test_what_optimisers_and_gradients_hold_is_put_back(kind: type[Measured]) ->
     assert same(runs[1], runs[0]) == []
 
 
-def run_cases(rank: int, world_size: int) -> dict[str, Any]:
+OFTEN = ("serial", "prefetch")
+
+
+def run_cases(rank: int, world_size: int, plans: list[str]) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    for plan in PLANS:
+    for plan in plans:
         cases: dict[str, dict[str, Any]] = {"plain": {}, "clipped": {"gradient_clip_val": 0.1}}
         for name, options in cases.items():
             profiles = Profiles()
@@ -127,10 +130,10 @@ def run_cases(rank: int, world_size: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=sampled([1, 2], lambda ranks: ranks == 1, "{}_ranks".format))
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(run_cases, request.param)
+    return run_ranks(run_cases, request.param, wanted(request.config, PLANS, OFTEN.__contains__))
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", sampled(PLANS, OFTEN.__contains__))
 @pytest.mark.parametrize("name", ["plain", "clipped", "accumulated"])
 def test_training_goes_on_to_the_bits_of_one_that_was_not_profiled(
     ranks: list[dict[str, Any]], plan: str, name: str
@@ -138,7 +141,7 @@ def test_training_goes_on_to_the_bits_of_one_that_was_not_profiled(
     assert [results[f"{plan}, {name}"] for results in ranks] == [[]] * len(ranks)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", sampled(PLANS, OFTEN.__contains__))
 @pytest.mark.parametrize("name", ["plain", "clipped"])
 def test_every_task_is_profiled_as_the_module_trains(ranks: list[dict[str, Any]], plan: str, name: str) -> None:
     for results in ranks:
@@ -149,7 +152,7 @@ def test_every_task_is_profiled_as_the_module_trains(ranks: list[dict[str, Any]]
         assert results[f"called, {plan}, {name}"] > len(TASKS)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", sampled(PLANS, OFTEN.__contains__))
 def test_in_mid_accumulation_every_rank_is_told_why_not(ranks: list[dict[str, Any]], plan: str) -> None:
     for results in ranks:
         assert "in the middle of an accumulation" in results[f"accumulating, {plan}"]
