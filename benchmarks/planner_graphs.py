@@ -30,8 +30,9 @@ from benchmarks.quiet import QuietRuns
 from lightning_pipe.engine import PipelinePlan, PlanError, SWPipeline, TaskSchedule
 from lightning_pipe.engine.planning.plan_bound import lower_bound
 from lightning_pipe.engine.planning.plan_choice import fastest, most_found
-from lightning_pipe.engine.planning.planner import PlanCandidate, exhaustive_plans, find_plans
+from lightning_pipe.engine.planning.planner import PlanCandidate, find_plans
 from lightning_pipe.engine.planning.simulation import simulate
+from tests.engine.exhaustive import best_of_all
 from tests.engine.synthetic import Graph, Kernel, random_graph
 
 LIMIT = 1.03
@@ -137,7 +138,7 @@ def _best_of_all(graph: Graph, found: PlanCandidate, bound: float) -> PipelinePl
     if found.seconds <= bound * (1 + 1e-6):
         return found.plan  # nothing is better
     try:
-        return exhaustive_plans(graph.tasks, graph.costs, graph.limits, graph.machine).plan
+        return best_of_all(graph).plan
     except PlanError:
         return None
 

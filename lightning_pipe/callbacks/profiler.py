@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -268,9 +267,8 @@ class PipelineProfiler(pl.Callback):
         """On rank 0 every rank's, on one clock."""
         offset = measure_offset(self._group)
         clock = to_first_rank(offset, offset)
-        own = [
-            replace(bar, start=clock(bar.start), end=clock(bar.end)) for bar in task_bars(spans, trainer.global_rank)
-        ]
+        bars = task_bars(spans, trainer.global_rank)
+        own = [bar._replace(start=clock(bar.start), end=clock(bar.end)) for bar in bars]
         if self._group is None:
             return own
         found: list[Any] = [None] * trainer.world_size

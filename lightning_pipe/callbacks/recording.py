@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import replace
 
 from lightning_pipe.engine import SWPipeline
 from lightning_pipe.engine.observe.clocks import ClockOffset
@@ -101,5 +100,5 @@ class Recording:
         if self._pipeline is not None:
             for bar in task_bars(self._pipeline.stop_trace(), rank):
                 of_fit = None if bar.iteration is None else bar.iteration + self._offset
-                self._earlier.append(replace(bar, iteration=of_fit))
+                self._earlier.append(bar._replace(iteration=of_fit))
         self._pipeline = None

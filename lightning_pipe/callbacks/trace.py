@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +243,7 @@ def _draw(timeline: Timeline, path: Path, name: str, recording: Recording) -> No
 
 
 def _on(clock: Callable[[float], float], bars: Sequence[Bar]) -> list[Bar]:
-    return [replace(bar, start=clock(bar.start), end=clock(bar.end)) for bar in bars]
+    return [bar._replace(start=clock(bar.start), end=clock(bar.end)) for bar in bars]
 
 
 def _check_order(trainer: pl.Trainer, trace: PipelineTrace) -> None:

@@ -13,7 +13,7 @@ import pytest
 from lightning_pipe.callbacks.report import write_report
 from lightning_pipe.callbacks.what_if import WhatIf, ask_what_if
 from lightning_pipe.engine import PipelinePlan, PipelineTask, PlanError, ProfileResult, SetupError, TaskSchedule
-from lightning_pipe.engine.observe.timeline import Timeline, task_bars
+from lightning_pipe.engine.observe.timeline import Timeline
 from lightning_pipe.engine.planning.costs import Machine, TaskCost
 from lightning_pipe.engine.planning.network import Message, NetworkModel
 from lightning_pipe.engine.planning.simulation import simulate
@@ -56,8 +56,8 @@ def a_profile(copy: str = "Copy", plan: str = "ahead") -> ProfileResult:
 
 
 def a_timeline(plan: PipelinePlan, copy: str = "Copy") -> Timeline:
-    spans = simulate(plan, costs_of(copy), MACHINE, at_least=6).spans
-    return Timeline([bar for rank in (0, 1) for bar in task_bars(spans, rank)], plan.dependencies)
+    work = simulate(plan, costs_of(copy), MACHINE, at_least=6).work
+    return Timeline([bar._replace(rank=rank) for rank in (0, 1) for bar in work], plan.dependencies)
 
 
 # ---------------------------------------------------------------------- what would be otherwise

@@ -9,15 +9,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 from lightning_pipe.engine.observe.trace import TaskSpan
 from lightning_pipe.engine.plans.dependencies import Dependency
 from lightning_pipe.engine.plans.schedule import MAIN
 
 TASK, DEVICE, EVALUATION = "task", "device", "evaluation"
+BACKGROUND = "background"
 FORWARD, BACKWARD = "forward", "backward"
 INPUT_BACKWARD, WEIGHT_BACKWARD = "input_backward", "weight_backward"
 RECOMPUTE = "recompute"  # a forward once more, for its backward
@@ -26,15 +27,15 @@ WAITS = ("wait_forward", "wait_backward")
 Arrow = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Bar:
-    """One thing that took time.
+class Bar(NamedTuple):
+    """One thing that took time, or takes it in a simulation: the record that all timelines are made of.
 
     Args:
         rank: where.
         lane: the thread group's name; ``"stream NAME"`` for work on a device.
         name: what it is called: the task's name, or its kind.
-        kind: ``"task"``; ``"device"``, the same task on its stream; ``"evaluation"``; of a micro-batch ``"forward"``,
+        kind: ``"task"``; ``"device"``, the same task on its stream; ``"background"``, what a
+            simulated task has submitted; ``"evaluation"``; of a micro-batch ``"forward"``,
             ``"backward"``, ``"input_backward"``, ``"weight_backward"``, ``"recompute"``, ``"wait_forward"`` or
             ``"wait_backward"``.
         start: seconds.
@@ -80,7 +81,7 @@ def in_iterations(bars: Iterable[Bar], tasks: Iterable[Bar]) -> list[Bar]:
     for bar in bars:
         while around and around[0].end <= bar.start:
             around.popleft()
-        found.append(replace(bar, iteration=around[0].iteration if around and around[0].start <= bar.start else None))
+        found.append(bar._replace(iteration=around[0].iteration if around and around[0].start <= bar.start else None))
     return found
 
 

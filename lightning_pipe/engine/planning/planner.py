@@ -86,46 +86,6 @@ def find_plans(
     return [one.candidate(f"auto_{number}") for number, one in enumerate(found[:keep], start=1)]
 
 
-def exhaustive_plans(
-    tasks: Sequence[PipelineTask],
-    costs: Mapping[str, TaskCost],
-    limits: PlanLimits | None = None,
-    machine: Machine | None = None,
-    *,
-    at_most: int = 20_000,
-) -> PlanCandidate:
-    """The best of all exact plans, each of which is simulated. For a handful of tasks.
-
-    Plans that differ only in how early a worker gets a task count as one, as early as dependencies allow.
-
-    Args:
-        tasks: see :func:`find_plans`, as for the others.
-        costs: see there.
-        limits: see there.
-        machine: see there.
-        at_most: plans to try.
-
-    Raises:
-        PlanError: there are more plans than *at_most*, or see :func:`find_plans`.
-    """
-    space = PlanSpace(tasks, costs, limits or PlanLimits(), machine or Machine())
-    bound = _bound(space)
-    best: Draft | None = None
-    for number, draft in enumerate(every_draft(space), start=1):
-        if number > at_most:
-            raise PlanError(
-                f"there are more than {at_most} plans for these {len(tasks)} tasks; lower max_in_flight or max_workers,"
-                " or let find_plans search"
-            )
-        if best is None or space.seconds(draft) < space.seconds(best):
-            best = draft
-        if space.seconds(best) <= bound.seconds * (1 + 1e-9):
-            break
-    if best is None:
-        raise _nothing_found(space)
-    return _FoundPlan(space, best, bound).candidate("auto_exhaustive")
-
-
 class _FoundPlan(NamedTuple):
     space: PlanSpace
     draft: Draft
@@ -177,7 +137,12 @@ class _Search:
             if good == _ENOUGH:
                 break
         if not self.drafts:
-            raise _nothing_found(self.space)
+            limits = self.space.limits
+            pairs = "; ".join(f"{first} before {then}" for first, then in limits.submitted_before)
+            raise PlanError(
+                f"no plan keeps the limits: with at most {limits.max_in_flight} batches in flight no order of"
+                f" the tasks that their dependencies allow has submitted_before ({pairs}); take pairs out"
+            )
         if self._best() > self.good_enough:
             self._climb()
         if self._best() > self.good_enough and len(self.space.names) <= _FEW_TASKS:
@@ -239,14 +204,6 @@ def _weighed(space: PlanSpace, draft: Draft) -> float:
 def _unless_best(seconds: float, best: float) -> float:
     """*seconds* to sort by, 0 where they are the same as the best."""
     return 0.0 if seconds <= best * (1 + _SAME) else seconds
-
-
-def _nothing_found(space: PlanSpace) -> PlanError:
-    pairs = "; ".join(f"{first} before {then}" for first, then in space.limits.submitted_before)
-    return PlanError(
-        f"no plan keeps the limits: with at most {space.limits.max_in_flight} batches in flight no order of the tasks"
-        f" that their dependencies allow has submitted_before ({pairs}); take pairs out"
-    )
 
 
 def _bound(space: PlanSpace) -> Bound:

@@ -13,17 +13,15 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Generator, Hashable, Iterable
-from typing import Any
 
 
 class Signal:
     """Something that happens once."""
 
-    __slots__ = ("cause", "is_set", "waiting")
+    __slots__ = ("is_set", "waiting")
 
     def __init__(self) -> None:
         self.is_set = False
-        self.cause: Any = None
         self.waiting: list[Process] = []
 
 
@@ -38,18 +36,12 @@ class ResourceUse:
 
 
 class Process:
-    """A generator that runs in a :class:`Clock`.
+    """A generator that runs in a :class:`Clock`."""
 
-    Attributes:
-        cause: what this process had to wait for last, as far as whoever sets signals and runs processes says; the
-            trail for a critical path.
-    """
-
-    __slots__ = ("body", "cause", "name")
+    __slots__ = ("body", "name")
 
     def __init__(self, name: Hashable) -> None:
         self.name = name
-        self.cause: Any = None
         self.body: Generator[Signal | ResourceUse, None, None] | None = None
 
 
@@ -116,12 +108,9 @@ class Clock:
         process.body = body
         self._ready.append(process)
 
-    def set(self, signal: Signal, cause: Any) -> None:
-        """Let what waits for *signal* go on, because of *cause*."""
+    def set(self, signal: Signal) -> None:
+        """Let what waits for *signal* continue."""
         signal.is_set = True
-        signal.cause = cause
-        for process in signal.waiting:
-            process.cause = cause
         self._ready.extend(signal.waiting)
         signal.waiting.clear()
 

@@ -17,8 +17,9 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Generator, Hashable, Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from lightning_pipe.engine.observe.timeline import BACKGROUND, DEVICE, TASK, Bar
 from lightning_pipe.engine.planning.costs import Machine, Resource, TaskCost, awaited, loads
 from lightning_pipe.engine.planning.processes import Clock, Process, ResourceUse, SharedResource, Signal
 from lightning_pipe.engine.plans.plan import PipelinePlan
@@ -29,29 +30,6 @@ from lightning_pipe.engine.runtime.executor import Operation
 _RESOLUTION = 1e-9
 
 Body = Generator[Signal | ResourceUse, None, None]
-Kind = Literal["thread", "device", "background"]
-
-
-class SimulatedSpan(NamedTuple):
-    """One piece of work of the simulation.
-
-    Args:
-        task: name of the task.
-        iteration: index of the iteration it ran for.
-        kind: what it holds: its thread, its stream on the device, or neither, in the background.
-        lane: the thread group; the stream, ``"current"`` where the plan names none; the resource of background work.
-        start: when its function was entered, or its work came to its turn (seconds since the first period began).
-        end: when that was over.
-        cause: what its work had to wait for last, if anything.
-    """
-
-    task: str
-    iteration: int
-    kind: Kind
-    lane: str
-    start: float
-    end: float
-    cause: SimulatedSpan | None
 
 
 class _QueueEntry(NamedTuple):
@@ -85,7 +63,6 @@ class SimulatedThreads:
     Attributes:
         work: every piece of work, in the order of the ends.
         retired: when each iteration was retired, in seconds since the first period began.
-        last_cause: what the latest retirement waited for.
         repeats_after: the iterations after which everything repeats, 0 where that was not seen.
     """
 
@@ -112,32 +89,29 @@ class SimulatedThreads:
         self.queues: dict[Hashable, _Queue] = {}
         for group in plan.thread_groups:
             if group != MAIN:
-                thread = Process(group)
                 self.queues[group] = _Queue(sum(op.group == group for op in operations))
-                self.clock.start(thread, self._worker(thread, group))
+                self.clock.start(Process(group), self._worker(group))
         if machine.device_streams:
             for name in (None, *plan.streams):
-                stream = Process(("stream", name))
-                self.queues[stream.name] = _Queue(sum(op.stream == name for op in operations) + (name is None))
-                self.clock.start(stream, self._stream(stream))
+                key = ("stream", name)
+                self.queues[key] = _Queue(sum(op.stream == name for op in operations) + (name is None))
+                self.clock.start(Process(key), self._stream(key))
         self.tickets = itertools.count()
 
-        self.work: list[SimulatedSpan] = []
+        self.work: list[Bar] = []
         self.retired: list[float] = []
-        self.last_cause: SimulatedSpan | None = None  # of the latest retirement
         self.states: dict[Hashable, int] = {}
         self.resolution = _RESOLUTION * (sum(load.seconds for load in work) or 1.0)
         self.repeats_after = 0
 
     def run(self, at_least: int, at_most: int) -> None:
         """Run until everything repeats, but at least and at most so many iterations."""
-        main = Process(MAIN)
-        self.clock.start(main, self._main(main, at_least, at_most))
+        self.clock.start(Process(MAIN), self._main(at_least, at_most))
         self.clock.run()
 
     # ------------------------------------------------------------------ threads and streams
 
-    def _main(self, main: Process, at_least: int, at_most: int) -> Body:
+    def _main(self, at_least: int, at_most: int) -> Body:
         for period in itertools.count(-self.plan.max_stage):
             if self.machine.between_periods:
                 yield ResourceUse(self.caller, self.machine.between_periods)
@@ -147,32 +121,30 @@ class SimulatedThreads:
                     continue
                 entry = _QueueEntry(op, iteration, next(self.tickets) if op.ordered else None)
                 if op.group == MAIN:
-                    yield from self._run(main, entry, op)
+                    yield from self._run(entry, op)
                 else:
-                    self._put(op.group, entry, main)
+                    self._put(op.group, entry)
             if period < 0:
                 continue
             for op in self.on_workers:
                 yield from self._wait("done", op.index, period)
             if self.machine.device_streams:
-                self._put(("stream", None), _QueueEntry(None, period), main)
+                self._put(("stream", None), _QueueEntry(None, period))
             else:
-                self._retire(main)
+                self._retire()
             if period + 1 == at_most or (self._repeats(period) and period + 1 >= at_least):
                 return
 
-    def _worker(self, thread: Process, group: str) -> Body:
+    def _worker(self, group: str) -> Body:
         queue = self.queues[group]
         while True:
             entry = yield from self._next(queue)
             assert entry.op is not None
-            span = yield from self._run(thread, entry, entry.op)
-            self._set(span, "done", entry.op.index, entry.iteration)
+            yield from self._run(entry, entry.op)
+            self._set("done", entry.op.index, entry.iteration)
             queue.done += 1
 
-    def _run(
-        self, thread: Process, entry: _QueueEntry, op: Operation
-    ) -> Generator[Signal | ResourceUse, None, SimulatedSpan]:
+    def _run(self, entry: _QueueEntry, op: Operation) -> Body:
         """One run of a task in its thread, which on a device with streams may only submit the work."""
         for upstream, distance in op.cpu_waits:
             if entry.iteration >= distance:
@@ -181,69 +153,58 @@ class SimulatedThreads:
             yield from self._wait("submitted", entry.ticket - 1)
         cost = self.costs[op.name]
         if not self.machine.by_device(cost):
-            span = yield from self._perform(thread, entry, op, "thread", op.group)
+            yield from self._perform(entry, op, TASK, op.group)
         else:
-            start, cause = self.clock.now, thread.cause
+            start = self.clock.now
             if cost.launch:
                 yield self._share("host", cost.launch)
-            span = self._note(thread, entry, op, "thread", op.group, start, cause)
+            self._note(entry, op, TASK, op.group, start)
         if entry.ticket is not None:
-            self._set(span, "submitted", entry.ticket)
+            self._set("submitted", entry.ticket)
         if self.machine.device_streams:
-            self._put(("stream", op.stream), entry, thread)
-        return span
+            self._put(("stream", op.stream), entry)
 
-    def _stream(self, stream: Process) -> Body:
-        queue = self.queues[stream.name]
+    def _stream(self, name: Hashable) -> Body:
+        queue = self.queues[name]
         while True:
             entry = yield from self._next(queue)
             op = entry.op
             if op is None:
                 for other in self.on_named_streams:
                     yield from self._wait("event", other.index, entry.iteration)
-                self._retire(stream)
+                self._retire()
             else:
                 for upstream, distance in op.device_waits:
                     if entry.iteration >= distance:
                         yield from self._wait("event", upstream, entry.iteration - distance)
                 if self.machine.by_device(self.costs[op.name]):
-                    yield from self._perform(stream, entry, op, "device", op.stream or "current")
-                self._set(stream.cause, "event", op.index, entry.iteration)
+                    yield from self._perform(entry, op, DEVICE, f"stream {op.stream or 'current'}")
+                self._set("event", op.index, entry.iteration)
             queue.done += 1
 
-    def _perform(
-        self, process: Process, entry: _QueueEntry, op: Operation, kind: Kind, lane: str
-    ) -> Generator[Signal | ResourceUse, None, SimulatedSpan]:
+    def _perform(self, entry: _QueueEntry, op: Operation, kind: str, lane: str) -> Body:
         """The work of one run, done by a thread or a stream."""
         cost = self.costs[op.name]
         start = self.clock.now
         for submitter in self.waits_for[op.name]:
             yield from self._wait("background", submitter, entry.iteration)
-        cause = process.cause
         if cost.seconds:
             yield self._share(cost.resource, cost.seconds)
-        if cost.background and cost.waited_by == op.name:
-            if kind == "thread" and entry.ticket is not None:
-                self._set(cause, "submitted", entry.ticket)  # a turn is passed on before such a wait
-            self._submit(entry, op, cause)
-            yield from self._wait("background", op.name, entry.iteration)
-            return self._note(process, entry, op, kind, lane, start, process.cause)
-        span = self._note(process, entry, op, kind, lane, start, cause)
+        waits = bool(cost.background) and cost.waited_by == op.name
+        if waits and kind == TASK and entry.ticket is not None:
+            self._set("submitted", entry.ticket)  # a turn is passed on before such a wait
         if cost.background:
-            self._submit(entry, op, span)
-        return span
+            self.clock.start(Process((op.name, entry.iteration)), self._background(entry, op))
+        if waits:
+            yield from self._wait("background", op.name, entry.iteration)
+        self._note(entry, op, kind, lane, start)
 
-    def _submit(self, entry: _QueueEntry, op: Operation, cause: SimulatedSpan | None) -> None:
-        background = Process((op.name, entry.iteration))
-        background.cause = cause
-        self.clock.start(background, self._background(background, entry, op))
-
-    def _background(self, process: Process, entry: _QueueEntry, op: Operation) -> Body:
-        cost, start, cause = self.costs[op.name], self.clock.now, process.cause
+    def _background(self, entry: _QueueEntry, op: Operation) -> Body:
+        cost, start = self.costs[op.name], self.clock.now
         assert isinstance(cost.background, float | int)
         yield self._share(cost.background_resource, cost.background)
-        span = self._note(process, entry, op, "background", cost.background_resource, start, cause)
-        self._set(span, "background", op.name, entry.iteration)
+        self._note(entry, op, BACKGROUND, cost.background_resource, start)
+        self._set("background", op.name, entry.iteration)
 
     # ------------------------------------------------------------------ what they do
 
@@ -255,10 +216,10 @@ class SimulatedThreads:
         if not signal.is_set:
             yield signal
 
-    def _set(self, cause: SimulatedSpan | None, *key: Hashable) -> None:
+    def _set(self, *key: Hashable) -> None:
         signal = self._signal(key)
         if not signal.is_set:
-            self.clock.set(signal, cause)
+            self.clock.set(signal)
 
     def _signal(self, key: Hashable) -> Signal:
         signal = self.signals.get(key)
@@ -266,10 +227,10 @@ class SimulatedThreads:
             signal = self.signals[key] = Signal()
         return signal
 
-    def _put(self, queue: Hashable, entry: _QueueEntry, by: Process) -> None:
+    def _put(self, queue: Hashable, entry: _QueueEntry) -> None:
         self.queues[queue].entries.append(entry)
         if not self.queues[queue].filled.is_set:
-            self.clock.set(self.queues[queue].filled, by.cause)
+            self.clock.set(self.queues[queue].filled)
 
     def _next(self, queue: _Queue) -> Generator[Signal | ResourceUse, None, _QueueEntry]:
         if not queue.entries:
@@ -277,24 +238,11 @@ class SimulatedThreads:
             yield queue.filled
         return queue.entries.popleft()
 
-    def _note(
-        self,
-        process: Process,
-        entry: _QueueEntry,
-        op: Operation,
-        kind: Kind,
-        lane: str,
-        start: float,
-        cause: SimulatedSpan | None,
-    ) -> SimulatedSpan:
-        span = SimulatedSpan(op.name, entry.iteration, kind, lane, start, self.clock.now, cause)
-        self.work.append(span)
-        process.cause = span
-        return span
+    def _note(self, entry: _QueueEntry, op: Operation, kind: str, lane: str, start: float) -> None:
+        self.work.append(Bar(0, lane, op.name, kind, start, self.clock.now, entry.iteration))
 
-    def _retire(self, process: Process) -> None:
+    def _retire(self) -> None:
         self.retired.append(self.clock.now)
-        self.last_cause = process.cause
 
     def _repeats(self, period: int) -> bool:
         """Whether an earlier period ended in the same state; everything then goes on as it went on from there."""
@@ -309,23 +257,3 @@ class SimulatedThreads:
         before = self.states.setdefault((queues, *sorted(left)), period)
         self.repeats_after = period - before
         return before < period
-
-
-def critical_cycle(last: SimulatedSpan | None) -> tuple[SimulatedSpan, ...]:
-    """What the steady state's time consists of: back along the causes, then once around.
-
-    Args:
-        last: where to start.
-
-    Returns:
-        In their order, the spans between two of one task, far from the end, where the trail goes around in circles.
-    """
-    trail = []
-    while last is not None:
-        trail.append(last)
-        last = last.cause
-    for begin in range(len(trail) // 2, len(trail)):
-        for end in range(begin + 1, len(trail)):
-            if (trail[begin].task, trail[begin].kind) == (trail[end].task, trail[end].kind):
-                return tuple(reversed(trail[begin:end]))
-    return ()

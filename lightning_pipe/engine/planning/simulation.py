@@ -6,14 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from lightning_pipe.engine.observe.trace import TaskSpan
+from lightning_pipe.engine.observe.timeline import Bar
 from lightning_pipe.engine.planning.costs import NO_COST, Machine, Resource, TaskCost, checked_costs, loads
-from lightning_pipe.engine.planning.simulated_threads import SimulatedSpan, SimulatedThreads, critical_cycle
+from lightning_pipe.engine.planning.simulated_threads import SimulatedThreads
 from lightning_pipe.engine.plans.errors import PlanError
 from lightning_pipe.engine.plans.plan import PipelinePlan
-
-# Iterations to run, for each that is in flight, until causes are sure to repeat.
-_CYCLES = 8
 
 
 @dataclass(frozen=True)
@@ -27,7 +24,7 @@ class SimulatedRun:
         seconds_per_iteration: in the steady state.
         is_steady: whether everything repeats exactly; else the seconds are a mean over the later iterations.
         retired: when each iteration was retired, in seconds since the first period began.
-        work: every piece of work, in the order of their ends.
+        work: a bar for each piece of work, in the order of their ends; background work has its resource as its lane.
     """
 
     plan: PipelinePlan
@@ -36,51 +33,7 @@ class SimulatedRun:
     seconds_per_iteration: float
     is_steady: bool
     retired: tuple[float, ...]
-    work: tuple[SimulatedSpan, ...] = field(repr=False)
-
-    @property
-    def spans(self) -> list[TaskSpan]:
-        """The work as a pipeline's trace has it, for the same pictures, in the order of the starts.
-
-        Background work has its resource in the place of the thread.
-        """
-        on_device = {(span.task, span.iteration): span for span in self.work if span.kind == "device"}
-        shown = [span for span in self.work if span.kind != "device"]
-        # At one moment, what ends comes before what starts; what took no time starts and ends after both.
-        moments = [(span.start, 1, index) for index, span in enumerate(shown)]
-        moments += [(span.end, 0 if span.end > span.start else 2, index) for index, span in enumerate(shown)]
-        place = {(index, kind == 1): at for at, (_, kind, index) in enumerate(sorted(moments))}
-        spans = []
-        for index, span in enumerate(shown):
-            device = on_device.get((span.task, span.iteration)) if span.kind == "thread" else None
-            spans.append(
-                TaskSpan(
-                    span.task,
-                    span.iteration,
-                    span.lane,
-                    self.plan.schedule[span.task].stream if span.kind == "thread" else None,
-                    span.start,
-                    span.end,
-                    place[index, True],
-                    place[index, False],
-                    device.start if device else None,
-                    device.end if device else None,
-                )
-            )
-        return sorted(spans, key=lambda span: span.start_order)
-
-    @cached_property
-    def critical(self) -> tuple[SimulatedSpan, ...]:
-        """What the time per iteration consists of: a cycle of work, each piece of which waits for the one before."""
-        enough = _CYCLES * (self.plan.pipeline_depth + 1)  # for the trail of causes to go around
-        threads = SimulatedThreads(self.plan, self.costs, self.machine)
-        threads.run(enough, enough)
-        return critical_cycle(threads.last_cause)
-
-    @property
-    def critical_tasks(self) -> tuple[str, ...]:
-        """Names of the tasks along :attr:`critical`, background work with its resource."""
-        return tuple(f"{span.task} ({span.lane})" if span.kind == "background" else span.task for span in self.critical)
+    work: tuple[Bar, ...] = field(repr=False)
 
     @property
     def busy(self) -> dict[Resource, float]:

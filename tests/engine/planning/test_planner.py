@@ -18,9 +18,10 @@ from lightning_pipe.engine.planning.plan_bound import lower_bound
 from lightning_pipe.engine.planning.plan_choice import contenders, fastest, most_found, typical
 from lightning_pipe.engine.planning.plan_draft import PlanSpace
 from lightning_pipe.engine.planning.plan_limits import PlanLimits
-from lightning_pipe.engine.planning.planner import PlanCandidate, exhaustive_plans, find_plans
+from lightning_pipe.engine.planning.planner import PlanCandidate, find_plans
 from lightning_pipe.engine.planning.simulation import simulate
 from lightning_pipe.engine.plans.dependencies import Dependency
+from tests.engine.exhaustive import best_of_all
 from tests.engine.synthetic import Graph, random_graph
 from tests.engine.within import within
 from tests.patience import HANG
@@ -58,7 +59,7 @@ def test_the_best_plan_is_near_the_bound_or_the_best_there_is_and_keeps_the_limi
     assert best >= bound.seconds * (1 - 1e-9)
     if best > 1.05 * bound.seconds:
         assert len(graph.tasks) <= SMALL
-        exhaustive = exhaustive_plans(graph.tasks, graph.costs, graph.limits, graph.machine)
+        exhaustive = best_of_all(graph)
         assert best <= 1.001 * exhaustive.seconds
     assert 1 <= len(candidates) <= 5
     for plan, predicted, why in candidates:
@@ -76,7 +77,7 @@ def test_the_best_plan_is_near_the_bound_or_the_best_there_is_and_keeps_the_limi
 @pytest.mark.parametrize("seed", [seed for seed in range(60) if len(random_graph(seed).tasks) <= 4][:6])
 def test_no_plan_of_a_small_graph_is_better_than_the_one_found(seed: int) -> None:
     graph = random_graph(seed)
-    exhaustive = exhaustive_plans(graph.tasks, graph.costs, graph.limits, graph.machine)
+    exhaustive = best_of_all(graph)
     assert found(graph)[0].seconds <= exhaustive.seconds * (1 + 1e-3)
 
 
@@ -257,12 +258,9 @@ def test_limits_that_cannot_be_kept_are_refused(limits: Callable[[], PlanLimits]
         find_plans(tasks, costs, limits())
 
 
-def test_too_many_plans_to_try_are_an_error() -> None:
-    graph = random_graph(9)
-    with pytest.raises(PlanError, match=r"more than 10 plans.*lower max_in_flight or max_workers"):
-        exhaustive_plans(graph.tasks, graph.costs, graph.limits, graph.machine, at_most=10)
+def test_a_search_that_keeps_nothing_is_refused() -> None:
     with pytest.raises(PlanError, match="keep is 0"):
-        found(graph, keep=0)
+        found(random_graph(9), keep=0)
 
 
 # ---------------------------------------------------------------------- bounds
