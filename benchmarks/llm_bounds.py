@@ -25,11 +25,12 @@ from torch import nn
 
 from benchmarks.figures import Figure, add_options, at_least, quartiles, save
 from benchmarks.llm_stages import loss_of, make_micro_batches, make_runner
+from lightning_pipe.engine.observe.timeline import Bar
 from lightning_pipe.llm.run.runner import PipelineRunner
 from lightning_pipe.llm.schedules.bubble import StepBubble, measure_step, summarise
 from lightning_pipe.llm.schedules.named import SCHEDULES
 from lightning_pipe.llm.schedules.simulation import actions_of, simulate
-from lightning_pipe.llm.schedules.timed_stage import StageEvent, median_durations
+from lightning_pipe.llm.schedules.timed_stage import median_durations
 
 TARGET = 0.96
 
@@ -41,11 +42,11 @@ class Schedule:
     runner: PipelineRunner
     stages: dict[int, nn.Module]
     times: list[float] = field(default_factory=list)
-    events: list[StageEvent] = field(default_factory=list)
+    events: list[Bar] = field(default_factory=list)
     bubbles: list[StepBubble] = field(default_factory=list)
 
 
-def step(one: Schedule, inputs: list[Any], *, record: bool) -> tuple[float, list[StageEvent]]:
+def step(one: Schedule, inputs: list[Any], *, record: bool) -> tuple[float, list[Bar]]:
     """One step from a barrier on: seconds of this rank, and what it noted."""
     for stage in one.stages.values():
         stage.zero_grad()

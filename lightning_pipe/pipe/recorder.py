@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_pipe.engine.observe.timeline import BACKWARD, FORWARD, RECOMPUTE, Bar, in_iterations
+from lightning_pipe.engine.observe.timeline import BACKWARD, FORWARD, RECOMPUTE, Bar, in_iterations, microbatch_bar
 from lightning_pipe.pipe.pipe import Pipe
 from lightning_pipe.pipe.plans import work_of
 
@@ -42,5 +42,5 @@ class PartitionRecorder:
         for span in self._pipe.stop_trace():
             what, partition = work_of(span.task)
             kind = _KINDS[what]
-            bars.append(Bar(rank, span.thread, kind, kind, span.start, span.end, None, span.iteration, partition))
+            bars.append(microbatch_bar(partition, kind, span.iteration, span.start, span.end, rank, span.thread))
         return in_iterations(sorted(bars, key=lambda bar: bar.start), tasks)

@@ -7,10 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _batch_p2p, _wait_batch_p2p
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    _batch_p2p,
+    _ComputationType,
+    _wait_batch_p2p,
+)
 
+from lightning_pipe.engine.observe.timeline import Bar
 from lightning_pipe.llm.schedules.named import ScheduleSpec, stages_of_rank
-from lightning_pipe.llm.schedules.timed_stage import StageEvent, TimedStage
+from lightning_pipe.llm.schedules.simulation import Actions
+from lightning_pipe.llm.schedules.timed_stage import TimedStage
 
 TOKENS, LENGTH, ROWS, WIDTH, BLOCKS = 13, 5, 2, 8, 4
 
@@ -111,7 +118,7 @@ def make_stages(
     pieces: Sequence[nn.Module],
     *,
     train: bool = True,
-    events: list[StageEvent] | None = None,
+    events: list[Bar] | None = None,
     recording: Callable[[], bool] = lambda: True,
 ) -> list[TimedStage]:
     """This rank's stages of two ranks, with static shapes."""
@@ -167,3 +174,18 @@ def run_whole(
 
 def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def backward_order(actions: Actions, stage_index: int) -> list[int]:
+    """The micro-batches in the order in which a stage adds their gradients to its parameters.
+
+    Floating-point sums depend on it: on the CPU, one device that adds up the gradients of the same micro-batches in
+    this order has those of the pipeline, to the bit. It is descending for LoopedBFS, ascending for PyTorch's others.
+    """
+    adds = (_ComputationType.FULL_BACKWARD, _ComputationType.BACKWARD_WEIGHT)
+    return [
+        action.microbatch_index
+        for row in actions.values()
+        for action in row
+        if action.stage_index == stage_index and action.computation_type in adds and action.microbatch_index is not None
+    ]

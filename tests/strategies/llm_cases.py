@@ -25,12 +25,13 @@ from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.parallel.dimensions import ParallelDims
 from lightning_pipe.llm.schedules.named import SCHEDULES, count_stages
-from lightning_pipe.llm.schedules.simulation import actions_of, backward_order
+from lightning_pipe.llm.schedules.simulation import actions_of
 from lightning_pipe.llm.split.by_name import split_evenly
 from lightning_pipe.llm.split.options import SplitOptions
 from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
+from tests.llm.schedule_cases import backward_order
 from tests.rounding import Reference
 
 VOCABULARY, WIDTH, MAX_LENGTH = 19, 8, 12

@@ -58,6 +58,13 @@ class Bar(NamedTuple):
     pipeline: int = 0
 
 
+def microbatch_bar(
+    stage: int, kind: str, microbatch: int, start: float, end: float, rank: int = 0, lane: str = MAIN
+) -> Bar:
+    """A bar for work on a micro-batch, or for the wait before it."""
+    return Bar(rank, lane, kind, kind, start, end, None, microbatch, stage)
+
+
 def task_bars(spans: Iterable[TaskSpan], rank: int) -> list[Bar]:
     """A bar for each span, and one more for its work on a device."""
     bars = []

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from lightning_pipe.engine.observe.timeline import Bar
 from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.measure.layer_bench import Pieces
 from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork
@@ -23,7 +24,7 @@ from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.schedules.checks import check_microbatches
 from lightning_pipe.llm.schedules.named import SCHEDULES, ScheduleSpec, count_stages
 from lightning_pipe.llm.schedules.simulation import Actions, Kind, ScheduleTimeline, actions_of, simulate
-from lightning_pipe.llm.schedules.timed_stage import StageEvent, median_durations
+from lightning_pipe.llm.schedules.timed_stage import median_durations
 from lightning_pipe.llm.split.by_name import split_by_cost, split_evenly
 
 __all__ = [
@@ -299,7 +300,7 @@ def _timeline(
 
 
 def calibrate(
-    runs: Sequence[tuple[ScheduleCandidate, Sequence[Sequence[StageEvent]], float]],
+    runs: Sequence[tuple[ScheduleCandidate, Sequence[Sequence[Bar]], float]],
     pp_size: int,
     measured: Measurements,
 ) -> Calibration:
@@ -325,10 +326,9 @@ def calibrate(
             scales.setdefault(known, []).append(real / said)
         actions = actions_of(candidate.spec, pp_size, candidate.num_microbatches, candidate.stages_per_rank)
         for rank, row in enumerate(events):
-            span = row[-1].end_ns - row[0].start_ns
-            noted = sum(one.end_ns - one.start_ns for one in row)
-            overheads.append((span - noted) / 1e9 / len(actions[rank]))
-        fixed.append(max(seconds - max(row[-1].end_ns - row[0].start_ns for row in events) / 1e9, 0.0))
+            noted = sum(one.end - one.start for one in row)
+            overheads.append((row[-1].end - row[0].start - noted) / len(actions[rank]))
+        fixed.append(max(seconds - max(row[-1].end - row[0].start for row in events), 0.0))
     found = {kind: statistics.median(values) for kind, values in scales.items()}
     for kind in _KINDS:
         if kind not in found and found:

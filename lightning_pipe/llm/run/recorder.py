@@ -12,9 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pipe.engine.observe.timeline import Bar, in_iterations
-from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.llm.run.runner import PipelineRunner
-from lightning_pipe.llm.schedules.timed_stage import StageEvent
 
 __all__ = ["StageRecorder"]
 
@@ -32,7 +30,7 @@ class StageRecorder:
 
     def __init__(self, runner: PipelineRunner, mesh: DeviceMesh, keep: int) -> None:
         self._runner, self._mesh = runner, mesh
-        self._events: deque[StageEvent] = deque(maxlen=keep)
+        self._events: deque[Bar] = deque(maxlen=keep)
         self._wanted, self._taken = runner.record_events, len(runner.events)
         runner.record_events = True
 
@@ -56,19 +54,5 @@ class StageRecorder:
         self._runner.record_events = self._wanted
         ranks = self._mesh.mesh.reshape(self._mesh.size(0), -1)
         pipeline = int((ranks == dist.get_rank()).nonzero()[0, 1])
-        bars = [
-            Bar(
-                rank,
-                MAIN,
-                event.kind,
-                event.kind,
-                event.start_ns / 1e9,
-                event.end_ns / 1e9,
-                None,
-                event.microbatch,
-                event.stage,
-                pipeline,
-            )
-            for event in self._events
-        ]
+        bars = [event._replace(rank=rank, pipeline=pipeline) for event in self._events]
         return in_iterations(bars, tasks)

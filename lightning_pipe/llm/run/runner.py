@@ -20,11 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipe._compat.torch import tree_leaves
+from lightning_pipe.engine.observe.timeline import Bar
 from lightning_pipe.engine.plans.errors import InputError
 from lightning_pipe.llm.model.shapes import StageShape, StageShapes
 from lightning_pipe.llm.schedules.named import ScheduleSpec
 from lightning_pipe.llm.schedules.step import build_evaluation, build_schedule, run_schedule
-from lightning_pipe.llm.schedules.timed_stage import StageEvent, TimedStage
+from lightning_pipe.llm.schedules.timed_stage import TimedStage
 
 __all__ = ["PipelineRunner", "StageInputs"]
 
@@ -97,7 +98,7 @@ class PipelineRunner:
         self._carry_failures = carry_failures
         self._made: OrderedDict[Any, _Made] = OrderedDict()
         self.failure: Exception | None = None
-        self.events: list[StageEvent] = []
+        self.events: list[Bar] = []
         self.record_events = False
 
     @property

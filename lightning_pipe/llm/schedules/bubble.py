@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from lightning_pipe.engine.observe.timeline import Bar
 from lightning_pipe.engine.plans.errors import InputError
 from lightning_pipe.llm.schedules.named import ScheduleSpec
 from lightning_pipe.llm.schedules.simulation import Actions, Kind, simulate
-from lightning_pipe.llm.schedules.timed_stage import StageEvent, median_durations
+from lightning_pipe.llm.schedules.timed_stage import median_durations
 
 __all__ = ["BubbleReport", "RankTimes", "StepBubble", "measure_step", "summarise", "textbook_bubble"]
 
@@ -85,7 +86,7 @@ class BubbleReport:
     textbook: float | None
 
 
-def measure_step(events: Sequence[Sequence[StageEvent]], actions: Actions) -> StepBubble:
+def measure_step(events: Sequence[Sequence[Bar]], actions: Actions) -> StepBubble:
     """What became of the time of a step's ranks, beside a simulation from the durations in it.
 
     Args:
@@ -103,7 +104,7 @@ def measure_step(events: Sequence[Sequence[StageEvent]], actions: Actions) -> St
             f"rank(s) {silent} of a pipeline of {len(events)} noted nothing in this step; needed are the events of"
             " every rank: set record_events on every rank's runner before the step"
         )
-    spans = [(row[-1].end_ns - row[0].start_ns) / 1e9 for row in events]
+    spans = [row[-1].end - row[0].start for row in events]
     step = max(spans)
     ranks = tuple(_times(row, span, step) for row, span in zip(events, spans, strict=True))
     measured = 1 - sum(one.busy for one in ranks) / (len(ranks) * step) if step else 0.0
@@ -114,11 +115,11 @@ def measure_step(events: Sequence[Sequence[StageEvent]], actions: Actions) -> St
     return StepBubble(ranks, measured, step, timeline.bubble_fraction, timeline.makespan)
 
 
-def _times(events: Sequence[StageEvent], span: float, step: float) -> RankTimes:
+def _times(events: Sequence[Bar], span: float, step: float) -> RankTimes:
     waits = {"wait_forward": 0.0, "wait_backward": 0.0}
     busy = 0.0
     for event in events:
-        taken = (event.end_ns - event.start_ns) / 1e9
+        taken = event.end - event.start
         if event.kind in waits:
             waits[event.kind] += taken
         else:

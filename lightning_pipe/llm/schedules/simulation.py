@@ -1,13 +1,16 @@
 """What a schedule does when, without running it: its actions, and their timeline if each took as long as is said.
 
-Where communication and overhead are not said a timeline is a bound: what is lost against it are those two.
+Where communication and overhead are not said a timeline is a bound: what is lost against it are those two. It is not
+the simulator of ``engine/planning``: ranks that share no resource and do a fixed list of actions once need no clock and
+no steady state, but one pass over the actions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from itertools import accumulate
+from typing import Literal
 
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
@@ -17,6 +20,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineSchedule,
 )
 
+from lightning_pipe.engine.observe.timeline import Bar, microbatch_bar
 from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.schedules.named import (
     ScheduleSpec,
@@ -26,7 +30,7 @@ from lightning_pipe.llm.schedules.named import (
     stages_of_rank,
 )
 
-__all__ = ["KINDS", "ActionSpan", "Actions", "Kind", "ScheduleTimeline", "actions_of", "backward_order", "simulate"]
+__all__ = ["KINDS", "Actions", "Kind", "ScheduleTimeline", "actions_of", "simulate"]
 
 Kind = Literal["forward", "backward", "input_backward", "weight_backward"]
 Actions = Mapping[int, Sequence[_Action]]
@@ -104,40 +108,15 @@ def _count_forwards(actions: Sequence[_Action]) -> list[_Action]:
     return [a._replace(microbatch_index=next(count)) if a.computation_type is forward else a for a in actions]
 
 
-def backward_order(actions: Actions, stage_index: int) -> list[int]:
-    """The micro-batches in the order in which a stage adds their gradients to its parameters.
-
-    Floating-point sums depend on it: on the CPU, one device that adds up the gradients of the same micro-batches in
-    this order has those of the pipeline, to the bit. It is descending for LoopedBFS, ascending for PyTorch's others.
-    """
-    adds = (_ComputationType.FULL_BACKWARD, _ComputationType.BACKWARD_WEIGHT)
-    return [
-        action.microbatch_index
-        for row in actions.values()
-        for action in row
-        if action.stage_index == stage_index and action.computation_type in adds and action.microbatch_index is not None
-    ]
-
-
-class ActionSpan(NamedTuple):
-    """One action of a timeline, in the unit of the durations."""
-
-    stage: int
-    kind: Kind
-    microbatch: int
-    start: float
-    end: float
-
-
 @dataclass(frozen=True)
 class ScheduleTimeline:
     """When each rank does what; it begins at 0.
 
     Attributes:
-        spans: by rank, in order.
+        spans: by rank, in order; times are in the unit of the durations.
     """
 
-    spans: Mapping[int, Sequence[ActionSpan]]
+    spans: Mapping[int, Sequence[Bar]]
 
     @property
     def makespan(self) -> float:
@@ -158,28 +137,14 @@ class ScheduleTimeline:
         total = len(self.spans) * self.makespan
         return sum(self.idle(rank) for rank in self.spans) / total if total else 0.0
 
-    def live(self, rank: int) -> list[tuple[float, int]]:
-        """How many micro-batches' activations a rank holds, from each time on that this changes.
+    def peak_live(self, rank: int) -> int:
+        """The most micro-batches whose activations a rank holds at a time: m for GPipe, P - rank for 1F1B.
 
         A micro-batch counts once for each stage of the rank, from the start of its forward to the end of the backward
         that computes its weights' gradients.
         """
-        changes: list[tuple[float, int]] = []
-        for span in self.spans[rank]:
-            if span.kind == "forward":
-                changes.append((span.start, 1))
-            elif span.kind != "input_backward":
-                changes.append((span.end, -1))
-        counts: dict[float, int] = {}
-        held = 0
-        for time, change in sorted(changes):  # what ends at a time ends before something begins
-            held += change
-            counts[time] = held
-        return list(counts.items())
-
-    def peak_live(self, rank: int) -> int:
-        """The most that :meth:`live` says: m for GPipe, P - rank for 1F1B."""
-        return max((count for _, count in self.live(rank)), default=0)
+        steps = {"forward": 1, "input_backward": 0}
+        return max(accumulate(steps.get(span.kind, -1) for span in self.spans[rank]), default=0)
 
 
 def simulate(
@@ -203,7 +168,7 @@ def simulate(
     """
     rank_of = {action.stage_index: rank for rank, row in actions.items() for action in row}
     num_stages, on_its_way = 1 + max(rank_of, default=0), messages or {}
-    spans: dict[int, list[ActionSpan]] = {rank: [] for rank in actions}
+    spans: dict[int, list[Bar]] = {rank: [] for rank in actions}
     ends: dict[tuple[int, Kind, int], float] = {}
     left = sum(map(len, actions.values()))
     while left:
@@ -218,7 +183,7 @@ def simulate(
                 ready = max((end + on_its_way.get((rank_of[at], rank), 0.0) for at, end in arrived), default=0.0)
                 start = max(ready, (spans[rank][-1].end if spans[rank] else 0.0) + overhead)
                 end = start + _duration(durations, action.stage_index, kind)
-                spans[rank].append(ActionSpan(action.stage_index, kind, microbatch, start, end))
+                spans[rank].append(microbatch_bar(action.stage_index, kind, microbatch, start, end, rank))
                 ends[action.stage_index, kind, microbatch] = end
                 left -= 1
         if left == before:

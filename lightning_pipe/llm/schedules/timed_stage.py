@@ -5,32 +5,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed import P2POp
 from torch.distributed.pipelining import PipelineStage
 
-__all__ = ["StageEvent", "TimedStage", "median_durations"]
+from lightning_pipe.engine.observe.timeline import Bar, microbatch_bar
 
-
-class StageEvent(NamedTuple):
-    """What a stage did, or its rank waited for to do it.
-
-    Attributes:
-        stage: index of the stage.
-        kind: "forward" (on the last stage with the loss), "backward", "input_backward", "weight_backward"; before
-            those that need a neighbour's tensors, "wait_forward" or "wait_backward".
-        microbatch: index of the micro-batch.
-        start_ns: nanoseconds of ``time.perf_counter_ns``; comparable between ranks of one machine.
-        end_ns: likewise.
-    """
-
-    stage: int
-    kind: str
-    microbatch: int
-    start_ns: int
-    end_ns: int
+__all__ = ["TimedStage", "median_durations"]
 
 
 class TimedStage(PipelineStage):
@@ -47,7 +30,8 @@ class TimedStage(PipelineStage):
 
     Args:
         args: PyTorch's.
-        events: what is noted goes here, appended; one list for all stages of a rank.
+        events: what is noted goes here, appended; one list for all stages of a rank. Times are seconds of
+            ``time.perf_counter``; the stage does not know its rank and pipeline, which are 0 in its bars.
         recording: whether to note anything, asked before each forward or backward.
         on_failure: told what a forward has raised. The stage then goes on with zeros, since neighbours wait for its
             output; in the last stage's place, for a loss. None to let it be raised.
@@ -57,7 +41,7 @@ class TimedStage(PipelineStage):
     def __init__(
         self,
         *args: Any,
-        events: list[StageEvent],
+        events: list[Bar],
         recording: Callable[[], bool],
         on_failure: Callable[[Exception], object] | None = None,
         **kwargs: Any,
@@ -68,7 +52,7 @@ class TimedStage(PipelineStage):
         self._on_failure = on_failure
         given = kwargs["output_args"]
         self._outputs_like: tuple[torch.Tensor, ...] = given if isinstance(given, tuple) else (given,)
-        self._asked_ns = 0
+        self._asked = 0.0
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Nothing: PyTorch's drops gradients that FSDP accumulates, as if a real step had been run to find shapes."""
@@ -96,11 +80,11 @@ class TimedStage(PipelineStage):
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
-        self._asked_ns = time.perf_counter_ns()
+        self._asked = time.perf_counter()
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2POp]:
-        self._asked_ns = time.perf_counter_ns()
+        self._asked = time.perf_counter()
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(
@@ -145,7 +129,7 @@ class TimedStage(PipelineStage):
         def timed(*args: Any, **kwargs: Any) -> Any:
             value = function(*args, **kwargs)
             if self._recording() and self._events:
-                self._events[-1] = self._events[-1]._replace(end_ns=self._now())
+                self._events[-1] = self._events[-1]._replace(end=self._now())
             return value
 
         return timed
@@ -155,27 +139,28 @@ class TimedStage(PipelineStage):
             return work()
         start = self._now()
         if wait is not None:
-            idle = max(self._asked_ns, self._events[-1].end_ns if self._events else 0)
-            self._events.append(StageEvent(self.stage_index, wait, microbatch, idle, start))
+            idle = max(self._asked, self._events[-1].end if self._events else 0.0)
+            self._events.append(microbatch_bar(self.stage_index, wait, microbatch, idle, start))
         value = work()
-        self._events.append(StageEvent(self.stage_index, kind, microbatch, start, self._now()))
+        self._events.append(microbatch_bar(self.stage_index, kind, microbatch, start, self._now()))
         return value
 
-    def _now(self) -> int:
+    def _now(self) -> float:
         device = torch.device(self.device)
         if device.type != "cpu":
             # Only this stream: others may hold receives that are posted ahead, for which neighbours wait for this rank.
             torch.accelerator.current_stream(device).synchronize()
-        return time.perf_counter_ns()
+        return time.perf_counter()
 
 
 def _not_a_view(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) and value._is_view() else value
 
 
-def median_durations(events: Iterable[StageEvent]) -> dict[tuple[int, str], float]:
+def median_durations(events: Iterable[Bar]) -> dict[tuple[int, str], float]:
     """Seconds that each stage's forward, backward, ... took, the median over micro-batches: what ``simulate`` takes."""
-    taken: dict[tuple[int, str], list[int]] = {}
+    taken: dict[tuple[int, str], list[float]] = {}
     for event in events:
-        taken.setdefault((event.stage, event.kind), []).append(event.end_ns - event.start_ns)
-    return {key: statistics.median(nanoseconds) / 1e9 for key, nanoseconds in taken.items()}
+        assert event.stage is not None
+        taken.setdefault((event.stage, event.kind), []).append(event.end - event.start)
+    return {key: statistics.median(seconds) for key, seconds in taken.items()}

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 
 from lightning_pipe.engine import InputError
+from lightning_pipe.engine.observe.timeline import Bar
 from lightning_pipe.engine.ranks.together import gather, on_all_ranks
-from lightning_pipe.llm.schedules.timed_stage import StageEvent
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from lightning_pipe.strategies.language_model.stage_parts import PartsMaker, StageParts, StagePlan
 
@@ -41,7 +41,7 @@ class Trial:
     """
 
     seconds: tuple[float, ...]
-    events: tuple[Sequence[StageEvent], ...] = ()
+    events: tuple[Sequence[Bar], ...] = ()
     recorded: float = 0.0
 
 

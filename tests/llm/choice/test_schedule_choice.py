@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.observe.timeline import microbatch_bar
 from lightning_pipe.llm.choice.schedule_choice import (
     Calibration,
     Measurements,
@@ -24,7 +25,6 @@ from lightning_pipe.llm.measure.links import Link
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.schedules.named import SCHEDULES
 from lightning_pipe.llm.schedules.simulation import KINDS, actions_of
-from lightning_pipe.llm.schedules.timed_stage import StageEvent
 from tests.llm.measure.test_rank_memory import STATES, footprint
 
 CONFIG = ModuleConfig(4, "layers", ("embedding",), ("head",))
@@ -157,11 +157,10 @@ def test_what_a_real_step_shows_is_found_again() -> None:
                 kind = KINDS[action.computation_type]
                 now += 0.5
                 end = now + scales[kind] * durations[action.stage_index, kind]
-                numbers = int(now * 1e9), int(end * 1e9)
-                noted.append(StageEvent(action.stage_index, kind, action.microbatch_index or 0, *numbers))
+                noted.append(microbatch_bar(action.stage_index, kind, action.microbatch_index or 0, now, end))
                 now = end
             events.append(noted)
-        longest = max(row[-1].end_ns - row[0].start_ns for row in events) / 1e9
+        longest = max(row[-1].end - row[0].start for row in events)
         runs.append((one, events, longest + 2.0))
     found = calibrate(runs, 2, known)
     assert found.scales == pytest.approx(scales)

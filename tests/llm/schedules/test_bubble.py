@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import pytest
 
 from lightning_pipe.engine import InputError, SetupError
+from lightning_pipe.engine.observe.timeline import Bar, microbatch_bar
 from lightning_pipe.llm.schedules.bubble import RankTimes, StepBubble, measure_step, summarise, textbook_bubble
 from lightning_pipe.llm.schedules.named import SCHEDULES
 from lightning_pipe.llm.schedules.simulation import Kind, ScheduleTimeline, actions_of, simulate
-from lightning_pipe.llm.schedules.timed_stage import StageEvent
 
-MS = 1_000_000
+MS = 1e-3
 
 
 def durations_of(stages: int, *, slowest: int = 0) -> dict[tuple[int, Kind], float]:
@@ -23,19 +23,19 @@ def durations_of(stages: int, *, slowest: int = 0) -> dict[tuple[int, Kind], flo
     }
 
 
-def events_of(timeline: ScheduleTimeline) -> list[list[StageEvent]]:
+def events_of(timeline: ScheduleTimeline) -> list[list[Bar]]:
     """What ranks note that do what a timeline says, each by a clock that no other rank has."""
     found = []
     for rank, spans in timeline.spans.items():
-        clock = 10**15 * (3 - rank)
-        events: list[StageEvent] = []
+        clock = 1e5 * (3 - rank)
+        events: list[Bar] = []
         end = 0.0
         for span in spans:
-            times = [clock + round(time * MS) for time in (end, span.start, span.end)]
+            times = [clock + time * MS for time in (end, span.start, span.end)]
             if span.start > end:
                 wait = "wait_forward" if span.kind == "forward" else "wait_backward"
-                events.append(StageEvent(span.stage, wait, span.microbatch, *times[:2]))
-            events.append(StageEvent(span.stage, span.kind, span.microbatch, *times[1:]))
+                events.append(microbatch_bar(span.stage, wait, span.microbatch, *times[:2]))
+            events.append(microbatch_bar(span.stage, span.kind, span.microbatch, *times[1:]))
             end = span.end
         found.append(events)
     return found
@@ -59,8 +59,8 @@ def test_ranks_that_keep_to_a_timeline_have_its_bubble_whatever_their_clocks_say
 
 
 def test_each_part_of_a_ranks_time_is_found_under_its_name() -> None:
-    def event(kind: str, start: int, end: int) -> StageEvent:
-        return StageEvent(1, kind, 0, start * MS, end * MS)
+    def event(kind: str, start: int, end: int) -> Bar:
+        return microbatch_bar(1, kind, 0, start * MS, end * MS)
 
     rank = [
         event("wait_forward", 100, 107),
@@ -69,7 +69,7 @@ def test_each_part_of_a_ranks_time_is_found_under_its_name() -> None:
         event("input_backward", 113, 117),
         event("weight_backward", 119, 124),
     ]
-    longest = [StageEvent(0, "forward", 0, 0, 30 * MS)]
+    longest = [microbatch_bar(0, "forward", 0, 0, 30 * MS)]
     step = measure_step([longest, rank], {})
     assert step.ranks[0] == RankTimes(0.03, 0.0, 0.0, other=0.0, done=0.0)
     expected = RankTimes(busy=0.012, wait_forward=0.007, wait_backward=0.002, other=0.003, done=0.006)
@@ -84,11 +84,10 @@ def test_the_simulated_step_takes_medians_and_no_communication() -> None:
     timeline = simulate(actions, durations_of(2, slowest=1))
     events = events_of(timeline)
     # One forward of the last stage takes long, and so does what rank 0 waits for after it.
-    late = [one._replace(end_ns=one.end_ns + 50 * MS) if one[1:3] == ("forward", 2) else one for one in events[1]]
-    place = next(i for i, one in enumerate(late) if one[1:3] == ("forward", 2))
-    late[place + 1 :] = [
-        one._replace(start_ns=one.start_ns + 50 * MS, end_ns=one.end_ns + 50 * MS) for one in late[place + 1 :]
-    ]
+    late = list(events[1])
+    place = next(i for i, one in enumerate(late) if (one.kind, one.microbatch) == ("forward", 2))
+    late[place] = late[place]._replace(end=late[place].end + 50 * MS)
+    late[place + 1 :] = [one._replace(start=one.start + 50 * MS, end=one.end + 50 * MS) for one in late[place + 1 :]]
     step = measure_step([events[0], late], actions)
     assert step.bound == pytest.approx(timeline.makespan / 1e3)
     assert step.simulated == pytest.approx(timeline.bubble_fraction)
@@ -97,12 +96,12 @@ def test_the_simulated_step_takes_medians_and_no_communication() -> None:
 
 def test_a_rank_that_noted_nothing_is_an_error_that_names_it() -> None:
     with pytest.raises(InputError, match=r"rank\(s\) \[1\] of a pipeline of 2 noted nothing"):
-        measure_step([[StageEvent(0, "forward", 0, 0, 1)], []], {})
+        measure_step([[microbatch_bar(0, "forward", 0, 0, 1)], []], {})
 
 
 def test_events_of_another_schedule_are_an_error_that_names_what_lacks() -> None:
     with pytest.raises(SetupError, match=r"durations lack \(0, 'backward'\)"):
-        measure_step([[StageEvent(0, "forward", 0, 0, 1)]], actions_of(SCHEDULES["gpipe"], 1, 1))
+        measure_step([[microbatch_bar(0, "forward", 0, 0, 1)]], actions_of(SCHEDULES["gpipe"], 1, 1))
 
 
 def test_the_textbooks_bubble_is_that_of_gpipe_and_1f1b_alone() -> None:

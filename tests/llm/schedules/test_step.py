@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.schedules.checks import check_microbatches
 from lightning_pipe.llm.schedules.named import SCHEDULES, ScheduleSpec, count_stages, find_schedule
-from lightning_pipe.llm.schedules.simulation import actions_of, backward_order
+from lightning_pipe.llm.schedules.simulation import actions_of
 from lightning_pipe.llm.schedules.step import build_evaluation, build_schedule, run_schedule
 from lightning_pipe.llm.schedules.timed_stage import TimedStage
 from tests.distributed import run_ranks
@@ -25,6 +25,7 @@ from tests.llm.schedule_cases import (
     ROWS,
     WIDTH,
     OwnSchedule,
+    backward_order,
     gradients_of,
     loss_of,
     make_batch,

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
+from lightning_pipe.engine.observe.timeline import Bar, microbatch_bar
 from lightning_pipe.llm.schedules.named import SCHEDULES, count_stages
 from lightning_pipe.llm.schedules.simulation import actions_of
 from lightning_pipe.llm.schedules.step import build_evaluation, build_schedule, run_schedule
-from lightning_pipe.llm.schedules.timed_stage import StageEvent, TimedStage, median_durations
+from lightning_pipe.llm.schedules.timed_stage import TimedStage, median_durations
 from tests.distributed import run_ranks
 from tests.llm.schedule_cases import loss_of, make_batch, make_pieces, make_stages
 
@@ -26,10 +27,10 @@ class Recorded:
     """One rank's events of a step of a schedule, and when its losses were computed."""
 
     def __init__(self) -> None:
-        self.train: list[StageEvent] = []
-        self.evaluation: list[StageEvent] = []
-        self.silent: list[StageEvent] = []
-        self.losses: list[tuple[int, int]] = []
+        self.train: list[Bar] = []
+        self.evaluation: list[Bar] = []
+        self.silent: list[Bar] = []
+        self.losses: list[tuple[float, float]] = []
 
 
 def make_neighbour_late(stages: list[TimedStage], rank: int, name: str) -> None:
@@ -54,9 +55,9 @@ def record(rank: int, name: str) -> Recorded:
     pieces = make_pieces(2 * count_stages(spec, 2))
 
     def timed_loss(output: Tensor, target: Tensor) -> Tensor:
-        start = time.perf_counter_ns()
+        start = time.perf_counter()
         loss = loss_of(output, target)
-        recorded.losses.append((start, time.perf_counter_ns()))
+        recorded.losses.append((start, time.perf_counter()))
         return loss
 
     on = True
@@ -83,7 +84,7 @@ def ranks() -> list[dict[str, Recorded]]:
     return run_ranks(record_all, 2)
 
 
-def of_neighbour(name: str, rank: int, event: StageEvent) -> bool:
+def of_neighbour(name: str, rank: int, event: Bar) -> bool:
     """Whether what the event needs comes from the other rank."""
     stages = {action.stage_index: r for r, row in actions_of(SCHEDULES[name], 2, 4).items() for action in row}
     step = {"forward": -1, "backward": 1, "input_backward": 1, "weight_backward": 0}[event.kind]
@@ -113,8 +114,8 @@ def test_evaluation_records_one_forward_of_each_microbatch_and_stage(
 def test_events_of_a_rank_do_not_overlap(ranks: list[dict[str, Recorded]], name: str) -> None:
     for recorded in ranks:
         for events in (recorded[name].train, recorded[name].evaluation):
-            assert all(event.start_ns <= event.end_ns for event in events)
-            assert all(one.end_ns <= other.start_ns for one, other in pairwise(events))
+            assert all(event.start <= event.end for event in events)
+            assert all(one.end <= other.start for one, other in pairwise(events))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -131,22 +132,22 @@ def test_there_is_a_wait_just_before_what_needs_a_neighbours_tensors(
             if id(event) in waited:
                 wait = waited[id(event)]
                 kind = "wait_forward" if event.kind == "forward" else "wait_backward"
-                assert wait[:3] == (event.stage, kind, event.microbatch)
-                assert wait.end_ns == event.start_ns
+                assert (wait.stage, wait.kind, wait.microbatch) == (event.stage, kind, event.microbatch)
+                assert wait.end == event.start
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_wait_lasts_until_the_neighbour_has_computed(ranks: list[dict[str, Recorded]], name: str) -> None:
-    ends = {(e.stage, e.kind, e.microbatch): e.end_ns for recorded in ranks for e in recorded[name].train}
+    ends = {(e.stage, e.kind, e.microbatch): e.end for recorded in ranks for e in recorded[name].train}
     for recorded in ranks:
         for event in recorded[name].train:
             if event.kind == "wait_forward":
-                assert event.end_ns > ends[event.stage - 1, "forward", event.microbatch]
+                assert event.end > ends[event.stage - 1, "forward", event.microbatch]
             elif event.kind == "wait_backward":
                 sources = [
                     ends.get((event.stage + 1, kind, event.microbatch)) for kind in KINDS if "weight" not in kind
                 ]
-                assert any(end is not None and event.end_ns > end for end in sources[1:])
+                assert any(end is not None and event.end > end for end in sources[1:])
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -155,8 +156,11 @@ def test_a_wait_for_a_late_neighbour_includes_the_neighbours_forward(
 ) -> None:
     first = ranks[0][name].train[0]
     wait = ranks[1][name].train[0]
-    assert (first[:3], wait[:3]) == ((0, "forward", 0), (1, "wait_forward", 0))
-    assert wait.start_ns < first.end_ns < wait.end_ns
+    assert [(one.stage, one.kind, one.microbatch) for one in (first, wait)] == [
+        (0, "forward", 0),
+        (1, "wait_forward", 0),
+    ]
+    assert wait.start < first.end < wait.end
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -167,8 +171,8 @@ def test_the_forward_of_the_last_stage_includes_its_loss(ranks: list[dict[str, R
         losses = recorded[name].losses[: len(forwards)]
         assert len(forwards) == len(losses)
         for forward, (start, end) in zip(forwards, losses, strict=True):
-            assert forward.start_ns < start
-            assert end <= forward.end_ns
+            assert forward.start < start
+            assert end <= forward.end
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -179,8 +183,8 @@ def test_nothing_is_recorded_while_recording_is_off(ranks: list[dict[str, Record
 def test_durations_are_medians_in_seconds_by_stage_and_kind() -> None:
     taken = {(0, "forward"): [5, 1, 3], (1, "backward"): [2, 4]}
     events = [
-        StageEvent(stage, kind, index, 100, 100 + nanoseconds)
+        microbatch_bar(stage, kind, index, 100.0, 100.0 + seconds)
         for (stage, kind), times in taken.items()
-        for index, nanoseconds in enumerate(times)
+        for index, seconds in enumerate(times)
     ]
-    assert median_durations(events) == pytest.approx({(0, "forward"): 3e-9, (1, "backward"): 3e-9})
+    assert median_durations(events) == pytest.approx({(0, "forward"): 3.0, (1, "backward"): 3.0})
