@@ -43,12 +43,7 @@ class Refused:
 
 def operations_of(footprints: Pieces[Footprint]) -> Pieces[LayerWork]:
     """Floating-point operations of each piece, in the place of seconds."""
-    return Pieces(
-        footprints.empty.operations,
-        None if footprints.input is None else footprints.input.operations,
-        tuple(one.operations for one in footprints.layers),
-        footprints.output.operations,
-    )
+    return Pieces.of(lambda one: one.operations, footprints)
 
 
 def estimate(

@@ -11,12 +11,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from lightning_pipe.engine.observe.timeline import Bar
 from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.measure.layer_bench import Pieces
+from lightning_pipe.llm.measure.layer_costs import memory_costs, time_costs
 from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork
 from lightning_pipe.llm.measure.links import Link
 from lightning_pipe.llm.measure.rank_memory import RankMemory, Sharing, estimate_memory, pieces_of_stage
@@ -194,14 +195,8 @@ def _splits(
 ) -> Iterator[tuple[int, ...]]:
     work, footprints = measured.work[count], measured.footprints[count]
 
-    def seconds(one: LayerWork | None) -> float:
-        nothing = work.empty.forward + work.empty.backward
-        return 0.0 if one is None else max(one.forward + one.backward - nothing, 0.0)
-
-    by_time = split_by_cost(
-        config, num_stages, [seconds(one) for one in work.layers], seconds(work.input), seconds(work.output)
-    )
-    found = [layer_counts(config, by_time)]
+    costs = time_costs(work)
+    found = [layer_counts(config, split_by_cost(config, num_stages, costs.layers, costs.input or 0.0, costs.output))]
     with suppress(SetupError):  # fewer layers than its weights take off
         found.append(layer_counts(config, split_evenly(config, num_stages)))
     if by_memory:
@@ -229,13 +224,8 @@ def layers_by_memory(
         optimizer_bytes: states of optimisers for each piece.
         kept: how many micro-batches a stage keeps at a time.
     """
-
-    def cost(one: Footprint | None, states: int | None) -> float:
-        return 0.0 if one is None else one.parameters + one.gradients + (states or 0) + kept * one.kept
-
-    layers = [cost(one, states) for one, states in zip(footprints.layers, optimizer_bytes.layers, strict=True)]
-    ends = cost(footprints.input, optimizer_bytes.input), cost(footprints.output, optimizer_bytes.output)
-    return layer_counts(config, split_by_cost(config, num_stages, layers, *ends))
+    costs = memory_costs(footprints, optimizer_bytes, kept)
+    return layer_counts(config, split_by_cost(config, num_stages, costs.layers, costs.input or 0.0, costs.output))
 
 
 def stage_durations(
@@ -359,14 +349,7 @@ def finalists(predictions: Sequence[SchedulePrediction], most: int, of_a_schedul
 def median_pieces(found: Sequence[Pieces[LayerWork]]) -> Pieces[LayerWork]:
     """Each number's median over ranks that measured the same."""
 
-    def median(works: Sequence[LayerWork]) -> LayerWork:
+    def median(*works: LayerWork) -> LayerWork:
         return LayerWork(*(statistics.median(column) for column in zip(*works, strict=True)))
 
-    inputs = [one.input for one in found if one.input is not None]
-    return replace(
-        found[0],
-        empty=median([one.empty for one in found]),
-        input=median(inputs) if inputs else None,
-        layers=tuple(median(same) for same in zip(*(one.layers for one in found), strict=True)),
-        output=median([one.output for one in found]),
-    )
+    return Pieces.of(median, *found)

@@ -24,6 +24,7 @@ from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shall
 __all__ = ["LayerBench", "LayerPiece", "LossOf", "Pieces", "stand_in"]
 
 T = TypeVar("T")
+R = TypeVar("R")
 LossOf = Callable[[Any, nn.Module], Tensor]
 
 
@@ -61,6 +62,16 @@ class Pieces(Generic[T]):
     input: T | None
     layers: tuple[T, ...]
     output: T
+
+    @staticmethod
+    def of(function: Callable[..., R], *given: Pieces[Any]) -> Pieces[R]:
+        """Apply a function, piece by piece, to what was found of one model: several times, or of several kinds."""
+        return Pieces(
+            function(*(one.empty for one in given)),
+            None if given[0].input is None else function(*(one.input for one in given)),
+            tuple(function(*same) for same in zip(*(one.layers for one in given), strict=True)),
+            function(*(one.output for one in given)),
+        )
 
 
 class LayerBench:

@@ -1,45 +1,51 @@
-"""What each layer of a model costs, in seconds or bytes, measured: what ``split_by_cost`` deals out to stages by.
+"""What each layer of a model costs, in seconds or bytes: what ``split_by_cost`` deals out to stages by.
 
-Each piece is run by itself (``layer_bench``), so no rank holds more than one.
+One number a piece, made of what ``layer_profile`` finds; what a stage without modules costs, building a mask, say, is
+taken off.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.measure.first_rank import from_first
-from lightning_pipe.llm.measure.layer_bench import LayerBench, LayerPiece, LossOf
+from lightning_pipe.llm.measure.layer_bench import LossOf, Pieces
+from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork, measure_footprints, measure_work
 from lightning_pipe.llm.model.module_config import ModuleConfig
 
-__all__ = ["LayerCosts", "measure_costs"]
-
-_CPU = torch.device("cpu")
-_WARM_UPS = 2
-_RUNS = 5
+__all__ = ["measure_costs", "memory_costs", "time_costs"]
 
 
-@dataclass(frozen=True)
-class LayerCosts:
-    """Costs in one unit, as :func:`~lightning_pipe.llm.split.by_name.split_by_cost` takes them.
+def time_costs(work: Pieces[LayerWork]) -> Pieces[float]:
+    """Forward and backward of each piece."""
+    return _beyond_empty(Pieces.of(lambda one: one.forward + one.backward, work))
 
-    Attributes:
-        input: of the modules before the layers, together.
-        layers: of each layer.
-        output: of the modules after them, together, and the loss.
+
+def memory_costs(footprints: Pieces[Footprint], states: Pieces[int], kept: int) -> Pieces[float]:
+    """Parameters, gradients, buffers and optimizer states of each piece, and what its forwards keep for backwards.
+
+    What a piece hands on counts to it, not to the next one.
+
+    Args:
+        footprints: of one micro-batch.
+        states: bytes of optimizer states.
+        kept: number of micro-batches that a stage keeps at a time.
     """
 
-    input: float
-    layers: tuple[float, ...]
-    output: float
+    def cost(one: Footprint, of_optimizer: int) -> float:
+        return one.parameters + one.gradients + one.buffers + of_optimizer + kept * one.kept
+
+    return _beyond_empty(Pieces.of(cost, footprints, states))
+
+
+def _beyond_empty(costs: Pieces[float]) -> Pieces[float]:
+    return Pieces.of(lambda one: max(one - costs.empty, 0.0), costs)
 
 
 def measure_costs(
@@ -52,30 +58,24 @@ def measure_costs(
     unit: Literal["time", "memory"] = "time",
     microbatches: int = 1,
     optimizer_states: int = 2,
-    device: torch.device = _CPU,
     group: dist.ProcessGroup | None = None,
     clock: Callable[[], float] = time.perf_counter,
-) -> LayerCosts:
-    """Run a micro-batch forward and backward through the modules before the layers, each layer and those after.
+) -> Pieces[float]:
+    """Measure the modules before the layers, each layer and those after, with one micro-batch.
 
-    Time is the median of five runs, after two that do not count. Memory is that of parameters, gradients, optimiser
-    states, buffers, and of what a forward pass keeps for the backward pass, its input included. What a stage without
-    modules costs, building a mask, say, is taken off both. Layers that are alike, by class, tensors and plain
-    attributes, and get alike inputs, are measured once. Autocast holds as it is set around the call. Random states stay
-    as they are.
+    Arguments as for :func:`~lightning_pipe.llm.measure.layer_profile.measure_work`, and:
 
     Args:
-        model: the unsplit one, real or deferred; it is left as it is.
-        config: what it is made of.
-        args: what it is called with for one micro-batch, with values, on ``device``.
-        kwargs: its keywords.
-        loss_of: from the model's output, and the part of the model that gave it, the loss: a scalar.
+        model: see there.
+        config: see there.
+        args: see there.
+        kwargs: see there.
+        loss_of: see there.
         unit: "time", in seconds, or "memory", in bytes.
         microbatches: how many micro-batches' activations a stage keeps at a time, for memory.
         optimizer_states: how many tensors of a parameter's size the optimiser keeps for each, for memory: Adam 2.
-        device: where to measure.
         group: ranks that need the same costs: the first measures, and tells the others. Each has to call this.
-        clock: seconds.
+        clock: see there.
 
     Raises:
         SetupError: another unit; a model that cannot be cut as the config says; on every rank, where the first could
@@ -84,82 +84,11 @@ def measure_costs(
     if unit not in ("time", "memory"):
         raise SetupError(f"the unit of costs is {unit!r}; needed is 'time' or 'memory'")
 
-    def measured() -> LayerCosts:
-        bench = LayerBench(model, config, args, kwargs, device)
-        cost = _Timer(clock, device) if unit == "time" else _Weigher(microbatches, optimizer_states)
-        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]), torch.enable_grad():
-            found = bench.ask(loss_of, cost)
-        last, *layers = (max(one - found.empty, 0.0) for one in (found.output, *found.layers))
-        first = 0.0 if found.input is None else max(found.input - found.empty, 0.0)
-        return LayerCosts(first, tuple(layers), last)
+    def measured() -> Pieces[float]:
+        if unit == "time":
+            return time_costs(measure_work(model, config, args, kwargs, loss_of, parts=False, clock=clock))
+        footprints = measure_footprints(model, config, args, kwargs, loss_of)
+        states = Pieces.of(lambda one: optimizer_states * one.gradients, footprints)
+        return memory_costs(footprints, states, microbatches)
 
     return measured() if group is None else from_first(measured, "could not measure what layers cost", group)
-
-
-class _Timer:
-    """Seconds that a forward and a backward take."""
-
-    def __init__(self, clock: Callable[[], float], device: torch.device) -> None:
-        self._clock = clock
-        self._device = device
-
-    def __call__(self, piece: LayerPiece) -> float:
-        taken = [self._run(piece) for _ in range(_WARM_UPS + _RUNS)]
-        return statistics.median(taken[_WARM_UPS:])
-
-    def _run(self, piece: LayerPiece) -> float:
-        for one in [*piece.stage.parameters(), *(one for one in piece.inputs if isinstance(one, Tensor))]:
-            one.grad = None
-        begin = self._now()
-        output = piece.run(*piece.inputs)
-        forward = self._now() - begin
-        if not output.requires_grad:
-            return forward
-        gradient = torch.ones_like(output)
-        begin = self._now()
-        output.backward(gradient)
-        return forward + self._now() - begin
-
-    def _now(self) -> float:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-        return self._clock()
-
-
-class _Weigher:
-    """Bytes that a stage needs for a piece."""
-
-    def __init__(self, microbatches: int, optimizer_states: int) -> None:
-        self._microbatches = microbatches
-        self._states = optimizer_states
-
-    def __call__(self, piece: LayerPiece) -> float:
-        parameters = _distinct(one for module in piece.modules for one in module.parameters())
-        buffers = _distinct(one for module in piece.modules for one in module.buffers())
-        fixed = sum(_bytes(one) * (2 + self._states if one.requires_grad else 1) for one in parameters)
-        return float(fixed + sum(map(_bytes, buffers)) + self._microbatches * self._saved(piece))
-
-    def _saved(self, piece: LayerPiece) -> int:
-        others = [*piece.stage.parameters(), *piece.stage.buffers(), *piece.batch]
-        known = {one.untyped_storage()._cdata for one in others}
-        saved: dict[int, torch.UntypedStorage] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in known:
-                saved[storage._cdata] = storage  # held, so that no other gets its address
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            output = piece.run(*piece.inputs)
-        found = sum(storage.nbytes() for storage in saved.values())
-        del output
-        return found
-
-
-def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list({id(one): one for one in tensors}.values())
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -1,8 +1,8 @@
 """What each kind of work of a schedule costs in each layer: seconds, measured; or operations and bytes, without memory.
 
 A schedule's actions are a forward, and a backward in one or in two parts; PyTorch's own functions for the parts are
-called here, as its stages call them. ``layer_costs`` has one number a layer, which is enough to split by; a simulation
-asks for these.
+called here, as its stages call them. A simulation asks for all of these; a split by one number a layer, which
+``layer_costs`` makes of them.
 """
 
 from __future__ import annotations
@@ -98,6 +98,7 @@ def measure_work(
     device: torch.device = _CPU,
     prepare: Callable[[StageModule], object] = lambda stage: None,
     varies: Callable[[int], Any] = lambda index: None,
+    parts: bool = True,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Pieces[LayerWork]:
     """Seconds that each piece takes for one micro-batch: medians of five runs, after two that do not count.
@@ -113,21 +114,23 @@ def measure_work(
         device: where to measure.
         prepare: done to each piece's stage: activation checkpointing, say.
         varies: what of a layer's index matters to that.
+        parts: whether to measure a backward in two parts too; else it counts as all in the second.
         clock: seconds.
 
     Raises:
         SetupError: a model that cannot be cut as the config says.
     """
-    watch = _LayerWatch(clock, device)
+    watch = _LayerWatch(clock, device, parts)
     bench = LayerBench(model, config, args, kwargs, device, prepare, varies)
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]), torch.enable_grad():
         return bench.ask(loss_of, watch.work)
 
 
 class _LayerWatch:
-    def __init__(self, clock: Callable[[], float], device: torch.device) -> None:
+    def __init__(self, clock: Callable[[], float], device: torch.device, parts: bool) -> None:
         self._clock = clock
         self._device = device
+        self._parts = parts
 
     def work(self, piece: LayerPiece) -> LayerWork:
         taken = [self._run(piece) for _ in range(_WARM_UPS + _RUNS)][_WARM_UPS:]
@@ -136,7 +139,7 @@ class _LayerWatch:
     def _run(self, piece: LayerPiece) -> LayerWork:
         forward, (output, inputs) = self._timed(lambda: _forward(piece))
         backward, _ = self._timed(lambda: _backward(output))
-        if not _has_parts(piece, inputs):
+        if not self._parts or not _has_parts(piece, inputs):
             return LayerWork(forward, backward, 0.0, backward)
         output, inputs = _forward(piece)
         first, groups = self._timed(lambda: _input_backward(piece, output, inputs))

@@ -356,7 +356,7 @@ def _deal_out(
         microbatches=given.num_microbatches,
         group=dist.group.WORLD,
     )
-    return split_by_cost(config, num_stages, costs.layers, costs.input, costs.output)
+    return split_by_cost(config, num_stages, costs.layers, costs.input or 0.0, costs.output)
 
 
 def _split_point(name: str, given: SplitPoint | str) -> SplitPoint:

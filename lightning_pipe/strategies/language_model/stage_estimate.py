@@ -16,7 +16,8 @@ from lightning_pipe.llm.choice.schedule_choice import (
     layers_by_memory,
 )
 from lightning_pipe.llm.measure.layer_bench import Pieces
-from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork
+from lightning_pipe.llm.measure.layer_costs import time_costs
+from lightning_pipe.llm.measure.layer_profile import Footprint
 from lightning_pipe.llm.model.deferred import deferred_init
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.schedules.checks import check_microbatches
@@ -135,8 +136,8 @@ def _layers_per_stage(
     elif split.layer_ranges is not None:
         stages = split_by_ranges(config, split.layer_ranges)
     elif split.balance == "time":
-        work = operations_of(footprints)
-        stages = split_by_cost(config, count, [_all(one) for one in work.layers], _all(work.input), _all(work.output))
+        costs = time_costs(operations_of(footprints))
+        stages = split_by_cost(config, count, costs.layers, costs.input or 0.0, costs.output)
     else:
         stages = split_evenly(config, count, split.input_weight, split.output_weight)
     if len(stages) != count:
@@ -144,7 +145,3 @@ def _layers_per_stage(
             f"the layers of {len(stages)} stages are given; the schedule has {count}: give one number for each"
         )
     return layer_counts(config, stages)
-
-
-def _all(work: LayerWork | None) -> float:
-    return 0.0 if work is None else work.forward + work.backward

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.llm.measure.layer_costs import LayerCosts, measure_costs
+from lightning_pipe.llm.measure.layer_bench import Pieces
+from lightning_pipe.llm.measure.layer_costs import measure_costs
 from lightning_pipe.llm.model.deferred import deferred_init, is_deferred
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.module_config import ModuleConfig
@@ -112,14 +113,14 @@ def loss_of(output: Tensor, part: nn.Module) -> Tensor:
     return output.sum()
 
 
-def measure(model: nn.Module, **options: Any) -> LayerCosts:
+def measure(model: nn.Module, **options: Any) -> Pieces[float]:
     CLOCK.forwards.clear()
     return measure_costs(model, CONFIG, (ids(),), {}, loss_of, clock=CLOCK, **options)
 
 
 def test_time_is_of_forward_and_backward_without_what_every_stage_takes() -> None:
     costs = measure(Model())
-    assert costs == LayerCosts(0.0, (3.0, 6.0, 9.0), 12.0)
+    assert costs == Pieces(0.0, 0.0, (3.0, 6.0, 9.0), 12.0)
 
 
 def test_time_is_the_median_after_runs_that_warm_up() -> None:
@@ -140,7 +141,7 @@ def test_time_is_the_median_after_runs_that_warm_up() -> None:
 
     model = Model((2.0, 2.0, 2.0), "aaa")
     costs = measure_costs(model, CONFIG, (ids(),), {}, loss_of, clock=Uneven())
-    assert costs == LayerCosts(4.0, (2.0, 2.0, 2.0), 6.0)
+    assert costs == Pieces(0.0, 4.0, (2.0, 2.0, 2.0), 6.0)
     assert list(readings) == []
 
 
@@ -156,25 +157,24 @@ def test_layers_of_other_widths_get_what_the_one_before_gives() -> None:
     costs = measure_costs(
         model, derive_config(model), (torch.randn(3, 8),), {}, loss_of, unit="memory", optimizer_states=0
     )
-    first = (8 * 16 + 16) * 4 * 2  # its input is the batch's
-    second = (16 * 4 + 4) * 4 * 2 + 3 * 16 * 4
-    assert costs == LayerCosts(0.0, (first, second, (4 * 4 + 4) * 4 * 2 + 3 * 4 * 4), 0.0)
+    first = (8 * 16 + 16) * 4 * 2 + 3 * 16 * 4  # its output counts to it, and its input to the one before
+    second = (16 * 4 + 4) * 4 * 2 + 3 * 4 * 4
+    assert costs == Pieces(0.0, None, (first, second, (4 * 4 + 4) * 4 * 2 + 3 * 4 * 4), 4.0)
 
 
 def test_memory_is_of_parameters_gradients_states_buffers_and_what_is_kept_for_backward() -> None:
     linear = (WIDTH * WIDTH + WIDTH) * 4
-    kept = 2 * HIDDEN  # input and output
     costs = measure(Plain(), unit="memory")
-    assert costs.input == VOCABULARY * WIDTH * 4 * 4
-    # Without gradients the input of a linear layer is not kept.
-    assert costs.layers == (4 * linear + kept, linear + HIDDEN, 4 * linear + kept + 3 * 8)
-    assert costs.output == VOCABULARY * WIDTH * 4 * 4 + HIDDEN
+    assert costs.input == VOCABULARY * WIDTH * 4 * 4 + HIDDEN
+    # What a linear layer gives is gone once the ReLU has made of it what both keep.
+    assert costs.layers == (4 * linear + HIDDEN, linear + HIDDEN, 4 * linear + HIDDEN + 3 * 8)
+    assert costs.output == VOCABULARY * WIDTH * 4 * 4 + 4  # and the loss
 
 
 def test_memory_is_of_as_many_micro_batches_and_states_as_said() -> None:
     linear = (WIDTH * WIDTH + WIDTH) * 4
     costs = measure(Plain(), unit="memory", microbatches=3, optimizer_states=1)
-    assert costs.layers[0] == 3 * linear + 3 * 2 * HIDDEN
+    assert costs.layers[0] == 3 * linear + 3 * HIDDEN
 
 
 @pytest.mark.parametrize("unit", ["time", "memory"])
@@ -199,7 +199,7 @@ def test_a_model_and_random_states_are_as_they_were() -> None:
 
 def test_costs_are_what_a_split_takes() -> None:
     costs = measure(Model())
-    stages = split_by_cost(CONFIG, 2, costs.layers, costs.input, costs.output)
+    stages = split_by_cost(CONFIG, 2, costs.layers, costs.input or 0.0, costs.output)
     assert stages == [["embedding", "layers.0", "layers.1", "layers.2"], ["head"]]
 
 
@@ -212,7 +212,7 @@ def fails(output: Tensor, part: nn.Module) -> Tensor:
     raise KeyError("labels")
 
 
-def two_ranks(rank: int, world: int) -> tuple[LayerCosts, str, int]:
+def two_ranks(rank: int, world: int) -> tuple[Pieces[float], str, int]:
     seconds = (1.0, 2.0, 3.0) if rank == 0 else (5.0, 5.0, 5.0)
     costs = measure(Model(seconds), group=dist.group.WORLD)
     ran = len(CLOCK.forwards)
@@ -225,7 +225,7 @@ def two_ranks(rank: int, world: int) -> tuple[LayerCosts, str, int]:
 
 def test_all_ranks_get_what_the_first_has_measured_or_its_failure() -> None:
     found = run_ranks(two_ranks, 2)
-    assert [costs for costs, _, _ in found] == [LayerCosts(0.0, (3.0, 6.0, 9.0), 12.0)] * 2
+    assert [costs for costs, _, _ in found] == [Pieces(0.0, 0.0, (3.0, 6.0, 9.0), 12.0)] * 2
     assert all("could not measure what layers cost: KeyError: 'labels'" in says for _, says, _ in found)
     assert found[0][2] > 0
     assert found[1][2] == 0
