@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_pipe._compat.torch import pytree
 from lightning_pipe.engine import PlanError, SetupError
+from lightning_pipe.engine.planning.shares import contiguous_shares
 from lightning_pipe.pipe.micro_batch import to_device
 from lightning_pipe.pipe.skip import SkipKey, Skips, using
 
@@ -41,27 +42,9 @@ def even_shares(costs: Sequence[float], partitions: int) -> list[int]:
         )
     if any(cost < 0 for cost in costs):
         raise PlanError(f"the layers' costs are {list(costs)}; needed are numbers of 0 or more")
-    before = [0.0]
-    for cost in costs:
-        before.append(before[-1] + cost)
-    # least[n]: the largest share of the first n layers among the partitions so far, at best.
-    least = [0.0] + [float("inf")] * len(costs)
-    cuts: list[list[int]] = []
-    for partition in range(1, partitions + 1):
-        following, cut = [float("inf")] * (len(costs) + 1), [0] * (len(costs) + 1)
-        for end in range(partition, len(costs) + 1):
-            for begin in range(partition - 1, end):
-                largest = max(least[begin], before[end] - before[begin])
-                # Of equally good cuts the latest: earlier partitions hold more micro-batches, the last one a loss.
-                if largest <= following[end]:
-                    following[end], cut[end] = largest, begin
-        least = following
-        cuts.append(cut)
-    ends = [len(costs)]
-    for cut in reversed(cuts):
-        ends.append(cut[ends[-1]])
-    ends.reverse()
-    return [end - begin for begin, end in pairwise(ends)]
+    before = [0.0, *accumulate(costs)]
+    # Of equally good cuts the latest: earlier partitions hold more micro-batches, the last one a loss.
+    return contiguous_shares(len(costs), partitions, lambda _, first, end: before[end] - before[first])
 
 
 def balance_by_parameters(module: nn.Sequential, partitions: int) -> list[int]:

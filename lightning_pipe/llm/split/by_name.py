@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+from lightning_pipe.engine.planning.shares import contiguous_shares
 from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.model.module_config import ModuleConfig
 
@@ -149,25 +150,9 @@ def split_by_cost(
         around = (input_cost if stage == 0 else 0.0) + (output_cost if stage == num_stages - 1 else 0.0)
         return math.fsum([around, *layer_costs[first:end]])
 
-    def best(limit: float, worst_only: bool) -> tuple[float, list[int]]:
-        """Least score over all cuts whose stages cost no more than the limit, and the layers where its stages end."""
-        reached: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # by the layer where the stages so far end
-        for stage in range(num_stages):
-            last = stage == num_stages - 1
-            may_be_empty = bool((stage == 0 and config.input_fqns) or (last and config.output_fqns))
-            further: dict[int, tuple[float, list[int]]] = {}
-            for first, (score, ends) in sorted(reached.items()):
-                for end in range(first + (not may_be_empty), config.num_layers + 1):
-                    here = cost(stage, first, end)
-                    if here <= limit:
-                        total = max(score, here) if worst_only else score + here * here
-                        further[end] = min(further.get(end, (math.inf, [])), (total, [*ends, end]))
-            reached = further
-        return reached[config.num_layers]
-
-    limit, _ = best(math.inf, worst_only=True)
-    _, ends = best(limit, worst_only=False)
-    return split_at(config, [end - first for first, end in pairwise([0, *ends])])
+    may_be_empty = [stage for stage in range(num_stages) if not _is_empty(config, stage, [0] * num_stages)]
+    counts = contiguous_shares(config.num_layers, num_stages, cost, most_even=True, may_be_empty=may_be_empty)
+    return split_at(config, counts)
 
 
 def _check_stages(config: ModuleConfig, num_stages: int) -> None:

@@ -1,0 +1,52 @@
+"""Cuts a list into contiguous shares so that the most expensive one costs the least.
+
+Stages of a model and partitions of a pipe get their layers by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from itertools import pairwise
+
+__all__ = ["contiguous_shares"]
+
+
+def contiguous_shares(
+    items: int,
+    shares: int,
+    cost: Callable[[int, int, int], float],
+    *,
+    most_even: bool = False,
+    may_be_empty: Collection[int] = (),
+) -> list[int]:
+    """Number of items in each share.
+
+    Args:
+        items: number of items, at least as many as shares that may not be empty.
+        shares: number of shares.
+        cost: cost of a share, not negative: of its index, its first item and the one after its last.
+        most_even: of equally good cuts, take the most even one (least sum of squared costs), then the earliest; by
+            default the latest one, from the end.
+        may_be_empty: indices of shares that may have no items.
+    """
+
+    def best(limit: float, squares: bool) -> tuple[float, list[int]]:
+        """Least score over all cuts whose shares cost at most the limit, and the ends of their shares."""
+        reached: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # by the end of the shares so far
+        for share in range(shares):
+            further: dict[int, tuple[float, list[int]]] = {}
+            for first, (score, ends) in reached.items():
+                for end in range(first + (share not in may_be_empty), items + 1):
+                    if (here := cost(share, first, end)) <= limit:
+                        total = score + here * here if squares else max(score, here)
+                        # Of equal scores the list that is the least is taken.
+                        found = total, [*ends, end] if most_even else [-end, *ends]
+                        further[end] = min(further.get(end, (math.inf, [])), found)
+            reached = further
+        return reached[items]
+
+    limit, ends = best(math.inf, squares=False)
+    if most_even:
+        _, ends = best(limit, squares=True)
+    return [end - first for first, end in pairwise(sorted([0, *map(abs, ends)]))]
