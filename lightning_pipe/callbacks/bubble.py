@@ -6,15 +6,15 @@ from collections import deque
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.text import Text
 
+from lightning_pipe.callbacks.of_fit import log_values
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.plans.fitted_table import FittedTable
+from lightning_pipe.engine.plans.fitted_table import FittedTable, print_report
 from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.llm.schedules.bubble import BubbleReport, StepBubble, measure_step, summarise
@@ -100,10 +100,7 @@ class BubbleMonitor(pl.Callback):
         values = {"bubble": step.measured}
         if step.simulated is not None:
             values["bubble_simulated"] = step.simulated
-        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
-        # Not with the module's log: what that is told in one step, loggers are given again in the next ones.
-        for logger in trainer.loggers:
-            logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        log_values(trainer, values)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         dist.destroy_process_group(self._group)
@@ -117,8 +114,7 @@ class BubbleMonitor(pl.Callback):
         stages = _stages(trainer)
         self._report = summarise(stages.schedule, stages.num_microbatches, self._steps)
         if trainer.is_global_zero:
-            # No markup: a schedule's name may be a path with square brackets.
-            Console(markup=False, highlight=False, emoji=False).print(bubble_table(self._report))
+            print_report(bubble_table(self._report))
 
 
 def _stages(trainer: pl.Trainer) -> RunningStages:
@@ -142,10 +138,7 @@ def bubble_table(report: BubbleReport) -> Group:
         idle = _percent(1 - one.busy / one.step) if one.step else "-"
         ranks.add_row(str(rank), *map(_milliseconds, times), idle)
 
-    bubble = FittedTable(box=box.SIMPLE, padding=(0, 1))
-    bubble.add_column("bubble", no_wrap=True)
-    bubble.add_column("share", justify="right", no_wrap=True)
-    bubble.add_column("step", justify="right", no_wrap=True)
+    bubble = FittedTable.of_figures("bubble", "share", "step")
     bubble.add_row("measured", _percent(medians.measured), _milliseconds(medians.step))
     if medians.simulated is not None and medians.bound is not None:
         bubble.add_row("simulated, median durations", _percent(medians.simulated), _milliseconds(medians.bound))

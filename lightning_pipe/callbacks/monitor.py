@@ -8,16 +8,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.data import _extract_batch_size
-from rich.console import Console
 from torch.utils.data import DataLoader
 
-from lightning_pipe.callbacks.of_fit import count, group_of_its_own, loop_of, pipeline_of
+from lightning_pipe.callbacks.of_fit import count, group_of_its_own, leave_group, log_values, loop_of, pipeline_of
 from lightning_pipe.callbacks.verdict import StepUse, Verdict, find_verdict, forward_wait
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.observe.meter import Meter
+from lightning_pipe.engine.plans.fitted_table import print_report
 from lightning_pipe.engine.ranks.exchanges import shares_host
 from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.loops import PipelineTrainingEpochLoop
@@ -228,25 +227,20 @@ class PipelineMonitor(pl.Callback):
             values["pipeline/batches_per_second"] = 1 / use.seconds
         else:
             values["pipeline/samples_per_second"] = use.samples / use.seconds
-        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
+        log_values(trainer, values)
         if self._prog_bar:
             shown = [name for name in values if name.endswith("_per_second")]
             trainer.progress_bar_metrics.update({name: values[name] for name in ("pipeline/iteration_seconds", *shown)})
-        # Not with the module's log: what that is told in one step, loggers are given again in the next ones.
-        for logger in trainer.loggers:
-            logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def _print(self, trainer: pl.Trainer) -> None:
         self._printed = self._verdict
         assert self._verdict is not None
         if trainer.is_global_zero:
-            # One line, however narrow the terminal; no markup, since names may hold square brackets.
-            Console(markup=False, highlight=False, emoji=False, soft_wrap=True).print(self._verdict.text)
+            print_report(self._verdict.text, soft_wrap=True)  # one line, however narrow the terminal
 
     def _leave_group(self) -> None:
-        group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        leave_group(self._group)
+        self._group = None
 
 
 def leave_step_out(trainer: pl.Trainer, following: int = 0) -> None:

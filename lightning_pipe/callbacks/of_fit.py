@@ -5,17 +5,29 @@ Tested in ``tests/callbacks/test_monitor.py``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 
 from lightning_pipe.engine import SetupError, SWPipeline
 from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 
-__all__ = ["checked_path", "count", "group_of_its_own", "leave_group", "loop_of", "numbered", "pipeline_of"]
+__all__ = [
+    "checked_path",
+    "count",
+    "gather_on_first",
+    "group_of_its_own",
+    "leave_group",
+    "log_values",
+    "loop_of",
+    "numbered",
+    "pipeline_of",
+]
 
 
 def loop_of(trainer: pl.Trainer) -> PipelineTrainingEpochLoop:
@@ -51,6 +63,24 @@ def leave_group(group: dist.ProcessGroup | None) -> None:
     """End it, if the ranks are still in any."""
     if group is not None and dist.is_initialized():
         dist.destroy_process_group(group)
+
+
+def log_values(trainer: pl.Trainer, values: Mapping[str, float]) -> None:
+    """Give figures of this step to the trainer's ``callback_metrics`` and to its loggers."""
+    trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
+    # Not with the module's log: what that is told in one step, loggers are given again in the next ones.
+    for logger in trainer.loggers:
+        logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def gather_on_first(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Every rank's value, by rank, on the first one; elsewhere none. Without a group there is one rank."""
+    if group is None:
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    first = dist.get_rank(group) == 0
+    dist.gather_object(value, found if first else None, group=group, group_dst=0)
+    return found if first else []
 
 
 def checked_path(name: str, path: str | Path) -> Path:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -21,6 +20,7 @@ from lightning_pipe.callbacks.monitor import leave_step_out
 from lightning_pipe.callbacks.of_fit import (
     checked_path,
     count,
+    gather_on_first,
     group_of_its_own,
     leave_group,
     loop_of,
@@ -31,8 +31,8 @@ from lightning_pipe.callbacks.report import require_plotly, write_report
 from lightning_pipe.callbacks.what_if import WhatIf, ask_what_if
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, TaskSpan
 from lightning_pipe.engine.observe.clocks import measure_offset, to_first_rank
-from lightning_pipe.engine.observe.timeline import Bar, Timeline, task_bars
-from lightning_pipe.engine.observe.trace import Trace
+from lightning_pipe.engine.observe.timeline import Bar, Timeline, on_clock, task_bars
+from lightning_pipe.engine.observe.trace import Trace, task_seconds
 from lightning_pipe.engine.plans.whole_file import whole_file
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.exchanges import shares_host
@@ -266,14 +266,8 @@ class PipelineProfiler(pl.Callback):
     def _bars_of_all(self, trainer: pl.Trainer, spans: Sequence[TaskSpan]) -> list[Bar]:
         """On rank 0 every rank's, on one clock."""
         offset = measure_offset(self._group)
-        clock = to_first_rank(offset, offset)
-        bars = task_bars(spans, trainer.global_rank)
-        own = [bar._replace(start=clock(bar.start), end=clock(bar.end)) for bar in bars]
-        if self._group is None:
-            return own
-        found: list[Any] = [None] * trainer.world_size
-        dist.gather_object(own, found if trainer.global_rank == 0 else None, group=self._group, group_dst=0)
-        return [bar for bars in found if bars for bar in bars]
+        own = on_clock(to_first_rank(offset, offset), task_bars(spans, trainer.global_rank))
+        return [bar for bars in gather_on_first(own, self._group) for bar in bars]
 
     def _named(self, path: Path, step: int) -> Path:
         number = f"-step{step}" if self._every is not None or len(self._at) > 1 else ""
@@ -303,10 +297,7 @@ def _what_if(
     """Predictions, where all tasks have a time: by the profile, or else by what ran before it."""
     from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, recsys_costs, recsys_machine
 
-    times: dict[str, list[float]] = defaultdict(list)
-    for span in spans:
-        times[span.task].append(span.end - span.start)
-    found = {name: statistics.median(seconds) for name, seconds in times.items()} | profile.own
+    found = task_seconds(spans) | profile.own
     if set(found) != set(plan.tasks):
         return None
     own = {name: found[name] for name in plan.tasks}  # in serial order

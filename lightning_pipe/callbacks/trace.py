@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from lightning_pipe.callbacks.monitor import leave_step_out
 from lightning_pipe.callbacks.of_fit import (
     checked_path,
     count,
+    gather_on_first,
     group_of_its_own,
     leave_group,
     loop_of,
@@ -25,7 +26,7 @@ from lightning_pipe.callbacks.recording import Recording
 from lightning_pipe.callbacks.timeline import draw_timeline, require_matplotlib
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.observe.clocks import measure_offset, to_first_rank
-from lightning_pipe.engine.observe.timeline import Bar, Timeline
+from lightning_pipe.engine.observe.timeline import Timeline, on_clock
 from lightning_pipe.engine.observe.trace_events import write_trace
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.strategies.running import running
@@ -175,7 +176,7 @@ class PipelineTrace(pl.Callback):
         def leave() -> None:
             program = loop_of(trainer).program
             pipeline = None if program is None else program.pipeline
-            bars = _on(to_first_rank(recording.clock, recording.clock), recording.stop(trainer.global_rank))
+            bars = on_clock(to_first_rank(recording.clock, recording.clock), recording.stop(trainer.global_rank))
             timeline = Timeline(bars, () if pipeline is None else pipeline.plan.dependencies)
             write_trace(timeline, path, {"ended by": repr(exception)})
 
@@ -201,12 +202,9 @@ class PipelineTrace(pl.Callback):
         # The first rank writes and draws, and the others wait for it in the next step.
         leave_step_out(trainer, following=1)
         end = measure_offset(self._group)
-        own = _on(to_first_rank(recording.clock, end), bars), max(recording.clock.error, end.error)
-        found: list[Any] = [own]
-        if self._group is not None:
-            found = [None] * trainer.world_size
-            dist.gather_object(own, found if trainer.global_rank == 0 else None, group=self._group, group_dst=0)
-        if trainer.global_rank:
+        own = on_clock(to_first_rank(recording.clock, end), bars), max(recording.clock.error, end.error)
+        found = gather_on_first(own, self._group)
+        if not found:
             return
         timeline = Timeline((bar for of_rank, _ in found for bar in of_rank), pipeline.plan.dependencies)
         notes = {
@@ -240,10 +238,6 @@ def _draw(timeline: Timeline, path: Path, name: str, recording: Recording) -> No
     first = recording.last - len(ends) + 2
     batches = f"batch {first}" if first == recording.last else f"batches {first} to {recording.last}"
     draw_timeline(timeline, path, f"{name}: what ran when, while {batches} of the fit trained", ends)
-
-
-def _on(clock: Callable[[float], float], bars: Sequence[Bar]) -> list[Bar]:
-    return [bar._replace(start=clock(bar.start), end=clock(bar.end)) for bar in bars]
 
 
 def _check_order(trainer: pl.Trainer, trace: PipelineTrace) -> None:

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 from lightning.pytorch.strategies import StrategyRegistry
-from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.text import Text
 
 from lightning_pipe.cli.training import PipelineCLI, count
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.plans.fitted_table import FittedTable
+from lightning_pipe.engine.plans.fitted_table import FittedTable, print_report
 from lightning_pipe.llm.choice.estimate import Refused, parse_size
 from lightning_pipe.llm.choice.schedule_choice import SchedulePrediction
 from lightning_pipe.strategies.language_model.auto import AutoLLMPipelineStrategy
@@ -66,7 +65,7 @@ def main(arguments: list[str], train: Callable[[list[str], Callable[..., Pipelin
 
     train(["fit", *others], cli)
     found = made[0].estimate(options.rows, options.length, options.compare)
-    Console(markup=False, highlight=False, emoji=False).print(estimate_table(found, memory))
+    print_report(estimate_table(found, memory))
 
 
 class _EstimateCLI(PipelineCLI):
@@ -193,11 +192,8 @@ def _refusals(found: StageEstimate) -> list[str | Text]:
 
 
 def _table(first: str, *columns: str, memory: int | None, last: str | None = None) -> FittedTable:
-    table = FittedTable(box=box.SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column(first, no_wrap=True)
-    for column in (*columns, *([] if memory is None else ["share"]), *([] if last is None else [last])):
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
+    optional = [*([] if memory is None else ["share"]), *([] if last is None else [last])]
+    return FittedTable.of_figures(first, *columns, *optional, edge=False)
 
 
 def _share(total: int, memory: int | None) -> list[str]:

@@ -9,8 +9,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from rich.console import Console
-
 from lightning_pipe.cli.plan_report import assumed_cores, simulation_report
 from lightning_pipe.engine import PipelinePlan, PlanError, PlanSpec, ProfileResult
 from lightning_pipe.engine.planning.costs import Machine, TaskCost
@@ -18,6 +16,7 @@ from lightning_pipe.engine.planning.costs_yaml import CostsFile, load_costs
 from lightning_pipe.engine.planning.network import NetworkModel
 from lightning_pipe.engine.planning.prediction import first_break, predict
 from lightning_pipe.engine.planning.simulation import simulate
+from lightning_pipe.engine.plans.fitted_table import print_report
 from lightning_pipe.engine.plans.plan_file import named, plan_file, read_text
 from lightning_pipe.engine.plans.quantities import parse_bandwidth, parse_duration
 from lightning_pipe.environment import import_torchrec
@@ -256,6 +255,5 @@ def _simulate(options: argparse.Namespace) -> None:
         }
         print(json.dumps(found, indent=1))
         return
-    # No markup: names may hold square brackets.
     report = simulation_report(predictions, breaks, most, costs, assumed_cores(cores), read.note)
-    Console(markup=False, highlight=False, emoji=False).print(report)
+    print_report(report)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rich import box
 from rich.console import Group
 from rich.text import Text
 
@@ -37,10 +36,8 @@ def simulation_report(
         notes: what is to be said of them; empty ones are left out.
     """
     resources = [one for one in RESOURCES if any(one in prediction.busy for prediction in predictions)]
-    table = FittedTable(box=box.SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("plan", no_wrap=True)
-    for column in ("ranks", "ms", *(f"exposed:\n{one}" for one in resources), "over\nserial", "busiest"):
-        table.add_column(column, justify="right", no_wrap=True)
+    exposures = [f"exposed:\n{one}" for one in resources]
+    table = FittedTable.of_figures("plan", "ranks", "ms", *exposures, "over\nserial", "busiest", edge=False)
     before = None
     for one in predictions:
         if before not in (None, one.plan):

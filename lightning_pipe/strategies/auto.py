@@ -6,32 +6,25 @@ Tested in ``tests/scenarios/recommenders/test_recsys_auto.py``.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.text import Text
 
-from lightning_pipe.engine import PipelinePlan, SetupError
+from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.planning.plan_choice import typical
 from lightning_pipe.engine.planning.plan_limits import PlanLimits
-from lightning_pipe.engine.plans.fitted_table import FittedTable
+from lightning_pipe.engine.plans.fitted_table import FittedTable, print_report
 from lightning_pipe.engine.plans.options import option_group
 from lightning_pipe.engine.plans.whole_file import whole_file
 from lightning_pipe.loops.programs.auto_program import Exploration, PlanChoice
 
-__all__ = [
-    "AUTO",
-    "AutoOptions",
-    "choice_report",
-    "print_choice",
-    "tell_choice",
-    "write_plan",
-]
+__all__ = ["AUTO", "AutoOptions", "choice_report", "tell_choice", "write_choice"]
 
 # In the place of a plan's name.
 AUTO = "auto"
@@ -91,10 +84,7 @@ def choice_report(choice: PlanChoice) -> Group:
     # Of the rounds that both were timed in: a plan that was too slow has dropped out.
     ratios = {name: typical(times) / typical(measured[by_hand][: len(times)]) for name, times in measured.items()}
     wins = {name: sum(map(operator.lt, times, measured[by_hand])) for name, times in measured.items()}
-    table = FittedTable(box=box.SIMPLE, padding=(0, 1))
-    table.add_column("plan", no_wrap=True)
-    for column in ("ms an iteration", "over rounds", "faster in", "by hand = 1"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = FittedTable.of_figures("plan", "ms an iteration", "over rounds", "faster in", "by hand = 1")
     for name in sorted(ratios, key=lambda name: ratios[name]):
         table.add_row(
             name,
@@ -132,23 +122,23 @@ def _where(stage: int, group: str) -> str:
     return f"by {stage}{thread}"
 
 
-def print_choice(choice: PlanChoice) -> None:
-    """Print the report."""
-    # No markup: names may hold square brackets.
-    Console(markup=False, highlight=False, emoji=False).print(choice_report(choice))
-
-
 def tell_choice(choice: PlanChoice, save_plan: str | Path | None) -> None:
     """Print what was chosen, and write the plan, if that is asked for: on one rank."""
-    print_choice(choice)
+    print_report(choice_report(choice))
     if save_plan is not None:
-        write_plan(choice.plan, save_plan)
+        write_choice(choice.plan.to_yaml, save_plan, f"the plan {choice.plan.name!r}")
 
 
-def write_plan(plan: PipelinePlan, path: str | Path) -> None:
-    """Write a plan in YAML; where that fails, training goes on with a warning."""
+def write_choice(to_yaml: Callable[[], str], path: str | Path, what: str) -> None:
+    """Write what was chosen, in YAML; where that fails, training goes on with a warning.
+
+    Args:
+        to_yaml: gives the text.
+        path: of the file.
+        what: is written, for the warning.
+    """
     try:
         with whole_file(path) as unfinished:
-            unfinished.write_text(plan.to_yaml(), encoding="utf-8")
-    except (OSError, ValueError) as error:
-        rank_zero_warn(f"the plan {plan.name!r} cannot be written to {str(path)!r} ({error}); training goes on with it")
+            unfinished.write_text(to_yaml(), encoding="utf-8")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        rank_zero_warn(f"{what} cannot be written to {str(path)!r} ({error}); training goes on with it")

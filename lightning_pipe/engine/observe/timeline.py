@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -74,6 +74,11 @@ def task_bars(spans: Iterable[TaskSpan], rank: int) -> list[Bar]:
             lane = f"stream {span.stream or 'current'}"
             bars.append(Bar(rank, lane, span.task, DEVICE, span.device_start, span.device_end, span.iteration))
     return bars
+
+
+def on_clock(clock: Callable[[float], float], bars: Iterable[Bar]) -> list[Bar]:
+    """Bars with their times told by another clock."""
+    return [bar._replace(start=clock(bar.start), end=clock(bar.end)) for bar in bars]
 
 
 def in_iterations(bars: Iterable[Bar], tasks: Iterable[Bar]) -> list[Bar]:

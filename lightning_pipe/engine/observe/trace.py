@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +43,14 @@ class TaskSpan:
     end_order: int
     device_start: float | None = None
     device_end: float | None = None
+
+
+def task_seconds(spans: Iterable[TaskSpan]) -> dict[str, float]:
+    """By task, the median of the seconds that it took in its thread."""
+    times: dict[str, list[float]] = {}
+    for span in spans:
+        times.setdefault(span.task, []).append(span.end - span.start)
+    return {task: statistics.median(seconds) for task, seconds in times.items()}
 
 
 class Trace:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+from rich import box
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Column, Table
 from rich.text import Text
 
-__all__ = ["FittedTable"]
+__all__ = ["FittedTable", "print_report"]
 
 _WIDE = 10_000  # characters, wider than any table
 _GAP = "   "
@@ -21,6 +23,22 @@ class FittedTable(Table):
     A column that may wrap fits if its longest word does. In the list, each row starts with a line for its first cell.
     The other cells follow, each after the header of its column.
     """
+
+    @classmethod
+    def of_figures(cls, first: str, *figures: str, edge: bool = True, **options: Any) -> FittedTable:
+        """A table of names and figures.
+
+        Args:
+            first: header of the column of names.
+            figures: headers of the columns of figures, which are aligned to the right.
+            edge: whether there is space around the table.
+            options: other options of Rich's table.
+        """
+        table = cls(box=box.SIMPLE, padding=(0, 1) if edge else (0, 1, 0, 0), show_edge=edge, **options)
+        table.add_column(first, no_wrap=True)
+        for header in figures:
+            table.add_column(header, justify="right", no_wrap=True)
+        return table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         widest = self.__rich_measure__(console, options.update(max_width=_WIDE)).maximum
@@ -35,6 +53,11 @@ class FittedTable(Table):
             pairs = [f"{header} {cell}" for header, cell in zip(headers[1:], others, strict=True) if cell]
             for line in _packed(pairs, options.max_width - len(_GAP)):
                 yield Text(_GAP + line)
+
+
+def print_report(report: RenderableType, *, soft_wrap: bool = False) -> None:
+    """Print to the terminal, without markup, since names may hold square brackets."""
+    Console(markup=False, highlight=False, emoji=False, soft_wrap=soft_wrap).print(report)
 
 
 def _slack(column: Column) -> int:

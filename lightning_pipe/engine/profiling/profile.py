@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.text import Text
 
 from lightning_pipe.engine.planning.costs import LONGEST
 from lightning_pipe.engine.plans.errors import PlanError
-from lightning_pipe.engine.plans.fitted_table import FittedTable
+from lightning_pipe.engine.plans.fitted_table import FittedTable, print_report
 from lightning_pipe.engine.plans.shown import printable, shown
 
 __all__ = ["ProfileResult", "TaskProfile"]
@@ -140,10 +139,8 @@ class ProfileResult:
 
     def report(self) -> Group:
         """The table of the tasks, for a Rich console."""
-        table = FittedTable(box=box.SIMPLE, padding=(0, 1), collapse_padding=True, pad_edge=False)
-        table.add_column("task", no_wrap=True)
-        for column in ("own", "exposed", "95 %", "share", "hidden"):
-            table.add_column(column, justify="right", no_wrap=True)
+        columns = ("task", "own", "exposed", "95 %", "share", "hidden")
+        table = FittedTable.of_figures(*columns, collapse_padding=True, pad_edge=False)
         notes = []
         for name, one in self.tasks.items():
             table.add_row(name, _ms(one.own), *self._exposed_cells(one))
@@ -162,8 +159,7 @@ class ProfileResult:
 
     def print_report(self) -> None:
         """Print the table."""
-        # No markup: names may hold square brackets.
-        Console(markup=False, highlight=False, emoji=False).print(self.report())
+        print_report(self.report())
 
     def _exposed_cells(self, one: TaskProfile) -> tuple[str, ...]:
         if one.exposed is None:

@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_pipe.engine import PipelinePlan, PlanError, SWPipeline, TrainingContext
 from lightning_pipe.engine.observe.device_clock import DeviceClock
-from lightning_pipe.engine.observe.trace import Trace
+from lightning_pipe.engine.observe.trace import Trace, task_seconds
 from lightning_pipe.engine.planning.plan_choice import contenders, fastest, most_found, typical
 from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.engine.runtime.devices import DeviceStreams
@@ -268,16 +268,13 @@ class AutoProgram(TrainingProgram):
 
     def _find_plans(self, seconds: float) -> None:
         names = list(self.pipeline.plan.tasks)
-        times: dict[str, list[float]] = {name: [] for name in names}
         self._follow_trace()
         trace, self._trace = self._trace, None
         if self.pipeline.trace is trace:  # not where a callback has begun to record for itself
             self.pipeline.stop_trace()
         traces, self._traces = self._traces, []
-        for span in (span for one in traces if one is not None for span in one.spans()):
-            times[span.task].append(span.end - span.start)
-        own = [statistics.median(times[name]) if times[name] else 0.0 for name in names]
-        *own, seconds = self._mean_of_ranks([*own, seconds])
+        taken = task_seconds(span for one in traces if one is not None for span in one.spans())
+        *own, seconds = self._mean_of_ranks([*(taken.get(name, 0.0) for name in names), seconds])
         self._own = dict(zip(names, own, strict=True))
         found: list[PipelinePlan] = []
         rounds = self._exploration.rounds + self._exploration.extra_rounds

@@ -9,17 +9,17 @@ from typing import Any
 
 import yaml
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.plans.fitted_table import print_report
 from lightning_pipe.engine.plans.options import check_whole_number
-from lightning_pipe.engine.plans.whole_file import whole_file
 from lightning_pipe.llm.choice.schedule_choice import ScheduleCandidate
 from lightning_pipe.llm.parallel.dimensions import ParallelDims
 from lightning_pipe.llm.schedules.checks import splits_backward
 from lightning_pipe.llm.schedules.named import ScheduleSpec, find_schedule
-from lightning_pipe.strategies.language_model.choice_report import print_choice
+from lightning_pipe.strategies.auto import write_choice
+from lightning_pipe.strategies.language_model.choice_report import choice_report
 from lightning_pipe.strategies.language_model.example_batch import example_batch
 from lightning_pipe.strategies.language_model.options import LLMOptions
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
@@ -112,9 +112,10 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
         plan = self._plan_of(choice.chosen.candidate)
         self._check_plan(plan, self._parts_maker.meshes.dimensions)
         if self.is_global_zero:
-            print_choice(choice)
+            print_report(choice_report(choice))
             if self._save_plan is not None:
-                self._write(choice.chosen.candidate, self._save_plan)
+                to_yaml = partial(self._to_yaml, choice.chosen.candidate)
+                write_choice(to_yaml, self._save_plan, "the choice")
         return plan
 
     def _plan_of(self, candidate: ScheduleCandidate) -> StagePlan:
@@ -132,8 +133,8 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
             return False
         return True
 
-    def _write(self, candidate: ScheduleCandidate, path: str | Path) -> None:
-        """Write the arguments that make this choice; where that fails, training goes on with a warning."""
+    def _to_yaml(self, candidate: ScheduleCandidate) -> str:
+        """The arguments that make this choice."""
         given, split = self._options, {"layers_per_stage": list(candidate.layers_per_stage)}
         chosen = {
             "schedule": candidate.spec.name,
@@ -150,11 +151,8 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
         plain = {name: value for name, value in self._given.items() if _is_plain(value)}
         arguments = plain | {name: group for name, group in groups.items() if group} | chosen
         content = {"class_path": "lightning_pipe.strategies.LLMPipelineStrategy", "init_args": arguments}
-        try:
-            with whole_file(path) as unfinished:
-                unfinished.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-        except (OSError, yaml.YAMLError) as error:
-            rank_zero_warn(f"the choice cannot be written to {str(path)!r} ({error}); training goes on with it")
+        text: str = yaml.safe_dump(content, sort_keys=False)
+        return text
 
 
 def _refuse_chosen(options: LLMOptions) -> None:

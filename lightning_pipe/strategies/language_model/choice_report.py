@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.text import Text
 
 from lightning_pipe.engine.plans.fitted_table import FittedTable
 from lightning_pipe.llm.choice.schedule_choice import ScheduleCandidate, SchedulePrediction
 from lightning_pipe.strategies.language_model.stage_choice import StageChoice
 
-__all__ = ["choice_report", "named", "print_choice", "size", "unit_of"]
+__all__ = ["choice_report", "named", "size", "unit_of"]
 
 _ROWS = 8
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -25,10 +24,8 @@ def choice_report(choice: StageChoice) -> Group:
     """The choice, why it is that, and the others that came close."""
     chosen, shown = choice.chosen, _shown(choice)
     unit, factor = unit_of([one.peak for one in shown])
-    table = FittedTable(box=box.SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("schedule", no_wrap=True)
-    for column in ("stages", "micro", "expected", "real", "bubble", unit):
-        table.add_column(column, justify="right", no_wrap=True)
+    columns = ("schedule", "stages", "micro", "expected", "real", "bubble", unit)
+    table = FittedTable.of_figures(*columns, edge=False)
     table.add_column("layers")
     for one in shown:
         table.add_row(*_row(one, factor), style="bold" if one is chosen else "")
@@ -97,8 +94,3 @@ def size(count: int) -> str:
 def unit_of(counts: Sequence[int]) -> tuple[str, int]:
     """One unit, and its bytes, for numbers that stand side by side: that of the largest."""
     return next(((unit, factor) for unit, factor in _UNITS if max(counts, default=0) >= factor), ("B", 1))
-
-
-def print_choice(choice: StageChoice) -> None:
-    """Print the report."""
-    Console(markup=False, highlight=False, emoji=False).print(choice_report(choice))

@@ -34,7 +34,7 @@ from lightning_pipe.engine import PipelinePlan, PipelineTask, SetupError, TaskSc
 from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
 from lightning_pipe.recsys.dynamic.store.row_files import StoredRows, read_rows, write_rows
 from lightning_pipe.recsys.dynamic.store.row_store import RunPart
-from lightning_pipe.strategies.auto import write_plan
+from lightning_pipe.strategies.auto import write_choice
 from tests.scenarios.checkpoints.disk_recorder import Point, Recording, recorded
 from tests.scenarios.checkpoints.power_cuts import Replay
 from tests.scenarios.recommenders.test_dynamic_embeddings import clicks as dynamic_clicks
@@ -384,7 +384,7 @@ def test_a_plan_is_as_it_was_or_as_it_was_written(place: Path) -> None:
     with recorded(root) as recording:
         recording.mark("nothing")
         for name, plan in plans.items():
-            write_plan(plan, root / "made" / "plan.yaml")
+            write_choice(plan.to_yaml, root / "made" / "plan.yaml", "the plan")
             recording.mark(name)
 
     def read(state: Path) -> Any:
