@@ -5,7 +5,6 @@ Tested in ``tests/callbacks/test_monitor.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,7 @@ def leave_group(group: dist.ProcessGroup | None) -> None:
         dist.destroy_process_group(group)
 
 
-def log_values(trainer: pl.Trainer, values: Mapping[str, float]) -> None:
+def log_values(trainer: pl.Trainer, values: dict[str, float]) -> None:
     """Give figures of this step to the trainer's ``callback_metrics`` and to its loggers."""
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
     # Not with the module's log: what that is told in one step, loggers are given again in the next ones.

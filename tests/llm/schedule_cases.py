@@ -189,3 +189,9 @@ def backward_order(actions: Actions, stage_index: int) -> list[int]:
         for action in row
         if action.stage_index == stage_index and action.computation_type in adds and action.microbatch_index is not None
     ]
+
+
+def stage_of(bar: Bar) -> int:
+    """The stage of work on a micro-batch."""
+    assert bar.stage is not None
+    return bar.stage

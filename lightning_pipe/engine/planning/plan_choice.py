@@ -1,4 +1,4 @@
-"""Which of the plans that were measured is taken: one rule, for what trains and for benchmarks.
+"""Which of the plans, or schedules, that were measured is taken: one rule, for what trains and for benchmarks.
 
 Plans are measured in turns, round by round: what else the machine does is the same for all plans of a round, more or
 less. The best hand-written plan is kept unless a found one is faster beyond noise. Plans that are slower beyond noise
@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import TypeVar
 
 __all__ = ["contenders", "fastest", "most_found", "typical"]
+
+K = TypeVar("K", bound=Hashable)  # what stands for a plan: its name, or what it is made of
 
 # How often at most a plan may be taken to be faster than the hand-written ones when it is not.
 _CHANCE = 0.05
@@ -33,7 +36,7 @@ def typical(seconds: Sequence[float]) -> float:
     return statistics.fmean(sorted(seconds)[cut : len(seconds) - cut])
 
 
-def fastest(measured: Mapping[str, Sequence[float]], hand_written: Collection[str]) -> str:
+def fastest(measured: Mapping[K, Sequence[float]], hand_written: Collection[K]) -> K:
     """The fastest plan; a hand-written one, unless a found one is faster beyond noise.
 
     A found plan has to be faster than the hand-written one that is typically the fastest in so many of the rounds that
@@ -51,7 +54,7 @@ def fastest(measured: Mapping[str, Sequence[float]], hand_written: Collection[st
     to_beat = measured[best]
     needed = _wins_needed(len(to_beat), sum(name not in hand_written for name in measured))
 
-    def is_faster(name: str) -> bool:
+    def is_faster(name: K) -> bool:
         gain = typical(measured[name]) < (1 - _GAIN) * typical(to_beat)
         return gain and _wins(measured[name], to_beat) >= needed
 
@@ -59,7 +62,9 @@ def fastest(measured: Mapping[str, Sequence[float]], hand_written: Collection[st
     return min(filter(is_faster, found), key=lambda name: typical(measured[name]), default=best)
 
 
-def contenders(measured: Mapping[str, Sequence[float]], hand_written: Collection[str]) -> list[str]:
+def contenders(
+    measured: Mapping[K, Sequence[float]], hand_written: Collection[K], hopeless: float = math.inf
+) -> list[K]:
     """Those that another round may make :func:`fastest`; none where it would be a waste.
 
     A hand-written plan drops out if it loses to the hand-written one that is typically the fastest so often that one of
@@ -68,6 +73,8 @@ def contenders(measured: Mapping[str, Sequence[float]], hand_written: Collection
     Args:
         measured: as for :func:`fastest`.
         hand_written: as there. The one that found plans are compared with goes on as long as they do.
+        hopeless: so many times what the typically fastest hand-written one takes, a plan drops out at once (default
+            never): for few rounds, in which nothing loses often enough.
     """
     running = _running(measured)
     rounds = len(measured[running[0]])
@@ -75,10 +82,11 @@ def contenders(measured: Mapping[str, Sequence[float]], hand_written: Collection
     first = min(running, key=lambda name: typical(measured[name]))
     best = min((name for name in running if name in hand_written), key=lambda name: typical(measured[name]))
 
-    def loses(name: str) -> bool:
+    def loses(name: K) -> bool:
         # A found plan may be the fastest and yet not be taken: none by hand drops out because of it.
         others = (best,) if name in hand_written else (best, first)
-        return any(_wins(measured[other], measured[name]) >= needed for other in others)
+        too_slow = typical(measured[name]) > hopeless * typical(measured[best])
+        return too_slow or any(_wins(measured[other], measured[name]) >= needed for other in others)
 
     left = [name for name in running if name == best or not loses(name)]
     settled = fastest(measured, hand_written)
@@ -93,7 +101,7 @@ def most_found(rounds: int) -> int:
     return int(_CHANCE * 2**rounds)
 
 
-def _running(measured: Mapping[str, Sequence[float]]) -> list[str]:
+def _running(measured: Mapping[K, Sequence[float]]) -> list[K]:
     """Those that have not dropped out."""
     rounds = max(map(len, measured.values()))
     return [name for name, times in measured.items() if len(times) == rounds]

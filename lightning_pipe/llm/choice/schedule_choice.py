@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from lightning_pipe.engine.observe.timeline import Bar
+from lightning_pipe.engine.planning.plan_choice import typical
 from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.measure.layer_bench import Pieces
 from lightning_pipe.llm.measure.layer_costs import memory_costs, time_costs
@@ -111,14 +112,19 @@ class SchedulePrediction:
         seconds: of a step, without the optimiser's.
         bubble: the share of all ranks' time that they do not compute.
         memory: of each rank of the pipeline.
-        measured: seconds of a real step, median; None where none was run.
+        times: seconds of a real step in each round; none where it was not run.
     """
 
     candidate: ScheduleCandidate
     seconds: float
     bubble: float
     memory: tuple[RankMemory, ...]
-    measured: float | None = None
+    times: tuple[float, ...] = ()
+
+    @property
+    def measured(self) -> float | None:
+        """Seconds of a typical real step; None where none was run."""
+        return typical(self.times) if self.times else None
 
     @cached_property
     def peak(self) -> int:

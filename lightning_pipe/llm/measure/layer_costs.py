@@ -19,7 +19,10 @@ from lightning_pipe.llm.measure.layer_bench import LossOf, Pieces
 from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork, measure_footprints, measure_work
 from lightning_pipe.llm.model.module_config import ModuleConfig
 
-__all__ = ["measure_costs", "memory_costs", "time_costs"]
+__all__ = ["CostUnit", "measure_costs", "memory_costs", "time_costs"]
+
+
+CostUnit = Literal["time", "memory"]
 
 
 def time_costs(work: Pieces[LayerWork]) -> Pieces[float]:
@@ -55,7 +58,7 @@ def measure_costs(
     kwargs: Mapping[str, Any],
     loss_of: LossOf,
     *,
-    unit: Literal["time", "memory"] = "time",
+    unit: CostUnit = "time",
     microbatches: int = 1,
     optimizer_states: int = 2,
     group: dist.ProcessGroup | None = None,

@@ -9,9 +9,9 @@ Source of the textbook's share: GPipe (arXiv 1811.06965), section 2.3; 1F1B has 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 from lightning_pipe.engine.observe.timeline import Bar
 from lightning_pipe.engine.plans.errors import InputError
@@ -22,8 +22,7 @@ from lightning_pipe.llm.schedules.timed_stage import median_durations
 __all__ = ["BubbleReport", "RankTimes", "StepBubble", "measure_step", "summarise", "textbook_bubble"]
 
 
-@dataclass(frozen=True)
-class RankTimes:
+class RankTimes(NamedTuple):
     """What became of one rank's time in a step; seconds, which add up to the step's.
 
     Attributes:
@@ -46,8 +45,7 @@ class RankTimes:
         return self.busy + self.wait_forward + self.wait_backward + self.other + self.done
 
 
-@dataclass(frozen=True)
-class StepBubble:
+class StepBubble(NamedTuple):
     """One step of a pipeline, or the medians of several.
 
     Attributes:
@@ -148,24 +146,12 @@ def summarise(spec: ScheduleSpec, num_microbatches: int, steps: Sequence[StepBub
     if not steps:
         raise InputError("no step was measured; needed is at least one: train more batches, or begin to measure sooner")
 
-    def of_ranks(value: Callable[[RankTimes], float]) -> list[float]:
-        return [statistics.median(map(value, same)) for same in zip(*(step.ranks for step in steps), strict=True)]
+    def median(values: Iterable[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return statistics.median(known) if known else None
 
-    columns = (
-        of_ranks(lambda one: one.busy),
-        of_ranks(lambda one: one.wait_forward),
-        of_ranks(lambda one: one.wait_backward),
-        of_ranks(lambda one: one.other),
-        of_ranks(lambda one: one.done),
-    )
-    simulated = [step.simulated for step in steps if step.simulated is not None]
-    bounds = [step.bound for step in steps if step.bound is not None]
-    medians = StepBubble(
-        tuple(RankTimes(*row) for row in zip(*columns, strict=True)),
-        statistics.median(step.measured for step in steps),
-        statistics.median(step.step for step in steps),
-        statistics.median(simulated) if simulated else None,
-        statistics.median(bounds) if bounds else None,
-    )
+    ranks, *others = zip(*steps, strict=True)
+    of_ranks = (RankTimes(*map(statistics.median, zip(*same, strict=True))) for same in zip(*ranks, strict=True))
+    medians = StepBubble(tuple(of_ranks), *map(median, others))  # type: ignore[arg-type]  # those that every step has
     textbook = textbook_bubble(spec, len(steps[0].ranks), num_microbatches)
     return BubbleReport(spec.name, num_microbatches, len(steps), medians, textbook)

@@ -7,14 +7,17 @@ keys are the unsplit model's.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from lightning_pipe.engine.planning.shares import contiguous_shares
 from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.llm.measure.layer_bench import Pieces
+from lightning_pipe.llm.measure.layer_costs import CostUnit
 from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.split.options import SplitOptions
 
-__all__ = ["split_at", "split_by_cost", "split_by_ranges", "split_evenly"]
+__all__ = ["split_at", "split_by_cost", "split_by_options", "split_by_ranges", "split_evenly"]
 
 
 def split_evenly(
@@ -153,6 +156,42 @@ def split_by_cost(
     may_be_empty = [stage for stage in range(num_stages) if not _is_empty(config, stage, [0] * num_stages)]
     counts = contiguous_shares(config.num_layers, num_stages, cost, most_even=True, may_be_empty=may_be_empty)
     return split_at(config, counts)
+
+
+def split_by_options(
+    config: ModuleConfig,
+    num_stages: int,
+    options: SplitOptions,
+    measured: Callable[[CostUnit], Pieces[float]],
+) -> list[list[str]]:
+    """Split as the options say.
+
+    Args:
+        config: what the model is made of.
+        num_stages: stages of the whole pipeline.
+        options: without a trace.
+        measured: gives the costs of the model's pieces, in seconds or bytes; called if the options balance these.
+
+    Returns:
+        FQNs of each stage, as :func:`split_evenly`.
+
+    Raises:
+        SetupError: options that do not fit the model or the number of stages.
+    """
+    if options.layers_per_stage is not None:
+        stages = split_at(config, options.layers_per_stage)
+    elif options.layer_ranges is not None:
+        stages = split_by_ranges(config, options.layer_ranges)
+    elif options.balance == "layers":
+        stages = split_evenly(config, num_stages, options.input_weight, options.output_weight)
+    else:
+        costs = measured(options.balance)
+        stages = split_by_cost(config, num_stages, costs.layers, costs.input or 0.0, costs.output)
+    if len(stages) != num_stages:
+        raise SetupError(
+            f"split.layers_per_stage says {len(stages)} stages; the schedule has {num_stages}: give one number each"
+        )
+    return stages
 
 
 def _check_stages(config: ModuleConfig, num_stages: int) -> None:

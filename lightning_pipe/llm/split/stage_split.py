@@ -20,8 +20,8 @@ from torch.distributed.pipelining import SplitPoint
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.together import on_all_ranks
-from lightning_pipe.llm.measure.layer_bench import LossOf, stand_in
-from lightning_pipe.llm.measure.layer_costs import measure_costs
+from lightning_pipe.llm.measure.layer_bench import LossOf, Pieces, stand_in
+from lightning_pipe.llm.measure.layer_costs import CostUnit, measure_costs
 from lightning_pipe.llm.model.deferred import DeferredInit, fake_copy
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.hf_experts import has_routers, skip_experts
@@ -40,7 +40,7 @@ from lightning_pipe.llm.model.stage_module import (
 from lightning_pipe.llm.model.tied import TiedParameter, find_tied, name_copies
 from lightning_pipe.llm.parallel.attention_mode import CheckedAttention
 from lightning_pipe.llm.parallel.stage_parallel import StageParallelism
-from lightning_pipe.llm.split.by_name import split_at, split_by_cost, split_by_ranges, split_evenly
+from lightning_pipe.llm.split.by_name import split_by_options
 from lightning_pipe.llm.split.options import SplitOptions
 from lightning_pipe.llm.split.traced_split import TracedSplit, join_stages, split_into_equal_size, trace_split
 
@@ -227,12 +227,7 @@ class _LayerCut:
         self._config = config
         self._num_stages = num_stages
         self._parallelism = parallelism
-        self._fqns = _deal_out(model, config, num_stages, options, example)
-        if len(self._fqns) != num_stages:
-            raise SetupError(
-                f"split.layers_per_stage says {len(self._fqns)} stages; the schedule has {num_stages}: give one number"
-                " each"
-            )
+        self._fqns = split_by_options(config, num_stages, options, lambda unit: _measured(model, config, unit, example))
         self._plan = parallelism.check(model, config)
         self.tied = tuple(find_tied(tied_parameters(model), self._fqns))
 
@@ -326,37 +321,26 @@ class _TracedCut:
         return join_stages(list(stages.values()))
 
 
-def _deal_out(
-    model: nn.Module,
-    config: ModuleConfig,
-    num_stages: int,
-    options: SplitOptions,
-    example: Callable[[], Example] | None,
-) -> list[list[str]]:
-    """Which modules each stage holds."""
-    if options.layers_per_stage is not None:
-        return split_at(config, options.layers_per_stage)
-    if options.layer_ranges is not None:
-        return split_by_ranges(config, options.layer_ranges)
-    if options.balance == "layers":
-        return split_evenly(config, num_stages, options.input_weight, options.output_weight)
+def _measured(
+    model: nn.Module, config: ModuleConfig, unit: CostUnit, example: Callable[[], Example] | None
+) -> Pieces[float]:
+    """What the model's pieces cost; every rank calls this."""
     if example is None:
         raise SetupError(
-            f"the split is by {options.balance}, which is measured with a batch; needed is example_micro_batch() of the"
-            " module, or balance='layers'"
+            f"the split is by {unit}, which is measured with a batch; needed is example_micro_batch() of the module, or"
+            " balance='layers'"
         )
     given = example()
-    costs = measure_costs(
+    return measure_costs(
         model,
         config,
         given.args,
         given.kwargs,
         given.loss_of,
-        unit=options.balance,
+        unit=unit,
         microbatches=given.num_microbatches,
         group=dist.group.WORLD,
     )
-    return split_by_cost(config, num_stages, costs.layers, costs.input or 0.0, costs.output)
 
 
 def _split_point(name: str, given: SplitPoint | str) -> SplitPoint:

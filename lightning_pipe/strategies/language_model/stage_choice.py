@@ -7,7 +7,6 @@ Tested in ``tests/strategies/language_model/test_auto.py``.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor
 
 from lightning_pipe.engine import PipelineError, SetupError
+from lightning_pipe.engine.planning.plan_choice import contenders, fastest, typical
 from lightning_pipe.engine.ranks.together import gather, on_all_ranks
 from lightning_pipe.llm.batches.microbatches import split_batch
 from lightning_pipe.llm.batches.padding import SequenceKeys, pad_microbatch
@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 _ROUNDS = 3
-# How much slower than the fastest a candidate may be in a round to be run in the next one.
+# How much slower than the fastest a candidate may be to be run once more.
 _HOPELESS = 1.1
 _ADAMS = 2  # tensors of a parameter's size that Adam keeps
 
@@ -138,7 +138,9 @@ class StageChooser:
             predictions, _ = from_first(lambda: simulated(known), "could not simulate schedules", group)
             predictions = bench.run_finalists(predictions, self.trials)
             notes += bench.failed
-        chosen = min(predictions, key=lambda one: (one.measured is None, one.measured or 0.0, one.seconds))
+        ran = {one.candidate: one.times for one in predictions if one.times}
+        best = fastest(ran, ran) if ran else predictions[0].candidate
+        chosen = next(one for one in predictions if one.candidate == best)
         return StageChoice(chosen, tuple(predictions), too_large, limit, tuple(notes))
 
     @property
@@ -232,7 +234,7 @@ class _Bench:
                 f"none of {len(predictions)} ways to train in stages could be run: {'; '.join(self.failed)}"
             )
         return [
-            replace(one, measured=statistics.median(seconds[one.candidate])) if seconds.get(one.candidate) else one
+            replace(one, times=tuple(seconds.get(one.candidate, ())))
             for one in predictions
             if one.candidate not in self._out
         ]
@@ -240,15 +242,14 @@ class _Bench:
     def _times(self, candidates: Sequence[SchedulePrediction]) -> dict[ScheduleCandidate, list[float]]:
         """Run candidates in turns, for as long as they may be the fastest; seconds of those that could be run."""
         seconds = {one.candidate: list[float]() for one in candidates}
-        still = set(seconds)
+        left = list(seconds)
         for _ in range(_ROUNDS):
-            for candidate in seconds:
-                if candidate in still and (trial := self._try(candidate)) is not None:
-                    seconds[candidate] += trial.seconds
-            still -= self._out
-            best = min((min(seconds[one]) for one in still), default=0.0)
-            still = {one for one in still if min(seconds[one]) <= _HOPELESS * best}
-        return {one: times for one, times in seconds.items() if one not in self._out}
+            for candidate in left:
+                if (trial := self._try(candidate)) is not None:
+                    seconds[candidate].append(typical(trial.seconds))
+            seconds = {one: times for one, times in seconds.items() if one not in self._out}
+            left = contenders(seconds, seconds, _HOPELESS) if seconds else []
+        return seconds
 
     def _try(self, candidate: ScheduleCandidate, *, record: bool = False) -> Trial | None:
         if candidate in self._out:

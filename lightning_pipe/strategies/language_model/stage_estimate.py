@@ -13,15 +13,12 @@ from lightning_pipe.llm.choice.schedule_choice import (
     ScheduleCandidate,
     SchedulePrediction,
     layer_counts,
-    layers_by_memory,
 )
 from lightning_pipe.llm.measure.layer_bench import Pieces
-from lightning_pipe.llm.measure.layer_costs import time_costs
-from lightning_pipe.llm.measure.layer_profile import Footprint
+from lightning_pipe.llm.measure.layer_costs import CostUnit, memory_costs, time_costs
 from lightning_pipe.llm.model.deferred import deferred_init
-from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.schedules.checks import check_microbatches
-from lightning_pipe.llm.split.by_name import split_at, split_by_cost, split_by_ranges, split_evenly
+from lightning_pipe.llm.split.by_name import split_by_options
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from lightning_pipe.strategies.language_model.stage_choice import (
     footprints_of,
@@ -30,7 +27,6 @@ from lightning_pipe.strategies.language_model.stage_choice import (
     optimizer_states,
     sharing_of,
 )
-from lightning_pipe.strategies.language_model.stage_parts import StagePlan
 from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
 
 __all__ = ["StageEstimate", "estimate_stages", "precision_plugin"]
@@ -112,7 +108,14 @@ def estimate_stages(
     item = microbatches_of(module, batch, plan.num_microbatches, settings)[0]
     footprints = footprints_of(module, config, item, settings, precision)
     states, notes = optimizer_states(module, config, settings.offload)
-    layers = _layers_per_stage(plan, config, footprints, states)
+
+    def costs(unit: CostUnit) -> Pieces[float]:
+        """As the strategy will split, with operations in the place of seconds."""
+        if unit == "memory":
+            return memory_costs(footprints, states, plan.num_microbatches)
+        return time_costs(operations_of(footprints))
+
+    layers = layer_counts(config, split_by_options(config, plan.num_stages, plan.split, costs))
     candidate = ScheduleCandidate(plan.spec, plan.stages_per_rank, plan.num_microbatches, layers)
     size = plan.pipeline_size
     if settings.sizes.ep > 1:
@@ -122,26 +125,3 @@ def estimate_stages(
     return StageEstimate(
         estimate(candidate, size, footprints, states, sharing), tuple(others), rows, length, tuple(notes)
     )
-
-
-def _layers_per_stage(
-    plan: StagePlan, config: ModuleConfig, footprints: Pieces[Footprint], states: Pieces[int]
-) -> tuple[int, ...]:
-    """As the strategy will split, with operations in the place of seconds."""
-    split, count = plan.split, plan.num_stages
-    if split.balance == "memory":
-        return layers_by_memory(config, count, footprints, states, plan.num_microbatches)
-    if split.layers_per_stage is not None:
-        stages = split_at(config, split.layers_per_stage)
-    elif split.layer_ranges is not None:
-        stages = split_by_ranges(config, split.layer_ranges)
-    elif split.balance == "time":
-        costs = time_costs(operations_of(footprints))
-        stages = split_by_cost(config, count, costs.layers, costs.input or 0.0, costs.output)
-    else:
-        stages = split_evenly(config, count, split.input_weight, split.output_weight)
-    if len(stages) != count:
-        raise SetupError(
-            f"the layers of {len(stages)} stages are given; the schedule has {count}: give one number for each"
-        )
-    return layer_counts(config, stages)

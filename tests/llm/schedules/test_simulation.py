@@ -11,7 +11,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _Acti
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.schedules.named import SCHEDULES, find_schedule
 from lightning_pipe.llm.schedules.simulation import Kind, ScheduleTimeline, actions_of, simulate
-from tests.llm.schedule_cases import backward_order
+from tests.llm.schedule_cases import backward_order, stage_of
 
 EVEN: dict[Kind, float] = {"forward": 1, "backward": 2, "input_backward": 1, "weight_backward": 1}
 
@@ -113,16 +113,16 @@ def test_nothing_begins_before_what_it_needs_has_ended(name: str) -> None:
     timeline = timeline_of(name, 2, 4)
     spans = [span for row in timeline.spans.values() for span in row]
     ends = {(span.stage, span.kind, span.microbatch): span.end for span in spans}
-    last = max(span.stage for span in spans)
-    for span in spans:
-        if span.kind == "forward" and span.stage > 0:
-            assert span.start >= ends[span.stage - 1, "forward", span.microbatch]
+    last = max(map(stage_of, spans))
+    for span, stage in zip(spans, map(stage_of, spans), strict=True):
+        if span.kind == "forward" and stage > 0:
+            assert span.start >= ends[stage - 1, "forward", span.microbatch]
         elif span.kind == "weight_backward":
-            assert span.start >= ends[span.stage, "input_backward", span.microbatch]
+            assert span.start >= ends[stage, "input_backward", span.microbatch]
         elif span.kind != "forward":
-            assert span.start >= ends[span.stage, "forward", span.microbatch]
-            if span.stage < last:
-                after = [ends.get((span.stage + 1, kind, span.microbatch)) for kind in ("backward", "input_backward")]
+            assert span.start >= ends[stage, "forward", span.microbatch]
+            if stage < last:
+                after = [ends.get((stage + 1, kind, span.microbatch)) for kind in ("backward", "input_backward")]
                 assert any(end is not None and span.start >= end for end in after)
     for row in timeline.spans.values():
         assert all(one.end <= other.start for one, other in pairwise(row))

@@ -17,7 +17,7 @@ from lightning_pipe.llm.schedules.simulation import actions_of
 from lightning_pipe.llm.schedules.step import build_evaluation, build_schedule, run_schedule
 from lightning_pipe.llm.schedules.timed_stage import TimedStage, median_durations
 from tests.distributed import run_ranks
-from tests.llm.schedule_cases import loss_of, make_batch, make_pieces, make_stages
+from tests.llm.schedule_cases import loss_of, make_batch, make_pieces, make_stages, stage_of
 
 MICROBATCHES = 4
 KINDS = {"forward": "F", "backward": "B", "input_backward": "I", "weight_backward": "W"}
@@ -88,7 +88,7 @@ def of_neighbour(name: str, rank: int, event: Bar) -> bool:
     """Whether what the event needs comes from the other rank."""
     stages = {action.stage_index: r for r, row in actions_of(SCHEDULES[name], 2, 4).items() for action in row}
     step = {"forward": -1, "backward": 1, "input_backward": 1, "weight_backward": 0}[event.kind]
-    return stages.get(event.stage + step, rank) != rank
+    return stages.get(stage_of(event) + step, rank) != rank
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -104,7 +104,7 @@ def test_evaluation_records_one_forward_of_each_microbatch_and_stage(
 ) -> None:
     for recorded in ranks:
         events = [event for event in recorded[name].evaluation if event.kind != "wait_forward"]
-        stages = sorted({event.stage for event in recorded[name].train})
+        stages = sorted({stage_of(event) for event in recorded[name].train})
         assert [(e.stage, e.kind, e.microbatch) for e in events] == [
             (stage, "forward", m) for stage in stages for m in range(MICROBATCHES)
         ]
@@ -142,10 +142,10 @@ def test_a_wait_lasts_until_the_neighbour_has_computed(ranks: list[dict[str, Rec
     for recorded in ranks:
         for event in recorded[name].train:
             if event.kind == "wait_forward":
-                assert event.end > ends[event.stage - 1, "forward", event.microbatch]
+                assert event.end > ends[stage_of(event) - 1, "forward", event.microbatch]
             elif event.kind == "wait_backward":
                 sources = [
-                    ends.get((event.stage + 1, kind, event.microbatch)) for kind in KINDS if "weight" not in kind
+                    ends.get((stage_of(event) + 1, kind, event.microbatch)) for kind in KINDS if "weight" not in kind
                 ]
                 assert any(end is not None and event.end > end for end in sources[1:])
 
