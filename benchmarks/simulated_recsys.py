@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.costs_text import dump_costs
 from benchmarks.figures import Figure, add_options, at_most, median_ratio, quartiles
 from benchmarks.figures import save as save_figures
 from benchmarks.recsys_model import batches, forever, ours
@@ -46,7 +47,7 @@ from benchmarks.traffic import (
 )
 from lightning_pipe.engine import PipelinePlan
 from lightning_pipe.engine.planning.costs import Machine, TaskCost
-from lightning_pipe.engine.planning.costs_yaml import CostsFile, dump_costs
+from lightning_pipe.engine.planning.costs_yaml import CostsFile
 from lightning_pipe.engine.planning.planner import find_plans
 from lightning_pipe.engine.planning.simulation import simulate
 from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, recsys_costs, recsys_limits

@@ -1,4 +1,8 @@
-"""Shares out layers among partitions: contiguous, so that the one with the most has as little as can be."""
+"""Shares out layers among partitions: contiguous, so that the one with the most has as little as can be.
+
+Layers are measured here, not with ``llm/measure``: these are items of an ``nn.Sequential``, whose values may be any
+structure and skip to later ones, where that runs stages of a model with one tensor between them.
+"""
 
 from __future__ import annotations
 

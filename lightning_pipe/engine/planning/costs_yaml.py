@@ -1,4 +1,4 @@
-"""Costs of tasks as YAML, and back::
+"""Costs of tasks as YAML::
 
     between_ms: 0.2                 # of the main thread in each iteration, outside its tasks
     cores: 2                        # for the tasks of one rank
@@ -29,8 +29,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-import yaml
-
 from lightning_pipe.engine.planning.costs import LONGEST, TaskCost
 from lightning_pipe.engine.planning.network import CollectiveKind, Message
 from lightning_pipe.engine.plans.checked_yaml import check_keys, load_mapping
@@ -38,7 +36,7 @@ from lightning_pipe.engine.plans.errors import PlanError, SetupError
 from lightning_pipe.engine.plans.quantities import parse_bandwidth, parse_duration, parse_size
 from lightning_pipe.engine.plans.shown import shown
 
-__all__ = ["CostsFile", "dump_costs", "load_costs"]
+__all__ = ["CostsFile", "load_costs"]
 
 _KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 _KEYS = ("between_ms", "cores", "device_streams", "network", "tasks")
@@ -110,26 +108,6 @@ def load_costs(text: str) -> CostsFile:
     )
 
 
-def dump_costs(costs: CostsFile) -> str:
-    """YAML text that :func:`load_costs` turns into the same costs, but for digits that make no difference."""
-    content: dict[str, Any] = {}
-    if costs.between_periods:
-        content["between_ms"] = _short(1e3 * costs.between_periods)
-    if costs.cores is not None:
-        content["cores"] = costs.cores
-    if costs.device_streams:
-        content["device_streams"] = True
-    network: dict[str, str] = {}
-    if costs.latency is not None:
-        network["latency"] = f"{_short(1e6 * costs.latency)}us"
-    if costs.bandwidth is not None:
-        network["bandwidth"] = f"{_short(costs.bandwidth / 1e6)}MB/s"
-    if network:
-        content["network"] = network
-    content["tasks"] = {name: _entry(cost) for name, cost in costs.tasks.items()}
-    return str(yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=110))
-
-
 def _cost(name: str, given: Any) -> TaskCost:
     where = f"task {name!r} of the costs"
     if isinstance(given, int | float) and not isinstance(given, bool):
@@ -160,23 +138,6 @@ def _cost(name: str, given: Any) -> TaskCost:
         raise PlanError(f"{where} is wrong: {error}") from error
 
 
-def _entry(cost: TaskCost) -> dict[str, Any]:
-    entry: dict[str, Any] = {"ms": _short(1e3 * cost.seconds)}
-    if cost.resource != "compute":
-        entry["resource"] = cost.resource
-    if cost.launch:
-        entry["launch_ms"] = _short(1e3 * cost.launch)
-    if isinstance(cost.background, Message):
-        entry[cost.background.kind] = f"{round(cost.background.bytes)}B"
-    elif cost.background:
-        entry["background_ms"] = _short(1e3 * cost.background)
-    if cost.background and cost.background_resource != "network":
-        entry["background_resource"] = cost.background_resource
-    if cost.background and cost.waited_by is not None:
-        entry["waited_by"] = cost.waited_by
-    return entry
-
-
 def _number(what: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST:
         raise PlanError(f"{what} {shown(value)}; write a number from 0 to {_MOST:g}")
@@ -188,7 +149,3 @@ def _parsed(what: str, parse: Any, value: Any) -> float:
         return float(parse(str(value)))
     except SetupError as error:
         raise PlanError(f"{what}: {error}") from error
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.6g}")

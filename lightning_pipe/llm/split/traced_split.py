@@ -183,7 +183,8 @@ def join_stages(stages: Sequence[StageModule]) -> nn.Module:
 def split_into_equal_size(num_stages: int) -> SplitPolicy:
     """A split policy: stages with about as many parameters each, cut where the fewest tensors go across.
 
-    Items of lists of modules stay whole, where there are enough of them.
+    Items of lists of modules stay whole, where there are enough of them. The cuts are not those of
+    ``contiguous_shares``, which knows sizes alone.
 
     Args:
         num_stages: how many stages.

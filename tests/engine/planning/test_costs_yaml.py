@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.costs_text import dump_costs
 from lightning_pipe.engine import PlanError
 from lightning_pipe.engine.planning.costs import TaskCost
-from lightning_pipe.engine.planning.costs_yaml import CostsFile, dump_costs, load_costs
+from lightning_pipe.engine.planning.costs_yaml import CostsFile, load_costs
 from lightning_pipe.engine.planning.network import Message
 
 FULL = CostsFile(
