@@ -112,15 +112,13 @@ def estimate_memory(
     shared = sharing or Sharing()
     microbatches = 1 + max((action.microbatch_index or 0 for row in actions.values() for action in row), default=0)
     stages = [_stage_memory(pieces, layers_per_stage, stage, shared) for stage in range(len(layers_per_stage))]
+    # Of each piece: itself, its optimiser's states, how many ranks share its matrices.
+    sharers = Pieces(1, 1, (shared.tensor,) * len(pieces.layers), 1)
+    owned: Pieces[tuple[Footprint, int, int]] = Pieces.of(lambda *parts: parts, pieces, optimizer_bytes, sharers)
     found = []
     for row in actions.values():
         mine = sorted({action.stage_index for action in row})
-        # Of each piece: itself, its optimiser's states, how many ranks share its matrices.
-        parts = [
-            (one, states, shared.tensor if is_layer else 1)
-            for stage in mine
-            for one, states, is_layer in _owned(pieces, optimizer_bytes, layers_per_stage, stage)
-        ]
+        parts = [one for stage in mine for one in pieces_of_stage(owned, layers_per_stage, stage)]
         whole = [_divide(one.parameters, tensor) for one, _, tensor in parts]
         gathered = 0 if shared.shard == 1 else sum(whole) if shared.gathered else max(whole, default=0)
         in_step = 0 if shared.shard == 1 else sum(_divide(one.gradients, tensor) for one, _, tensor in parts)
@@ -136,20 +134,6 @@ def estimate_memory(
                 live=live,
             )
         )
-    return found
-
-
-def _owned(
-    pieces: Pieces[Footprint], optimizer_bytes: Pieces[int], layers_per_stage: Sequence[int], stage: int
-) -> list[tuple[Footprint, int, bool]]:
-    """Of each piece of a stage: itself, bytes of optimiser states, whether it is a layer."""
-    first = sum(layers_per_stage[:stage])
-    layers = range(first, first + layers_per_stage[stage])
-    found = [(pieces.layers[index], optimizer_bytes.layers[index], True) for index in layers]
-    if stage == 0 and pieces.input is not None:
-        found.append((pieces.input, optimizer_bytes.input or 0, False))
-    if stage == len(layers_per_stage) - 1:
-        found.append((pieces.output, optimizer_bytes.output, False))
     return found
 
 

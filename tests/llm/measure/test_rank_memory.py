@@ -50,7 +50,7 @@ def test_what_needs_most_is_the_first_backward_after_all_forwards_that_come_befo
 def test_a_forward_may_need_more_than_any_backward() -> None:
     (needy,) = (footprint(output=1, kept=10, held=10, in_forward=500),)
     pieces = Pieces(footprint(output=1), None, (needy,) * 2, footprint())
-    found = estimate_memory(actions_of(SCHEDULES["gpipe"], 2, 3), (1, 1), pieces, STATES)
+    found = estimate_memory(actions_of(SCHEDULES["gpipe"], 2, 3), (1, 1), pieces, Pieces(0, 7, (2000,) * 2, 9))
     assert [one.activations for one in found] == [2 * 10 + 500] * 2
 
 
