@@ -17,7 +17,7 @@ from rich.console import Group
 from rich.text import Text
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.planning.plan_choice import typical
+from lightning_pipe.engine.planning.plan_choice import best_by_hand, typical
 from lightning_pipe.engine.planning.plan_limits import PlanLimits
 from lightning_pipe.engine.plans.fitted_table import FittedTable, print_report
 from lightning_pipe.engine.plans.options import option_group
@@ -77,10 +77,7 @@ def choice_report(choice: PlanChoice) -> Group:
     """What was chosen, and why, for a Rich console."""
     measured = choice.measured
     rounds = max(map(len, measured.values()))
-    by_hand = min(
-        (name for name in choice.hand_written if len(measured[name]) == rounds),
-        key=lambda name: typical(measured[name]),
-    )
+    by_hand = best_by_hand(measured, choice.hand_written)
     # Of the rounds that both were timed in: a plan that was too slow has dropped out.
     ratios = {name: typical(times) / typical(measured[by_hand][: len(times)]) for name, times in measured.items()}
     wins = {name: sum(map(operator.lt, times, measured[by_hand])) for name, times in measured.items()}

@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import TypeVar
 
-__all__ = ["contenders", "fastest", "most_found", "typical"]
+__all__ = ["best_by_hand", "contenders", "fastest", "most_found", "typical"]
 
 K = TypeVar("K", bound=Hashable)  # what stands for a plan: its name, or what it is made of
 
@@ -49,8 +49,7 @@ def fastest(measured: Mapping[K, Sequence[float]], hand_written: Collection[K]) 
             dropped out: they are not taken.
         hand_written: names of those plans that were not found; at least one has all rounds.
     """
-    running = _running(measured)
-    best = min((name for name in running if name in hand_written), key=lambda name: typical(measured[name]))
+    running, best = _running(measured), best_by_hand(measured, hand_written)
     to_beat = measured[best]
     needed = _wins_needed(len(to_beat), sum(name not in hand_written for name in measured))
 
@@ -80,7 +79,7 @@ def contenders(
     rounds = len(measured[running[0]])
     needed = _wins_needed(rounds, 1)
     first = min(running, key=lambda name: typical(measured[name]))
-    best = min((name for name in running if name in hand_written), key=lambda name: typical(measured[name]))
+    best = best_by_hand(measured, hand_written)
 
     def loses(name: K) -> bool:
         # A found plan may be the fastest and yet not be taken: none by hand drops out because of it.
@@ -91,6 +90,11 @@ def contenders(
     left = [name for name in running if name == best or not loses(name)]
     settled = fastest(measured, hand_written)
     return [] if {settled, best}.issuperset(left) else left
+
+
+def best_by_hand(measured: Mapping[K, Sequence[float]], hand_written: Collection[K]) -> K:
+    """The hand-written plan that is typically the fastest, of those that have not dropped out."""
+    return min((name for name in _running(measured) if name in hand_written), key=lambda name: typical(measured[name]))
 
 
 def most_found(rounds: int) -> int:
