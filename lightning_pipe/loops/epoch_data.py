@@ -20,7 +20,14 @@ from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fe
 from lightning_pipe.loops.data.ledger import InFlightLedger
 from lightning_pipe.loops.data.persistent_workers import forget_workers
 from lightning_pipe.loops.data.random_streams import RandomStreams, get_states, set_states
-from lightning_pipe.loops.data.resumable_loader import State, end_of_epoch, is_resumable, load_states, snapshot
+from lightning_pipe.loops.data.resumable_loader import (
+    State,
+    draws_nothing,
+    end_of_epoch,
+    is_resumable,
+    load_states,
+    snapshot,
+)
 from lightning_pipe.loops.data.resume import ResumePoint
 from lightning_pipe.loops.data.statuses import StatusGroup
 from lightning_pipe.loops.data.termination import AgreedTermination
@@ -56,6 +63,7 @@ class EpochData:
         self._hooks: BatchHooks | None = None
         self._left: ResumePoint | None = None
         self._before_batch: dict[str, Any] | None = None
+        self._draws = self._draws_again = True
 
     # ------------------------------------------------------------------ an epoch
 
@@ -101,6 +109,9 @@ class EpochData:
             self._streams = RandomStreams(self._trainer.strategy.root_device)
         self._streams.restart(None if self._resumed is None else self._resumed.streams_behind_iterators)
         self._hooks = BatchHooks(self._trainer, self._streams)
+        loaders = fetcher.combined_loader.flattened
+        # Samplers draw in the first fetch. Of several loaders, short ones begin again within an epoch.
+        self._draws, self._draws_again = True, len(loaders) > 1 or not all(map(draws_nothing, loaders))
         self._initial = self._at_beginning(fetcher)
         if self._resumed is not None and (self._resumed.in_mid_epoch or self._iterators_due):
             # Until a batch is trained here, a run goes on from where this one did.
@@ -228,7 +239,8 @@ class EpochData:
             batch, _, _ = next(fetcher)
             return before, batch, fetcher.done
 
-        before, batch, is_last = streams.draw("fetch", read)
+        before, batch, is_last = streams.draw("fetch", read) if self._draws else read()
+        self._draws = self._draws_again
         after = before or {"loaders": _snapshots(fetcher), "fetch": streams.states("fetch")}
         batch = hooks.prepare(batch)
         after["prepare"] = streams.states("prepare")
