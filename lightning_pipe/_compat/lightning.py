@@ -128,15 +128,6 @@ class QuickOptimization(AutomaticOptimization):
 
     output_result_cls = _QuickResult
 
-    @classmethod
-    def of(cls, loop: AutomaticOptimization) -> AutomaticOptimization:
-        """One with the progress of *loop*; *loop* itself where it is of another class than Lightning's."""
-        if type(loop) is not AutomaticOptimization:
-            return loop
-        made = cls.__new__(cls)
-        vars(made).update(vars(loop))
-        return made
-
     def _make_backward_fn(self, optimizer: torch.optim.Optimizer) -> Any:
         if self._skip_backward:
             return None
@@ -166,9 +157,13 @@ class QuickOptimization(AutomaticOptimization):
 
 
 def make_quick(loop: TrainingEpochLoop) -> None:
-    """Give *loop* an optimisation loop and results that do the same with less work."""
-    loop.automatic_optimization = QuickOptimization.of(loop.automatic_optimization)
-    loop._results = _QuickResults.of(loop._results)
+    """Give *loop* an optimisation loop and results that do the same with less work, where it has Lightning's own."""
+    if type(loop.automatic_optimization) is AutomaticOptimization:
+        made = QuickOptimization.__new__(QuickOptimization)
+        vars(made).update(vars(loop.automatic_optimization))
+        loop.automatic_optimization = made
+    if type(loop._results) is ResultCollection and not loop._results:
+        loop._results = _QuickResults(training=True)
 
 
 def end_batch(loop: TrainingEpochLoop) -> None:
@@ -182,15 +177,6 @@ def end_batch(loop: TrainingEpochLoop) -> None:
 
 class _QuickResults(ResultCollection):
     """Lightning's logged values; accumulators that are on a value's device already are not moved there again."""
-
-    @classmethod
-    def of(cls, results: ResultCollection) -> ResultCollection:
-        """A collection with what *results* has; *results* itself where it is of another class than Lightning's."""
-        if type(results) is not ResultCollection or results:
-            return results
-        made = cls(training=results.training)
-        vars(made).update(vars(results))
-        return made
 
     def __setitem__(self, key: str, metric: ResultMetric) -> None:
         super().__setitem__(

@@ -19,7 +19,7 @@ from lightning_pipe._compat.lightning import DataFetcher, DataLoaderIterDataFetc
 from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fetched, Source, Uneven
 from lightning_pipe.loops.data.ledger import InFlightLedger
 from lightning_pipe.loops.data.persistent_workers import forget_workers
-from lightning_pipe.loops.data.random_streams import RandomStreams, get_states, set_states
+from lightning_pipe.loops.data.random_streams import RandomStreams, States, get_states, set_states
 from lightning_pipe.loops.data.resumable_loader import (
     State,
     draws_nothing,
@@ -233,9 +233,10 @@ class EpochData:
         # Where it does not know the end, Lightning's fetcher is one batch ahead: what it loads now is the next one, and
         # a run that goes on behind this batch loads that again.
         ahead = bool(getattr(fetcher, "batches", ()))
+        held = streams.held("fetch")
 
         def read() -> tuple[dict[str, Any] | None, Any, bool]:
-            before = self._now() if ahead else None
+            before = self._now(held) if ahead else None
             batch, _, _ = next(fetcher)
             return before, batch, fetcher.done
 
@@ -278,10 +279,11 @@ class EpochData:
         ahead: list[Any] = getattr(fetcher, "batches", [])
         return noted if noted is not None and ahead and not self._kept else self._now()
 
-    def _now(self) -> dict[str, Any]:
-        """Where loaders and generators are."""
+    def _now(self, states: States | None = None) -> dict[str, Any]:
+        """Where loaders and generators are; the latter are read where *states* does not say."""
         assert self._fetcher is not None
-        return {"loaders": _snapshots(self._fetcher), "fetch": get_states(self._trainer.strategy.root_device)}
+        states = get_states(self._trainer.strategy.root_device) if states is None else states
+        return {"loaders": _snapshots(self._fetcher), "fetch": states}
 
 
 def _as_last(fetch: Callable[[], Fetched]) -> Fetched:
