@@ -19,8 +19,15 @@ from lightning_pipe._compat.lightning import DataFetcher, DataLoaderIterDataFetc
 from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fetched, Source, Uneven
 from lightning_pipe.loops.data.ledger import InFlightLedger
 from lightning_pipe.loops.data.persistent_workers import forget_workers
-from lightning_pipe.loops.data.random_streams import RandomStreams, get_states, set_states
-from lightning_pipe.loops.data.resumable_loader import State, end_of_epoch, is_resumable, load_states, snapshot
+from lightning_pipe.loops.data.random_streams import RandomStreams, States, get_states, set_states
+from lightning_pipe.loops.data.resumable_loader import (
+    State,
+    draws_nothing,
+    end_of_epoch,
+    is_resumable,
+    load_states,
+    snapshot,
+)
 from lightning_pipe.loops.data.resume import ResumePoint
 from lightning_pipe.loops.data.statuses import StatusGroup
 from lightning_pipe.loops.data.termination import AgreedTermination
@@ -56,6 +63,7 @@ class EpochData:
         self._hooks: BatchHooks | None = None
         self._left: ResumePoint | None = None
         self._before_batch: dict[str, Any] | None = None
+        self._draws = self._draws_again = True
 
     # ------------------------------------------------------------------ an epoch
 
@@ -101,6 +109,9 @@ class EpochData:
             self._streams = RandomStreams(self._trainer.strategy.root_device)
         self._streams.restart(None if self._resumed is None else self._resumed.streams_behind_iterators)
         self._hooks = BatchHooks(self._trainer, self._streams)
+        loaders = fetcher.combined_loader.flattened
+        # Samplers draw in the first fetch. Of several loaders, short ones begin again within an epoch.
+        self._draws, self._draws_again = True, len(loaders) > 1 or not all(map(draws_nothing, loaders))
         self._initial = self._at_beginning(fetcher)
         if self._resumed is not None and (self._resumed.in_mid_epoch or self._iterators_due):
             # Until a batch is trained here, a run goes on from where this one did.
@@ -222,13 +233,15 @@ class EpochData:
         # Where it does not know the end, Lightning's fetcher is one batch ahead: what it loads now is the next one, and
         # a run that goes on behind this batch loads that again.
         ahead = bool(getattr(fetcher, "batches", ()))
+        held = streams.held("fetch")
 
         def read() -> tuple[dict[str, Any] | None, Any, bool]:
-            before = self._now() if ahead else None
+            before = self._now(held) if ahead else None
             batch, _, _ = next(fetcher)
             return before, batch, fetcher.done
 
-        before, batch, is_last = streams.draw("fetch", read)
+        before, batch, is_last = streams.draw("fetch", read) if self._draws else read()
+        self._draws = self._draws_again
         after = before or {"loaders": _snapshots(fetcher), "fetch": streams.states("fetch")}
         batch = hooks.prepare(batch)
         after["prepare"] = streams.states("prepare")
@@ -266,10 +279,11 @@ class EpochData:
         ahead: list[Any] = getattr(fetcher, "batches", [])
         return noted if noted is not None and ahead and not self._kept else self._now()
 
-    def _now(self) -> dict[str, Any]:
-        """Where loaders and generators are."""
+    def _now(self, states: States | None = None) -> dict[str, Any]:
+        """Where loaders and generators are; the latter are read where *states* does not say."""
         assert self._fetcher is not None
-        return {"loaders": _snapshots(self._fetcher), "fetch": get_states(self._trainer.strategy.root_device)}
+        states = get_states(self._trainer.strategy.root_device) if states is None else states
+        return {"loaders": _snapshots(self._fetcher), "fetch": states}
 
 
 def _as_last(fetch: Callable[[], Fetched]) -> Fetched:

@@ -16,6 +16,8 @@ from lightning_pipe._compat.lightning import (
     call_callback_hooks,
     call_module_hook,
     call_strategy_hook,
+    end_batch,
+    make_quick,
 )
 from lightning_pipe.engine import IterContext, TaskError
 from lightning_pipe.loops.data.ledger import InFlightLedger
@@ -61,8 +63,11 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         self._prepare()
 
     def _prepare(self) -> None:
+        make_quick(self)
         self._program: TrainingProgram | None = None
         self._data = EpochData(self.trainer)
+        self._step: Callable[..., Any] | None = None
+        self._arguments: tuple[str, ...] = ()
         self._completes = False
         # Whether a checkpoint was written while a validation was not over, until that has begun anew.
         self.validation_due = False
@@ -248,7 +253,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
             raise StopIteration
         call_callback_hooks(trainer, "on_train_batch_end", output, batch, batch_idx)
         call_module_hook(trainer, "on_train_batch_end", output, batch, batch_idx)
-        logs.on_batch_end()
+        end_batch(self)
         self.batch_progress.increment_completed()
         logs.update_train_step_metrics()
 
@@ -265,10 +270,18 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         self._data.close(self.point_of_last_trained())
         super().teardown()
 
+    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+        if self.trainer.strategy.lr_scheduler_configs:
+            super().update_lr_schedulers(interval, update_plateau_schedulers)
+
     def _train(self, ctx: IterContext, batch: Any, batch_idx: int) -> Any:
         trainer, program = self.trainer, self._program
         assert program is not None
-        kwargs = self._build_kwargs(OrderedDict(), batch, batch_idx)
+        step = trainer.lightning_module.training_step
+        if step != self._step:
+            # Lightning reads the signature for each batch.
+            self._step, self._arguments = step, tuple(self._build_kwargs(OrderedDict(), batch, batch_idx))
+        kwargs: OrderedDict[str, Any] = OrderedDict(zip(self._arguments, (batch, batch_idx), strict=False))
         if program.steps_whole_batch:
             program.begin_step()
         if trainer.lightning_module.automatic_optimization:

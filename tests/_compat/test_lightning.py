@@ -1,17 +1,26 @@
 """Contracts with Lightning: the methods that loops override or call are there, and take the same arguments.
 
-A failure means that Lightning has changed: compare the loops in ``lightning_pipe/loops/`` with Lightning's new ones,
-then correct the table below.
+What is done with less work than in Lightning does the same.
+
+A failure of the table means that Lightning has changed: compare the loops in ``lightning_pipe/loops/`` with Lightning's
+new ones, then correct the table below.
 """
 
 from __future__ import annotations
 
 import inspect
 from operator import attrgetter
+from typing import Any
+from unittest import mock
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader
 
 from lightning_pipe._compat import lightning
+from lightning_pipe.loops import PipelineTrainingEpochLoop
 
 # Each with its arguments after self.
 ARGUMENTS = [
@@ -50,12 +59,17 @@ ARGUMENTS = [
     ("AutomaticOptimization._make_closure", "kwargs optimizer batch_idx"),
     ("AutomaticOptimization._make_step_fn", "kwargs"),
     ("AutomaticOptimization._make_zero_grad_fn", "batch_idx optimizer"),
+    ("AutomaticOptimization._on_before_zero_grad", "optimizer"),
+    ("AutomaticOptimization._optimizer_step", "batch_idx train_step_and_backward_closure"),
+    ("AutomaticOptimization._optimizer_zero_grad", "batch_idx optimizer"),
     ("SignalConnector._sigterm_notifier_fn", "signum _"),
     ("ResultMetric.__init__", "metadata is_tensor"),
     ("ResultMetric.update", "value batch_size"),
-    ("call_callback_hooks", "trainer hook_name args monitoring_callbacks kwargs"),
-    ("call_module_hook", "trainer hook_name args pl_module kwargs"),
-    ("call_strategy_hook", "trainer hook_name args kwargs"),
+    ("ResultMetric.to", "args kwargs"),
+    ("ResultCollection.__init__", "training"),
+    ("call._call_callback_hooks", "trainer hook_name args monitoring_callbacks kwargs"),
+    ("call._call_lightning_module_hook", "trainer hook_name args pl_module kwargs"),
+    ("call._call_strategy_hook", "trainer hook_name args kwargs"),
     ("set_sampler_epoch", "dataloader epoch"),
 ]
 
@@ -64,3 +78,158 @@ ARGUMENTS = [
 def test_lightnings_loops_have_the_methods_that_ours_override_or_call(name: str, arguments: str) -> None:
     found = [one for one in inspect.signature(attrgetter(name)(lightning)).parameters if one != "self"]
     assert found == arguments.split(), f"Lightning's {name} takes {found}, expected {arguments.split()}"
+
+
+class Model(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.heard: list[Any] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.heard.append(("training_step", self._current_fx_name))
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Listens(Model):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.heard.append(("on_before_zero_grad", self._current_fx_name))
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self.heard.append(("optimizer_step", self._current_fx_name))
+        super().optimizer_step(*args, **kwargs)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.heard.append(("on_after_batch_transfer", self._current_fx_name))
+        return batch * 2
+
+
+class Notes(pl.Callback):
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.heard.append(("start", batch_idx, pl_module._current_fx_name))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.heard.append(("end", batch_idx, pl_module._current_fx_name, float(outputs["loss"])))
+
+
+def fit(module: Model, *callbacks: pl.Callback, ours: bool = True, **options: Any) -> None:
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+        **options,
+    )
+    if ours:
+        PipelineTrainingEpochLoop.install(trainer)
+    with torch.no_grad():
+        module.layer.weight.fill_(0.5)
+        module.layer.bias.fill_(0.25)
+    data: Any = list(torch.arange(6.0).view(3, 1, 2))
+    trainer.fit(module, DataLoader(data, batch_size=None))
+
+
+@pytest.mark.parametrize("make", [Model, Listens])
+def test_who_listens_hears_the_same_as_in_lightnings_loop(make: type[Model]) -> None:
+    heard = []
+    for ours in (False, True):
+        module, callback = make(), Notes()
+        fit(module, callback, ours=ours)
+        heard.append((callback.heard, sorted(module.heard), module.layer.weight.tolist()))
+    assert heard[0] == heard[1]
+    assert len(heard[0][0]) == 6
+
+
+def test_who_begins_to_listen_in_mid_epoch_is_heard() -> None:
+    late = Notes()
+
+    class Adds(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 0:
+                trainer.callbacks.append(late)
+                pl_module.on_before_zero_grad = lambda optimizer: pl_module.heard.append("patched")
+
+    module = Model()
+    fit(module, Adds())
+    assert [one[:2] for one in late.heard] == [("end", 0), ("start", 1), ("end", 1), ("start", 2), ("end", 2)]
+    assert module.heard.count("patched") == 2
+
+
+def test_a_patched_base_class_is_heard() -> None:
+    with mock.patch.object(pl.Callback, "on_train_batch_start") as patched:
+        fit(Model(), pl.Callback())
+    assert patched.call_count == 3
+
+
+def test_an_empty_hook_is_not_called_and_the_signature_of_a_step_is_read_once() -> None:
+    called: dict[bool, int] = {}
+    read: dict[bool, int] = {}
+    for ours in (False, True):
+        reading = mock.patch("inspect.getfullargspec", side_effect=inspect.getfullargspec)
+        with mock.patch.object(lightning.call, "_call_callback_hooks") as calls, reading as reads:
+            fit(Model(), ours=ours)
+        called[ours] = sum(one.args[1] == "on_before_zero_grad" for one in calls.call_args_list)
+        read[ours] = reads.call_count
+    assert called == {False: 3, True: 0}
+    assert read[False] - read[True] == 2
+
+
+def results_of_one_value() -> Any:
+    results = lightning._QuickResults(training=True)
+    results.log("training_step", "loss", torch.tensor(1.0), on_step=True, on_epoch=True)
+    return results
+
+
+def test_accumulators_move_to_the_values_device_where_they_are_not_there() -> None:
+    metric = results_of_one_value()["training_step.loss"]
+    assert metric.to(torch.device("cpu")) is metric
+    assert metric.to(torch.device("meta")) is metric
+    assert {metric.value.device.type, metric.cumulated_batch_size.device.type} == {"meta"}
+
+
+def test_what_is_known_of_a_value_is_not_copied_where_it_is_there() -> None:
+    results = results_of_one_value()
+    meta = results["training_step.loss"].meta
+    results.log("training_step", "loss", torch.tensor(2.0), on_step=True, on_epoch=True)
+    assert results["training_step.loss"].meta is meta
+    assert float(results["training_step.loss"].value) == 3.0
+
+
+def test_another_meaning_of_a_name_is_still_an_error() -> None:
+    with pytest.raises(MisconfigurationException, match="different arguments"):
+        results_of_one_value().log("training_step", "loss", torch.tensor(1.0), prog_bar=True)
+
+
+def test_results_and_optimisation_loops_of_another_class_stay_what_they_are() -> None:
+    class Own(lightning.ResultCollection):
+        pass
+
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    loop = trainer.fit_loop.epoch_loop
+    results = loop._results = Own(training=True)
+    optimization = loop.automatic_optimization = mock.Mock()
+    assert PipelineTrainingEpochLoop.install(trainer)._results is results
+    assert trainer.fit_loop.epoch_loop.automatic_optimization is optimization
+
+
+@pytest.mark.parametrize("normalize", [1, 3])
+def test_a_loss_is_divided_where_that_changes_it(normalize: int) -> None:
+    loss = torch.tensor(6.0, requires_grad=True)
+    result = lightning.QuickOptimization.output_result_cls.from_training_step_output(loss, normalize)
+    assert (result.closure_loss is loss) == (normalize == 1)
+    assert float(result.asdict()["loss"]) == 6.0 / normalize
+
+
+@pytest.mark.parametrize("output", ["text", {"other": 1}])
+def test_what_is_no_loss_is_lightnings_error(output: Any) -> None:
+    with pytest.raises(MisconfigurationException):
+        lightning.QuickOptimization.output_result_cls.from_training_step_output(output)

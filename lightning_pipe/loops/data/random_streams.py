@@ -70,6 +70,11 @@ class RandomStreams:
             self._own["transfer"] = _derived(self._own["prepare"])
         return result
 
+    def held(self, stream: Stream) -> States | None:
+        """Where a stream is; None where it has not begun, or where NumPy was imported since."""
+        states = self._own.get(stream)
+        return states if states is not None and ("numpy" in states) == ("numpy" in sys.modules) else None
+
     def states(self, stream: Stream) -> States:
         """Where a stream is, which has been used."""
         return self._own[stream]

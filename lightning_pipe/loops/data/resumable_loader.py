@@ -18,7 +18,19 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+    default_convert,
+)
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.plans.shown import printable, shown
@@ -29,6 +41,7 @@ from lightning_pipe.loops.data.shared_order import batches_left, order_of
 __all__ = [
     "State",
     "can_resume",
+    "draws_nothing",
     "end_of_epoch",
     "is_resumable",
     "load_states",
@@ -40,6 +53,8 @@ __all__ = [
 State = dict[str, Any]
 
 _CPU = torch.device("cpu")  # what a sampler draws from
+# They draw with the first index of an iteration, or from generators of their own.
+_SAMPLERS = (DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def can_resume(loader: Any) -> bool:
@@ -72,6 +87,22 @@ def resumable(loader: DataLoader[Any]) -> DataLoader[Any]:
 def is_resumable(loader: Any) -> bool:
     """Whether a loader is one that :func:`resumable` made."""
     return isinstance(loader, _Resumable)
+
+
+def draws_nothing(loader: Any) -> bool:
+    """Whether fetching draws from none of this process's shared generators once a first batch has been fetched.
+
+    So it is where a loader of :func:`resumable` runs nothing here but PyTorch's own code: it has workers, or its
+    dataset is a plain collection.
+    """
+    if type(loader) is not _resumable_class(DataLoader):  # of the user's own class
+        return False
+    batches: Any = vars(loader)["_indices"]._inner
+    sampler = batches.sampler if type(batches) is BatchSampler else batches
+    own = type(sampler) in _SAMPLERS and getattr(sampler, "generator", None) is not torch.default_generator
+    plain = type(loader.dataset) in (list, tuple, TensorDataset)
+    plain &= loader.collate_fn in (default_collate, default_convert)
+    return own and (loader.num_workers > 0 or plain)
 
 
 def share_samplers(one: Any, other: Any) -> bool:

@@ -10,10 +10,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, TensorDataset
 
 from lightning_pipe.loops import PipelineTrainingEpochLoop
-from lightning_pipe.loops.data.resumable_loader import resumable
+from lightning_pipe.loops.data.random_streams import get_states, pack_states
+from lightning_pipe.loops.data.resumable_loader import draws_nothing, resumable
 from lightning_pipe.loops.data.shared_order import batches_left, of_other_ranks, order_of
 from lightning_pipe.strategies.pipeline import PipelineStrategy
 from tests.distributed import run_ranks
@@ -202,3 +203,52 @@ def test_ranks_that_read_the_same_go_on_on_any_number_of_them(tmp_path: Path) ->
     assert after.trained == whole.trained[done:]
     assert after.losses == whole.losses[done:]
     assert done == len(whole.trained) // 3 + 5
+
+
+class OwnSampler(SequentialSampler):
+    pass
+
+
+class OwnLoader(DataLoader[Any]):
+    pass
+
+
+PLAIN = TensorDataset(torch.arange(8))
+QUIET: dict[str, Any] = {
+    "tensors": lambda: DataLoader(PLAIN, 2, shuffle=True),
+    "a list without batches": lambda: DataLoader(list(range(8)), None),  # type: ignore[arg-type]
+    "with replacement": lambda: DataLoader(PLAIN, 2, sampler=RandomSampler(PLAIN, replacement=True, num_samples=99)),
+    "a generator": lambda: DataLoader(PLAIN, 2, shuffle=True, generator=torch.Generator()),
+    "distributed": lambda: DataLoader(PLAIN, 2, sampler=DistributedSampler(PLAIN, 2, 0)),
+    "workers": lambda: DataLoader(Rows(8), 2, shuffle=True, num_workers=1),
+}
+SHARED: dict[str, Any] = {"replacement": True, "num_samples": 99, "generator": torch.default_generator}
+NOT_QUIET: dict[str, Any] = {
+    "a dataset": lambda: DataLoader(Rows(8), 2),
+    "a sampler": lambda: DataLoader(PLAIN, 2, sampler=OwnSampler(PLAIN)),
+    "a sampler of workers": lambda: DataLoader(PLAIN, 2, sampler=OwnSampler(PLAIN), num_workers=1),
+    "the shared generator": lambda: DataLoader(PLAIN, 2, sampler=RandomSampler(PLAIN, **SHARED)),
+    "a collation": lambda: DataLoader(PLAIN, 2, collate_fn=list),
+    "a loader": lambda: OwnLoader(PLAIN, 2),
+}
+
+
+@pytest.mark.parametrize("which", QUIET)
+def test_a_loader_that_draws_nothing_leaves_the_generators_after_its_first_batch(which: str) -> None:
+    made = resumable(QUIET[which]())
+    assert draws_nothing(made)
+    batches = iter(made)
+    next(batches)
+    before = pack_states(get_states(torch.device("cpu")))
+    for _ in batches:
+        pass
+    assert pack_states(get_states(torch.device("cpu"))) == before
+
+
+@pytest.mark.parametrize("which", NOT_QUIET)
+def test_a_loader_that_runs_code_of_others_in_this_process_may_draw(which: str) -> None:
+    assert not draws_nothing(resumable(NOT_QUIET[which]()))
+
+
+def test_a_loader_with_a_state_of_its_own_may_draw() -> None:
+    assert not draws_nothing(DataLoader(PLAIN, 2))
