@@ -194,8 +194,8 @@ def often(case: Case | HFCase) -> bool:
 
     These are rows under every other schedule and packed documents under the rest.
     """
-    few = isinstance(case, Case) and case.microbatches == 4 and not case.static
-    few = few and case.packed == bool([*SCHEDULES].index(case.schedule) % 2)
+    turn = bool([*SCHEDULES].index(case.schedule) % 2)
+    few = isinstance(case, Case) and case.microbatches == 4 and not case.static and case.packed == turn
     hugging_face = isinstance(case, HFCase) and case.schedule in ("1f1b", "dualpipev")
     return case.ranks == 2 and (hugging_face or case in TRAINER_CASES or few)
 

@@ -201,13 +201,16 @@ def test_adam_is_pytorchs_for_rows_of_every_batch(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- what depends on the order of training
 
 
+COUNTED: list[dict[str, Any]] = [{"admission_threshold": 3}, {"ttl": 2}, {"eviction": "lfu"}]
+
+
 def counted(rank: int, world_size: int, path: Path, options: dict[str, Any]) -> dict[str, Any]:
     return {plan: under(plan, path / plan, ROW_WISE_ADAGRAD, cache_rows=50 * world_size, **options) for plan in PLANS}
 
 
 @pytest.mark.parametrize(
     "options",
-    sampled([{"admission_threshold": 3}, {"ttl": 2}, {"eviction": "lfu"}], lambda options: "ttl" not in options, str),
+    sampled(COUNTED, lambda options: "ttl" not in options, str),
 )
 def test_admission_and_expiry_go_by_trained_batches_and_not_by_the_plan(
     options: dict[str, Any], tmp_path: Path
