@@ -18,8 +18,7 @@ from lightning_pipe.callbacks.of_fit import count, group_of_its_own, loop_of, pi
 from lightning_pipe.callbacks.verdict import StepUse, Verdict, find_verdict, forward_wait
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.observe.meter import Meter
-from lightning_pipe.engine.ranks.exchanges import shares_host
-from lightning_pipe.engine.ranks.together import gather
+from lightning_pipe.engine.ranks.together import gather, shares_host
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.strategies.running import running
 
@@ -188,9 +187,7 @@ class PipelineMonitor(pl.Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         own = self._epoch.mean() if self._epoch.iterations >= _FEWEST else None
-        found: list[StepUse | None] = [own]
-        if self._group is not None:
-            found = gather(own, self._group)
+        found = gather(own, self._group)
         known = [one for one in found if one is not None]
         self._use = known if len(known) == len(found) else []
         if not self._use:

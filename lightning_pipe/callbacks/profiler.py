@@ -36,7 +36,7 @@ from lightning_pipe.engine.observe.timeline import Bar, Timeline, task_bars
 from lightning_pipe.engine.observe.trace import Trace
 from lightning_pipe.engine.plans.whole_file import whole_file
 from lightning_pipe.engine.ranks.agreement import check_agreement
-from lightning_pipe.engine.ranks.exchanges import shares_host
+from lightning_pipe.engine.ranks.together import gather_to_first, shares_host
 from lightning_pipe.strategies.running import running
 
 __all__ = ["PipelineProfiler"]
@@ -271,11 +271,7 @@ class PipelineProfiler(pl.Callback):
         own = [
             replace(bar, start=clock(bar.start), end=clock(bar.end)) for bar in task_bars(spans, trainer.global_rank)
         ]
-        if self._group is None:
-            return own
-        found: list[Any] = [None] * trainer.world_size
-        dist.gather_object(own, found if trainer.global_rank == 0 else None, group=self._group, group_dst=0)
-        return [bar for bars in found if bars for bar in bars]
+        return [bar for bars in gather_to_first(own, self._group) for bar in bars]
 
     def _named(self, path: Path, step: int) -> Path:
         number = f"-step{step}" if self._every is not None or len(self._at) > 1 else ""

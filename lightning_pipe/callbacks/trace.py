@@ -28,6 +28,7 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.observe.clocks import measure_offset, to_first_rank
 from lightning_pipe.engine.observe.timeline import Bar, Timeline
 from lightning_pipe.engine.observe.trace_events import write_trace
+from lightning_pipe.engine.ranks.together import gather_to_first
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.strategies.running import running
 
@@ -203,10 +204,7 @@ class PipelineTrace(pl.Callback):
         leave_step_out(trainer, following=1)
         end = measure_offset(self._group)
         own = _on(to_first_rank(recording.clock, end), bars), max(recording.clock.error, end.error)
-        found: list[Any] = [own]
-        if self._group is not None:
-            found = [None] * trainer.world_size
-            dist.gather_object(own, found if trainer.global_rank == 0 else None, group=self._group, group_dst=0)
+        found = gather_to_first(own, self._group)
         if trainer.global_rank:
             return
         timeline = Timeline((bar for of_rank, _ in found for bar in of_rank), pipeline.plan.dependencies)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -217,7 +218,7 @@ def misfits(saved: dcp.Metadata, state: Mapping[str, Any], strict: bool) -> list
     flat, paths = flatten_state_dict(dict(state))
     own = {_name(paths[key]): _size(value) for key, value in flat.items()}
     needed: dict[str, Any] = {}
-    for sizes in gather(own):
+    for sizes in gather(own, dist.group.WORLD):
         needed.update(sizes)
     return differences(stored, needed, strict)
 

@@ -314,7 +314,7 @@ def align_metrics(module: nn.Module) -> None:
             states[name, state] = value
     forms = {key: _form(value) for key, value in states.items()}
     changed = {name for name, metric in metrics.items() if metric._computed is None}
-    ranks = gather((forms, changed))
+    ranks = gather((forms, changed), dist.group.WORLD)
     for name, metric in metrics.items():
         if any(name in of_rank for _, of_rank in ranks):
             metric._computed = None

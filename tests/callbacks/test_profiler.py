@@ -22,7 +22,7 @@ from lightning_pipe.callbacks.profiler import PipelineProfiler
 from lightning_pipe.callbacks.verdict import find_verdict
 from lightning_pipe.engine import ProfileResult, SetupError
 from lightning_pipe.engine.profiling.profile import TaskProfile
-from lightning_pipe.engine.ranks import exchanges
+from lightning_pipe.engine.ranks import together
 from tests.distributed import run_ranks
 from tests.strategies.cases import Clicks, Memory, difference, fit, loader, recsys, state_of
 
@@ -100,7 +100,7 @@ def fits(rank: int, world_size: int) -> dict[str, Any]:
     monitor, records = PipelineMonitor(every_n_steps=1), Records()
     with mock.patch("lightning_pipe.callbacks.monitor.find_verdict", wraps=find_verdict) as asked:
         everything = run(PipelineProfiler(at_steps=[5], rounds=1, iterations=1), monitor)
-        with mock.patch.object(exchanges, "_place", return_value=f"machine {rank}"):
+        with mock.patch.object(together, "place_of_process", return_value=(f"machine {rank}", 0)):
             apart = run(PipelineProfiler(at_steps=[5], path=None, rounds=1, iterations=1), PipelineMonitor())
     found: dict[str, Any] = {
         "plain": run(None),

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe.engine.plans.errors import PipelineError, PlanError
-from lightning_pipe.engine.ranks.together import communicating_device, gather
+from lightning_pipe.engine.ranks.together import communicating_device, gather, is_alone
 
 __all__ = ["check_agreement"]
 
@@ -39,7 +39,7 @@ def check_agreement(
     Raises:
         PlanError: or *error*: names the first entry that differs, with its values on two ranks that differ in it.
     """
-    if group is None or not dist.is_initialized() or group.size() == 1:
+    if group is None or is_alone(group):
         return
     digest = hashlib.sha256(json.dumps(description).encode()).digest()
     own = torch.tensor(list(digest), dtype=torch.uint8, device=communicating_device(group, torch.device("cpu")))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.llm.measure.first_rank import from_first
+from lightning_pipe.engine.ranks.together import from_rank
 from lightning_pipe.llm.measure.layer_bench import LayerBench, LayerPiece, LossOf
 from lightning_pipe.llm.model.module_config import ModuleConfig
 
@@ -93,7 +93,8 @@ def measure_costs(
         first = 0.0 if found.input is None else max(found.input - found.empty, 0.0)
         return LayerCosts(first, tuple(layers), last)
 
-    return measured() if group is None else from_first(measured, "could not measure what layers cost", group)
+    failed = "the first rank could not measure what layers cost"
+    return measured() if group is None else from_rank(measured, failed, group)
 
 
 class _Timer:

@@ -327,10 +327,7 @@ class AutoProgram(TrainingProgram):
 
     def _mean_of_ranks(self, values: list[float]) -> list[float]:
         """The same on every rank, so that all choose alike."""
-        if self._group is None or not dist.is_initialized() or self._group.size() == 1:
-            return values
-        ranks = gather(values, self._group)
-        return [statistics.fmean(of_ranks) for of_ranks in zip(*ranks, strict=True)]
+        return [statistics.fmean(of_ranks) for of_ranks in zip(*gather(values, self._group), strict=True)]
 
 
 class _Clock:

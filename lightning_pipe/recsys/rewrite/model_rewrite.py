@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
 from lightning_pipe.engine.plans.errors import InputError, SetupError
-from lightning_pipe.recsys.batches.agreement import Agreement
+from lightning_pipe.engine.ranks.together import any_of, on_all_ranks, raise_gathered, raise_together
 from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows
 from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
 from lightning_pipe.recsys.kernels.fused import (
@@ -107,8 +107,8 @@ class ModelRewrite(ReplacedForwards):
         sharded = find_sharded(model, validate_ids, ids_on_wire)
         first = next(iter(sharded.values()))
         group = input_group if input_group is not None else first.own_group
-        agreement = Agreement(agree_group if agree_group is not None else group, first.device)
-        super().__init__(model, sharded, agreement, Resolution(model, method, step, sharded, agreement, group))
+        self._agree_group = agree_group if agree_group is not None else group
+        super().__init__(model, sharded, Resolution(model, method, step, sharded, self._agree_group, group))
         self._early_release = EarlyRelease(self._sharded) if free_features_early else None
         self._device = first.device
         self._group = group if group is not None and group.size() > 1 else None
@@ -116,23 +116,19 @@ class ModelRewrite(ReplacedForwards):
         self._status_group = status if status is not None and status.size() > 1 else None
         # A rank knows the kernels of its own shards alone, and all ranks must do alike.
         modules = self.modules.values()
-        by_rows, some_cannot_follow, self.agrees_unused = self._agreement.any_of(
+        by_rows, some_cannot_follow, self.agrees_unused = any_of(
             [
                 _has_row_optimizers(modules),
                 not all(map(can_follow_rates, modules)),
                 any(map(moves_rows_at_zero_gradient, modules)),
-            ]
+            ],
+            self._agree_group,
         )
         self.splits_backward = split_backward or by_rows
         if self.splits_backward:
-            error: SetupError | None = None
-            try:
-                check_capturable(self.modules)
-            except SetupError as not_capturable:
-                error = not_capturable
-            self._agreement.raise_together(error)
+            on_all_ranks(lambda: check_capturable(self.modules), "", self._agree_group, InputError)
         self.looks_ahead = look_ahead and not some_cannot_follow
-        self.tables_backward = TableBackward(self.modules, self._agreement)
+        self.tables_backward = TableBackward(self.modules, self._agree_group)
         self._serving: Embeddings | None = None
         self._recorder: Recorder | None = None
         self.announce: Callable[[Announced], None] | None = None
@@ -172,7 +168,7 @@ class ModelRewrite(ReplacedForwards):
                 raises it, on all of them.
         """
         if not self.resolved:
-            self._agreement.raise_together(error)
+            raise_together(error, "", self._agree_group, InputError)
             self._resolution.before_first_step(batch)
             self._attach_postprocesses()
         splits = Splits(self._inputs(batch))
@@ -238,7 +234,7 @@ class ModelRewrite(ReplacedForwards):
         if any_failed:
             if splits.answer is not None:
                 splits.answer.wait()
-            self._agreement.raise_gathered(splits.error)
+            raise_gathered(splits.error, "", self._agree_group, InputError)
         return Requests(splits.inputs, {} if splits.request is None else splits.request.wait())
 
     def wait_inputs(self, requests: Requests, forward_stream: torch.Stream | None = None) -> Features:
@@ -346,7 +342,7 @@ class ModelRewrite(ReplacedForwards):
         return embeddings.add(entry.name, output, lookups)
 
     def _call_now(self, entry: Sharded, call: Arguments) -> Any:
-        return call_now(entry, lambda: self._prepare(entry, call), self._agreement, self.announce)
+        return call_now(entry, lambda: self._prepare(entry, call), self._agree_group, self.announce)
 
     def join(self, announced: Announced) -> None:
         """Run a lookup that other ranks have announced, with empty features. The output is discarded.

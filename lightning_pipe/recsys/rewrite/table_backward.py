@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from lightning_pipe.recsys.batches.agreement import Agreement
+from lightning_pipe.engine.ranks.together import any_of
 from lightning_pipe.recsys.kernels.fused import take_back_step
 from lightning_pipe.recsys.kernels.kernel_calls import KernelGradients
 from lightning_pipe.recsys.kernels.row_optimizer import row_optimizer
@@ -33,12 +34,12 @@ class TableBackward:
 
     Args:
         modules: the sharded modules by name.
-        agreement: among all ranks, used by the calling thread.
+        group: all ranks, used by the calling thread.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], agreement: Agreement) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], group: dist.ProcessGroup | None) -> None:
         self._modules = modules
-        self._agreement = agreement
+        self._group = group
 
     def run(self, embeddings: Embeddings, scale: torch.Tensor | float | None, agree_unused: bool) -> None:
         """All of it, or after ``begin`` the second half. Optimisers fused into the lookups step here.
@@ -82,13 +83,13 @@ class TableBackward:
     def overflowed(self, embeddings: Embeddings) -> bool:
         """Whether the dense backward left an infinity or NaN at the cuts of any rank."""
         finite = [gradient.isfinite().all() for gradient in embeddings.gradient_tensors()]
-        return self._agreement.any_of([bool(finite) and not torch.stack(finite).all().item()])[0]
+        return any_of([bool(finite) and not torch.stack(finite).all().item()], self._group)[0]
 
     def _calls(self, embeddings: Embeddings, agree_unused: bool) -> list[ModuleCall]:
         """Those that backward goes through: with a cut, since there is none where nothing can be trained."""
         calls = embeddings.calls
         if agree_unused:
-            used = self._agreement.any_of([any(cut.gradient is not None for cut in call.cuts) for call in calls])
+            used = any_of([any(cut.gradient is not None for cut in call.cuts) for call in calls], self._group)
             calls = [call for call, is_used in zip(calls, used, strict=True) if is_used]
         calls = [call for call in calls if call.cuts]
         for call in calls:

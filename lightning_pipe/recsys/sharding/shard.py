@@ -21,7 +21,7 @@ from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
 from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.recsys.batches.agreement import Agreement
+from lightning_pipe.engine.ranks.together import from_rank, gather, gather_or_raise
 from lightning_pipe.recsys.dense.dense_values import broadcast_from_first_rank, materialise_dense, unfillable
 from lightning_pipe.recsys.dynamic.tables.opening import check_data_type, in_kernel, open_rows
 from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
@@ -102,7 +102,6 @@ def shard_model(
     Raises:
         SetupError: on every rank, if any rank finds something that cannot be sharded or trained as asked.
     """
-    agreement = Agreement(group, device)
     found, error = None, None
     per_node = nullcontext if replicas is None else replicas.counted_per_node
     try:
@@ -111,14 +110,14 @@ def shard_model(
             found = _look(module, device, group, sparse_optimizer, constraints, topology, comms, replicas)
     except Exception as caught:  # of whatever kind: the other ranks wait for an answer
         error = caught
-    agreed_seed = _agree(found, error, torch.initial_seed() if seed is None else seed, agreement)
+    agreed_seed = _agree(found, error, torch.initial_seed() if seed is None else seed, group)
     assert found is not None
     comms = found.comms
     comms.check_backend(group, device)
     all_sharders = default_sharders(comms) if sharders is None else list(sharders)
-    sharding_plan = agreement.gather(sharding_plan if agreement.rank == 0 else None)[0]
+    sharding_plan = from_rank(lambda: sharding_plan, "the first rank could not send its sharding plan", group)
     if sharding_plan is None:
-        sharding_plan = make_plan(module, all_sharders, found.constraints, found.topology, found.batch_size, agreement)
+        sharding_plan = make_plan(module, all_sharders, found.constraints, found.topology, found.batch_size, group)
     types = check_plan(sharding_plan, found.tables)
     comms.check_plan(sharding_plan, found.tables)
     if replicas is not None:
@@ -146,7 +145,7 @@ def shard_model(
             )
         dmp.to(device)
         model = ShardedModel(dmp, tables, group, device, replicas)
-        held = agreement.gather([not parameter.is_meta for parameter in found.parameters])[0]
+        held = gather([not parameter.is_meta for parameter in found.parameters], group)[0]
         _fill(model, found.parameters, held, agreed_seed, device, group)
     for name, sharded in model.sharded_modules.items():
         if isinstance(sharded, ShardedDynamicModule):
@@ -257,17 +256,12 @@ def _look_at_comms(
     return comms
 
 
-def _agree(found: _Unsharded | None, error: Exception | None, seed: int, agreement: Agreement) -> int:
+def _agree(found: _Unsharded | None, error: Exception | None, seed: int, group: dist.ProcessGroup) -> int:
     """Raises on every rank what any rank found, or where ranks hold different modules; returns rank 0's seed."""
-    message = None if error is None else str(error) if isinstance(error, SetupError) else repr(error)
-    answers = agreement.gather((message, found.signature() if found else [], seed))
-    if error is not None:
-        raise error
-    for rank, (theirs, _, _) in enumerate(answers):
-        if theirs is not None:
-            raise SetupError(f"rank {rank} cannot shard its module: {theirs}")
-    first = answers[0][1]
-    for rank, (_, signature, _) in enumerate(answers):
+    own = found.signature() if found else [], seed
+    answers = gather_or_raise(own, error, "the module cannot be sharded", group)
+    first, agreed_seed = answers[0]
+    for rank, (signature, _) in enumerate(answers):
         if signature != first:
             only_first = "; ".join(line for line in first if line not in signature)
             only_other = "; ".join(line for line in signature if line not in first)
@@ -275,7 +269,7 @@ def _agree(found: _Unsharded | None, error: Exception | None, seed: int, agreeme
                 f"ranks hold different modules: only on rank 0: {only_first or 'another order'}; only on rank {rank}:"
                 f" {only_other or 'another order'}. Build the same module on every rank"
             )
-    return int(answers[0][2])
+    return agreed_seed
 
 
 def _fill(

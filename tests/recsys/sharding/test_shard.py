@@ -316,7 +316,7 @@ def _empty_plan() -> Any:
 
 def test_an_error_of_one_rank_is_raised_on_every_rank(errors: list[dict[str, str]]) -> None:
     assert "holds no TorchRec embedding module" in errors[1]["one rank alone"]
-    assert "rank 1 cannot shard its module" in errors[0]["one rank alone"]
+    assert "rank 1: " in errors[0]["one rank alone"]
     assert "strategy='pipeline'" in errors[0]["one rank alone"]
 
 

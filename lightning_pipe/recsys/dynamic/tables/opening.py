@@ -18,7 +18,6 @@ from torch import Tensor
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
 from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.recsys.batches.agreement import Agreement
 from lightning_pipe.recsys.dynamic.cache.initial_values import Constant, InitialValues, Normal, Uniform
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.cache.row_headers import BYTES
@@ -76,7 +75,6 @@ def open_rows(
     Raises:
         SetupError: on every rank, if any cannot open its store, or the cache is too small for the ranks.
     """
-    agreement = Agreement(group, device)
     ranks, storage = group.size(), module.storage
     row_optimizers = _row_optimizers(module, optimizers, device)
     columns: dict[str, list[Tensor]] = {}
@@ -98,9 +96,9 @@ def open_rows(
         }
         for table, tensors in columns.items()
     }
-    path = storage.path / f"ranks-{ranks}" / f"rank-{agreement.rank}"
+    path = storage.path / f"ranks-{ranks}" / f"rank-{group.rank()}"
     widths = {table: record_width(tensors) for table, tensors in columns.items()}
-    store = open_together(lambda: open_store(path, widths, description), agreement)
+    store = open_together(lambda: open_store(path, widths, description), group)
     lock = threading.Lock()
     try:
         own_seed = seed if storage.seed is None else storage.seed
@@ -113,8 +111,7 @@ def open_rows(
             caches,
             tables_of_keys,
             store=store,
-            agreement=agreement,
-            ranks=ranks,
+            group=group,
             description=description,
             row_optimizers=row_optimizers,
             commit_every=storage.commit_every,

@@ -23,6 +23,7 @@ from torchrec.distributed.types import Awaitable, LazyAwaitable, ParameterShardi
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.engine.plans.errors import InputError, SetupError
+from lightning_pipe.engine.ranks.together import raise_together
 from lightning_pipe.recsys.dynamic.store.mixing import mix, with_values
 from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows, end_step
 from lightning_pipe.recsys.dynamic.tables.row_tables import RowTables
@@ -152,7 +153,7 @@ class ShardedDynamicModule:
             # Of a call that nobody served: whatever trained them has run by now.
             end_step(self._unclaimed, trained=True)
             self._unclaimed = [rows]
-        self.rows.agreement.raise_together(_begun(rows, trains))
+        raise_together(_begun(rows, trains), "", self.rows.group, InputError)
         assert rows.features is not None
         slots = KJTList([rows.features])
         output: LazyAwaitable[Any] = super().compute_and_output_dist(ctx, slots)  # type: ignore[misc]
