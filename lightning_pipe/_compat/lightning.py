@@ -1,6 +1,8 @@
 """Private names of Lightning: the loops that this package's loops extend, and the helpers by which loops call hooks."""
 
 from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
+from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+from lightning.pytorch.core.optimizer import _configure_optimizers as optimizers_configured
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher as DataLoaderIterDataFetcher
@@ -17,6 +19,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync as Sync
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector as SignalConnector
+from lightning.pytorch.utilities.data import _extract_batch_size as batch_sizes
 
 __all__ = [
     "AutomaticOptimization",
@@ -32,8 +35,11 @@ __all__ = [
     "SignalConnector",
     "Sync",
     "TrainingEpochLoop",
+    "batch_sizes",
     "call_callback_hooks",
     "call_module_hook",
     "call_strategy_hook",
+    "optimizers_configured",
+    "optimizers_to_device",
     "set_sampler_epoch",
 ]

@@ -10,10 +10,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.data import _extract_batch_size
 from rich.console import Console
 from torch.utils.data import DataLoader
 
+from lightning_pipe._compat.lightning import batch_sizes
 from lightning_pipe.callbacks.of_fit import count, group_of_its_own, loop_of, pipeline_of
 from lightning_pipe.callbacks.verdict import StepUse, Verdict, find_verdict, forward_wait
 from lightning_pipe.engine import SetupError
@@ -264,7 +264,7 @@ def _read(trainer: pl.Trainer, callback: pl.Callback) -> _Reading:
 
 def _samples(batch: Any) -> int | None:
     """How many samples a batch has; None where its tensors do not agree."""
-    sizes = {size for size in _extract_batch_size(batch) if size is not None}
+    sizes = {size for size in batch_sizes(batch) if size is not None}
     return sizes.pop() if len(sizes) == 1 else None
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_pipe._compat.torch import storage_key
 from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.engine.ranks.together import from_rank
 from lightning_pipe.llm.measure.layer_bench import LayerBench, LayerPiece, LossOf
@@ -142,13 +143,13 @@ class _Weigher:
 
     def _saved(self, piece: LayerPiece) -> int:
         others = [*piece.stage.parameters(), *piece.stage.buffers(), *piece.batch]
-        known = {one.untyped_storage()._cdata for one in others}
+        known = {storage_key(one) for one in others}
         saved: dict[int, torch.UntypedStorage] = {}
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            if storage._cdata not in known:
-                saved[storage._cdata] = storage  # held, so that no other gets its address
+            if storage_key(storage) not in known:
+                saved[storage_key(storage)] = storage  # held, so that no other gets its address
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
+from lightning_pipe._compat.torchrec import release_sent
 from lightning_pipe.engine.plans.errors import InputError, SetupError
 from lightning_pipe.engine.ranks.together import any_of, on_all_ranks, raise_gathered, raise_together
 from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows
@@ -42,7 +43,7 @@ from lightning_pipe.recsys.rewrite.boundary import without_gradient
 from lightning_pipe.recsys.rewrite.direct_calls import Announced, call_now, join_call, lookup_mode
 from lightning_pipe.recsys.rewrite.early_release import EarlyRelease, own_objects
 from lightning_pipe.recsys.rewrite.embeddings import Embeddings, Features, Inputs, Requests, Splits, record_stream
-from lightning_pipe.recsys.rewrite.input_dist import answer_without_splits, fusing, let_go_of_sent, send_splits
+from lightning_pipe.recsys.rewrite.input_dist import answer_without_splits, fusing, send_splits
 from lightning_pipe.recsys.rewrite.record import Recorder
 from lightning_pipe.recsys.rewrite.replaced_forwards import ReplacedForwards
 from lightning_pipe.recsys.rewrite.resolution import Method, Resolution
@@ -250,7 +251,7 @@ class ModelRewrite(ReplacedForwards):
         stream = self._current_stream()
         distributed: dict[str, Any] = {}
         for name, tensors in requests.tensors.items():
-            let_go_of_sent(tensors)
+            release_sent(tensors)
             features = distributed[name] = tensors.wait()
             record_stream([features, inputs.contexts[name]], stream)
             self._sharded[name].prefetch(features, inputs.contexts[name], forward_stream)

@@ -20,6 +20,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
+from lightning_pipe._compat.torch import set_optimizer_in_backward
 from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.engine.ranks.together import from_rank, gather, gather_or_raise
 from lightning_pipe.recsys.dense.dense_values import broadcast_from_first_rank, materialise_dense, unfillable
@@ -131,7 +132,7 @@ def shard_model(
         materialise_dense(module, _table_modules(module, tables), device)
         for parameter, table in zip(found.parameters, tables, strict=True):
             told = in_kernel(table.known_optimizer, device) if table.is_dynamic else table.known_optimizer
-            _say_optimizer(parameter, told)
+            set_optimizer_in_backward(parameter, told.optimizer_class, told.fused_arguments())
         with warnings.catch_warnings(), per_node():
             warnings.simplefilter("ignore", FutureWarning)  # of torch, about how TorchRec calls it
             dmp = DistributedModelParallel(
@@ -291,12 +292,6 @@ def _fill(
             copy_values(original.detach(), shape, original.dtype, pieces, device, group)
         else:
             fill_with_init_fn(table, original.dtype, pieces, seed)
-
-
-def _say_optimizer(parameter: nn.Parameter, optimizer: TableOptimizer) -> None:
-    """Says a table's optimiser the way TorchRec's sharders read it; they change the arguments, so each has its own."""
-    parameter._optimizer_classes = [optimizer.optimizer_class]  # type: ignore[attr-defined]
-    parameter._optimizer_kwargs = [optimizer.fused_arguments()]  # type: ignore[attr-defined]
 
 
 def _table_modules(module: nn.Module, tables: Sequence[Table]) -> set[nn.Module]:

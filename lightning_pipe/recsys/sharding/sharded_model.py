@@ -13,6 +13,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
+from lightning_pipe._compat.torchrec import lookups_of
 from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.engine.plans.shown import shown
 from lightning_pipe.engine.ranks.together import gather
@@ -67,8 +68,9 @@ class ShardedModel:
         optimizers = {table.name: table.known_optimizer for table in tables}
         for module_name, sharded in self.sharded_modules.items():
             names = {table.config.name: table.name for table in tables if table.module_name == module_name}
-            unwrap_lookups(sharded._lookups)
-            for lookup in sharded._lookups:
+            lookups = lookups_of(sharded)
+            unwrap_lookups(lookups)
+            for lookup in lookups:
                 self._data_parallel.add(lookup, names, optimizers, parameters)
         self.fused_optimizer = CombinedOptimizer(
             [*dmp.fused_optimizer.optimizers, *self._data_parallel.keyed_optimizers]

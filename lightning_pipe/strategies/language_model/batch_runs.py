@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from lightning_pipe._compat.torch import tree_flatten, tree_map, tree_unflatten
 from lightning_pipe.engine import InputError
 from lightning_pipe.engine.ranks.together import from_rank, raise_gathered
 from lightning_pipe.llm.losses.cross_entropy import check_sum

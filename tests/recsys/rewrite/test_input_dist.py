@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_pipe._compat.torchrec import all_to_alls_of
 from lightning_pipe.engine.plans.errors import InputError, SetupError
-from lightning_pipe.recsys.rewrite.input_dist import fusing, kjt_all_to_alls
+from lightning_pipe.recsys.rewrite.input_dist import fusing
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from tests.distributed import run_ranks
 from tests.recsys.rewrite_cases import (
@@ -310,4 +311,4 @@ def test_only_the_thread_that_fuses_sees_fused_input_dists() -> None:
         seen.append(input_dist._this_thread.fusing)
     seen.append(input_dist._this_thread.fusing)
     assert seen == [False, True, False]
-    assert kjt_all_to_alls(nn.Linear(1, 1)) == []
+    assert all_to_alls_of(nn.Linear(1, 1)) == []

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_pipe._compat.torchrec import with_tensors
 from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.engine.ranks.together import gather, on_all_ranks
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
 from lightning_pipe.recsys.dynamic.store.commit import commit_together
-from lightning_pipe.recsys.dynamic.store.mixing import mix, unmix, with_values
+from lightning_pipe.recsys.dynamic.store.mixing import mix, unmix
 from lightning_pipe.recsys.dynamic.store.row_files import Columns, StoredRows, check_rows, read_rows, write_rows
 from lightning_pipe.recsys.dynamic.store.row_store import RowStore
 from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows
@@ -131,7 +132,7 @@ class RowTables:
             for cache, ticket in tickets:
                 cache.discard(ticket)
             return BatchRows(None, (), self, error)
-        return BatchRows(with_values(features, slots), tickets, self)
+        return BatchRows(with_tensors(features, values=slots), tickets, self)
 
     def _settle_existing(self) -> None:
         """Rows of an earlier run, now that they would be used, and no others were read."""
