@@ -37,7 +37,7 @@ def put_tensors(features: KeyedJaggedTensor, **tensors: Any) -> None:
 
 def with_tensors(features: K, **tensors: Any) -> K:
     """A shallow copy of *features* with other tensors: see :func:`put_tensors`."""
-    copied: K = type(features).__new__(type(features))  # as copy.copy, in half the time
+    copied: K = object.__new__(type(features))  # as copy.copy, in half the time
     copied.__dict__.update(features.__dict__)
     put_tensors(copied, **tensors)
     return copied

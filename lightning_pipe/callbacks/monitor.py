@@ -14,10 +14,11 @@ from rich.console import Console
 from torch.utils.data import DataLoader
 
 from lightning_pipe._compat.lightning import batch_sizes
-from lightning_pipe.callbacks.of_fit import count, group_of_its_own, loop_of, pipeline_of
+from lightning_pipe.callbacks.of_fit import group_of_its_own, loop_of, pipeline_of
 from lightning_pipe.callbacks.verdict import StepUse, Verdict, find_verdict, forward_wait
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.observe.meter import Meter
+from lightning_pipe.engine.plans.options import check_whole_number
 from lightning_pipe.engine.ranks.together import gather, shares_host
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.strategies.running import running
@@ -106,7 +107,8 @@ class PipelineMonitor(pl.Callback):
     """
 
     def __init__(self, every_n_steps: int | None = None, prog_bar: bool = False) -> None:
-        self._every = None if every_n_steps is None else count("every_n_steps", every_n_steps)
+        check_whole_number("every_n_steps", every_n_steps, 1, optional=True)
+        self._every = every_n_steps
         self._prog_bar = prog_bar
         self._group: dist.ProcessGroup | None = None
         self._one_host = False

@@ -6,7 +6,6 @@ Tested in ``tests/callbacks/test_monitor.py``.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from lightning_pipe.engine import SetupError, SWPipeline
 from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 
-__all__ = ["checked_path", "count", "group_of_its_own", "leave_group", "loop_of", "numbered", "pipeline_of"]
+__all__ = ["checked_path", "group_of_its_own", "leave_group", "loop_of", "numbered", "pipeline_of"]
 
 
 def loop_of(trainer: pl.Trainer) -> PipelineTrainingEpochLoop:
@@ -63,17 +62,6 @@ def checked_path(name: str, path: str | Path) -> Path:
     if not found.name or "\0" in str(path):
         raise SetupError(f"{name} is {str(path)!r}, which no file can be called; needed is a file's name, or None")
     return found
-
-
-def count(name: str, value: Any, least: int = 1) -> int:
-    """A whole number.
-
-    Raises:
-        SetupError: it is none, or too small.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise SetupError(f"{name} is {value!r}; needed is a whole number, {least} or more")
-    return value
 
 
 def numbered(folder: Path, path: Path, suffix: str) -> Path:

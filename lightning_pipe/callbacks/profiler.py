@@ -21,7 +21,6 @@ from lightning_pipe.callbacks.cost_figure import log_figure
 from lightning_pipe.callbacks.monitor import leave_step_out
 from lightning_pipe.callbacks.of_fit import (
     checked_path,
-    count,
     group_of_its_own,
     leave_group,
     loop_of,
@@ -34,6 +33,7 @@ from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, TaskS
 from lightning_pipe.engine.observe.clocks import measure_offset, to_first_rank
 from lightning_pipe.engine.observe.timeline import Bar, Timeline, task_bars
 from lightning_pipe.engine.observe.trace import Trace
+from lightning_pipe.engine.plans.options import check_whole_number
 from lightning_pipe.engine.plans.whole_file import whole_file
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.together import gather_to_first, shares_host
@@ -109,7 +109,7 @@ class PipelineProfiler(pl.Callback):
                 " steps, from 1: before the first one there is no batch to profile with"
             )
         for what, number in (("rounds", rounds), ("iterations", iterations), ("batches", batches)):
-            count(what, number)
+            check_whole_number(what, number, 1)
         if report is not None:
             require_plotly()
         self._at = sorted(set(at_steps))

@@ -15,7 +15,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_pipe.callbacks.monitor import leave_step_out
 from lightning_pipe.callbacks.of_fit import (
     checked_path,
-    count,
     group_of_its_own,
     leave_group,
     loop_of,
@@ -28,6 +27,7 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.observe.clocks import measure_offset, to_first_rank
 from lightning_pipe.engine.observe.timeline import Bar, Timeline
 from lightning_pipe.engine.observe.trace_events import write_trace
+from lightning_pipe.engine.plans.options import check_whole_number
 from lightning_pipe.engine.ranks.together import gather_to_first
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.strategies.running import running
@@ -90,7 +90,8 @@ class PipelineTrace(pl.Callback):
                 f"steps is {steps} and keep {keep}; needed are the first batch, from 0, and a number of batches, at"
                 " least 1, as in steps=(10, 4); and at least 1 to keep"
             )
-        if every is not None and (steps is None or count("every", every) < number):
+        check_whole_number("every", every, 1, optional=True)
+        if every is not None and (steps is None or every < number):
             raise SetupError(
                 f"every is {every} and steps {steps}; needed are steps=(first, number), and an every that is no smaller"
                 " than that number, or one recording would begin in another"

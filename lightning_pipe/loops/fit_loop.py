@@ -30,7 +30,6 @@ from lightning_pipe.loops.data.resume import ResumePoint, read_on_all_ranks
 from lightning_pipe.loops.data.shared_order import of_other_ranks
 
 _KEY = "lightning_pipe"
-_WITHOUT_END = 2**62
 
 
 class PipelineFitLoop(FitLoop):
@@ -129,8 +128,7 @@ class PipelineFitLoop(FitLoop):
     def _count_as_the_shortest(self) -> None:
         """Let all ranks validate, and end, where the one with the fewest batches does."""
         trainer: Any = self.trainer
-        own = _WITHOUT_END if self.max_batches == float("inf") else int(self.max_batches)
-        if (found := min(gather(own, dist.group.WORLD))) == own:
+        if (found := min(gather(self.max_batches, dist.group.WORLD))) == self.max_batches:
             return
         self.max_batches = found
         if isinstance(trainer.val_check_interval, float) and trainer._val_check_time_interval is None:

@@ -150,7 +150,7 @@ class Turn:
                 self._over = True
                 return list(detail)
             if what == "reduce":
-                self._gather(None)
+                gather(None, self._group)
             else:
                 do(what, detail)
 
@@ -158,7 +158,7 @@ class Turn:
 
     def _hear(self, said: tuple[str, str, Any] | None) -> tuple[str, str, Any]:
         """Gather all announcements, check them, and return the first rank's."""
-        all_said = self._gather(said)
+        all_said = gather(said, self._group)
         failed = [f"rank {rank}: {one[2]}" for rank, one in enumerate(all_said) if one and one[0] == "error"]
         if failed:
             self._over = True
@@ -173,9 +173,6 @@ class Turn:
             )
         first: tuple[str, str, Any] = next(iter(of_ranks.values()))
         return first
-
-    def _gather(self, said: Any) -> list[Any]:
-        return gather(said, self._group)
 
 
 # ---------------------------------------------------------------------- what is logged

@@ -246,7 +246,7 @@ def test_a_strategy_without_profiles_is_refused_and_those_that_have_them_named()
         ({}, "no step was given"),
         ({"at_steps": [0, 4]}, r"at_steps is \(0, 4\).*from 1"),
         ({"every_n_steps": 0}, "every_n_steps 0"),
-        ({"at_steps": [1], "rounds": 0}, "rounds is 0; needed is a whole number, 1 or more"),
+        ({"at_steps": [1], "rounds": 0}, "rounds is 0; expected a whole number, 1 or more"),
         ({"at_steps": [1], "batches": 0}, "batches is 0"),
         ({"at_steps": [1], "iterations": 1.5}, "iterations is 1.5"),
         ({"at_steps": 5}, r"at_steps is 5; needed is a list, \[5\]"),

@@ -34,10 +34,12 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+Group = dist.ProcessGroup | None
+Kind = type[PipelineError]
 _CPU = torch.device("cpu")
 
 
-def is_alone(group: dist.ProcessGroup | None) -> bool:
+def is_alone(group: Group) -> bool:
     """Whether this process has no other rank to talk to in *group*."""
     return group is None or not dist.is_initialized() or group.size() == 1
 
@@ -45,7 +47,7 @@ def is_alone(group: dist.ProcessGroup | None) -> bool:
 # ---------------------------------------------------------------------- values
 
 
-def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
+def gather(value: T, group: Group) -> list[T]:
     """Every rank's value, on every rank; whatever can be pickled."""
     if is_alone(group):
         return [value]
@@ -54,7 +56,7 @@ def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
     return values
 
 
-def gather_to_first(value: T, group: dist.ProcessGroup | None) -> list[T]:
+def gather_to_first(value: T, group: Group) -> list[T]:
     """Every rank's value, on the first rank; the others have their own alone."""
     if is_alone(group):
         return [value]
@@ -63,7 +65,7 @@ def gather_to_first(value: T, group: dist.ProcessGroup | None) -> list[T]:
     return [value] if values is None else values
 
 
-def any_of(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]:
+def any_of(flags: Sequence[bool], group: Group) -> list[bool]:
     """For each flag, whether it is set on any rank: one small all-reduce."""
     if is_alone(group) or not flags:
         return list(flags)
@@ -75,13 +77,7 @@ def any_of(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]
 # ---------------------------------------------------------------------- errors
 
 
-def from_rank(
-    work: Callable[[], T],
-    failed: str,
-    group: dist.ProcessGroup | None,
-    rank: int = 0,
-    kind: type[PipelineError] = SetupError,
-) -> T:
+def from_rank(work: Callable[[], T], failed: str, group: Group, rank: int = 0, kind: Kind = SetupError) -> T:
     """Do *work* on one rank alone; every rank returns its result, which can be pickled.
 
     Args:
@@ -111,9 +107,7 @@ def from_rank(
     return cast(T, result if own else pickle.loads(found[0]))
 
 
-def on_all_ranks(
-    work: Callable[[], T], failed: str, group: dist.ProcessGroup | None, kind: type[PipelineError] = SetupError
-) -> T:
+def on_all_ranks(work: Callable[[], T], failed: str, group: Group, kind: Kind = SetupError) -> T:
     """Do *work*, in which ranks do not wait for each other; raises on all ranks what went wrong on any.
 
     Args:
@@ -135,35 +129,19 @@ def on_all_ranks(
     return result
 
 
-def raise_together(
-    error: Exception | None,
-    failed: str,
-    group: dist.ProcessGroup | None,
-    kind: type[PipelineError] = SetupError,
-) -> None:
+def raise_together(error: Exception | None, failed: str, group: Group, kind: Kind = SetupError) -> None:
     """Raise on every rank if any has an *error*: one small collective if none has. See :func:`on_all_ranks`."""
     if any_of([error is not None], group)[0]:
         raise_gathered(error, failed, group, kind)
 
 
-def raise_gathered(
-    error: Exception | None,
-    failed: str,
-    group: dist.ProcessGroup | None,
-    kind: type[PipelineError] = SetupError,
-) -> NoReturn:
+def raise_gathered(error: Exception | None, failed: str, group: Group, kind: Kind = SetupError) -> NoReturn:
     """Raise the errors of all ranks, where all know already that one of them has one. See :func:`on_all_ranks`."""
     gather_or_raise(None, error, failed, group, kind)
     raise AssertionError("no rank has an error")
 
 
-def gather_or_raise(
-    value: T,
-    error: Exception | None,
-    failed: str,
-    group: dist.ProcessGroup | None,
-    kind: type[PipelineError] = SetupError,
-) -> list[T]:
+def gather_or_raise(value: T, error: Exception | None, failed: str, group: Group, kind: Kind = SetupError) -> list[T]:
     """Every rank's value, on every rank; raises on every rank if any has an *error*. See :func:`on_all_ranks`."""
     found = gather((value, None if error is None else _said(error, failed)), group)
     texts = [text for _, text in found]
@@ -180,7 +158,7 @@ def _said(error: Exception, failed: str) -> str:
     return f"{failed}: {text}" if failed else text
 
 
-def _raise(found: Sequence[str | None], error: Exception | None, kind: type[PipelineError]) -> NoReturn:
+def _raise(found: Sequence[str | None], error: Exception | None, kind: Kind) -> NoReturn:
     if error is not None and kind is InputError and (len(found) == 1 or not isinstance(error, InputError)):
         raise error
     texts = {text: [rank for rank, one in enumerate(found) if one == text] for text in found if text is not None}

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.plans.options import check_whole_number
 from lightning_pipe.llm.model.module_config import ModuleConfig
 
 __all__ = ["split_at", "split_by_cost", "split_by_ranges", "split_evenly"]
@@ -39,8 +40,7 @@ def split_evenly(
     """
     _check_stages(config, num_stages)
     for name, weight in (("input_weight", input_weight), ("output_weight", output_weight)):
-        if not isinstance(weight, int) or weight < 0:
-            raise SetupError(f"{name} is {weight!r}; needed is a whole number of layers, 0 or more")
+        check_whole_number(name, weight, 0)
     extra_work = [0] * num_stages
     extra_work[0] += input_weight if config.input_fqns else 0
     extra_work[-1] += output_weight if config.output_fqns else 0

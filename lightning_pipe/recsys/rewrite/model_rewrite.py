@@ -23,6 +23,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from lightning_pipe._compat.torchrec import release_sent
 from lightning_pipe.engine.plans.errors import InputError, SetupError
 from lightning_pipe.engine.ranks.together import any_of, on_all_ranks, raise_gathered, raise_together
+from lightning_pipe.engine.runtime.record_use import record_use
 from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows
 from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
 from lightning_pipe.recsys.kernels.fused import (
@@ -42,7 +43,7 @@ from lightning_pipe.recsys.modules.outputs import wait_output
 from lightning_pipe.recsys.rewrite.boundary import without_gradient
 from lightning_pipe.recsys.rewrite.direct_calls import Announced, call_now, join_call, lookup_mode
 from lightning_pipe.recsys.rewrite.early_release import EarlyRelease, own_objects
-from lightning_pipe.recsys.rewrite.embeddings import Embeddings, Features, Inputs, Requests, Splits, record_stream
+from lightning_pipe.recsys.rewrite.embeddings import Embeddings, Features, Inputs, Requests, Splits
 from lightning_pipe.recsys.rewrite.input_dist import answer_without_splits, fusing, send_splits
 from lightning_pipe.recsys.rewrite.record import Recorder
 from lightning_pipe.recsys.rewrite.replaced_forwards import ReplacedForwards
@@ -248,12 +249,11 @@ class ModelRewrite(ReplacedForwards):
             forward_stream: the device stream that ``lookup`` will run on, if it is another than the current one.
         """
         inputs = requests.inputs
-        stream = self._current_stream()
         distributed: dict[str, Any] = {}
         for name, tensors in requests.tensors.items():
             release_sent(tensors)
             features = distributed[name] = tensors.wait()
-            record_stream([features, inputs.contexts[name]], stream)
+            record_use([features, inputs.contexts[name]])
             self._sharded[name].prefetch(features, inputs.contexts[name], forward_stream)
         return Features(inputs, distributed)
 
@@ -263,7 +263,7 @@ class ModelRewrite(ReplacedForwards):
         Without grad mode (evaluation) nothing is cut and the kernels' step counters stay.
         """
         inputs = features.inputs
-        record_stream([features.distributed, inputs.contexts], self._current_stream())
+        record_use([features.distributed, inputs.contexts])
         embeddings = Embeddings(inputs)
         modules = {name: self._sharded[name].module for name in features.distributed}
         awaitables: dict[str, Any] = {}
@@ -295,7 +295,7 @@ class ModelRewrite(ReplacedForwards):
             raise SetupError("a step is being served already; end its serving() before the next one's begins.")
         recorder = self._recorder = None if self.resolved else Recorder(batch)
         self._serving = embeddings
-        record_stream(embeddings.inputs.postprocessed.everything(), self._current_stream())
+        record_use(embeddings.inputs.postprocessed.everything())
         try:
             yield embeddings
         finally:
@@ -331,7 +331,7 @@ class ModelRewrite(ReplacedForwards):
                     + ("" if torch.is_grad_enabled() else _ADVICE)
                 )
             output = embeddings.take(entry.name)
-            record_stream(output, self._current_stream())
+            record_use(output)
             return output if torch.is_grad_enabled() else without_gradient(output)
         if self._recorder is not None:
             self._recorder.called(entry.name, *call)
@@ -366,7 +366,7 @@ class ModelRewrite(ReplacedForwards):
     def _arguments(self, entry: Sharded, inputs: Inputs) -> Arguments:
         assert entry.arguments is not None
         call = inputs.arguments[entry.name] = entry.take_arguments(inputs.batch, inputs.postprocessed)
-        record_stream(list(call), self._current_stream())
+        record_use(call)
         return self._prepare(entry, call)
 
     def _prepare(self, entry: Sharded, call: Arguments) -> Arguments:
@@ -381,9 +381,6 @@ class ModelRewrite(ReplacedForwards):
     def _capturing(self, module: torch.nn.Module) -> AbstractContextManager[LookupCalls | None]:
         captures = self.splits_backward or self.looks_ahead
         return capture_calls(module) if captures and torch.is_grad_enabled() else nullcontext()
-
-    def _current_stream(self) -> torch.Stream | None:
-        return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
 
 def _has_row_optimizers(modules: Iterable[torch.nn.Module]) -> bool:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.engine.plans.errors import InputError, SetupError
+from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.together import gather, raise_together
 from lightning_pipe.recsys.batches.pieces import describe, walk
 from lightning_pipe.recsys.modules.call_arguments import Arguments, CallArguments, PostprocessResults
@@ -80,13 +81,7 @@ class Resolution:
             for path, piece in walk(batch)
             if isinstance(piece, KeyedJaggedTensor)
         }
-        all_jagged = gather(jagged, self._agree_group)
-        for rank, other in enumerate(all_jagged):
-            if other != all_jagged[0]:
-                raise InputError(
-                    f"ranks got batches whose features do not go together: rank 0 {all_jagged[0] or 'none'}; rank"
-                    f" {rank} {other or 'none'}. Give every rank batches with KeyedJaggedTensors of one form."
-                )
+        check_agreement(sorted(jagged.items()), "form of the features", self._agree_group, error=InputError)
         if self.records:
             return  # a step may make its features of other tensors
         if not jagged and self._method == "direct":

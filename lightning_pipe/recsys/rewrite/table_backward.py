@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pipe.engine.ranks.together import any_of
+from lightning_pipe.engine.runtime.record_use import record_use
 from lightning_pipe.recsys.kernels.fused import take_back_step
 from lightning_pipe.recsys.kernels.kernel_calls import KernelGradients
 from lightning_pipe.recsys.kernels.row_optimizer import row_optimizer
-from lightning_pipe.recsys.rewrite.embeddings import Embeddings, ModuleCall, record_stream
+from lightning_pipe.recsys.rewrite.embeddings import Embeddings, ModuleCall
 
 __all__ = ["TableBackward"]
 
@@ -94,7 +95,7 @@ class TableBackward:
         calls = [call for call in calls if call.cuts]
         for call in calls:
             for cut in call.cuts:
-                _will_be_used([cut.source, cut.gradient])
+                record_use([cut.source, cut.gradient])
         return calls
 
 
@@ -132,7 +133,7 @@ def _to_kernels(calls: Sequence[ModuleCall]) -> KernelGradients:
 
 def _through_kernels(left: KernelGradients, scale: torch.Tensor | float | None) -> None:
     if left.calls:
-        _will_be_used(left.gradients)
+        record_use(left.gradients)
         gradients = left.gradients if scale is None else [gradient * scale for gradient in left.gradients]
         pairs = list(zip(left.calls, gradients, strict=True))
         fused = [pair for pair in pairs if row_optimizer(pair[0].kernel) is None]
@@ -146,10 +147,3 @@ def _through_kernels(left: KernelGradients, scale: torch.Tensor | float | None) 
         for weights in left.replicated:
             assert weights.grad is not None
             weights.grad.mul_(scale)
-
-
-def _will_be_used(tensors: Sequence[torch.Tensor | None]) -> None:
-    """Tells the allocator that the current stream uses them."""
-    device = next((tensor.device for tensor in tensors if tensor is not None), None)
-    if device is not None and device.type == "cuda":
-        record_stream(tensors, torch.cuda.current_stream(device))

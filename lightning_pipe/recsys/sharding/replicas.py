@@ -31,6 +31,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSha
 
 from lightning_pipe._compat.torch import EnumerableShardingSpec, ShardedTensor, version_counters_preserved
 from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.plans.options import check_whole_number
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.recsys.modules.tables import Table
@@ -114,8 +115,7 @@ def make_replica_groups(
     found = 1 if count is None else count
     steps = 1 if sync_every is None else sync_every
     for name, number in (("replicas", found), ("sync_every", steps)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise SetupError(f"{name} is {number!r}; needed is a whole number of at least 1")
+        check_whole_number(name, number, 1)
     if found == 1:
         if sync_every is not None:
             raise SetupError(

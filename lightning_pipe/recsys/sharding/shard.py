@@ -22,7 +22,8 @@ from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
 from lightning_pipe._compat.torch import set_optimizer_in_backward
 from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.engine.ranks.together import from_rank, gather, gather_or_raise
+from lightning_pipe.engine.ranks.agreement import check_agreement
+from lightning_pipe.engine.ranks.together import from_rank, gather, raise_together
 from lightning_pipe.recsys.dense.dense_values import broadcast_from_first_rank, materialise_dense, unfillable
 from lightning_pipe.recsys.dynamic.tables.opening import check_data_type, in_kernel, open_rows
 from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
@@ -111,8 +112,10 @@ def shard_model(
             found = _look(module, device, group, sparse_optimizer, constraints, topology, comms, replicas)
     except Exception as caught:  # of whatever kind: the other ranks wait for an answer
         error = caught
-    agreed_seed = _agree(found, error, torch.initial_seed() if seed is None else seed, group)
+    raise_together(error, "the module cannot be sharded", group)
     assert found is not None
+    check_agreement([(line, "") for line in found.signature()], "module", group, error=SetupError)
+    agreed_seed = gather(torch.initial_seed() if seed is None else seed, group)[0]
     comms = found.comms
     comms.check_backend(group, device)
     all_sharders = default_sharders(comms) if sharders is None else list(sharders)
@@ -255,22 +258,6 @@ def _look_at_comms(
             " sharders their qcomm_codecs_registry, or leave sharders out"
         )
     return comms
-
-
-def _agree(found: _Unsharded | None, error: Exception | None, seed: int, group: dist.ProcessGroup) -> int:
-    """Raises on every rank what any rank found, or where ranks hold different modules; returns rank 0's seed."""
-    own = found.signature() if found else [], seed
-    answers = gather_or_raise(own, error, "the module cannot be sharded", group)
-    first, agreed_seed = answers[0]
-    for rank, (signature, _) in enumerate(answers):
-        if signature != first:
-            only_first = "; ".join(line for line in first if line not in signature)
-            only_other = "; ".join(line for line in signature if line not in first)
-            raise SetupError(
-                f"ranks hold different modules: only on rank 0: {only_first or 'another order'}; only on rank {rank}:"
-                f" {only_other or 'another order'}. Build the same module on every rank"
-            )
-    return agreed_seed
 
 
 def _fill(

@@ -121,9 +121,9 @@ def load_stage_checkpoint(
     failed = f"the checkpoint {str(folder)!r} cannot be read"
 
     def read() -> tuple[Any, dict[str, Any]]:
-        rest = read_rest(folder, weights_only)
-        check_stages(folder, rest)
-        return read_metadata(folder, (MODEL,), KIND), rest
+        found = read_metadata(folder, (MODEL,), KIND), read_rest(folder, weights_only)
+        check_stages(folder, found[1])
+        return found
 
     saved, rest = on_all_ranks(read, failed, dist.group.WORLD)
     rest.pop(TIED, None)

@@ -246,8 +246,11 @@ def test_first_batches_that_do_not_go_together_are_an_error_before_anything_is_s
     for of_rank in errors:
         for method in ("direct", "fx"):
             text = of_rank[f"forms, {method}"]
-            assert "features do not go together: rank 0 {'batch.sparse': \"keys ['f0', 'f1', 'f2']" in text
-            assert "rank 1 {'batch.sparse': \"keys ['f0', 'f1']" in text
+            assert (
+                "form of the features differs between ranks: rank 0 has 'batch.sparse' = \"keys ['f0', 'f1', 'f2']"
+                in text
+            )
+            assert "rank 1 has 'batch.sparse' = \"keys ['f0', 'f1']" in text
 
 
 def test_wrong_ids_in_the_first_batch_are_found_before_any_step(errors: list[dict[str, Any]]) -> None:

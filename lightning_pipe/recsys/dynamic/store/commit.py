@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 import torch.distributed as dist
 
 from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.engine.ranks.together import gather, on_all_ranks, raise_together
+from lightning_pipe.engine.ranks.together import gather, on_all_ranks
 from lightning_pipe.recsys.dynamic.store.row_store import RowStore, RunPart, StoreState
 
 __all__ = ["commit_together", "open_together"]
@@ -37,15 +37,14 @@ def open_together(make: Callable[[], RowStore], group: dist.ProcessGroup) -> Row
             as many ranks, or one of them does not have the version; names what was found, rank by rank.
     """
     store: RowStore | None = None
+
+    def make_own() -> RowStore:
+        nonlocal store
+        store = make()
+        return store
+
     try:
-        try:
-            store = make()
-            error = None
-        except Exception as raised:
-            error = raised
-        raise_together(error, _NOT_OPENED, group)
-        assert store is not None
-        opened = store
+        opened = on_all_ranks(make_own, _NOT_OPENED, group)
         states = gather(opened.state, group)
         version = max(state.committed for state in states)
         if version == 0 and all(state.prepared is None for state in states):
