@@ -90,7 +90,7 @@ class Turn:
         """Announce an error of this rank, unless the batch has ended."""
         if not self._over:
             self._over = True
-            self._gather(("error", "", f"{type(error).__name__}: {error}"))
+            gather(("error", "", f"{type(error).__name__}: {error}"), self._group)
 
     def reduce(self, tensor: Tensor, reduce_op: Any) -> Tensor:
         """Reduce a tensor over the ranks that have a batch.
@@ -106,7 +106,7 @@ class Turn:
         if name not in _REDUCTIONS:
             raise InputError(f"reduce_op is {reduce_op!r}; {self._advice}; expected one of {', '.join(_REDUCTIONS)}")
         self.call("reduce")
-        values = torch.stack([one for one in self._gather(tensor.detach().cpu()) if one is not None])
+        values = torch.stack([one for one in gather(tensor.detach().cpu(), self._group) if one is not None])
         if name in ("mean", "avg") and not values.is_floating_point():
             values = values.to(torch.get_default_dtype())  # as DistributedStrategy.reduce does
         return _REDUCTIONS[name](values).to(tensor.device)
