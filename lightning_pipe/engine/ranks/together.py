@@ -36,7 +36,6 @@ __all__ = [
 T = TypeVar("T")
 Group = dist.ProcessGroup | None
 Kind = type[PipelineError]
-_CPU = torch.device("cpu")
 
 
 def is_alone(group: Group) -> bool:
@@ -67,9 +66,10 @@ def gather_to_first(value: T, group: Group) -> list[T]:
 
 def any_of(flags: Sequence[bool], group: Group) -> list[bool]:
     """For each flag, whether it is set on any rank: one small all-reduce."""
-    if is_alone(group) or not flags:
+    if group is None or is_alone(group) or not flags:
         return list(flags)
-    found = torch.tensor(flags, dtype=torch.int32, device=communicating_device(cast(dist.ProcessGroup, group), _CPU))
+    device = communicating_device(group, torch.device("cpu"))
+    found = torch.tensor(flags, dtype=torch.int32, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     return [bool(flag) for flag in found.tolist()]
 
@@ -82,10 +82,8 @@ def from_rank(work: Callable[[], T], failed: str, group: Group, rank: int = 0, k
 
     Args:
         work: called on *rank*.
-        failed: as for :func:`on_all_ranks`.
-        group: see the module.
+        failed, group, kind: as for :func:`on_all_ranks`.
         rank: in the group, by default the first.
-        kind: as for :func:`on_all_ranks`.
 
     Raises:
         SetupError: or *kind*, on every rank, if the work raised anything.
@@ -113,7 +111,6 @@ def on_all_ranks(work: Callable[[], T], failed: str, group: Group, kind: Kind = 
     Args:
         work: called on each rank.
         failed: what is not done, for the message of an error that is not this project's; may be empty.
-        group: see the module.
         kind: class of what is raised. Where it is InputError, a rank whose own error is not this project's raises
             that: users expect to catch what they raised.
 
