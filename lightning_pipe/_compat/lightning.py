@@ -14,6 +14,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
+from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+from lightning.pytorch.core.optimizer import _configure_optimizers as optimizers_configured
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher as DataLoaderIterDataFetcher
@@ -32,6 +34,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync as Sync
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector as SignalConnector
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.data import _extract_batch_size as batch_sizes
 from torch import Tensor
 
 __all__ = [
@@ -49,12 +52,15 @@ __all__ = [
     "SignalConnector",
     "Sync",
     "TrainingEpochLoop",
+    "batch_sizes",
     "call_callback_hooks",
     "call_module_hook",
     "call_strategy_hook",
     "end_batch",
     "is_watched",
     "make_quick",
+    "optimizers_configured",
+    "optimizers_to_device",
     "set_sampler_epoch",
 ]
 

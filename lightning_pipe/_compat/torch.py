@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import _unsafe_preserve_version_counter as version_counters_preserved
 from torch.autograd import profiler
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torch.overrides import _get_current_function_mode_stack as function_mode_stack
 from torch.overrides import _len_torch_function_stack as function_mode_count
 from torch.overrides import _pop_mode as pop_function_mode
@@ -30,6 +33,8 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
+    "EnumerableShardingSpec",
+    "ShardedTensor",
     "TorchDispatchMode",
     "TreeSpec",
     "backend_of",
@@ -43,7 +48,9 @@ __all__ = [
     "gloo_of_one_thread",
     "is_profiler_at_work",
     "is_traceable_wrapper_subclass",
+    "is_view",
     "looks_for_overflow",
+    "optimizers_in_backward",
     "overflow_flags",
     "pop_dispatch_mode",
     "pop_function_mode",
@@ -53,11 +60,15 @@ __all__ = [
     "pytree",
     "register_pytree_node",
     "saved_tensor_hooks",
+    "schema_of",
+    "set_optimizer_in_backward",
+    "storage_key",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "version_counters_preserved",
 ]
 
 _CPU = torch.device("cpu")
@@ -165,3 +176,31 @@ def empty_optimizers_allowed() -> Generator[None, None, None]:
 def looks_for_overflow(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``GradScaler.step`` leaves it to the optimizer to skip a step, as fused ones do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def schema_of(operator: Any) -> Any:
+    """The schema of an operator's overload: its ``name``, ``arguments`` and ``is_mutable``."""
+    return operator._schema
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd takes a tensor for a view of another."""
+    return tensor._is_view()
+
+
+def storage_key(tensor: torch.Tensor | torch.UntypedStorage) -> int:
+    """A number that no two storages have that live at the same time."""
+    storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else tensor
+    key: int = storage._cdata
+    return key
+
+
+def optimizers_in_backward(parameter: torch.Tensor) -> list[tuple[Any, dict[str, Any]]]:
+    """The optimizers that ``apply_optimizer_in_backward`` has given a parameter: classes and arguments."""
+    classes = getattr(parameter, "_optimizer_classes", ())
+    return list(zip(classes, getattr(parameter, "_optimizer_kwargs", ()), strict=True))
+
+
+def set_optimizer_in_backward(parameter: Any, optimizer: Any, arguments: dict[str, Any]) -> None:
+    """Say a parameter's optimizer as ``apply_optimizer_in_backward`` does, which TorchRec's sharders read."""
+    parameter._optimizer_classes, parameter._optimizer_kwargs = [optimizer], [arguments]

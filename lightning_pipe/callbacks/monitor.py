@@ -9,16 +9,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.utilities.data import _extract_batch_size
 from torch.utils.data import DataLoader
 
-from lightning_pipe.callbacks.of_fit import count, group_of_its_own, leave_group, log_values, loop_of, pipeline_of
+from lightning_pipe._compat.lightning import batch_sizes
+from lightning_pipe.callbacks.of_fit import group_of_its_own, leave_group, log_values, loop_of, pipeline_of
 from lightning_pipe.callbacks.verdict import StepUse, Verdict, find_verdict, forward_wait
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.observe.meter import Meter
 from lightning_pipe.engine.plans.fitted_table import print_report
-from lightning_pipe.engine.ranks.exchanges import shares_host
-from lightning_pipe.engine.ranks.together import gather
+from lightning_pipe.engine.plans.options import check_whole_number
+from lightning_pipe.engine.ranks.together import gather, shares_host
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.strategies.running import running
 
@@ -106,7 +106,8 @@ class PipelineMonitor(pl.Callback):
     """
 
     def __init__(self, every_n_steps: int | None = None, prog_bar: bool = False) -> None:
-        self._every = None if every_n_steps is None else count("every_n_steps", every_n_steps)
+        check_whole_number("every_n_steps", every_n_steps, 1, optional=True)
+        self._every = every_n_steps
         self._prog_bar = prog_bar
         self._group: dist.ProcessGroup | None = None
         self._one_host = False
@@ -187,9 +188,7 @@ class PipelineMonitor(pl.Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         own = self._epoch.mean() if self._epoch.iterations >= _FEWEST else None
-        found: list[StepUse | None] = [own]
-        if self._group is not None:
-            found = gather(own, self._group)
+        found = gather(own, self._group)
         known = [one for one in found if one is not None]
         self._use = known if len(known) == len(found) else []
         if not self._use:
@@ -261,7 +260,7 @@ def _read(trainer: pl.Trainer, callback: pl.Callback) -> _Reading:
 
 def _samples(batch: Any) -> int | None:
     """How many samples a batch has; None where its tensors do not agree."""
-    sizes = {size for size in _extract_batch_size(batch) if size is not None}
+    sizes = {size for size in batch_sizes(batch) if size is not None}
     return sizes.pop() if len(sizes) == 1 else None
 
 

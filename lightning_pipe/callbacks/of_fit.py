@@ -6,7 +6,6 @@ Tested in ``tests/callbacks/test_monitor.py``.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -18,8 +17,6 @@ from lightning_pipe.loops import PipelineTrainingEpochLoop
 
 __all__ = [
     "checked_path",
-    "count",
-    "gather_on_first",
     "group_of_its_own",
     "leave_group",
     "log_values",
@@ -72,16 +69,6 @@ def log_values(trainer: pl.Trainer, values: dict[str, float]) -> None:
         logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
-def gather_on_first(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Every rank's value, by rank, on the first one; elsewhere none. Without a group there is one rank."""
-    if group is None:
-        return [value]
-    found: list[Any] = [None] * dist.get_world_size(group)
-    first = dist.get_rank(group) == 0
-    dist.gather_object(value, found if first else None, group=group, group_dst=0)
-    return found if first else []
-
-
 def checked_path(name: str, path: str | Path) -> Path:
     """A file's path as it was given.
 
@@ -92,17 +79,6 @@ def checked_path(name: str, path: str | Path) -> Path:
     if not found.name or "\0" in str(path):
         raise SetupError(f"{name} is {str(path)!r}, which no file can be called; needed is a file's name, or None")
     return found
-
-
-def count(name: str, value: Any, least: int = 1) -> int:
-    """A whole number.
-
-    Raises:
-        SetupError: it is none, or too small.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise SetupError(f"{name} is {value!r}; needed is a whole number, {least} or more")
-    return value
 
 
 def numbered(folder: Path, path: Path, suffix: str) -> Path:

@@ -19,8 +19,6 @@ from lightning_pipe.callbacks.cost_figure import log_figure
 from lightning_pipe.callbacks.monitor import leave_step_out
 from lightning_pipe.callbacks.of_fit import (
     checked_path,
-    count,
-    gather_on_first,
     group_of_its_own,
     leave_group,
     loop_of,
@@ -33,9 +31,10 @@ from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, TaskS
 from lightning_pipe.engine.observe.clocks import measure_offset, to_first_rank
 from lightning_pipe.engine.observe.timeline import Bar, Timeline, on_clock, task_bars
 from lightning_pipe.engine.observe.trace import Trace, task_seconds
+from lightning_pipe.engine.plans.options import check_whole_number
 from lightning_pipe.engine.plans.whole_file import whole_file
 from lightning_pipe.engine.ranks.agreement import check_agreement
-from lightning_pipe.engine.ranks.exchanges import shares_host
+from lightning_pipe.engine.ranks.together import gather_to_first, shares_host
 from lightning_pipe.strategies.running import running
 
 __all__ = ["PipelineProfiler"]
@@ -108,7 +107,7 @@ class PipelineProfiler(pl.Callback):
                 " steps, from 1: before the first one there is no batch to profile with"
             )
         for what, number in (("rounds", rounds), ("iterations", iterations), ("batches", batches)):
-            count(what, number)
+            check_whole_number(what, number, 1)
         if report is not None:
             require_plotly()
         self._at = sorted(set(at_steps))
@@ -267,7 +266,7 @@ class PipelineProfiler(pl.Callback):
         """On rank 0 every rank's, on one clock."""
         offset = measure_offset(self._group)
         own = on_clock(to_first_rank(offset, offset), task_bars(spans, trainer.global_rank))
-        return [bar for bars in gather_on_first(own, self._group) for bar in bars]
+        return [bar for bars in gather_to_first(own, self._group) for bar in bars]
 
     def _named(self, path: Path, step: int) -> Path:
         number = f"-step{step}" if self._every is not None or len(self._at) > 1 else ""

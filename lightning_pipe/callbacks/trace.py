@@ -14,8 +14,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_pipe.callbacks.monitor import leave_step_out
 from lightning_pipe.callbacks.of_fit import (
     checked_path,
-    count,
-    gather_on_first,
     group_of_its_own,
     leave_group,
     loop_of,
@@ -28,6 +26,8 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.observe.clocks import measure_offset, to_first_rank
 from lightning_pipe.engine.observe.timeline import Timeline, on_clock
 from lightning_pipe.engine.observe.trace_events import write_trace
+from lightning_pipe.engine.plans.options import check_whole_number
+from lightning_pipe.engine.ranks.together import gather_to_first
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.strategies.running import running
 
@@ -89,7 +89,8 @@ class PipelineTrace(pl.Callback):
                 f"steps is {steps} and keep {keep}; needed are the first batch, from 0, and a number of batches, at"
                 " least 1, as in steps=(10, 4); and at least 1 to keep"
             )
-        if every is not None and (steps is None or count("every", every) < number):
+        check_whole_number("every", every, 1, optional=True)
+        if every is not None and (steps is None or every < number):
             raise SetupError(
                 f"every is {every} and steps {steps}; needed are steps=(first, number), and an every that is no smaller"
                 " than that number, or one recording would begin in another"
@@ -203,8 +204,8 @@ class PipelineTrace(pl.Callback):
         leave_step_out(trainer, following=1)
         end = measure_offset(self._group)
         own = on_clock(to_first_rank(recording.clock, end), bars), max(recording.clock.error, end.error)
-        found = gather_on_first(own, self._group)
-        if not found:
+        found = gather_to_first(own, self._group)
+        if trainer.global_rank:
             return
         timeline = Timeline((bar for of_rank, _ in found for bar in of_rank), pipeline.plan.dependencies)
         notes = {

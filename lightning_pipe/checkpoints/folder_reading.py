@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from lightning_pipe._compat.torch import ShardedTensor
 from lightning_pipe.checkpoints.folder_writing import META, reasons
 from lightning_pipe.checkpoints.inert_values import _Refused, described
 from lightning_pipe.checkpoints.named_optimizer import listed
@@ -217,7 +218,7 @@ def misfits(saved: dcp.Metadata, state: Mapping[str, Any], strict: bool) -> list
     flat, paths = flatten_state_dict(dict(state))
     own = {_name(paths[key]): _size(value) for key, value in flat.items()}
     needed: dict[str, Any] = {}
-    for sizes in gather(own):
+    for sizes in gather(own, dist.group.WORLD):
         needed.update(sizes)
     return differences(stored, needed, strict)
 

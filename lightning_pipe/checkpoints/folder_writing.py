@@ -24,7 +24,7 @@ from lightning_pipe.checkpoints.background_save import BackgroundSave, HostCopie
 from lightning_pipe.checkpoints.safe_reading import unsafe_names
 from lightning_pipe.checkpoints.whole_folder import begin_folder, discard_folder, finish_folder, folder_to_write
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.ranks.together import on_all_ranks
+from lightning_pipe.engine.ranks.together import from_rank, on_all_ranks
 
 __all__ = ["DYNAMIC_ROWS", "META", "WriteFolder", "WritePart", "reasons", "write_folder", "write_in_background"]
 
@@ -53,15 +53,15 @@ def write_folder(path: str | Path, state: dict[str, Any], rest: dict[str, Any], 
     """
     folder = Path(path)
     with _lost_ranks_named(folder):
-        packed = on_all_ranks(lambda: _pack(rest), _failed(folder))
-    _write(folder, state, packed, dcp.DefaultSavePlanner(), None, part)
+        packed = on_all_ranks(lambda: _pack(rest), _failed(folder), dist.group.WORLD)
+    _write(folder, state, packed, dcp.DefaultSavePlanner(), dist.group.WORLD, part)
 
 
 def write_in_background(saves: BackgroundSave, path: str | Path, state: dict[str, Any], rest: dict[str, Any]) -> None:
     """As :func:`write_folder`, of what the arguments hold now, while the caller goes on."""
     folder = Path(path)
     with _lost_ranks_named(folder):
-        copies, packed = on_all_ranks(lambda: (HostCopies(state), _pack(rest)), _failed(folder))
+        copies, packed = on_all_ranks(lambda: (HostCopies(state), _pack(rest)), _failed(folder), dist.group.WORLD)
     saves.start(lambda: _write(folder, {}, packed, copies, saves.group))
 
 
@@ -79,16 +79,13 @@ def _write(
         (beside / META).write_bytes(packed)
         finish_folder(folder, permissions)
 
-    def on_first_rank(work: Callable[[], T]) -> T | None:
-        return on_all_ranks(lambda: work() if first else None, failed, group)
-
     with _lost_ranks_named(folder):
-        permissions = on_first_rank(lambda: _begin(folder))
+        permissions = from_rank(lambda: _begin(folder), failed, group)
         try:
             dcp.save(state, checkpoint_id=beside, planner=planner, process_group=group)
             if part is not None:
                 on_all_ranks(partial(part, beside), failed, group)
-            on_first_rank(lambda: finish(permissions or 0))
+            from_rank(lambda: finish(permissions), failed, group)
         except (dcp.CheckpointException, SetupError) as error:  # on every rank, whichever failed
             if first:
                 discard_folder(folder)

@@ -10,6 +10,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -30,7 +31,8 @@ def held_names(optimizers: Iterable[Optimizer], module: nn.Module, failed: str) 
             for optimizer in optimizers
         ]
 
-    return on_all_ranks(held, f"{failed}, since an optimiser has parameters that the module has not")
+    failed = f"{failed}, since an optimiser has parameters that the module has not"
+    return on_all_ranks(held, failed, dist.group.WORLD)
 
 
 def by_name(group: Group, names: Sequence[str]) -> Group:
@@ -86,7 +88,7 @@ def optimizer_problems(
             for own in ([names[i] for i in group["params"]] for group in optimizer.state_dict()["param_groups"])
             if len({place_of[name] for name in own if name in place_of}) > 1
         }
-        ranks = gather((names, mixed))
+        ranks = gather((names, mixed), dist.group.WORLD)
         needed = {name for names, _ in ranks for name in names}
         problems += listed("not in the checkpoint's optimiser", needed - place_of.keys())
         problems += listed("in the checkpoint's optimiser, but not in the module's", place_of.keys() - needed)

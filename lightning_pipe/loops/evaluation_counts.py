@@ -10,12 +10,13 @@ from math import inf
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import IterableDataset
 
 from lightning_pipe.engine import InputError
-from lightning_pipe.engine.ranks.together import gather
+from lightning_pipe.engine.ranks.together import gather_or_raise
 
 __all__ = ["UNEVEN_ADVICE", "BatchCounts", "compare_counts"]
 
@@ -69,13 +70,8 @@ def compare_counts(
     own = [many if _knows_length(one) else inf for one, many in zip(loader.flattened, batches, strict=True)]
     if loader._mode != "sequential":
         own = [min(own) if loader._mode == "min_size" else max(own)]
-    said = f"{type(failed[0]).__name__}: {failed[0]}" if failed else None
-    all_said = gather((own, said))
-    if failed:
-        raise failed[0]
-    if problems := [f"rank {rank}: {text}" for rank, (_, text) in enumerate(all_said) if text]:
-        raise InputError(f"loaders of {what} cannot be used. {'; '.join(problems)}")
-    ranks = [of_rank for of_rank, _ in all_said]
+    error = failed[0] if failed else None
+    ranks = gather_or_raise(own, error, f"loaders of {what} cannot be used", dist.group.WORLD, InputError)
     unknown = any(inf in of_rank for of_rank in ranks)
     refuses = refuses and not predicting
     even = all(of_rank == own for of_rank in ranks)

@@ -29,7 +29,7 @@ from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_pipe._compat.lightning import DataFetcher
 from lightning_pipe.engine import InputError, TaskError
-from lightning_pipe.engine.ranks.together import gather
+from lightning_pipe.engine.ranks.together import gather_or_raise
 from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fetched, Source
 from lightning_pipe.loops.data.peeking import BatchesOfLoader, PeekingSource, dataloader_of
 from lightning_pipe.loops.data.random_streams import RandomStreams
@@ -325,19 +325,14 @@ class EvaluationData(Iterator[Any]):
         if self._own is None:
             self._own = PeekingSource(BatchSource(self._fetch, self._source.unread()))
         error: Exception | None = None
-        said: int | str | None
+        own: int | None = None
         try:
-            said = self._own.loader_of_next()
+            own = self._own.loader_of_next()
         except StopIteration:
-            said = None
+            pass
         except Exception as caught:  # of any class: the other ranks wait for this rank's answer
-            error, said = caught, f"{type(caught).__name__}: {caught}"
-        ranks: list[Any] = gather(said, self._group)
-        if error is not None:
-            raise error
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(ranks) if isinstance(text, str)]
-        if failed:
-            raise InputError(f"a batch of {self._what} could not be fetched. {'; '.join(failed)}")
+            error = caught
+        ranks = gather_or_raise(own, error, f"a batch of {self._what} could not be fetched", self._group, InputError)
         loaders = [loader for loader in ranks if loader is not None]
         if not loaders:
             return None

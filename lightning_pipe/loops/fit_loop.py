@@ -5,18 +5,18 @@ Tested in ``tests/loops/test_training_epoch_loop.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipe._compat.lightning import FitLoop, Loop, set_sampler_epoch
 from lightning_pipe.engine.plans.shown import shown
+from lightning_pipe.engine.ranks.together import gather, gather_to_first
 from lightning_pipe.loops.data.random_streams import States, get_states
 from lightning_pipe.loops.data.resumable_loader import (
     can_resume,
@@ -26,11 +26,10 @@ from lightning_pipe.loops.data.resumable_loader import (
     resumable,
     share_samplers,
 )
-from lightning_pipe.loops.data.resume import ResumePoint, failing_together
+from lightning_pipe.loops.data.resume import ResumePoint, read_on_all_ranks
 from lightning_pipe.loops.data.shared_order import of_other_ranks
 
 _KEY = "lightning_pipe"
-_WITHOUT_END = 2**62
 
 
 class PipelineFitLoop(FitLoop):
@@ -129,10 +128,7 @@ class PipelineFitLoop(FitLoop):
     def _count_as_the_shortest(self) -> None:
         """Let all ranks validate, and end, where the one with the fewest batches does."""
         trainer: Any = self.trainer
-        own = _WITHOUT_END if self.max_batches == float("inf") else int(self.max_batches)
-        fewest = torch.tensor(own, device=trainer.strategy.root_device)
-        dist.all_reduce(fewest, dist.ReduceOp.MIN)
-        if (found := int(fewest)) == own:
+        if (found := min(gather(self.max_batches, dist.group.WORLD))) == self.max_batches:
             return
         self.max_batches = found
         if isinstance(trainer.val_check_interval, float) and trainer._val_check_time_interval is None:
@@ -149,8 +145,8 @@ class PipelineFitLoop(FitLoop):
         point = self._resume_point
         if point is not None:
             # Every rank has one, or none has.
-            with failing_together(f"the checkpoint's state of rank {self.trainer.global_rank}'s data"):
-                self._load_states_of(point, loader)
+            what = f"the checkpoint's state of rank {self.trainer.global_rank}'s data"
+            read_on_all_ranks(what, partial(self._load_states_of, point, loader))
             if point.loaders:
                 return
         self._combined_loader_states_to_load = self._states_for_lightning(loader)
@@ -186,7 +182,7 @@ class PipelineFitLoop(FitLoop):
         if point is None:
             # Before the first epoch: loaders begin at their beginning.
             if (before := self._before_data) is not None:
-                state[_KEY] = {"ranks": _of_all_ranks(ResumePoint([], before).packed())}
+                state[_KEY] = {"ranks": gather_to_first(ResumePoint([], before).packed(), dist.group.WORLD)}
             return state
         loader, progress = self._combined_loader, self.epoch_loop.batch_progress.current
         assert loader is not None
@@ -205,7 +201,7 @@ class PipelineFitLoop(FitLoop):
         if due is not None:
             point = replace(point, common=due)
         state[_KEY] = {
-            "ranks": _of_all_ranks(point.packed()),
+            "ranks": gather_to_first(point.packed(), dist.group.WORLD),
             "validation_due": due is not None or self.epoch_loop.validation_due,  # type: ignore[attr-defined]
             "loaded_in": self._last_train_dl_reload_epoch,
         }
@@ -214,8 +210,8 @@ class PipelineFitLoop(FitLoop):
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         super().on_load_checkpoint(state_dict)
         rank = self.trainer.global_rank
-        with failing_together(f"the checkpoint's state of rank {rank}'s data and random generators"):
-            self._load_own(state_dict.get(_KEY, {}))
+        what = f"the checkpoint's state of rank {rank}'s data and random generators"
+        read_on_all_ranks(what, lambda: self._load_own(state_dict.get(_KEY, {})))
 
     def _load_own(self, own: Any) -> None:
         if not isinstance(own, dict):
@@ -257,12 +253,3 @@ def _keep_new_samplers(point: ResumePoint, before: CombinedLoader, reloaded: Com
     for place, (old, new) in enumerate(zip(before.flattened, reloaded.flattened, strict=True)):
         if is_resumable(old) and is_resumable(new) and not share_samplers(old, new):
             point.loaders[place] = end_of_epoch(new)
-
-
-def _of_all_ranks(own: Mapping[str, Any]) -> list[Any]:
-    """Every rank's, on rank 0, which writes them; a checkpoint is made on all ranks together."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return [own]
-    found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(own, found, dst=0)
-    return found if found is not None else [own]

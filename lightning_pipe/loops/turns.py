@@ -90,7 +90,7 @@ class Turn:
         """Announce an error of this rank, unless the batch has ended."""
         if not self._over:
             self._over = True
-            self._gather(("error", "", f"{type(error).__name__}: {error}"))
+            gather(("error", "", f"{type(error).__name__}: {error}"), self._group)
 
     def reduce(self, tensor: Tensor, reduce_op: Any) -> Tensor:
         """Reduce a tensor over the ranks that have a batch.
@@ -106,7 +106,7 @@ class Turn:
         if name not in _REDUCTIONS:
             raise InputError(f"reduce_op is {reduce_op!r}; {self._advice}; expected one of {', '.join(_REDUCTIONS)}")
         self.call("reduce")
-        values = torch.stack([one for one in self._gather(tensor.detach().cpu()) if one is not None])
+        values = torch.stack([one for one in gather(tensor.detach().cpu(), self._group) if one is not None])
         if name in ("mean", "avg") and not values.is_floating_point():
             values = values.to(torch.get_default_dtype())  # as DistributedStrategy.reduce does
         return _REDUCTIONS[name](values).to(tensor.device)
@@ -150,7 +150,7 @@ class Turn:
                 self._over = True
                 return list(detail)
             if what == "reduce":
-                self._gather(None)
+                gather(None, self._group)
             else:
                 do(what, detail)
 
@@ -158,7 +158,7 @@ class Turn:
 
     def _hear(self, said: tuple[str, str, Any] | None) -> tuple[str, str, Any]:
         """Gather all announcements, check them, and return the first rank's."""
-        all_said = self._gather(said)
+        all_said = gather(said, self._group)
         failed = [f"rank {rank}: {one[2]}" for rank, one in enumerate(all_said) if one and one[0] == "error"]
         if failed:
             self._over = True
@@ -173,9 +173,6 @@ class Turn:
             )
         first: tuple[str, str, Any] = next(iter(of_ranks.values()))
         return first
-
-    def _gather(self, said: Any) -> list[Any]:
-        return gather(said, self._group)
 
 
 # ---------------------------------------------------------------------- what is logged
@@ -314,7 +311,7 @@ def align_metrics(module: nn.Module) -> None:
             states[name, state] = value
     forms = {key: _form(value) for key, value in states.items()}
     changed = {name for name, metric in metrics.items() if metric._computed is None}
-    ranks = gather((forms, changed))
+    ranks = gather((forms, changed), dist.group.WORLD)
     for name, metric in metrics.items():
         if any(name in of_rank for _, of_rank in ranks):
             metric._computed = None

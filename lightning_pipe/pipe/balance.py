@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_pipe._compat.torch import pytree
 from lightning_pipe.engine import PlanError, SetupError
 from lightning_pipe.engine.planning.shares import contiguous_shares
+from lightning_pipe.engine.plans.options import check_whole_number
 from lightning_pipe.pipe.micro_batch import to_device
 from lightning_pipe.pipe.skip import SkipKey, Skips, using
 
@@ -38,7 +39,7 @@ def even_shares(costs: Sequence[float], partitions: int) -> list[int]:
     Raises:
         PlanError: fewer layers than partitions, no number of partitions, a negative cost.
     """
-    _check_number("partitions", partitions)
+    check_whole_number("partitions", partitions, 1, error=PlanError)
     if len(costs) < partitions:
         raise PlanError(
             f"{len(costs)} layers are to be shared out among {partitions} partitions; needed are as many layers: give"
@@ -91,7 +92,7 @@ def balance_by_memory(
             3 that of SGD with momentum, 2 of SGD.
         device: see :func:`balance_by_time`.
     """
-    _check_number("chunks", chunks)
+    check_whole_number("chunks", chunks, 1, error=PlanError)
     if not isinstance(parameter_scale, int | float) or not parameter_scale >= 0:
         raise PlanError(f"parameter_scale is {parameter_scale!r}; needed are bytes for a byte of parameters, 0 or more")
     costs = []
@@ -101,16 +102,11 @@ def balance_by_memory(
     return even_shares(costs, partitions)
 
 
-def _check_number(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise PlanError(f"{name} is {value!r}; needed is a whole number, 1 or more")
-
-
 def _measure(
     module: nn.Sequential, sample: Any, repeats: int, device: torch.device | str | None
 ) -> list[tuple[float, int]]:
     """Of each layer: seconds of forward and backward, and bytes that are kept for backward."""
-    _check_number("repeats", repeats)
+    check_whole_number("repeats", repeats, 1, error=PlanError)
     if not isinstance(module, nn.Sequential):
         raise SetupError(
             f"the module is a {type(module).__name__}; needed is an nn.Sequential, whose layers are measured"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_pipe.engine import PlanError, SetupError
+from lightning_pipe.engine.plans.options import check_whole_number
 from lightning_pipe.pipe.balance import even_shares
 from lightning_pipe.pipe.partition import Partition
 from lightning_pipe.pipe.skip import SkipRoute, skip_routes
@@ -61,8 +62,7 @@ def check_checkpoint(chunks: Any, checkpoint: Any) -> None:
     Raises:
         PlanError: see above.
     """
-    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
-        raise PlanError(f"chunks is {chunks!r}; needed is a number of micro-batches, 1 or more")
+    check_whole_number("chunks", chunks, 1, error=PlanError)
     if checkpoint not in get_args(Checkpoint):
         raise PlanError(f"checkpoint is {checkpoint!r}; needed is one of {', '.join(map(repr, get_args(Checkpoint)))}")
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipe._compat.torch import TorchDispatchMode, pytree, saved_tensor_hooks
+from lightning_pipe._compat.torch import TorchDispatchMode, pytree, saved_tensor_hooks, schema_of
 from lightning_pipe.engine import SetupError
 
 __all__ = ["LayerGenerators", "MiniBatchSeed", "SharedGenerators"]
@@ -87,7 +87,7 @@ class LayerGenerators(TorchDispatchMode):
         self.drew = True
         _refuse_inner_checkpoint()
         device = _device_of(args, kwargs)
-        if device.type == "cpu" and any(argument.name == "generator" for argument in func._schema.arguments):
+        if device.type == "cpu" and any(argument.name == "generator" for argument in schema_of(func).arguments):
             # With a generator told, nobody else's is touched, and no thread waits for another.
             return func(*args, **{**kwargs, "generator": self._own(device)})
         with _lock:
@@ -125,7 +125,7 @@ def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if any(isinstance(one, torch.Generator) for one in (*args, *kwargs.values())):
         return False
     # Attention without dropout, say: taken for one that draws, it would wait for that of other partitions.
-    for place, argument in enumerate(func._schema.arguments):
+    for place, argument in enumerate(schema_of(func).arguments):
         if argument.name in _SWITCHES:
             given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
             if given is not None and not given:  # no probability, or not in training

@@ -189,3 +189,40 @@ def test_fused_optimizers_say_that_they_look_for_overflow() -> None:
     own, fused = (torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], fused=fused) for fused in (False, True))
     assert not compat.looks_for_overflow(own)
     assert compat.looks_for_overflow(fused), "GradScaler has another way to know fused optimizers now"
+
+
+def test_tensors_say_whether_they_are_views_and_which_storage_they_have() -> None:
+    whole = torch.zeros(4)
+    assert compat.is_view(whole[1:]), "Tensor._is_view does not say so of a slice"
+    assert not compat.is_view(whole)
+    meta = torch.empty(2, device="meta")
+    assert compat.storage_key(whole) == compat.storage_key(whole[1:].untyped_storage()), "_cdata is not of the storage"
+    assert compat.storage_key(meta) != compat.storage_key(torch.empty(2, device="meta")), "_cdata is not of one storage"
+
+
+def test_operators_have_a_schema() -> None:
+    schema = compat.schema_of(torch.ops.aten.add_.Tensor)
+    assert [argument.name for argument in schema.arguments] == ["self", "other", "alpha"]
+    assert schema.is_mutable
+    assert schema.name == "aten::add_"
+
+
+def test_changes_that_autograd_need_not_see_keep_a_tensors_version() -> None:
+    tensor = torch.zeros(1)
+    before = tensor._version
+    with compat.version_counters_preserved((tensor,)):
+        tensor.add_(1)
+    assert tensor._version == before, "_unsafe_preserve_version_counter takes other arguments"
+
+
+def test_optimizers_in_backward_are_found_at_their_parameters() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    parameter, other = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    assert compat.optimizers_in_backward(parameter) == []
+    _apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 0.5})
+    said = [(torch.optim.SGD, {"lr": 0.5})]
+    words = "they are not kept in _optimizer_classes and _optimizer_kwargs"
+    assert compat.optimizers_in_backward(parameter) == said, words
+    compat.set_optimizer_in_backward(other, torch.optim.SGD, {"lr": 0.5})
+    assert compat.optimizers_in_backward(other) == said

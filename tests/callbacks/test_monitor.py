@@ -235,7 +235,7 @@ def test_another_strategy_is_refused_when_fit_begins() -> None:
 
 
 def test_numbers_that_are_too_small_are_refused() -> None:
-    with pytest.raises(SetupError, match="every_n_steps is 0; needed is a whole number, 1 or more"):
+    with pytest.raises(SetupError, match="every_n_steps is 0; expected a whole number, 1 or more"):
         PipelineMonitor(every_n_steps=0)
 
 

@@ -22,7 +22,7 @@ from lightning_pipe.callbacks.profiler import PipelineProfiler
 from lightning_pipe.callbacks.verdict import find_verdict
 from lightning_pipe.engine import ProfileResult, SetupError
 from lightning_pipe.engine.profiling.profile import TaskProfile
-from lightning_pipe.engine.ranks import exchanges
+from lightning_pipe.engine.ranks import together
 from tests.distributed import run_ranks
 from tests.strategies.cases import Clicks, Memory, difference, fit, loader, recsys, state_of
 
@@ -100,7 +100,7 @@ def fits(rank: int, world_size: int) -> dict[str, Any]:
     monitor, records = PipelineMonitor(every_n_steps=1), Records()
     with mock.patch("lightning_pipe.callbacks.monitor.find_verdict", wraps=find_verdict) as asked:
         everything = run(PipelineProfiler(at_steps=[5], rounds=1, iterations=1), monitor)
-        with mock.patch.object(exchanges, "_place", return_value=f"machine {rank}"):
+        with mock.patch.object(together, "place_of_process", return_value=(f"machine {rank}", 0)):
             apart = run(PipelineProfiler(at_steps=[5], path=None, rounds=1, iterations=1), PipelineMonitor())
     found: dict[str, Any] = {
         "plain": run(None),
@@ -246,7 +246,7 @@ def test_a_strategy_without_profiles_is_refused_and_those_that_have_them_named()
         ({}, "no step was given"),
         ({"at_steps": [0, 4]}, r"at_steps is \(0, 4\).*from 1"),
         ({"every_n_steps": 0}, "every_n_steps 0"),
-        ({"at_steps": [1], "rounds": 0}, "rounds is 0; needed is a whole number, 1 or more"),
+        ({"at_steps": [1], "rounds": 0}, "rounds is 0; expected a whole number, 1 or more"),
         ({"at_steps": [1], "batches": 0}, "batches is 0"),
         ({"at_steps": [1], "iterations": 1.5}, "iterations is 1.5"),
         ({"at_steps": 5}, r"at_steps is 5; needed is a list, \[5\]"),

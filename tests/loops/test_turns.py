@@ -294,7 +294,7 @@ def test_ranks_may_have_loaders_of_known_and_unknown_length(loaders: Any, name: 
 def test_a_limit_that_leaves_one_rank_no_batch_is_an_error_on_all(loaders: Any) -> None:
     own, others = [found["limited"] for found in loaders]
     assert "0.5 * 1 < 1" in own
-    assert "loaders of validation cannot be used. rank 0: MisconfigurationException" in others
+    assert "rank 0: loaders of validation cannot be used: MisconfigurationException" in others
 
 
 # ---------------------------------------------------------------------- a turn

@@ -36,7 +36,7 @@ def test_no_contiguous_shares_have_a_smaller_largest_one(costs: list[int], parti
 
 @pytest.mark.parametrize(("costs", "partitions"), [([1, 2], 3), ([], 1), ([1], 0)])
 def test_fewer_layers_than_partitions_are_refused(costs: list[float], partitions: int) -> None:
-    with pytest.raises(PlanError, match=r"needed are as many layers|needed is a whole number, 1 or more"):
+    with pytest.raises(PlanError, match=r"needed are as many layers|expected a whole number, 1 or more"):
         even_shares(costs, partitions)
 
 

@@ -24,7 +24,7 @@ from torchrec.streamable import Pipelineable
 
 from lightning_pipe.engine import PipelineTask
 from lightning_pipe.engine.plans.checked_context import CHECK
-from lightning_pipe.engine.ranks import exchanges
+from lightning_pipe.engine.ranks import together
 from lightning_pipe.recsys import ShardedModel, TrainPipeline, recsys_tasks
 from lightning_pipe.recsys.kernels.fused import fused_kernels
 from tests.patience import HANG
@@ -656,7 +656,7 @@ def processors_under_ddp() -> str:
 
 
 def everything_apart(rank: int, world_size: int) -> dict[str, Any]:
-    with mock.patch.object(exchanges, "_place", return_value=f"machine {rank}"):
+    with mock.patch.object(together, "place_of_process", return_value=(f"machine {rank}", 0)):
         return everything(rank, world_size)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lightning_pipe.engine.plans.errors import PlanError
+from lightning_pipe.engine.plans.options import check_whole_number
 
 _LONGEST = 1e6  # seconds of latency: eleven days
 CollectiveKind = Literal["all_to_all", "all_reduce", "broadcast"]
@@ -68,8 +69,7 @@ class NetworkModel:
             raise PlanError(f"the network has latency {self.latency!r}; give seconds, from 0 to {_LONGEST:g}")
         if not self.bandwidth > 0:
             raise PlanError(f"the network has bandwidth {self.bandwidth!r}; give bytes per second, more than 0")
-        if isinstance(self.ranks, bool) or not isinstance(self.ranks, int) or self.ranks < 1:
-            raise PlanError(f"the network has {self.ranks!r} ranks; give a whole number from 1")
+        check_whole_number("the number of ranks of the network", self.ranks, 1, error=PlanError)
 
     def seconds(self, message: Message) -> float:
         """How long *message* takes if nothing else is on the network; nothing with one rank."""

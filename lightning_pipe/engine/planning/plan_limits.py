@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from lightning_pipe.engine.planning.costs import RESOURCES, Resource
 from lightning_pipe.engine.plans.errors import PlanError
+from lightning_pipe.engine.plans.options import check_whole_number
 from lightning_pipe.engine.plans.task import PipelineTask
 
 
@@ -43,11 +44,7 @@ class PlanLimits:
     allow_stale: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.max_in_flight, int) or isinstance(self.max_in_flight, bool) or self.max_in_flight < 1:
-            raise PlanError(
-                f"max_in_flight is {self.max_in_flight!r}; a pipeline needs a whole number of batches in flight, 1 or"
-                " more"
-            )
+        check_whole_number("max_in_flight", self.max_in_flight, 1, error=PlanError)
         if self.max_workers < 0:
             raise PlanError(f"max_workers is {self.max_workers}; give a number from 0")
         for resource in self.streams:

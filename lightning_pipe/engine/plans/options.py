@@ -6,14 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.plans.errors import PipelineError, SetupError
 
 __all__ = ["check_choice", "check_flags", "check_whole_number", "is_whole_numbers", "option_group"]
 
 Group = TypeVar("Group")
 
 
-def check_whole_number(name: str, value: Any, least: int, *, optional: bool = False) -> None:
+def check_whole_number(
+    name: str, value: Any, least: int, *, optional: bool = False, error: type[PipelineError] = SetupError
+) -> None:
     """Check an integer; True and False are refused.
 
     Args:
@@ -21,12 +23,13 @@ def check_whole_number(name: str, value: Any, least: int, *, optional: bool = Fa
         value: value to check.
         least: smallest value that is allowed.
         optional: also allow None.
+        error: class of the error.
 
     Raises:
-        SetupError: names the option, its value and the expected one.
+        SetupError: or *error*: names the option, its value and the expected one.
     """
     if not (optional and value is None) and not (is_whole_numbers([value]) and value >= least):
-        raise SetupError(f"{name} is {value!r}; expected a whole number, {least} or more")
+        raise error(f"{name} is {value!r}; expected a whole number, {least} or more")
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:

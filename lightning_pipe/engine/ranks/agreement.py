@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
 
 from lightning_pipe.engine.plans.errors import PipelineError, PlanError
-from lightning_pipe.engine.ranks.together import communicating_device, gather
+from lightning_pipe.engine.ranks.together import communicating_device, gather, is_alone
 
 __all__ = ["check_agreement"]
 
@@ -39,7 +40,7 @@ def check_agreement(
     Raises:
         PlanError: or *error*: names the first entry that differs, with its values on two ranks that differ in it.
     """
-    if group is None or not dist.is_initialized() or group.size() == 1:
+    if group is None or is_alone(group):
         return
     digest = hashlib.sha256(json.dumps(description).encode()).digest()
     own = torch.tensor(list(digest), dtype=torch.uint8, device=communicating_device(group, torch.device("cpu")))
@@ -52,10 +53,7 @@ def check_agreement(
 
 def _first_difference(descriptions: list[list[Entry]], what: str) -> str:
     """Where ranks differ first; the same text on every rank, since each has all descriptions."""
-    place = 0
-    while _same([entries[place : place + 1] for entries in descriptions]):
-        place += 1
-    found = [entries[place : place + 1] for entries in descriptions]
+    found = next(entries for entries in zip_longest(*descriptions) if len(set(entries)) > 1)
     other = next(rank for rank, entry in enumerate(found) if entry != found[0])
     return (
         f"the {what} differs between ranks: {_on_rank(0, found[0])}, but {_on_rank(other, found[other])}."
@@ -63,12 +61,8 @@ def _first_difference(descriptions: list[list[Entry]], what: str) -> str:
     )
 
 
-def _same(values: list[list[Entry]]) -> bool:
-    return all(value == values[0] for value in values)
-
-
-def _on_rank(rank: int, entry: list[Entry]) -> str:
-    if not entry:
+def _on_rank(rank: int, entry: Entry | None) -> str:
+    if entry is None:
         return f"rank {rank} has no more entries"
-    ((name, value),) = entry
+    name, value = entry
     return f"rank {rank} has {name!r}" + (f" = {value!r}" if value else "")

@@ -8,11 +8,8 @@ it sends any. Between processes of one machine that gains nothing, and Gloo's is
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -20,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipe._compat.torch import backend_of
-from lightning_pipe.engine.ranks.together import gather
+from lightning_pipe.engine.ranks.together import shares_host
 
-__all__ = ["exchanging", "gains_from_messages", "shares_host"]
+__all__ = ["exchanging", "gains_from_messages"]
 
 _CPU = torch.device("cpu")
 # Numbers of messages are int32, and start again behind the last.
@@ -37,11 +34,6 @@ def gains_from_messages(group: dist.ProcessGroup) -> bool:
     if not isinstance(backend_of(group), dist.ProcessGroupGloo):
         return False  # PyTorch's detailed debugging looks at each collective
     return not shares_host(group)
-
-
-def shares_host(group: dist.ProcessGroup) -> bool:
-    """Whether the ranks of *group* reach each other without a network; all of them call this."""
-    return len(set(gather(_place(), group))) == 1
 
 
 def exchanging(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -192,12 +184,3 @@ def _wait(works: Sequence[Any], timeout: timedelta) -> None:
             work.wait(timeout)
         else:
             work.wait()
-
-
-def _place() -> str:
-    """The same for processes that reach each other without a network: one boot of a machine, one network namespace."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:  # no Linux
-        return socket.gethostname()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.llm.measure.first_rank import from_first
+from lightning_pipe.engine.ranks.together import from_rank
 from lightning_pipe.llm.measure.layer_bench import LossOf, Pieces
 from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork, measure_footprints, measure_work
 from lightning_pipe.llm.model.module_config import ModuleConfig
@@ -94,4 +94,5 @@ def measure_costs(
         states = Pieces.of(lambda one: optimizer_states * one.gradients, footprints)
         return memory_costs(footprints, states, microbatches)
 
-    return measured() if group is None else from_first(measured, "could not measure what layers cost", group)
+    failed = "the first rank could not measure what layers cost"
+    return measured() if group is None else from_rank(measured, failed, group)

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.flop_counter import flop_registry
 
-from lightning_pipe._compat.torch import TorchDispatchMode, tree_map_only
+from lightning_pipe._compat.torch import TorchDispatchMode, is_view, tree_map_only
 from lightning_pipe.llm.measure.layer_bench import LayerBench, LayerPiece, LossOf, Pieces
 from lightning_pipe.llm.measure.live_bytes import LiveBytes
 from lightning_pipe.llm.model.module_config import ModuleConfig
@@ -285,7 +285,7 @@ def _has_parts(piece: LayerPiece, inputs: tuple[Any, ...]) -> bool:
 
 
 def _input_backward(piece: LayerPiece, output: Tensor, inputs: tuple[Any, ...]) -> list[dict[str, Any]]:
-    whole = output.clone() if output._is_view() else output  # PyTorch detaches it in place; ``TimedStage`` has the same
+    whole = output.clone() if is_view(output) else output  # PyTorch detaches it in place; ``TimedStage`` has the same
     gradients = [torch.ones_like(whole)] if whole.dim() else None
     _, groups = stage_backward_input([whole], gradients, list(inputs), piece.stage.parameters())
     return groups

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_pipe._compat.torch import TorchDispatchMode, tree_leaves
+from lightning_pipe._compat.torch import TorchDispatchMode, storage_key, tree_leaves
 
 __all__ = ["LiveBytes"]
 
@@ -75,9 +75,9 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        taken = {_storage(one) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        taken = {storage_key(one) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
         for one in tree_leaves(output):
-            if isinstance(one, Tensor) and (key := _storage(one)) not in taken and key not in self._known:
+            if isinstance(one, Tensor) and (key := storage_key(one)) not in taken and key not in self._known:
                 self._count(one, key)
         self.peak = max(self.peak, self.now)
         return output
@@ -98,7 +98,3 @@ class LiveBytes(TorchDispatchMode):
             left = self.of_forwards.pop(forward, 0) + size
             if left:
                 self.of_forwards[forward] = left
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

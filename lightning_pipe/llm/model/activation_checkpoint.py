@@ -32,6 +32,7 @@ from lightning_pipe._compat.torch import (
     function_mode_stack,
     pop_function_mode,
     push_function_mode,
+    schema_of,
     tree_leaves,
 )
 from lightning_pipe.engine.plans.errors import SetupError
@@ -150,7 +151,7 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 
 def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operation draws random numbers: left out the second time, the next one would draw other numbers."""
-    names = [argument.name for argument in op._schema.arguments] if isinstance(op, torch._ops.OpOverload) else []
+    names = [argument.name for argument in schema_of(op).arguments] if isinstance(op, torch._ops.OpOverload) else []
     if "dropout_p" not in names:
         return False
     place = names.index("dropout_p")

@@ -30,6 +30,7 @@ from lightning_pipe._compat.torch import (
     TorchDispatchMode,
     dispatch_modes_disabled,
     is_traceable_wrapper_subclass,
+    schema_of,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -226,7 +227,7 @@ class _Recorder(TorchDispatchMode):
         try:
             outputs = func(*fake_args, **fake_kwargs)
         except (DynamicOutputShapeException, UnsupportedOperatorException) as error:
-            if track is not None or func._schema.is_mutable:
+            if track is not None or schema_of(func).is_mutable:
                 raise SetupError(
                     f"{func} cannot be run inside deferred_init(), where tensors have no values: it draws random"
                     " numbers or writes to a tensor, and torch cannot tell its result's shape beforehand. Build this"
@@ -337,7 +338,7 @@ def like_tensor(tensor: Tensor, bare: Tensor) -> Tensor:
 
 def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """Yield the tensors that a call writes to."""
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.plans.options import check_whole_number
 
 __all__ = ["NEEDED", "ModuleConfig", "is_inside"]
 
@@ -62,8 +63,7 @@ class ModuleConfig:
                     raise SetupError(f"get_pp_module_config() returned {key}={value!r}; needed is a list of FQNs")
                 values[key] = tuple(value)
         layers, prefix = values["num_layers"], values["layer_prefix"]
-        if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
-            raise SetupError(f"get_pp_module_config() returned num_layers={layers!r}; needed is an int of 1 or more")
+        check_whole_number("num_layers of get_pp_module_config()", layers, 1)
         if not isinstance(prefix, str):
             raise SetupError(f"get_pp_module_config() returned layer_prefix={prefix!r}; needed is an FQN as a str")
         return cls(**values)

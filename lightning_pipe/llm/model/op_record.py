@@ -23,7 +23,7 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from lightning_pipe._compat.torch import tree_leaves, tree_map_only
+from lightning_pipe._compat.torch import schema_of, storage_key, tree_leaves, tree_map_only
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.random_track import RandomTrack
 from lightning_pipe.llm.model.storage_view import View, view_of
@@ -108,7 +108,7 @@ class OpRecord:
 
     def number(self, tensor: torch.Tensor) -> int | None:
         """Return the number of the storage of `tensor`, None if the record does not know it."""
-        return self._numbers.get(tensor.untyped_storage()._cdata)
+        return self._numbers.get(storage_key(tensor))
 
     def view(self, tensor: torch.Tensor) -> View:
         """Return `tensor` as a view of its storage, which the record knows."""
@@ -225,7 +225,7 @@ class OpRecord:
         storage = tensor.untyped_storage()
         self._storages.append(storage)
         self._sizes.append(storage.nbytes())
-        number = self._numbers[storage._cdata] = len(self._sizes) - 1
+        number = self._numbers[storage_key(storage)] = len(self._sizes) - 1
         return number
 
     @contextlib.contextmanager
@@ -238,9 +238,9 @@ class OpRecord:
                 generator.set_state(state)
 
     def _data_flow(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _DataFlow:
-        name = func._schema.name
+        name = schema_of(func).name
         values, writes, overwrites = set(), set(), set()
-        for position, argument in enumerate(func._schema.arguments):
+        for position, argument in enumerate(schema_of(func).arguments):
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             written = argument.alias_info is not None and argument.alias_info.is_write
             written = written and torch.Tag.inplace_view not in func.tags  # those change the view, not what it shows
@@ -316,17 +316,17 @@ class OpRecord:
         args, kwargs = tree_map_only(View, tensor, operation.arguments)
         torch.set_default_dtype(operation.default_dtype)
         outputs = tree_leaves(operation.func(*args, **kwargs))
-        taken = {storage._cdata for storage in live.values()}
+        taken = {storage_key(storage) for storage in live.values()}
         for position, view in operation.creates.items():
             found = view_of(outputs[position], view.storage)
             storage = outputs[position].untyped_storage()
-            if found.layout() != view.layout() or storage._cdata in taken:
+            if found.layout() != view.layout() or storage_key(storage) in taken:
                 raise SetupError(
                     f"{operation.func} gave a tensor that lies in memory as {found}, where building without memory had"
                     f" {view}: the values could differ. Compute this tensor before deferred_init() and use it inside"
                 )
             live[view.storage] = storage
-            taken.add(storage._cdata)
+            taken.add(storage_key(storage))
 
     def _real(self, number: int) -> torch.UntypedStorage:
         """Return memory for a storage that no operation replayed so far has made: uninitialised, or that outside."""

@@ -101,11 +101,6 @@ class PipelineRunner:
         self.events: list[Bar] = []
         self.record_events = False
 
-    @property
-    def has_last_stage(self) -> bool:
-        """Whether losses and outputs come out on this rank."""
-        return self._num_stages - 1 in self._stages
-
     def train(self, micro_batches: Sequence[StageInputs], loss_of: ResultOf) -> list[Tensor]:
         """Forward and backward of every micro-batch; gradients are added to the parameters' ``.grad``.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -71,7 +72,7 @@ class StageGradients:
                 ]
                 own[one.names[0]] = f"{'trained' if copy.requires_grad else 'frozen'}, in {places or 'no group'}"
         found: dict[str, set[str]] = {}
-        for of_rank in gather(own):
+        for of_rank in gather(own, dist.group.WORLD):
             for name, one_said in of_rank.items():
                 found.setdefault(name, set()).add(one_said)
         for name, said in found.items():

@@ -11,6 +11,7 @@ import torch
 from torch.distributed import P2POp
 from torch.distributed.pipelining import PipelineStage
 
+from lightning_pipe._compat.torch import is_view
 from lightning_pipe.engine.observe.timeline import Bar, microbatch_bar
 
 __all__ = ["TimedStage", "median_durations"]
@@ -154,7 +155,7 @@ class TimedStage(PipelineStage):
 
 
 def _not_a_view(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) and value._is_view() else value
+    return value.clone() if isinstance(value, torch.Tensor) and is_view(value) else value
 
 
 def median_durations(events: Iterable[Bar]) -> dict[tuple[int, str], float]:

@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 
 from lightning_pipe.engine.planning.shares import contiguous_shares
 from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.plans.options import check_whole_number
 from lightning_pipe.llm.measure.layer_bench import Pieces
 from lightning_pipe.llm.measure.layer_costs import CostUnit
 from lightning_pipe.llm.model.module_config import ModuleConfig
@@ -43,8 +44,7 @@ def split_evenly(
     """
     _check_stages(config, num_stages)
     for name, weight in (("input_weight", input_weight), ("output_weight", output_weight)):
-        if not isinstance(weight, int) or weight < 0:
-            raise SetupError(f"{name} is {weight!r}; needed is a whole number of layers, 0 or more")
+        check_whole_number(name, weight, 0)
     extra_work = [0] * num_stages
     extra_work[0] += input_weight if config.input_fqns else 0
     extra_work[-1] += output_weight if config.output_fqns else 0

@@ -140,10 +140,7 @@ def split_model(
             stage.to(device)
 
     # One rank's memory may be full, while others go on to collectives.
-    if dist.is_initialized():
-        on_all_ranks(place, f"the stages cannot be put on device {str(device)!r}")
-    else:
-        place()
+    on_all_ranks(place, f"the stages cannot be put on device {str(device)!r}", dist.group.WORLD)
     for stage in stages.values():
         cut.parallelise(stage)
     return SplitModel(cut.join(model, stages), stages, names, shapes, cut.tied, routers)
@@ -163,7 +160,7 @@ def _fill(
     record.materialise(model, keep=keep, device=device)
     if pretrained is not None:
         failed = f"the weights in {str(pretrained.folder)!r} cannot be loaded"
-        on_all_ranks(lambda: load_into(model, pretrained), failed)
+        on_all_ranks(lambda: load_into(model, pretrained), failed, dist.group.WORLD)
 
 
 class _Cut(Protocol):

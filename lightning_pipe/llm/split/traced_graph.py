@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.pipelining import pipe_split
 
+from lightning_pipe._compat.torch import schema_of
 from lightning_pipe.engine.plans.errors import SetupError
 
 __all__ = ["CutGraph", "GraphPiece", "StageCode", "cut", "whole_layers"]
@@ -345,7 +346,7 @@ def _origin(node: fx.Node) -> fx.Node:
 
 def _marked(node: fx.Node, wanted: Any) -> Iterator[fx.Node]:
     if isinstance(node.target, torch._ops.OpOverload):
-        for position, argument in enumerate(node.target._schema.arguments):
+        for position, argument in enumerate(schema_of(node.target).arguments):
             given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
             if isinstance(given, fx.Node) and wanted(argument.alias_info):
                 yield given

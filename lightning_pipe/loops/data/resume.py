@@ -5,7 +5,7 @@ Tested in ``tests/scenarios/checkpoints/test_exact_resume.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.plans.shown import printable, shown
-from lightning_pipe.engine.ranks.together import gather
+from lightning_pipe.engine.ranks.together import on_all_ranks
 from lightning_pipe.loops.data.random_streams import States, get_states, pack_states, set_states, unpack_states
 
 # Whose work may run ahead.
@@ -85,21 +85,22 @@ class ResumePoint:
         return ResumePoint(packed["loaders"], unpack_states(packed["common"]), streams)
 
 
-@contextmanager
-def failing_together(what: str) -> Iterator[None]:
-    """In the body a rank reads *what* of a checkpoint; every rank comes here, and raises what went wrong on any.
+def read_on_all_ranks(what: str, read: Callable[[], None]) -> None:
+    """Read *what* of a checkpoint; every rank calls this.
 
     Raises:
-        SetupError: on every rank, which names what each has found.
+        SetupError: on every rank, with what each has found.
     """
-    problem, cause = None, None
-    try:
-        yield
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        said = str(error) if isinstance(error, SetupError) else f"{type(error).__name__}: {printable(str(error)[:200])}"
-        problem, cause = f"{what} is damaged, or of other dataloaders ({said})", error
-    found = [problem]
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        found = gather(problem)
-    if texts := [one for one in found if one is not None]:
-        raise SetupError(f"{'; '.join(texts)}; give another checkpoint, or load the module's values alone") from cause
+
+    def checked() -> None:
+        try:
+            read()
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            known = isinstance(error, SetupError)
+            said = str(error) if known else f"{type(error).__name__}: {printable(str(error)[:200])}"
+            raise SetupError(
+                f"{what} is damaged, or of other dataloaders ({said}); give another checkpoint, or load the module's"
+                " values alone"
+            ) from error
+
+    on_all_ranks(checked, f"{what} cannot be read", dist.group.WORLD)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe.engine.ranks.process_groups import new_group
+from lightning_pipe.engine.ranks.together import any_of, from_rank, place_of_process
 
 try:
     import fcntl
@@ -168,24 +168,22 @@ class StatusBoard:
     @classmethod
     def of(cls, group: dist.ProcessGroup, timeout: timedelta | None = None) -> StatusBoard | None:
         """One for all ranks of *group*, or None on all of them, where they share no memory; each calls it."""
-        path, token, first = None, secrets.token_bytes(_TOKEN), group.rank() == 0
-        board = None
+        own, board, token = None, None, secrets.token_bytes(_TOKEN)
+        boot, _ = place_of_process()
         try:
-            if first and fcntl is not None:
-                path = _new_file(token, group.size())
-            offered: list[Any] = [path, token, _machine()]
-            dist.broadcast_object_list(offered, dist.get_global_rank(group, 0), group=group)
+            if group.rank() == 0 and fcntl is not None:
+                own = _new_file(token, group.size())
+            path, token, its_boot = from_rank(lambda: (own, token, boot), "no memory can be shared", group)
             seconds = (timeout or dist.distributed_c10d.default_pg_timeout).total_seconds()
-            if offered[2] == _machine():  # elsewhere a network's file system may have the same file, and another memory
-                board = _opened(offered[0], offered[1], lambda file: cls(file, group.rank(), group.size(), seconds))
-            all_have = torch.tensor([int(board is not None)])
-            dist.all_reduce(all_have, dist.ReduceOp.MIN, group=group)
+            if its_boot == boot:  # elsewhere a network's file system may have the same file, and another memory
+                board = _opened(path, token, lambda file: cls(file, group.rank(), group.size(), seconds))
+            (some_lack,) = any_of([board is None], group)
         finally:
-            if path is not None:
-                path.unlink()  # all have it, or nobody needs it: nothing is left when they end
-        if not all_have and board is not None:
+            if own is not None:
+                own.unlink()  # all have it, or nobody needs it: nothing is left when they end
+        if some_lack and board is not None:
             board.close()
-        return board if all_have else None
+        return None if some_lack else board
 
     def tell(self, number: int, flag: bool) -> None:
         assert self._heard == self._told, "what was told before was not heard"
@@ -265,13 +263,6 @@ def _new_file(token: bytes, size: int) -> Path | None:
             os.close(file)
         os.unlink(name)
     return None
-
-
-def _machine() -> str:
-    """The same for all processes that share memory, since it was started."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text()
-    return socket.gethostname()
 
 
 def _opened(path: Path | None, token: bytes, board: Callable[[int], StatusBoard]) -> StatusBoard | None:

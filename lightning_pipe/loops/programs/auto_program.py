@@ -26,6 +26,7 @@ from lightning_pipe.engine import PipelinePlan, PlanError, SWPipeline, TrainingC
 from lightning_pipe.engine.observe.device_clock import DeviceClock
 from lightning_pipe.engine.observe.trace import Trace, task_seconds
 from lightning_pipe.engine.planning.plan_choice import contenders, fastest, most_found, typical
+from lightning_pipe.engine.plans.options import check_whole_number
 from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.engine.runtime.devices import DeviceStreams
 from lightning_pipe.loops.programs.program import TrainingProgram
@@ -66,9 +67,7 @@ class Exploration:
 
     def __post_init__(self) -> None:
         for name, least in (("iterations", 1), ("rounds", 1), ("found", 0), ("extra_rounds", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise PlanError(f"{name} of an exploration is {value!r}; needed is a whole number, {least} or more")
+            check_whole_number(f"{name} of an exploration", getattr(self, name), least, error=PlanError)
         above = self.replan_above
         if above is not None and (not isinstance(above, int | float) or isinstance(above, bool) or not above > 1):
             raise PlanError(f"replan_above is {above!r}; needed is a factor above 1, or None")
@@ -324,10 +323,7 @@ class AutoProgram(TrainingProgram):
 
     def _mean_of_ranks(self, values: list[float]) -> list[float]:
         """The same on every rank, so that all choose alike."""
-        if self._group is None or not dist.is_initialized() or self._group.size() == 1:
-            return values
-        ranks = gather(values, self._group)
-        return [statistics.fmean(of_ranks) for of_ranks in zip(*ranks, strict=True)]
+        return [statistics.fmean(of_ranks) for of_ranks in zip(*gather(values, self._group), strict=True)]
 
 
 class _Clock:

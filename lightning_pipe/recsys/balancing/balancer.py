@@ -23,13 +23,12 @@ import torch.distributed as dist
 
 from lightning_pipe.engine.plans.errors import InputError, SetupError
 from lightning_pipe.engine.ranks.agreement import check_agreement
-from lightning_pipe.engine.ranks.together import communicating_device
+from lightning_pipe.engine.ranks.together import communicating_device, raise_gathered
 from lightning_pipe.engine.runtime.worker import Worker
 from lightning_pipe.recsys.balancing.exchange import ExchangeKind, exchange
 from lightning_pipe.recsys.balancing.gather import Gathered, Gathering, Room, check_workloads
 from lightning_pipe.recsys.balancing.partition import Ranks, imbalance, loads_of, partition
 from lightning_pipe.recsys.balancing.samples import Samples, take_apart
-from lightning_pipe.recsys.batches.agreement import Agreement
 
 __all__ = ["Balance", "BalanceReport", "BatchBalancer", "make_balancer"]
 
@@ -155,7 +154,7 @@ class BatchBalancer:
         self._keep = tuple(keep)
         self.report = BalanceReport()
         self._group: dist.ProcessGroup | None = None
-        self._agreement: Agreement | None = None
+        self._is_open = False
         self._agree_group: dist.ProcessGroup | None = None
         self._worker: Worker | None = None
         self._device = torch.device("cpu")
@@ -174,13 +173,13 @@ class BatchBalancer:
         Raises:
             SetupError: ranks have balancers with different arguments, or it is open already.
         """
-        if self._agreement is not None:
+        if self._is_open:
             raise SetupError("this BatchBalancer is at work in another pipeline; give each pipeline one of its own")
         settings = [("exchange", self._kind), ("keep", str(sorted(self._keep)))]
         check_agreement(settings, "balancer", agree_group, error=SetupError)
         self._group = group if group is not None and group.size() > 1 else None
         self._agree_group = agree_group
-        self._agreement = Agreement(agree_group, device)
+        self._is_open = True
         self._device = device
         self._room = Room()
 
@@ -189,7 +188,7 @@ class BatchBalancer:
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
-        self._agreement = None
+        self._is_open = False
 
     def start(self, batch: Any, error: Exception | None = None) -> Balance:
         """Submit this rank's workloads; the partition is made as soon as all ranks' are there, on another thread.
@@ -235,14 +234,14 @@ class BatchBalancer:
             InputError: on every rank, if the batch of any cannot be balanced: it has a wrong number of rows somewhere,
                 another form than other ranks' batches, or workloads that are none.
         """
-        assert self._agreement is not None
+        assert self._is_open
         if self._group is None or balance.found is None:
             self._finish_alone(balance)
             return batch
         partition = balance.found.result()
         gathered = partition.gathered
         if gathered.failed:
-            self._agreement.raise_gathered(balance.error)
+            raise_gathered(balance.error, "", self._agree_group, InputError)
         assert balance.samples is not None
         if gathered.forms_differ:
             form = balance.samples.description

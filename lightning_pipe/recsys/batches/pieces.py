@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from lightning_pipe._compat.torchrec import same_tensors
+
 __all__ = ["PIECES", "Attribute", "Item", "Path", "children", "describe", "field_names", "follow", "same_piece", "walk"]
 
 PIECES = (torch.Tensor, KeyedJaggedTensor, JaggedTensor, KeyedTensor)
@@ -121,10 +123,4 @@ def same_piece(one: Any, other: Any) -> bool:
         return True
     if type(one) is not type(other) or not isinstance(one, KeyedJaggedTensor):
         return False
-    return (
-        one.keys() == other.keys()
-        and one._values is other._values
-        and one._weights is other._weights
-        and one._lengths is other._lengths
-        and one._offsets is other._offsets
-    )
+    return one.keys() == other.keys() and same_tensors(one, other)

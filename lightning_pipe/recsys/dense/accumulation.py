@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lightning_pipe.engine import IterContext, SetupError
+from lightning_pipe.engine.plans.options import check_whole_number
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
 
 __all__ = ["Accumulation"]
@@ -32,8 +33,7 @@ class Accumulation:
     """
 
     def __init__(self, batches: int, optimizer: torch.optim.Optimizer, reducer: DenseGradientReducer | None) -> None:
-        if not isinstance(batches, int) or isinstance(batches, bool) or batches < 1:
-            raise SetupError(f"accumulate is {batches!r}; it counts the batches of a step, a whole number from 1")
+        check_whole_number("accumulate", batches, 1)
         if batches > 1 and reducer is None:
             raise SetupError(
                 f"accumulate is {batches}, but the model averages its gradients in every backward; give the model that"

@@ -13,6 +13,7 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
+from lightning_pipe._compat.torchrec import lookups_of
 from lightning_pipe.recsys.kernels.row_optimizer import row_optimizer
 
 __all__ = [
@@ -33,7 +34,7 @@ def fused_kernels(module: torch.nn.Module) -> list[SplitTableBatchedEmbeddingBag
     """The fused lookup kernels inside a sharded module, each once."""
     found: dict[int, SplitTableBatchedEmbeddingBagsCodegen] = {}
     for child in module.modules():
-        for lookup in getattr(child, "_lookups", ()):  # a plain list: not among the child's modules
+        for lookup in lookups_of(child):  # not among the child's modules
             for kernel in lookup.modules():
                 if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen):
                     found[id(kernel)] = kernel

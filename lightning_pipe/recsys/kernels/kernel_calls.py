@@ -25,6 +25,7 @@ from torch import nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
+from lightning_pipe._compat.torchrec import lookups_of
 from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.recsys.kernels.fused import counted_as, prefetches_of_kernels_set_aside
 
@@ -169,7 +170,7 @@ def has_dense_kernels(module: nn.Module) -> bool:
 
 
 def _kernels(module: nn.Module) -> Iterator[Any]:
-    for lookup in getattr(module, "_lookups", ()):  # a plain list: not among the module's own
+    for lookup in lookups_of(module):
         for part in lookup.modules():
             if hasattr(part, "emb_module"):
                 yield part.emb_module
@@ -180,8 +181,7 @@ def capture_calls(module: nn.Module) -> Iterator[LookupCalls]:
     """Yields what the module's lookups are called with in the body."""
     calls = LookupCalls()
     hooks = []
-    lookups: list[nn.Module] = module._lookups  # type: ignore[assignment]  # a plain list
-    for lookup in lookups:
+    for lookup in lookups_of(module):
         hooks.append(lookup.register_forward_hook(partial(_looked_up, calls)))
         for kernel in lookup.modules():
             if isinstance(kernel, (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBagsCodegen)):

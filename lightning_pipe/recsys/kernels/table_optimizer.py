@@ -24,6 +24,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torch import nn
 from torchrec import optim as torchrec_optim
 
+from lightning_pipe._compat.torch import optimizers_in_backward
 from lightning_pipe.engine.plans.errors import SetupError
 
 __all__ = ["SparseOptimizer", "TableOptimizer", "class_name", "resolve_table_optimizer"]
@@ -194,14 +195,15 @@ def _chosen(
     table: str, parameter: nn.Parameter, default: SparseOptimizer | None
 ) -> tuple[type[torch.optim.Optimizer], Mapping[str, Any], bool] | None:
     """The class and arguments that the user gave this table, and whether in TorchRec's way; None without any."""
-    classes: Sequence[type[torch.optim.Optimizer]] = getattr(parameter, "_optimizer_classes", ())
-    if len(classes) > 1:
+    given = optimizers_in_backward(parameter)
+    if len(given) > 1:
         raise SetupError(
-            f"table {table} has {len(classes)} in-backward optimisers"
-            f" ({', '.join(map(class_name, classes))}); one table takes one: call apply_optimizer_in_backward once"
+            f"table {table} has {len(given)} in-backward optimisers"
+            f" ({', '.join(class_name(one) for one, _ in given)}); one table takes one: call"
+            " apply_optimizer_in_backward once"
         )
-    if classes:
-        return classes[0], parameter._optimizer_kwargs[0], True  # type: ignore[attr-defined]
+    if given:
+        return *given[0], True
     if default is not None:
         return default.optimizer_class, default.arguments, False
     return None

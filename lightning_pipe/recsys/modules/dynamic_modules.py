@@ -16,6 +16,7 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Emb
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.plans.options import check_whole_number
 
 __all__ = [
     "DynamicEmbeddingBagCollection",
@@ -72,7 +73,7 @@ class DynamicTable:
                 f" such as 'table_{str(self.name).replace('.', '_')}'"
             )
         for field in ("embedding_dim", "cache_rows", "admission_threshold"):
-            _check_count(where, field, getattr(self, field))
+            check_whole_number(f"{field} of {where}", getattr(self, field), 1)
         if self.embedding_dim % 4:
             raise SetupError(
                 f"{where} has embedding_dim={self.embedding_dim}; needed is a multiple of 4, as FBGEMM's kernels take"
@@ -83,19 +84,13 @@ class DynamicTable:
                 f"{where} has data_type={self.data_type!r}; needed is one that can be trained: DataType."
                 f"{', DataType.'.join(one.name for one in _DATA_TYPES)}"
             )
-        if self.ttl is not None:
-            _check_count(where, "ttl", self.ttl)
+        check_whole_number(f"ttl of {where}", self.ttl, 1, optional=True)
         if isinstance(self.feature_names, str) or not self.feature_names:
             raise SetupError(f"{where} has feature_names={self.feature_names!r}; needed is a list of at least one name")
         if self.pooling not in ("sum", "mean"):
             raise SetupError(f"{where} has pooling={self.pooling!r}; needed is 'sum' or 'mean'")
         if not callable(self.eviction) and self.eviction not in ("lru", "lfu"):
             raise SetupError(f"{where} has eviction={self.eviction!r}; needed is 'lru', 'lfu' or a function")
-
-
-def _check_count(where: str, field: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise SetupError(f"{where} has {field}={value!r}; needed is a whole number of at least 1")
 
 
 @dataclass(frozen=True)
@@ -136,8 +131,7 @@ class _Dynamic:
         found = [table if isinstance(table, DynamicTable) else DynamicTable(**table) for table in tables]
         if not found:
             raise SetupError(f"{type(self).__name__} has no table; give it at least one DynamicTable")
-        if commit_every is not None:
-            _check_count(type(self).__name__, "commit_every", commit_every)
+        check_whole_number(f"commit_every of {type(self).__name__}", commit_every, 1, optional=True)
         names = [table.name for table in found]
         if len(set(names)) < len(names):
             raise SetupError(f"{type(self).__name__} has tables {names}; needed is one table of each name")

@@ -9,7 +9,6 @@ of every table: it becomes the nearest int32, which is no row either, and never 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
@@ -17,6 +16,7 @@ import torch
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_pipe._compat.torchrec import put_tensors, with_tensors
 from lightning_pipe.engine.plans.errors import SetupError
 
 __all__ = ["IdsOnWire", "SentAsInt32", "check_ids_on_wire", "sends_int32"]
@@ -72,10 +72,9 @@ class SentAsInt32(KeyedJaggedTensor):
         if features.values().dtype != torch.int64:
             return features
         features.length_per_key()  # which the copy takes over, and need not find out
-        sent = copy.copy(features)
+        lengths = features.lengths().int()
+        sent = with_tensors(features, values=_narrowed(features.values()), lengths=lengths, offsets=None)
         sent.__class__ = SentAsInt32
-        sent._values = _narrowed(features.values())
-        sent._lengths, sent._offsets, sent._jt_dict = features.lengths().int(), None, None
         return sent
 
     @staticmethod
@@ -83,8 +82,7 @@ class SentAsInt32(KeyedJaggedTensor):
         """What arrived, as if it had been sent as int64; *tensors* is emptied."""
         received: KeyedJaggedTensor = KeyedJaggedTensor.dist_init(keys, tensors, *arguments, **named)
         tensors.clear()  # before they are there once more, and twice as large
-        received._values, received._lengths = received._values.long(), received.lengths().long()
-        received._offsets = None
+        put_tensors(received, values=received.values().long(), lengths=received.lengths().long(), offsets=None)
         return received
 
 

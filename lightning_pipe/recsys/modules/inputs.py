@@ -7,7 +7,6 @@ the first batch's form is kept and each later batch is compared with it.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_pipe._compat.torchrec import put_tensors, with_tensors
 from lightning_pipe.engine.plans.errors import InputError
 
 __all__ = [
@@ -144,7 +144,7 @@ def _reorder(features: KeyedJaggedTensor, form: FeatureForm) -> KeyedJaggedTenso
         ordered = features.permute([keys.index(key) for key in form.keys])
         if inverse is not None and form.inverse_keys is not None:
             rows = torch.tensor([inverse[0].index(key) for key in form.inverse_keys], device=inverse[1].device)
-            ordered._inverse_indices = (list(form.inverse_keys), inverse[1].index_select(0, rows))
+            put_tensors(ordered, inverse_indices=(list(form.inverse_keys), inverse[1].index_select(0, rows)))
     return ordered
 
 
@@ -160,12 +160,7 @@ def check_samples(name: str, features: KeyedJaggedTensor) -> None:
 
 def without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """``features``, or a shallow copy that has no weights: TorchRec's sharded modules use them unasked."""
-    if features.weights_or_none() is None:
-        return features
-    copied = copy.copy(features)
-    copied._weights = None
-    copied._jt_dict = None
-    return copied
+    return features if features.weights_or_none() is None else with_tensors(features, weights=None)
 
 
 def refuse_missing_weights(name: str, features: KeyedJaggedTensor) -> None:
@@ -234,8 +229,5 @@ def check_ids(name: str, features: KeyedJaggedTensor, tables: dict[str, TableRow
 
 def without_side_effects(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """A shallow copy of ``features`` that a feature processor may put weights on; the user's batch stays as it is."""
-    copied = copy.copy(features)
-    copied._jt_dict = None  # jagged tensors cut from the original would not see the copy's weights
-    if copied._weights is not None:
-        copied._weights = copied._weights.clone()
-    return copied
+    weights = features.weights_or_none()
+    return with_tensors(features, weights=None if weights is None else weights.clone())

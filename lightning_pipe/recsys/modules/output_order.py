@@ -17,10 +17,15 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
 from torchrec.distributed.types import Awaitable, LazyAwaitable, ParameterSharding
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, get_embedding_names_by_table
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollectionInterface,
+    get_embedding_names_by_table,
+)
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from lightning_pipe._compat.torch import register_pytree_node
+from lightning_pipe._compat.torchrec import module_name, take_over_means
 from lightning_pipe.recsys.modules.inputs import FeatureForm, check_first, conform, without_weights
 from lightning_pipe.recsys.modules.row_means import RowMeans, divide
 
@@ -52,7 +57,7 @@ class OrderedKeyedTensor(KeyedTensor):
     def _values(self) -> torch.Tensor:
         if self._ordered is None:
             columns = self.source.to_dict()
-            self._ordered = torch.cat([columns[name] for name in self._keys], dim=self._key_dim)
+            self._ordered = torch.cat([columns[name] for name in self.keys()], dim=self.key_dim())
         return self._ordered
 
     @_values.setter
@@ -68,7 +73,7 @@ class OrderedKeyedTensor(KeyedTensor):
         if self._ordered is not None:
             return super().to_dict()
         columns = self.source.to_dict()
-        return {name: columns[name] for name in self._keys}
+        return {name: columns[name] for name in self.keys()}
 
     def size_in_bytes(self) -> int:
         return self.source.size_in_bytes()
@@ -102,17 +107,15 @@ class OrderedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         **named: Any,
     ) -> None:
         super().__init__(module, table_name_to_parameter_sharding, *arguments, **named)
-        self._row_means = RowMeans(
-            self._embedding_bag_configs, table_name_to_parameter_sharding, self._embedding_names, self._embedding_dims
-        )
-        self._has_mean_pooling_callback = False  # TorchRec's own division
+        self._configs, self._uses_weights = module.embedding_bag_configs(), module.is_weighted()
+        self._row_means = RowMeans(self._configs, table_name_to_parameter_sharding, *take_over_means(self))
 
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
         """TorchRec's; lengths of bags are known here."""
-        features = features if self._is_weighted else without_weights(features)
-        features = _in_first_form(self, self._embedding_bag_configs, features)
+        features = features if self._uses_weights else without_weights(features)
+        features = _in_first_form(self, self._configs, features)
         if self._row_means.needed:
             ctx.divisor = self._row_means.divisor(features)
         return super().input_dist(ctx, features)
@@ -134,16 +137,20 @@ class OrderedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         return awaitable
 
     def _reorder(self, found: KeyedTensor) -> KeyedTensor:
-        wanted = _names(self._embedding_bag_configs)
+        wanted = _names(self._configs)
         return found if found.keys() == wanted else OrderedKeyedTensor(found, wanted)
 
 
 class OrderedEmbeddingCollection(ShardedEmbeddingCollection):
     """Sequence embeddings as a dictionary in the unsharded order."""
 
+    def __init__(self, module: EmbeddingCollectionInterface, *arguments: Any, **named: Any) -> None:
+        super().__init__(module, *arguments, **named)
+        self._configs = module.embedding_configs()
+
     def input_dist(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
         """TorchRec's, of features in the first batch's form."""
-        return super().input_dist(ctx, _in_first_form(self, self._embedding_configs, without_weights(features)))
+        return super().input_dist(ctx, _in_first_form(self, self._configs, without_weights(features)))
 
     def output_dist(
         self, ctx: EmbeddingCollectionContext, output: list[torch.Tensor]
@@ -158,7 +165,7 @@ class OrderedEmbeddingCollection(ShardedEmbeddingCollection):
         return self._ordered(super().compute_and_output_dist(ctx, input))
 
     def _ordered(self, awaitable: LazyAwaitable[dict[str, JaggedTensor]]) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        awaitable.callbacks.append(lambda found: {name: found[name] for name in _names(self._embedding_configs)})
+        awaitable.callbacks.append(lambda found: {name: found[name] for name in _names(self._configs)})
         return awaitable
 
 
@@ -166,10 +173,9 @@ def _in_first_form(
     module: torch.nn.Module, configs: Sequence[BaseEmbeddingConfig], features: KeyedJaggedTensor
 ) -> KeyedJaggedTensor:
     """As the module's first batch, in evaluation or training, had them: TorchRec's input dist knows no other."""
-    name = getattr(module, "_module_fqn", None) or type(module).__name__
     form = module.__dict__.get("_first_form")
     if form is not None:
-        return conform(str(name), features, form)
-    check_first(str(name), features, [feature for config in configs for feature in config.feature_names])
+        return conform(module_name(module), features, form)
+    check_first(module_name(module), features, [feature for config in configs for feature in config.feature_names])
     module.__dict__["_first_form"] = FeatureForm.of(features)
     return features

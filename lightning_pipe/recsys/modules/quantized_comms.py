@@ -33,6 +33,7 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.plans.options import check_whole_number
 from lightning_pipe.recsys.modules.dynamic_modules import DynamicEmbeddingBagCollection
 from lightning_pipe.recsys.modules.tables import Table
 
@@ -119,10 +120,7 @@ class QuantizedComms:
                     f" {way} another precision, or leave the scale out"
                 )
         row = self.int8_row_dim
-        if row is not None and (isinstance(row, bool) or not isinstance(row, int) or row < 1):
-            raise SetupError(
-                f"quantized_comms has int8_row_dim={row!r}; needed is a whole number from 1, for example 16"
-            )
+        check_whole_number("int8_row_dim of quantized_comms", row, 1, optional=True)
         if row is not None and not self.has_int8:
             raise SetupError(
                 f"quantized_comms has int8_row_dim={row}, but forward is {self.forward} and backward {self.backward};"

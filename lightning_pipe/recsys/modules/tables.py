@@ -173,8 +173,8 @@ def _tables_of(name: str, module: nn.Module) -> Iterator[tuple[Table, nn.Paramet
     prefix = name
     holder: nn.Module = module
     if isinstance(module, FeatureProcessedEmbeddingBagCollection):
-        prefix = _join(name, "_embedding_bag_collection")
-        holder = module._embedding_bag_collection
+        own, holder = next(one for one in module.named_children() if isinstance(one[1], EmbeddingBagCollection))
+        prefix = _join(name, own)
     if isinstance(holder, EmbeddingCollection):
         configs: Iterable[BaseEmbeddingConfig] = holder.embedding_configs()
         kind, parts = "embeddings", holder.embeddings

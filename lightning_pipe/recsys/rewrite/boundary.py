@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from lightning_pipe._compat.torch import is_view
 from lightning_pipe.recsys.modules.output_order import OrderedKeyedTensor
 
 __all__ = ["Cut", "cut_output", "cut_tensor", "without_gradient"]
@@ -69,7 +70,7 @@ def cut_tensor(source: torch.Tensor, cuts: list[Cut], name: str = "") -> torch.T
     cuts.append(cut)
     anchor = torch.empty(0, device=source.device, requires_grad=True)
     # One of several views of a tensor (TorchRec splits sequences by feature) would not bear a change in place.
-    detached = source.detach().clone() if source._is_view() else source.detach()
+    detached = source.detach().clone() if is_view(source) else source.detach()
     result: torch.Tensor = _Boundary.apply(anchor, detached, cut)
     return result
 
@@ -105,7 +106,6 @@ def _map_tensors(output: Any, change: Callable[[torch.Tensor, str], torch.Tensor
             values=change(output.values(), name),
             key_dim=output.key_dim(),
             offset_per_key=output.offset_per_key(),
-            index_per_key=output._key_indices(),
         )
     if isinstance(output, JaggedTensor):
         return JaggedTensor(

@@ -10,10 +10,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe._compat.torch import tree_map_only
-from lightning_pipe.recsys.batches.agreement import Agreement
+from lightning_pipe.engine.plans.errors import InputError
+from lightning_pipe.engine.ranks.together import on_all_ranks
 from lightning_pipe.recsys.kernels.fused import evaluating, prefetches_set_aside
 from lightning_pipe.recsys.modules.call_arguments import Arguments
 from lightning_pipe.recsys.modules.inputs import FeatureForm
@@ -34,7 +36,7 @@ def lookup_mode(*modules: torch.nn.Module) -> AbstractContextManager[None]:
 def call_now(
     entry: Sharded,
     prepare: Callable[[], Arguments],
-    agreement: Agreement,
+    group: dist.ProcessGroup | None,
     announce: Callable[[Announced], None] | None,
 ) -> Any:
     """Call a sharded module and wait for its output.
@@ -42,23 +44,17 @@ def call_now(
     Args:
         entry: the module.
         prepare: returns the arguments as the module takes them, or raises.
-        agreement: over the ranks that call the module together; they agree first that all can.
+        group: the ranks that call the module together; they agree first that all can.
         announce: instead, tells ranks without a batch to join the call.
 
     Raises:
         InputError: on every rank, if the arguments of any rank are wrong; only on this rank with *announce*.
     """
-    error: Exception | None = None
     with lookup_mode(entry.module):
-        try:
-            call = prepare()
-        except Exception as wrong:  # of whatever kind: the other ranks wait for an answer
-            error = wrong
         if announce is None:
-            agreement.raise_together(error)
-        elif error is not None:
-            raise error
+            call = on_all_ranks(prepare, "", group, InputError)
         else:
+            call = prepare()
             announce((entry.name, tree_map_only(KeyedJaggedTensor, FeatureForm.of, call, is_leaf=_is_features)))
         positional, named = call
         with entry.lock, prefetches_set_aside([entry.module]):

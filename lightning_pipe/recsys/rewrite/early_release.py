@@ -21,6 +21,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe._compat.torch import tree_leaves
+from lightning_pipe._compat.torchrec import put_tensors
 from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.recsys.batches.pieces import walk
 from lightning_pipe.recsys.modules.call_arguments import (
@@ -161,7 +162,9 @@ def _let_go(features: KeyedJaggedTensor, where: str, names: list[str]) -> None:
         " lengths, offsets and batch sizes. Give the batch a copy of what is used under another name, in the collate"
         " function or on_after_batch_transfer, or leave free_features_early off"
     )
-    features._values = ReleasedTensor.of(features._values, says)
-    if features._weights is not None:
-        features._weights = ReleasedTensor.of(features._weights, says)
-    features._jt_dict = None  # views of both
+    weights = features.weights_or_none()
+    put_tensors(
+        features,
+        values=ReleasedTensor.of(features.values(), says),
+        weights=None if weights is None else ReleasedTensor.of(weights, says),
+    )

@@ -19,7 +19,7 @@ from lightning_pipe.recsys.modules.call_arguments import Arguments, PostprocessR
 from lightning_pipe.recsys.rewrite.boundary import Cut, cut_output
 from lightning_pipe.recsys.rewrite.input_dist import SplitsRequest
 
-__all__ = ["Embeddings", "Features", "Inputs", "ModuleCall", "Requests", "Splits", "record_stream"]
+__all__ = ["Embeddings", "Features", "Inputs", "ModuleCall", "Requests", "Splits"]
 
 
 @dataclass
@@ -156,17 +156,3 @@ class Embeddings:
         self._ready.clear()
         self._calls.clear()
         self.kernel_gradients = None
-
-
-def record_stream(value: Any, stream: torch.Stream | None) -> None:
-    """Tells the caching allocator that ``stream`` uses every tensor in ``value``; nothing to do without streams."""
-    if stream is None or value is None:
-        return
-    if isinstance(value, dict):
-        for part in value.values():
-            record_stream(part, stream)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            record_stream(part, stream)
-    elif hasattr(value, "record_stream"):
-        value.record_stream(stream)

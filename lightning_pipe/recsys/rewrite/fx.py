@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torchrec.distributed.train_pipeline.tracing import Tracer, _get_leaf_module_names
+from torchrec.distributed.train_pipeline.tracing import Tracer
 from torchrec.distributed.types import ShardedModule
 
+from lightning_pipe._compat.torchrec import leaf_module_names
 from lightning_pipe.recsys.batches.pieces import Attribute, Item
 from lightning_pipe.recsys.modules.call_arguments import (
     BatchArgument,
@@ -42,7 +43,7 @@ def find_by_trace(model: torch.nn.Module, step: str, names: Iterable[str]) -> di
         names: the sharded modules' names in ``model``.
     """
     names = list(names)
-    tracer = _StepTracer(_get_leaf_module_names(model), step, names)
+    tracer = _StepTracer(leaf_module_names(model), step, names)
     broken = tracer.trace_until_done(model)
     calls: dict[str, list[Node]] = {name: [] for name in names}
     for node in tracer.graph.nodes:

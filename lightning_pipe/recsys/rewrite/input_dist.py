@@ -8,7 +8,6 @@ other thread, the replaced forwards do what they did before: on the module's own
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,16 +15,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.dist_data import KJTAllToAll, KJTAllToAllTensorsAwaitable, SplitsAllToAllAwaitable
+from torchrec.distributed.dist_data import KJTAllToAll, SplitsAllToAllAwaitable
 from torchrec.distributed.embedding_sharding import (
     FusedKJTListSplitsAwaitable,
     KJTListSplitsAwaitable,
     KJTSplitsAllToAllMeta,
 )
-from torchrec.distributed.train_pipeline.runtime_forwards import KJTAllToAllForward
-from torchrec.distributed.types import Awaitable, ShardedModule
+from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_pipe._compat.torchrec import forward_through, set_splits
 from lightning_pipe.recsys.modules.ids_on_wire import SentAsInt32
 
 __all__ = [
@@ -33,8 +32,6 @@ __all__ = [
     "SplitsRequest",
     "answer_without_splits",
     "fusing",
-    "kjt_all_to_alls",
-    "let_go_of_sent",
     "send_splits",
     "splits_length",
 ]
@@ -52,17 +49,6 @@ def fusing() -> Iterator[None]:
         _this_thread.fusing = False
 
 
-def kjt_all_to_alls(module: ShardedModule[Any, Any, Any, Any]) -> list[KJTAllToAll]:
-    """The all-to-alls of a module's input dists. TorchRec makes them at the first ``input_dist`` of the module."""
-    found: dict[int, KJTAllToAll] = {}
-    for child in module.modules():
-        for input_dist in getattr(child, "_input_dists", ()):  # a plain list: not among the child's modules
-            all_to_all = getattr(input_dist, "_dist", None)
-            if isinstance(all_to_all, KJTAllToAll):
-                found[id(all_to_all)] = all_to_all
-    return list(found.values())
-
-
 class FusableAllToAll:
     """Stands in for the forward of one ``KJTAllToAll`` between ``install`` and ``restore``.
 
@@ -76,7 +62,7 @@ class FusableAllToAll:
         self._all_to_all = all_to_all
         self._original = all_to_all.forward
         self._int32 = int32 and group.size() > 1  # alone, a rank sends nothing
-        self._fused = KJTAllToAllForward(pg=group, splits=all_to_all._splits, stagger=all_to_all._stagger)
+        self._fused = forward_through(all_to_all, group)
 
     def __call__(self, features: KeyedJaggedTensor) -> Any:
         if not getattr(_this_thread, "fusing", False):
@@ -143,25 +129,6 @@ class SplitsRequest:
         return dict(zip(self._names, results[0] if fused else results, strict=True))
 
 
-def let_go_of_sent(tensors: Awaitable[Any]) -> None:
-    """Waits for tensors on their way, and lets go of those that were sent.
-
-    TorchRec holds them until those that have arrived are in order: at that moment there would be three of each.
-
-    Args:
-        tensors: of a module's input dist.
-    """
-    for one in getattr(tensors, "awaitables", ()):
-        if isinstance(one, KJTAllToAllTensorsAwaitable) and one._workers > 1:
-            for work in one._awaitables:
-                work.wait()
-            one._awaitables.clear()  # they hold both what was sent and what has arrived
-            # Not cleared: with the same list a replay sends once more. Nor is the other's form changed.
-            one._input_tensors = []
-            one._input = copy.copy(one._input)
-            one._input._values, one._input._weights = one._input._values.new_empty(0), None
-
-
 def splits_length(requests: dict[str, KJTListSplitsAwaitable[Any]]) -> int:
     """How many rows of splits these requests send to each rank; equal on all ranks and for all batches alike."""
     return sum(len(part.splits_tensors) for part in _fusable_parts(requests))
@@ -188,7 +155,7 @@ def send_splits(
         return SplitsRequest(names, [fused])
     # Without a group, it has not sent them.
     status = SplitsWithStatus([row for part in parts for row in part.splits_tensors], group)
-    fused._splits_awaitable = status
+    set_splits(fused, status)
     return SplitsRequest(names, [fused], status)
 
 

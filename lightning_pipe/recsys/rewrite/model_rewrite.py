@@ -20,8 +20,10 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
+from lightning_pipe._compat.torchrec import release_sent
 from lightning_pipe.engine.plans.errors import InputError, SetupError
-from lightning_pipe.recsys.batches.agreement import Agreement
+from lightning_pipe.engine.ranks.together import any_of, on_all_ranks, raise_gathered, raise_together
+from lightning_pipe.engine.runtime.record_use import record_use
 from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows
 from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
 from lightning_pipe.recsys.kernels.fused import (
@@ -41,8 +43,8 @@ from lightning_pipe.recsys.modules.outputs import wait_output
 from lightning_pipe.recsys.rewrite.boundary import without_gradient
 from lightning_pipe.recsys.rewrite.direct_calls import Announced, call_now, join_call, lookup_mode
 from lightning_pipe.recsys.rewrite.early_release import EarlyRelease, own_objects
-from lightning_pipe.recsys.rewrite.embeddings import Embeddings, Features, Inputs, Requests, Splits, record_stream
-from lightning_pipe.recsys.rewrite.input_dist import answer_without_splits, fusing, let_go_of_sent, send_splits
+from lightning_pipe.recsys.rewrite.embeddings import Embeddings, Features, Inputs, Requests, Splits
+from lightning_pipe.recsys.rewrite.input_dist import answer_without_splits, fusing, send_splits
 from lightning_pipe.recsys.rewrite.record import Recorder
 from lightning_pipe.recsys.rewrite.replaced_forwards import ReplacedForwards
 from lightning_pipe.recsys.rewrite.resolution import Method, Resolution
@@ -107,8 +109,8 @@ class ModelRewrite(ReplacedForwards):
         sharded = find_sharded(model, validate_ids, ids_on_wire)
         first = next(iter(sharded.values()))
         group = input_group if input_group is not None else first.own_group
-        agreement = Agreement(agree_group if agree_group is not None else group, first.device)
-        super().__init__(model, sharded, agreement, Resolution(model, method, step, sharded, agreement, group))
+        self._agree_group = agree_group if agree_group is not None else group
+        super().__init__(model, sharded, Resolution(model, method, step, sharded, self._agree_group, group))
         self._early_release = EarlyRelease(self._sharded) if free_features_early else None
         self._device = first.device
         self._group = group if group is not None and group.size() > 1 else None
@@ -116,23 +118,19 @@ class ModelRewrite(ReplacedForwards):
         self._status_group = status if status is not None and status.size() > 1 else None
         # A rank knows the kernels of its own shards alone, and all ranks must do alike.
         modules = self.modules.values()
-        by_rows, some_cannot_follow, self.agrees_unused = self._agreement.any_of(
+        by_rows, some_cannot_follow, self.agrees_unused = any_of(
             [
                 _has_row_optimizers(modules),
                 not all(map(can_follow_rates, modules)),
                 any(map(moves_rows_at_zero_gradient, modules)),
-            ]
+            ],
+            self._agree_group,
         )
         self.splits_backward = split_backward or by_rows
         if self.splits_backward:
-            error: SetupError | None = None
-            try:
-                check_capturable(self.modules)
-            except SetupError as not_capturable:
-                error = not_capturable
-            self._agreement.raise_together(error)
+            on_all_ranks(lambda: check_capturable(self.modules), "", self._agree_group, InputError)
         self.looks_ahead = look_ahead and not some_cannot_follow
-        self.tables_backward = TableBackward(self.modules, self._agreement)
+        self.tables_backward = TableBackward(self.modules, self._agree_group)
         self._serving: Embeddings | None = None
         self._recorder: Recorder | None = None
         self.announce: Callable[[Announced], None] | None = None
@@ -172,7 +170,7 @@ class ModelRewrite(ReplacedForwards):
                 raises it, on all of them.
         """
         if not self.resolved:
-            self._agreement.raise_together(error)
+            raise_together(error, "", self._agree_group, InputError)
             self._resolution.before_first_step(batch)
             self._attach_postprocesses()
         splits = Splits(self._inputs(batch))
@@ -238,7 +236,7 @@ class ModelRewrite(ReplacedForwards):
         if any_failed:
             if splits.answer is not None:
                 splits.answer.wait()
-            self._agreement.raise_gathered(splits.error)
+            raise_gathered(splits.error, "", self._agree_group, InputError)
         return Requests(splits.inputs, {} if splits.request is None else splits.request.wait())
 
     def wait_inputs(self, requests: Requests, forward_stream: torch.Stream | None = None) -> Features:
@@ -251,12 +249,11 @@ class ModelRewrite(ReplacedForwards):
             forward_stream: the device stream that ``lookup`` will run on, if it is another than the current one.
         """
         inputs = requests.inputs
-        stream = self._current_stream()
         distributed: dict[str, Any] = {}
         for name, tensors in requests.tensors.items():
-            let_go_of_sent(tensors)
+            release_sent(tensors)
             features = distributed[name] = tensors.wait()
-            record_stream([features, inputs.contexts[name]], stream)
+            record_use([features, inputs.contexts[name]])
             self._sharded[name].prefetch(features, inputs.contexts[name], forward_stream)
         return Features(inputs, distributed)
 
@@ -266,7 +263,7 @@ class ModelRewrite(ReplacedForwards):
         Without grad mode (evaluation) nothing is cut and the kernels' step counters stay.
         """
         inputs = features.inputs
-        record_stream([features.distributed, inputs.contexts], self._current_stream())
+        record_use([features.distributed, inputs.contexts])
         embeddings = Embeddings(inputs)
         modules = {name: self._sharded[name].module for name in features.distributed}
         awaitables: dict[str, Any] = {}
@@ -298,7 +295,7 @@ class ModelRewrite(ReplacedForwards):
             raise SetupError("a step is being served already; end its serving() before the next one's begins.")
         recorder = self._recorder = None if self.resolved else Recorder(batch)
         self._serving = embeddings
-        record_stream(embeddings.inputs.postprocessed.everything(), self._current_stream())
+        record_use(embeddings.inputs.postprocessed.everything())
         try:
             yield embeddings
         finally:
@@ -334,7 +331,7 @@ class ModelRewrite(ReplacedForwards):
                     + ("" if torch.is_grad_enabled() else _ADVICE)
                 )
             output = embeddings.take(entry.name)
-            record_stream(output, self._current_stream())
+            record_use(output)
             return output if torch.is_grad_enabled() else without_gradient(output)
         if self._recorder is not None:
             self._recorder.called(entry.name, *call)
@@ -346,7 +343,7 @@ class ModelRewrite(ReplacedForwards):
         return embeddings.add(entry.name, output, lookups)
 
     def _call_now(self, entry: Sharded, call: Arguments) -> Any:
-        return call_now(entry, lambda: self._prepare(entry, call), self._agreement, self.announce)
+        return call_now(entry, lambda: self._prepare(entry, call), self._agree_group, self.announce)
 
     def join(self, announced: Announced) -> None:
         """Run a lookup that other ranks have announced, with empty features. The output is discarded.
@@ -369,7 +366,7 @@ class ModelRewrite(ReplacedForwards):
     def _arguments(self, entry: Sharded, inputs: Inputs) -> Arguments:
         assert entry.arguments is not None
         call = inputs.arguments[entry.name] = entry.take_arguments(inputs.batch, inputs.postprocessed)
-        record_stream(list(call), self._current_stream())
+        record_use(call)
         return self._prepare(entry, call)
 
     def _prepare(self, entry: Sharded, call: Arguments) -> Arguments:
@@ -384,9 +381,6 @@ class ModelRewrite(ReplacedForwards):
     def _capturing(self, module: torch.nn.Module) -> AbstractContextManager[LookupCalls | None]:
         captures = self.splits_backward or self.looks_ahead
         return capture_calls(module) if captures and torch.is_grad_enabled() else nullcontext()
-
-    def _current_stream(self) -> torch.Stream | None:
-        return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
 
 def _has_row_optimizers(modules: Iterable[torch.nn.Module]) -> bool:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torchrec.distributed.types import ShardedModule
 
-from lightning_pipe.recsys.batches.agreement import Agreement
 from lightning_pipe.recsys.kernels.kernel_calls import has_dense_kernels, trains_only_tables
 from lightning_pipe.recsys.modules.call_arguments import Arguments, CallArguments
 from lightning_pipe.recsys.rewrite.resolution import Resolution
@@ -27,16 +26,12 @@ class ReplacedForwards(ABC):
     Args:
         model: the model, without wrappers.
         sharded: its sharded modules by name.
-        agreement: compares what ranks found.
         resolution: finds out what feeds each module.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, sharded: Mapping[str, Sharded], agreement: Agreement, resolution: Resolution
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, sharded: Mapping[str, Sharded], resolution: Resolution) -> None:
         self._model = model
         self._sharded = sharded
-        self._agreement = agreement
         self._resolution = resolution
         self._postprocess_forwards: dict[str, Callable[..., Any]] = {}
         self._attached = False

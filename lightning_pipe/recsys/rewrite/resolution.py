@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.engine.plans.errors import InputError, SetupError
-from lightning_pipe.recsys.batches.agreement import Agreement
+from lightning_pipe.engine.ranks.agreement import check_agreement
+from lightning_pipe.engine.ranks.together import gather, raise_together
 from lightning_pipe.recsys.batches.pieces import describe, walk
 from lightning_pipe.recsys.modules.call_arguments import Arguments, CallArguments, PostprocessResults
 from lightning_pipe.recsys.modules.inputs import FeatureForm
@@ -50,7 +51,7 @@ class Resolution:
         method: Method,
         step: str,
         sharded: dict[str, Sharded],
-        agreement: Agreement,
+        agree_group: dist.ProcessGroup | None,
         group: dist.ProcessGroup | None,
     ) -> None:
         if method not in ("auto", "record", "direct", "fx"):
@@ -62,7 +63,7 @@ class Resolution:
         self._method = method
         self._step = step
         self._sharded = sharded
-        self._agreement = agreement
+        self._agree_group = agree_group
         self._group = group
 
     @property
@@ -80,13 +81,7 @@ class Resolution:
             for path, piece in walk(batch)
             if isinstance(piece, KeyedJaggedTensor)
         }
-        all_jagged = self._agreement.gather(jagged)
-        for rank, other in enumerate(all_jagged):
-            if other != all_jagged[0]:
-                raise InputError(
-                    f"ranks got batches whose features do not go together: rank 0 {all_jagged[0] or 'none'}; rank"
-                    f" {rank} {other or 'none'}. Give every rank batches with KeyedJaggedTensors of one form."
-                )
+        check_agreement(sorted(jagged.items()), "form of the features", self._agree_group, error=InputError)
         if self.records:
             return  # a step may make its features of other tensors
         if not jagged and self._method == "direct":
@@ -132,7 +127,7 @@ class Resolution:
             error = problem
             for entry in self._sharded.values():
                 entry.arguments = None
-        self._agreement.raise_together(error)
+        raise_together(error, "", self._agree_group, InputError)
         for name, (positional, named) in calls.items():  # TorchRec makes a module's input dist at its first batch
             module = self._sharded[name].module
             module.input_dist(module.create_context(), *positional, **named).wait().wait()
@@ -143,7 +138,7 @@ class Resolution:
         names = [name for name, entry in self._sharded.items() if entry.pipelinable]
         found: Found = {name: recorder.found(name) for name in names}
         made = [name for name, what in found.items() if isinstance(what, str) and recorder.call(name) is not None]
-        if self._method == "auto" and any(self._agreement.gather(bool(made))):
+        if self._method == "auto" and any(gather(bool(made), self._agree_group)):
             traced = find_by_trace(self._model, self._step, names)
             for name in made:
                 why = traced[name]
@@ -167,7 +162,7 @@ class Resolution:
             if not entry.pipelinable:
                 found[name] = f"is a {type(entry.module).__name__}, which is not among the kinds that are pipelined"
         texts = {name: (isinstance(what, CallArguments), str(what)) for name, what in found.items()}
-        by_rank = self._agreement.gather(texts)
+        by_rank = gather(texts, self._agree_group)
         agreed: dict[str, CallArguments] = {}
         for name, what in found.items():
             views = [of_rank[name] for of_rank in by_rank]
@@ -183,8 +178,8 @@ class Resolution:
         return agreed
 
     def _settle(self, agreed: dict[str, CallArguments], calls: dict[str, Arguments]) -> None:
-        by_rank = self._agreement.gather(
-            {name: self._sharded[name].make_fusable(calls[name], self._group) for name in agreed}
+        by_rank = gather(
+            {name: self._sharded[name].make_fusable(calls[name], self._group) for name in agreed}, self._agree_group
         )
         for rank, problems in enumerate(by_rank):
             for name, problem in problems.items():
@@ -193,7 +188,7 @@ class Resolution:
                     entry.arguments, entry.reason = None, f"{problem} (rank {rank})"
         self.done = True
         left_out = [f"{name!r} {entry.reason}" for name, entry in self._sharded.items() if entry.arguments is None]
-        if left_out and self._agreement.rank == 0:
+        if left_out and (self._agree_group is None or self._agree_group.rank() == 0):
             said = "; ".join(left_out)
             if "the step made it" in said:
                 said += (

@@ -6,7 +6,7 @@ Tested in ``tests/recsys/rewrite/test_model_rewrite.py``.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,9 +17,16 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
 from torchrec.distributed.mc_embedding_modules import BaseShardedManagedCollisionEmbeddingCollection
 from torchrec.distributed.types import ShardedModule, ShardingType
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_pipe._compat.torchrec import (
+    all_to_alls_of,
+    group_of,
+    group_of_input_dist,
+    is_weighted,
+    sharding_types,
+    table_configs,
+)
 from lightning_pipe.engine.plans.errors import InputError, SetupError
 from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
 from lightning_pipe.recsys.modules.call_arguments import Arguments, CallArguments, PostprocessResults
@@ -35,7 +42,7 @@ from lightning_pipe.recsys.modules.inputs import (
     refuse_trained_weights,
     without_side_effects,
 )
-from lightning_pipe.recsys.rewrite.input_dist import FusableAllToAll, fusing, kjt_all_to_alls, splits_length
+from lightning_pipe.recsys.rewrite.input_dist import FusableAllToAll, fusing, splits_length
 
 __all__ = ["Sharded", "find_sharded"]
 
@@ -83,7 +90,7 @@ class Sharded:
         self._changes_features = isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection)
         maps_ids = isinstance(module, (BaseShardedManagedCollisionEmbeddingCollection, ShardedDynamicModule))
         self._checked_tables = _tables_by_feature(module) if validate_ids and not maps_ids else {}
-        self._sends_int32 = sends_int32(name, _tables(module), maps_ids, ids_on_wire)
+        self._sends_int32 = sends_int32(name, table_configs(module), maps_ids, ids_on_wire)
 
     @property
     def pipelinable(self) -> bool:
@@ -96,7 +103,7 @@ class Sharded:
     @property
     def own_group(self) -> dist.ProcessGroup | None:
         """The group it was sharded over."""
-        return getattr(getattr(self.module, "_env", None), "process_group", None)
+        return group_of(self.module)
 
     @property
     def features(self) -> list[str]:
@@ -124,7 +131,7 @@ class Sharded:
         refuse_trained_weights(self.name, features)
         if isinstance(self.module, ShardedEmbeddingCollection):
             check_samples(self.name, features)
-        elif isinstance(self.module, ShardedEmbeddingBagCollection) and self.module._is_weighted:
+        elif isinstance(self.module, ShardedEmbeddingBagCollection) and is_weighted(self.module):
             refuse_missing_weights(self.name, features)
         if self.form is None:
             check_first(self.name, features, self.features)
@@ -144,7 +151,7 @@ class Sharded:
         group = self.own_group
         if group is None or group.size() == 1 or dist.get_backend(group) != "gloo":
             return
-        kinds = {kind for child in self.module.modules() for kind in getattr(child, "_sharding_types", ())}
+        kinds = sharding_types(self.module)
         if kinds & _SHARDED_BY_ROWS:
             dynamic = isinstance(self.module, ShardedDynamicModule)  # which are sharded in one way alone
             raise InputError(
@@ -190,9 +197,9 @@ class Sharded:
         if group is None:
             return None
         ranks = dist.get_process_group_ranks(group)
-        all_to_alls = kjt_all_to_alls(self.module)
+        all_to_alls = all_to_alls_of(self.module)
         for all_to_all in all_to_alls:
-            own = dist.get_process_group_ranks(all_to_all._pg)
+            own = dist.get_process_group_ranks(group_of_input_dist(all_to_all))
             if own != ranks:
                 return f"exchanges its inputs among the ranks {own}, but the input group has the ranks {ranks}"
         if len(ranks) == 1:
@@ -232,14 +239,9 @@ class Sharded:
             fusable.restore()
 
 
-def _tables(module: ShardedModule[Any, Any, Any, Any]) -> Iterator[BaseEmbeddingConfig]:
-    for child in module.modules():
-        yield from getattr(child, "_embedding_bag_configs", None) or getattr(child, "_embedding_configs", None) or ()
-
-
 def _tables_by_feature(module: ShardedModule[Any, Any, Any, Any]) -> dict[str, TableRows]:
     tables: dict[str, TableRows] = {}
-    for config in _tables(module):
+    for config in table_configs(module):
         for feature in config.feature_names:
             known = tables.get(feature)
             if known is None or config.num_embeddings < known.rows:

@@ -14,13 +14,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from lightning_pipe.recsys.batches.agreement import Agreement
+from lightning_pipe.engine.ranks.together import any_of
+from lightning_pipe.engine.runtime.record_use import record_use
 from lightning_pipe.recsys.kernels.fused import take_back_step
 from lightning_pipe.recsys.kernels.kernel_calls import KernelGradients
 from lightning_pipe.recsys.kernels.row_optimizer import row_optimizer
-from lightning_pipe.recsys.rewrite.embeddings import Embeddings, ModuleCall, record_stream
+from lightning_pipe.recsys.rewrite.embeddings import Embeddings, ModuleCall
 
 __all__ = ["TableBackward"]
 
@@ -33,12 +35,12 @@ class TableBackward:
 
     Args:
         modules: the sharded modules by name.
-        agreement: among all ranks, used by the calling thread.
+        group: all ranks, used by the calling thread.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], agreement: Agreement) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], group: dist.ProcessGroup | None) -> None:
         self._modules = modules
-        self._agreement = agreement
+        self._group = group
 
     def run(self, embeddings: Embeddings, scale: torch.Tensor | float | None, agree_unused: bool) -> None:
         """All of it, or after ``begin`` the second half. Optimisers fused into the lookups step here.
@@ -82,18 +84,18 @@ class TableBackward:
     def overflowed(self, embeddings: Embeddings) -> bool:
         """Whether the dense backward left an infinity or NaN at the cuts of any rank."""
         finite = [gradient.isfinite().all() for gradient in embeddings.gradient_tensors()]
-        return self._agreement.any_of([bool(finite) and not torch.stack(finite).all().item()])[0]
+        return any_of([bool(finite) and not torch.stack(finite).all().item()], self._group)[0]
 
     def _calls(self, embeddings: Embeddings, agree_unused: bool) -> list[ModuleCall]:
         """Those that backward goes through: with a cut, since there is none where nothing can be trained."""
         calls = embeddings.calls
         if agree_unused:
-            used = self._agreement.any_of([any(cut.gradient is not None for cut in call.cuts) for call in calls])
+            used = any_of([any(cut.gradient is not None for cut in call.cuts) for call in calls], self._group)
             calls = [call for call, is_used in zip(calls, used, strict=True) if is_used]
         calls = [call for call in calls if call.cuts]
         for call in calls:
             for cut in call.cuts:
-                _will_be_used([cut.source, cut.gradient])
+                record_use([cut.source, cut.gradient])
         return calls
 
 
@@ -131,7 +133,7 @@ def _to_kernels(calls: Sequence[ModuleCall]) -> KernelGradients:
 
 def _through_kernels(left: KernelGradients, scale: torch.Tensor | float | None) -> None:
     if left.calls:
-        _will_be_used(left.gradients)
+        record_use(left.gradients)
         gradients = left.gradients if scale is None else [gradient * scale for gradient in left.gradients]
         pairs = list(zip(left.calls, gradients, strict=True))
         fused = [pair for pair in pairs if row_optimizer(pair[0].kernel) is None]
@@ -145,10 +147,3 @@ def _through_kernels(left: KernelGradients, scale: torch.Tensor | float | None) 
         for weights in left.replicated:
             assert weights.grad is not None
             weights.grad.mul_(scale)
-
-
-def _will_be_used(tensors: Sequence[torch.Tensor | None]) -> None:
-    """Tells the allocator that the current stream uses them."""
-    device = next((tensor.device for tensor in tensors if tensor is not None), None)
-    if device is not None and device.type == "cuda":
-        record_stream(tensors, torch.cuda.current_stream(device))

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbeddingBag
 from torchrec.optim.keyed import KeyedOptimizer
 
+from lightning_pipe._compat.torch import version_counters_preserved
 from lightning_pipe.recsys.kernels.table_optimizer import TableOptimizer
 
 __all__ = ["DataParallelTables", "unwrap_lookups"]
@@ -167,7 +168,7 @@ class DataParallelTables:
         weights = tuple(kernel.emb_module.weights for kernel in self._kernels)
         gradients = self.average()
         # Rows may have been looked up for a batch that is to be trained next: its backward does not read them.
-        with torch.autograd._unsafe_preserve_version_counter(weights):
+        with version_counters_preserved(weights):
             for tables, gradient in zip(self._tables, gradients, strict=True):
                 sizes = [table.parameter.numel() for table in tables]
                 for table, part in zip(tables, gradient.split(sizes), strict=True):

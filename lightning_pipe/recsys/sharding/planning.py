@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
@@ -23,7 +23,7 @@ from torchrec.distributed.types import (
 )
 
 from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.recsys.batches.agreement import Agreement
+from lightning_pipe.engine.ranks.together import from_rank
 from lightning_pipe.recsys.modules.tables import Table
 from lightning_pipe.recsys.sharding.sharders import check_types
 
@@ -56,27 +56,19 @@ def make_plan(
     constraints: dict[str, ParameterConstraints],
     topology: Topology,
     batch_size: int | None,
-    agreement: Agreement,
+    group: dist.ProcessGroup,
 ) -> ShardingPlan:
     """Plans on rank 0, and hands the plan, or the planner's error, to every rank.
 
     Raises:
         SetupError: no plan fits; on every rank.
     """
-    answer: Any = None
-    if agreement.rank == 0:
-        try:
-            answer = _planner(module, constraints, topology, batch_size).plan(module, sharders)
-        except Exception as error:  # of whatever kind: the other ranks wait for an answer
-            answer = f"{type(error).__name__}: {error}"
-    answer = agreement.gather(answer)[0]
-    if isinstance(answer, str):
-        raise SetupError(
-            f"TorchRec's planner found no plan for these tables ({answer}); loosen the constraints, or give the"
-            " topology more memory (hbm_cap, ddr_cap: bytes a rank)"
-        )
-    assert isinstance(answer, ShardingPlan)
-    return answer
+    return from_rank(
+        lambda: _planner(module, constraints, topology, batch_size).plan(module, sharders),
+        "TorchRec's planner found no plan for these tables; loosen the constraints, or give the topology more memory"
+        " (hbm_cap, ddr_cap: bytes a rank)",
+        group,
+    )
 
 
 def _planner(

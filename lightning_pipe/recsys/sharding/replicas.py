@@ -23,15 +23,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torch.distributed.remote_device import _remote_device
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.sharding_plan import placement
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan, ShardingType
 
+from lightning_pipe._compat.torch import EnumerableShardingSpec, ShardedTensor, version_counters_preserved
 from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.plans.options import check_whole_number
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.recsys.modules.tables import Table
@@ -115,8 +115,7 @@ def make_replica_groups(
     found = 1 if count is None else count
     steps = 1 if sync_every is None else sync_every
     for name, number in (("replicas", found), ("sync_every", steps)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise SetupError(f"{name} is {number!r}; needed is a whole number of at least 1")
+        check_whole_number(name, number, 1)
     if found == 1:
         if sync_every is not None:
             raise SetupError(
@@ -262,7 +261,7 @@ class ReplicaAverage:
         if self._tensors is None:
             self._tensors = [tensor for state in self._states() for tensor in _shards(state)]
         # What was looked up ahead may go backward: that changes rows, and does not read them.
-        with torch.autograd._unsafe_preserve_version_counter(tuple(self._tensors)):
+        with version_counters_preserved(tuple(self._tensors)):
             works = [dist.all_reduce(tensor, group=self.groups.peers, async_op=True) for tensor in self._tensors]
             for tensor, work in zip(self._tensors, works, strict=True):
                 if work is not None:

@@ -20,8 +20,10 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
+from lightning_pipe._compat.torch import set_optimizer_in_backward
 from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.recsys.batches.agreement import Agreement
+from lightning_pipe.engine.ranks.agreement import check_agreement
+from lightning_pipe.engine.ranks.together import from_rank, gather, raise_together
 from lightning_pipe.recsys.dense.dense_values import broadcast_from_first_rank, materialise_dense, unfillable
 from lightning_pipe.recsys.dynamic.tables.opening import check_data_type, in_kernel, open_rows
 from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
@@ -102,7 +104,6 @@ def shard_model(
     Raises:
         SetupError: on every rank, if any rank finds something that cannot be sharded or trained as asked.
     """
-    agreement = Agreement(group, device)
     found, error = None, None
     per_node = nullcontext if replicas is None else replicas.counted_per_node
     try:
@@ -111,14 +112,16 @@ def shard_model(
             found = _look(module, device, group, sparse_optimizer, constraints, topology, comms, replicas)
     except Exception as caught:  # of whatever kind: the other ranks wait for an answer
         error = caught
-    agreed_seed = _agree(found, error, torch.initial_seed() if seed is None else seed, agreement)
+    raise_together(error, "the module cannot be sharded", group)
     assert found is not None
+    check_agreement([(line, "") for line in found.signature()], "module", group, error=SetupError)
+    agreed_seed = gather(torch.initial_seed() if seed is None else seed, group)[0]
     comms = found.comms
     comms.check_backend(group, device)
     all_sharders = default_sharders(comms) if sharders is None else list(sharders)
-    sharding_plan = agreement.gather(sharding_plan if agreement.rank == 0 else None)[0]
+    sharding_plan = from_rank(lambda: sharding_plan, "the first rank could not send its sharding plan", group)
     if sharding_plan is None:
-        sharding_plan = make_plan(module, all_sharders, found.constraints, found.topology, found.batch_size, agreement)
+        sharding_plan = make_plan(module, all_sharders, found.constraints, found.topology, found.batch_size, group)
     types = check_plan(sharding_plan, found.tables)
     comms.check_plan(sharding_plan, found.tables)
     if replicas is not None:
@@ -132,7 +135,7 @@ def shard_model(
         materialise_dense(module, _table_modules(module, tables), device)
         for parameter, table in zip(found.parameters, tables, strict=True):
             told = in_kernel(table.known_optimizer, device) if table.is_dynamic else table.known_optimizer
-            _say_optimizer(parameter, told)
+            set_optimizer_in_backward(parameter, told.optimizer_class, told.fused_arguments())
         with warnings.catch_warnings(), per_node():
             warnings.simplefilter("ignore", FutureWarning)  # of torch, about how TorchRec calls it
             dmp = DistributedModelParallel(
@@ -146,7 +149,7 @@ def shard_model(
             )
         dmp.to(device)
         model = ShardedModel(dmp, tables, group, device, replicas)
-        held = agreement.gather([not parameter.is_meta for parameter in found.parameters])[0]
+        held = gather([not parameter.is_meta for parameter in found.parameters], group)[0]
         _fill(model, found.parameters, held, agreed_seed, device, group)
     for name, sharded in model.sharded_modules.items():
         if isinstance(sharded, ShardedDynamicModule):
@@ -257,27 +260,6 @@ def _look_at_comms(
     return comms
 
 
-def _agree(found: _Unsharded | None, error: Exception | None, seed: int, agreement: Agreement) -> int:
-    """Raises on every rank what any rank found, or where ranks hold different modules; returns rank 0's seed."""
-    message = None if error is None else str(error) if isinstance(error, SetupError) else repr(error)
-    answers = agreement.gather((message, found.signature() if found else [], seed))
-    if error is not None:
-        raise error
-    for rank, (theirs, _, _) in enumerate(answers):
-        if theirs is not None:
-            raise SetupError(f"rank {rank} cannot shard its module: {theirs}")
-    first = answers[0][1]
-    for rank, (_, signature, _) in enumerate(answers):
-        if signature != first:
-            only_first = "; ".join(line for line in first if line not in signature)
-            only_other = "; ".join(line for line in signature if line not in first)
-            raise SetupError(
-                f"ranks hold different modules: only on rank 0: {only_first or 'another order'}; only on rank {rank}:"
-                f" {only_other or 'another order'}. Build the same module on every rank"
-            )
-    return int(answers[0][2])
-
-
 def _fill(
     model: ShardedModel,
     originals: Sequence[nn.Parameter],
@@ -297,12 +279,6 @@ def _fill(
             copy_values(original.detach(), shape, original.dtype, pieces, device, group)
         else:
             fill_with_init_fn(table, original.dtype, pieces, seed)
-
-
-def _say_optimizer(parameter: nn.Parameter, optimizer: TableOptimizer) -> None:
-    """Says a table's optimiser the way TorchRec's sharders read it; they change the arguments, so each has its own."""
-    parameter._optimizer_classes = [optimizer.optimizer_class]  # type: ignore[attr-defined]
-    parameter._optimizer_kwargs = [optimizer.fused_arguments()]  # type: ignore[attr-defined]
 
 
 def _table_modules(module: nn.Module, tables: Sequence[Table]) -> set[nn.Module]:

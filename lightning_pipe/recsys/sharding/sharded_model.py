@@ -13,9 +13,10 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
+from lightning_pipe._compat.torchrec import lookups_of
 from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.engine.plans.shown import shown
-from lightning_pipe.recsys.batches.agreement import Agreement
+from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.recsys.dense.dense_values import broadcast_from_first_rank
 from lightning_pipe.recsys.dynamic.tables.row_tables import RowTables
 from lightning_pipe.recsys.kernels.gradient_norm import table_norm
@@ -60,7 +61,6 @@ class ShardedModel:
         self._shard_group = group if replicas is None else replicas.shards
         self.replicas = None if replicas is None else ReplicaAverage(replicas, self._averaged)
         self._device = device
-        self._agreement = Agreement(group, device)
         self._data_parallel = DataParallelTables(group)
         parameters = dict(self.module.named_parameters())
         for name in self.tables:
@@ -68,15 +68,16 @@ class ShardedModel:
         optimizers = {table.name: table.known_optimizer for table in tables}
         for module_name, sharded in self.sharded_modules.items():
             names = {table.config.name: table.name for table in tables if table.module_name == module_name}
-            unwrap_lookups(sharded._lookups)
-            for lookup in sharded._lookups:
+            lookups = lookups_of(sharded)
+            unwrap_lookups(lookups)
+            for lookup in lookups:
                 self._data_parallel.add(lookup, names, optimizers, parameters)
         self.fused_optimizer = CombinedOptimizer(
             [*dmp.fused_optimizer.optimizers, *self._data_parallel.keyed_optimizers]
         )
         self._rates = {name: table.learning_rate for name, table in self.tables.items()}
         self._kernels = dict(_leaves("", self.fused_optimizer))
-        self._rate_groups = _merge(self._agreement.gather([sorted(names) for names in self._kernels.values()]))
+        self._rate_groups = _merge(gather([sorted(names) for names in self._kernels.values()], group))
 
     def dense_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Every parameter that is not a table, feature processors' included, with its name in the module."""
@@ -200,7 +201,7 @@ class ShardedModel:
         table = self._of_known_size(name)
         state = self.fused_optimizer.state_dict()["state"].get(table.name, {})
         prefix = f"{table.config.name}."
-        keys = sorted({key for keys in self._agreement.gather(list(state)) for key in keys})
+        keys = sorted({key for keys in gather(list(state), self._group) for key in keys})
         return {key.removeprefix(prefix): full_tensor(state.get(key), self._shard_group, self._device) for key in keys}
 
     def _of_known_size(self, name: str) -> Table:

@@ -118,8 +118,12 @@ class _SequenceSharder(EmbeddingCollectionSharder):
 
 
 class _ProcessedSharder(FeatureProcessedEmbeddingBagCollectionSharder):
+    def __init__(self, comms: QuantizedComms, bags: _BagSharder) -> None:
+        super().__init__(bags, comms.registry())
+        self._bags = bags
+
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        return self._ebc_sharder.sharding_types(compute_device_type)
+        return self._bags.sharding_types(compute_device_type)
 
 
 def default_sharders(comms: QuantizedComms | None = None) -> list[ModuleSharder[nn.Module]]:
@@ -133,7 +137,7 @@ def default_sharders(comms: QuantizedComms | None = None) -> list[ModuleSharder[
     return [
         bags,
         _SequenceSharder(comms),
-        _ProcessedSharder(bags, comms.registry()),
+        _ProcessedSharder(comms, bags),
         DynamicBagSharder(comms),
         DynamicSequenceSharder(comms),
     ]

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 
+from lightning_pipe._compat.torch import ShardedTensor
 from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.recsys.modules.tables import Table
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from lightning_pipe._compat.torch import ShardedTensor, version_counters_preserved
 from lightning_pipe.recsys.kernels.fused import fused_kernels
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 
@@ -72,7 +72,7 @@ class ModelKeeper:
             self._sharded.replicas.steps = kept.replica_steps
         tensors = self._tensors()
         # What was looked up ahead, before, may go backward: its rows have the values that they had then.
-        with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+        with version_counters_preserved(tuple(tensors)):
             for tensor, value in zip(tensors, kept.tensors, strict=True):
                 tensor.copy_(value)
         for optimizer, states in zip(self._optimizers, kept.states, strict=True):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.distributed.types import NoWait
 
+from lightning_pipe._compat.torchrec import feature_processors
 from lightning_pipe.engine.plans.task import DeclaredIO
 from lightning_pipe.engine.runtime.captured import ByReference
 from lightning_pipe.recsys.balancing.balancer import Balance
@@ -46,7 +47,7 @@ class RecsysReplays:
         model = rewrite.model
         self._dense = [parameter for parameter in model.parameters() if id(parameter) not in sharded]
         # Of feature processors: the tables' are trained by kernels, and have no gradients here.
-        self._in_modules = [parameter for module in modules for parameter in _processors(module)]
+        self._in_modules = [parameter for module in modules for parameter in feature_processors(module)]
         self._buffers = [buffer for buffer in model.buffers() if id(buffer) not in buffers]
 
     # ------------------------------------------------------------------ input dist
@@ -186,11 +187,6 @@ class RecsysReplays:
                 buffer.copy_(value)
 
         return DeclaredIO(lambda ctx: list(buffers), restore)
-
-
-def _processors(module: nn.Module) -> list[nn.Parameter]:
-    processors = getattr(module, "_feature_processors", None)
-    return [] if processors is None else list(processors.parameters())
 
 
 def _waited_for(inputs: Inputs, tensors: Mapping[str, Any]) -> Requests:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from lightning_pipe._compat.torch import tree_flatten, tree_map, tree_unflatten
 from lightning_pipe.engine import InputError
-from lightning_pipe.engine.ranks.together import gather
+from lightning_pipe.engine.ranks.together import from_rank, raise_gathered
 from lightning_pipe.llm.losses.cross_entropy import check_sum
 from lightning_pipe.llm.losses.router_losses import RouterLosses, sum_router_losses
 from lightning_pipe.llm.parallel.context_ranks import ContextRanks
@@ -142,27 +142,21 @@ class BatchRuns:
 
         results = self._runner.evaluate(step.micro_batches, prediction)
         self._agree_on_failure(torch.zeros(0, dtype=torch.float64))
-        found: list[Any] = [None, None]
-        failure: InputError | None = None
-        if self._runner.has_last_stage:
-            try:
-                if self._context is not None:
-                    # All ranks that share the sequences come here, or none, and find the same shapes.
-                    results = [
-                        tree_map(lambda part, length=length: self._join(part, step.length)[:, :length], result)
-                        for result, length in zip(results, step.lengths, strict=True)
-                    ]
-                # Of a list of micro-batches, which need not be as long, a list; without those that filled it up.
-                given = isinstance(batch, (list, tuple))
-                found[0] = list(results)[: len(batch)] if given else step.cut.trim(results)
-            except InputError as error:
-                failure = error
-                found[1] = f"{type(failure).__name__}: {failure}"
+
+        def joined() -> Any:
+            parts = results
+            if self._context is not None:
+                # All ranks that share the sequences come here, or none, and find the same shapes.
+                parts = [
+                    tree_map(lambda part, length=length: self._join(part, step.length)[:, :length], result)
+                    for result, length in zip(results, step.lengths, strict=True)
+                ]
+            # Of a list of micro-batches, which need not be as long, a list; without those that filled it up.
+            return list(parts)[: len(batch)] if isinstance(batch, (list, tuple)) else step.cut.trim(parts)
+
         pipeline = self._meshes.root["pipeline"].get_group()
-        dist.broadcast_object_list(found, group=pipeline, group_src=self._last_stage_rank)
-        if found[1] is not None:
-            raise InputError(f"a micro-batch's prediction failed: {found[1]}") from failure
-        return found[0]
+        failed = "a micro-batch's prediction failed"
+        return from_rank(joined, failed, pipeline, self._last_stage_rank, InputError)
 
     def join(self, batch: Any, *, with_losses: bool) -> None:
         """Run another pipeline's batch without counting its tokens and losses.
@@ -218,11 +212,7 @@ class BatchRuns:
         found = torch.cat([totals, totals.new_tensor([float(failure is not None)])])
         dist.all_reduce(found, group=self._group)
         if found[-1]:
-            texts = gather(None if failure is None else f"{type(failure).__name__}: {failure}", self._group)
-            if failure is not None:
-                raise failure
-            failed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
-            raise InputError(f"the batch could not be run. {failed}")
+            raise_gathered(failure, "the batch could not be run", self._group, InputError)
         return found[:-1]
 
 

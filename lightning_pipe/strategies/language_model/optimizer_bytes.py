@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from lightning.pytorch.core.optimizer import _configure_optimizers
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipe._compat.lightning import optimizers_configured
 from lightning_pipe.llm.measure.layer_bench import Pieces
 from lightning_pipe.llm.model.deferred import like_tensor
 from lightning_pipe.llm.model.module_config import ModuleConfig
@@ -44,7 +44,7 @@ def optimizer_bytes(module: PipelineModule, config: ModuleConfig) -> Pieces[int]
         configured: Any = module.configure_optimizers()
     finally:
         module.model = whole
-    optimizers: Sequence[Optimizer] = _configure_optimizers(configured)[0] if configured is not None else []
+    optimizers: Sequence[Optimizer] = optimizers_configured(configured)[0] if configured is not None else []
     for one in small.parameters():
         one.grad = torch.zeros_like(one) if one.requires_grad else None
     sizes: dict[int, int] = {}

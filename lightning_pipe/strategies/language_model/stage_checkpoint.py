@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint._traverse import set_element
@@ -75,7 +76,7 @@ def save_stage_checkpoint(
         SetupError: on every rank, if any cannot write; what was there before is as it was.
     """
     rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, OPTIMIZERS)}
-    tied = {alias: name for names in gather(other_names(module)) for alias, name in names.items()}
+    tied = {alias: name for names in gather(other_names(module), dist.group.WORLD) for alias, name in names.items()}
     if tied:
         rest[TIED] = tied
     state: dict[str, Any] = {MODEL: {name: value for name, value in checkpoint[MODEL].items() if name not in tied}}
@@ -85,7 +86,10 @@ def save_stage_checkpoint(
         for number, (names, packed) in enumerate(zip(held, checkpoint[OPTIMIZERS], strict=True)):
             state[optimizer_part(number)] = {"state": {names[index]: value for index, value in packed["state"].items()}}
             groups.append([by_name(group, names) for group in packed["param_groups"]])
-        rest[OPTIMIZERS] = [{"param_groups": merge_groups(ranks, order)} for ranks in zip(*gather(groups), strict=True)]
+        rest[OPTIMIZERS] = [
+            {"param_groups": merge_groups(ranks, order)}
+            for ranks in zip(*gather(groups, dist.group.WORLD), strict=True)
+        ]
     write(path, state, rest)
 
 
@@ -115,8 +119,13 @@ def load_stage_checkpoint(
     """
     folder = Path(path)
     failed = f"the checkpoint {str(folder)!r} cannot be read"
-    saved, rest = on_all_ranks(lambda: (read_metadata(folder, (MODEL,), KIND), read_rest(folder, weights_only)), failed)
-    on_all_ranks(lambda: check_stages(folder, rest), failed)
+
+    def read() -> tuple[Any, dict[str, Any]]:
+        found = read_metadata(folder, (MODEL,), KIND), read_rest(folder, weights_only)
+        check_stages(folder, found[1])
+        return found
+
+    saved, rest = on_all_ranks(read, failed, dist.group.WORLD)
     rest.pop(TIED, None)
     stored = rest.pop(OPTIMIZERS, None)
     with_states = stored is not None and optimizers is not None

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_pipe.engine import PipelineError, SetupError
 from lightning_pipe.engine.planning.plan_choice import contenders, fastest, typical
-from lightning_pipe.engine.ranks.together import gather, on_all_ranks
+from lightning_pipe.engine.ranks.together import from_rank, gather, on_all_ranks
 from lightning_pipe.llm.batches.microbatches import split_batch
 from lightning_pipe.llm.batches.padding import SequenceKeys, pad_microbatch
 from lightning_pipe.llm.choice.schedule_choice import (
@@ -35,7 +35,6 @@ from lightning_pipe.llm.choice.schedule_choice import (
     microbatch_counts,
     predict,
 )
-from lightning_pipe.llm.measure.first_rank import from_first
 from lightning_pipe.llm.measure.layer_bench import Pieces
 from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork, measure_footprints, measure_work
 from lightning_pipe.llm.measure.links import measure_links, median_links
@@ -129,13 +128,14 @@ class StageChooser:
             found = [predict(one, size, measured, known) for one in listed]
             return _that_fit(found, limit, counts), len(found)
 
-        predictions, number = from_first(lambda: simulated(None), "could not simulate schedules", group)
+        failed = "the first rank could not simulate schedules"
+        predictions, number = from_rank(lambda: simulated(None), failed, group)
         too_large = number - len(predictions)
         if self.trials:
             bench = _Bench(StageTrials(module, self.maker, given), self.plan_of)
             runs = [run for one in _to_calibrate(predictions) if (run := bench.recorded(one.candidate)) is not None]
             known = calibrate(runs, size, measured)
-            predictions, _ = from_first(lambda: simulated(known), "could not simulate schedules", group)
+            predictions, _ = from_rank(lambda: simulated(known), failed, group)
             predictions = bench.run_finalists(predictions, self.trials)
             notes += bench.failed
         ran = {one.candidate: one.times for one in predictions if one.times}
@@ -148,7 +148,7 @@ class StageChooser:
         return self.maker.meshes.dimensions.pp
 
     def _shared(self, batch: Any) -> Any:
-        return from_first(lambda: batch, "could not hand on its batch", self.maker.numbers_group)
+        return from_rank(lambda: batch, "the first rank could not send its batch", self.maker.numbers_group)
 
     def _limit(self) -> int | None:
         if self.memory_limit is not None or self.maker.device.type != "cuda":
@@ -179,7 +179,7 @@ class StageChooser:
         return (
             Measurements(
                 {count: median_pieces([one[count] for one in every]) for count in counts},
-                from_first(lambda: footprints, "could not hand on its footprints", group),
+                from_rank(lambda: footprints, "the first rank could not send its footprints", group),
                 states,
                 median_links(links),
                 sharing_of(settings),

@@ -162,6 +162,7 @@ class PartsMaker:
         on_all_ranks(
             lambda: check_shared_parameters(plan.spec, {index: stage.module for index, stage in split.stages.items()}),
             "the model cannot be trained in stages",
+            dist.group.WORLD,
         )
         module.model = split.kept
         runner = PipelineRunner(

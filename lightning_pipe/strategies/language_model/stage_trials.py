@@ -108,6 +108,4 @@ class StageTrials:
         return time.perf_counter() - begin
 
     def _longest(self, seconds: Sequence[float]) -> tuple[float, ...]:
-        found = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._maker.numbers_group)
-        return tuple(found.tolist())
+        return tuple(map(max, zip(*gather(seconds, self._maker.numbers_group), strict=True)))

@@ -9,13 +9,12 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipe._compat.lightning import call_callback_hooks, call_module_hook, optimizers_to_device
 from lightning_pipe._compat.torch import empty_optimizers_allowed
 from lightning_pipe.engine import InputError, SetupError, SWPipeline
 from lightning_pipe.engine.plans.options import option_group
@@ -158,7 +157,7 @@ class LLMPipelineStrategy(StagedStrategy):
             self.precision_plugin.clip_grad_by_norm = self._made.gradients.clip  # type: ignore[method-assign]
         self.setup_precision_plugin()
         if fitting:
-            _optimizers_to_device(self.optimizers, self.root_device)
+            optimizers_to_device(self.optimizers, self.root_device)
             offloaded = self.optimizers if self._options.offload_optimizer else []
             self._offloaded = [OffloadedState(one) for one in offloaded]
 
@@ -243,11 +242,11 @@ class LLMPipelineStrategy(StagedStrategy):
             )
         self.pre_backward(closure_loss)
         loss = closure_loss.detach()
-        call._call_callback_hooks(module.trainer, "on_before_backward", loss)
-        call._call_lightning_module_hook(module.trainer, "on_before_backward", loss)
+        call_callback_hooks(module.trainer, "on_before_backward", loss)
+        call_module_hook(module.trainer, "on_before_backward", loss)
         self._training.run_backward(self._divide_by_tokens)
-        call._call_callback_hooks(module.trainer, "on_after_backward")
-        call._call_lightning_module_hook(module.trainer, "on_after_backward")
+        call_callback_hooks(module.trainer, "on_after_backward")
+        call_module_hook(module.trainer, "on_after_backward")
         self.post_backward(loss)
         return loss
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
 
 from lightning_pipe.engine import PipelinePlan, SWPipeline
@@ -67,7 +68,7 @@ class TableEvaluation:
                 rows.refuse_existing()
 
         if modules and not known:
-            on_all_ranks(refuse, "rows of an earlier run cannot be used")
+            on_all_ranks(refuse, "rows of an earlier run cannot be used", dist.group.WORLD)
 
     def build(
         self, trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str, plan: PipelinePlan

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_pipe.checkpoints.folder_reading import fill_from_folder, misfits, read_metadata, read_rest
@@ -76,6 +77,7 @@ def load_sharded_checkpoint(
     saved, rest = on_all_ranks(
         lambda: (read_metadata(folder, ("model",), _KIND), read_rest(folder, weights_only)),
         f"the checkpoint {str(folder)!r} cannot be read",
+        dist.group.WORLD,
     )
     state: dict[str, Any] = {"model": sharded.without_dynamic(sharded.dmp.state_dict())}
     if with_optimizers and "optimizer_states" in rest:

@@ -8,8 +8,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer import call
 
+from lightning_pipe._compat.lightning import call_strategy_hook
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, SWPipeline, TaskProfiler
 from lightning_pipe.loops.data.random_streams import get_states, set_states
 from lightning_pipe.recsys.plans.named import recsys_plan
@@ -59,7 +59,7 @@ class TableProfile:
             "training_step",
             self.plan,
             clipped=clip is not None,
-            transfer=lambda batch: call._call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=0),
+            transfer=lambda batch: call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=0),
             training_step=self._step,
             loss_of=self.loss_of,
             optimizer_step=self._optimize,

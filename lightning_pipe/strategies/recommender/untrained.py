@@ -11,9 +11,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torchmetrics import Metric
 
+from lightning_pipe._compat.lightning import ResultCollection
 from lightning_pipe.engine.runtime.captured import Captured, capture
 from lightning_pipe.loops.data.random_streams import get_states, set_states
 
@@ -36,7 +36,7 @@ def leaving_no_trace(trainer: pl.Trainer, module: pl.LightningModule, device: to
     metrics = [one for one in module.modules() if isinstance(one, Metric)]
     states = [_state_of(one) for one in metrics]
     generators = get_states(device)
-    loop._results = _ResultCollection(training=True)
+    loop._results = ResultCollection(training=True)
     connector._first_loop_iter = True
     module._current_fx_name = "training_step"
     try:

@@ -232,7 +232,7 @@ def test_the_order_of_two_writes_is_never_given_up() -> None:
     ("limits", "message"),
     [
         (lambda: PlanLimits(0), "max_in_flight is 0"),
-        (lambda: PlanLimits("3"), "max_in_flight is '3'; a pipeline needs a whole number"),  # type: ignore[arg-type]
+        (lambda: PlanLimits("3"), "max_in_flight is '3'; expected a whole number, 1 or more"),  # type: ignore[arg-type]
         (lambda: PlanLimits(2.5), "max_in_flight is 2.5"),  # type: ignore[arg-type]
         (lambda: PlanLimits(max_workers=-1), "max_workers is -1"),
         (lambda: PlanLimits(streams={"gpu": "x"}), "resource 'gpu'"),  # type: ignore[dict-item]

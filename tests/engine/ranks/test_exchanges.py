@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipe.engine.ranks import exchanges
+from lightning_pipe.engine.ranks import together
 from lightning_pipe.engine.ranks.exchanges import exchanging, gains_from_messages
 from lightning_pipe.engine.ranks.process_groups import new_group
 from tests.distributed import run_ranks
@@ -21,7 +21,7 @@ from tests.distributed import run_ranks
 
 def _apart(rank: int) -> None:
     """This rank takes itself for one of a machine of its own."""
-    exchanges._place = lambda: f"machine {rank}"
+    together.place_of_process = lambda: (f"machine {rank}", 0)
 
 
 def _given_up(group: Any) -> Any:
@@ -170,7 +170,7 @@ def test_they_are_the_group_to_whoever_asks() -> None:
 def where(rank: int, world_size: int) -> list[bool]:
     group = new_group()
     found = [gains_from_messages(group), exchanging(group) is not group]
-    exchanges._place = lambda: f"machine {rank // 2}"
+    together.place_of_process = lambda: (f"machine {rank // 2}", 0)
     found += [gains_from_messages(group), exchanging(group) is not group]
     return found
 

@@ -2,47 +2,150 @@
 
 from __future__ import annotations
 
-from typing import cast
+import threading
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.engine.ranks.together import communicating_device, gather, on_all_ranks
+from lightning_pipe.engine.plans.errors import InputError, PipelineError, SetupError
+from lightning_pipe.engine.ranks.together import (
+    any_of,
+    communicating_device,
+    from_rank,
+    gather,
+    gather_or_raise,
+    gather_to_first,
+    is_alone,
+    on_all_ranks,
+    place_of_process,
+    raise_together,
+)
 from tests.distributed import run_ranks
 
-
-def gathered(rank: int, world_size: int) -> tuple[list[int], list[str]]:
-    def work(failing: tuple[int, ...], error: Exception) -> str:
-        def fails() -> str:
-            if rank in failing:
-                raise error
-            return "done"
-
-        try:
-            return on_all_ranks(fails, "the folder cannot be written")
-        except SetupError as raised:
-            return str(raised)
-
-    said = [
-        work((), ValueError()),
-        work((1,), OSError("no space left")),
-        work((0, 2), ValueError("no such column")),
-        work((0, 1, 2), SetupError("it is a file")),
-    ]
-    return gather(10 * rank), said
+FAILED = "the folder cannot be written"
 
 
-def test_every_rank_has_the_values_and_the_errors_of_all() -> None:
-    for values, said in run_ranks(gathered, 3):
-        assert values == [0, 10, 20]
-        assert said == [
+def raised(work: Callable[[], object]) -> str:
+    """What *work* returns, or the class and text of what it raises."""
+    try:
+        return str(work())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def failing(fails: bool, error: Exception) -> Callable[[], str]:
+    def work() -> str:
+        if fails:
+            raise error
+        return "done"
+
+    return work
+
+
+def shared(rank: int, world_size: int) -> dict[str, Any]:
+    world = dist.group.WORLD
+
+    def on_all(ranks: tuple[int, ...], error: Exception, kind: type[PipelineError] = SetupError) -> str:
+        return raised(lambda: on_all_ranks(failing(rank in ranks, error), FAILED, world, kind))
+
+    def of_one(result: object, fails: bool = False, kind: type[PipelineError] = SetupError) -> Any:
+        def work() -> object:
+            assert rank == 1, "the work is done on another rank"
+            return failing(fails, ValueError("no such column"))() if fails else result
+
+        return raised(lambda: from_rank(work, FAILED, world, 1, kind))
+
+    pair = dist.new_group([1, 2])
+    alone = [dist.new_group([index]) for index in range(world_size)]
+    return {
+        "values": gather(10 * rank, world),
+        "to first": gather_to_first(10 * rank, world),
+        "to first of a pair": gather_to_first(10 * rank, pair) if rank else [],
+        "flags": any_of([rank == 2, False, True], world),
+        "alone": is_alone(None) and is_alone(alone[rank]) and not is_alone(world),
+        "of a group of one": [gather(rank, alone[rank]), any_of([True], alone[rank]), gather_to_first(rank, None)],
+        "errors": [
+            on_all((), ValueError()),
+            on_all((1,), OSError("no space left")),
+            on_all((0, 2), ValueError("no such column")),
+            on_all((0, 1, 2), SetupError("it is a file")),
+        ],
+        "a user's error": on_all((1,), KeyError("user"), InputError),
+        "this project's": on_all((1,), InputError("no such key"), InputError),
+        "from one": [of_one("the plan"), of_one(None, fails=True)],
+        "from one, a user's error": of_one(None, fails=True, kind=InputError),
+        "from one, not to be sent": of_one(threading.Lock()),
+        "with values": raised(lambda: gather_or_raise(rank, None, FAILED, world)),
+        "with values and errors": raised(
+            lambda: gather_or_raise(rank, SetupError("it is a file") if rank == 2 else None, FAILED, world)
+        ),
+        "after all": gather(rank, world),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(shared, 3)
+
+
+def test_every_rank_has_the_values_of_all(ranks: list[dict[str, Any]]) -> None:
+    assert [found["to first"] for found in ranks] == [[0, 10, 20], [10], [20]]
+    assert [found["to first of a pair"] for found in ranks] == [[], [10, 20], [20]]
+    for rank, found in enumerate(ranks):
+        assert found["values"] == [0, 10, 20]
+        assert found["flags"] == [True, False, True]
+        assert found["alone"]
+        assert found["of a group of one"] == [[rank], [True], [rank]]
+        assert found["with values"] == "[0, 1, 2]"
+
+
+def test_every_rank_has_the_errors_of_all(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["errors"] == [
             "done",
-            "rank 1: the folder cannot be written: no space left",
-            "rank 0, 2: the folder cannot be written: ValueError: no such column",
-            "it is a file",
+            "SetupError: rank 1: the folder cannot be written: no space left",
+            "SetupError: rank 0, 2: the folder cannot be written: ValueError: no such column",
+            "SetupError: it is a file",
         ]
+        assert found["this project's"] == "InputError: rank 1: no such key"
+        assert found["with values and errors"] == "SetupError: rank 2: it is a file"
+        assert found["after all"] == [0, 1, 2]
+
+
+def test_a_user_s_error_is_raised_as_it_is_where_it_comes_from(ranks: list[dict[str, Any]]) -> None:
+    others = "InputError: rank 1: the folder cannot be written: KeyError: 'user'"
+    assert [found["a user's error"] for found in ranks] == [others, "KeyError: 'user'", others]
+    others = "InputError: the folder cannot be written: ValueError: no such column"
+    assert [found["from one, a user's error"] for found in ranks] == [others, "ValueError: no such column", others]
+
+
+def test_one_rank_s_result_or_error_is_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["from one"] == [
+            "the plan",
+            "SetupError: the folder cannot be written: ValueError: no such column",
+        ]
+        assert found["from one, not to be sent"].startswith("SetupError: the folder cannot be written: TypeError: ")
+
+
+def test_without_other_ranks_errors_are_raised_at_once() -> None:
+    with pytest.raises(SetupError, match=r"^the folder cannot be written: ValueError: no such column$") as caught:
+        on_all_ranks(failing(True, ValueError("no such column")), FAILED, None)
+    assert isinstance(caught.value.__cause__, ValueError)
+    with pytest.raises(KeyError):
+        raise_together(KeyError("user"), "", None, InputError)
+    with pytest.raises(InputError, match=r"^no such key$"):
+        raise_together(InputError("no such key"), "", None, InputError)
+    raise_together(None, FAILED, None)
+    assert from_rank(lambda: 3, FAILED, None) == 3
+
+
+def test_processes_of_one_machine_have_one_place() -> None:
+    assert place_of_process() == place_of_process()
+    assert place_of_process()[0]
 
 
 @pytest.mark.parametrize(

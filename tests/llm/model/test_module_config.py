@@ -65,9 +65,15 @@ def test_always_keep_fqns_may_be_left_out() -> None:
         ({"num_layers": 3, "layer_prefix": "layers"}, "returned no input_fqns, output_fqns; needed"),
         ({**GIVEN, "input_fqns": "embed"}, "input_fqns='embed'; needed is a list of FQNs"),
         ({**GIVEN, "output_fqns": [1]}, "output_fqns=[1]; needed is a list of FQNs"),
-        ({**GIVEN, "num_layers": "3"}, "num_layers='3'; needed is an int of 1 or more"),
-        ({**GIVEN, "num_layers": 0}, "num_layers=0; needed is an int of 1 or more"),
-        ({**GIVEN, "num_layers": True}, "num_layers=True; needed is an int of 1 or more"),
+        (
+            {**GIVEN, "num_layers": "3"},
+            "num_layers of get_pp_module_config() is '3'; expected a whole number, 1 or more",
+        ),
+        ({**GIVEN, "num_layers": 0}, "num_layers of get_pp_module_config() is 0; expected a whole number, 1 or more"),
+        (
+            {**GIVEN, "num_layers": True},
+            "num_layers of get_pp_module_config() is True; expected a whole number, 1 or more",
+        ),
         ({**GIVEN, "layer_prefix": None}, "layer_prefix=None; needed is an FQN"),
     ],
 )

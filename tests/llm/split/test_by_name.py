@@ -71,8 +71,8 @@ def test_every_split_holds_each_module_once_and_in_order() -> None:
         ((3, 0), "3 layers cannot go to 0 stages"),
         ((4, 4, 3, 3), "leave -1 layers for stage 3; needed are 0 or more for each stage"),
         ((4, 4, 9, 0), "leave -5 layers for stage 0"),
-        ((4, 2, -1, 0), "input_weight is -1; needed is a whole number of layers"),
-        ((4, 2, 0, 1.5), "output_weight is 1.5; needed is a whole number of layers"),
+        ((4, 2, -1, 0), "input_weight is -1; expected a whole number, 0 or more"),
+        ((4, 2, 0, 1.5), "output_weight is 1.5; expected a whole number, 0 or more"),
     ],
 )
 def test_what_cannot_be_split_evenly_is_refused(arguments: Any, message: str) -> None:

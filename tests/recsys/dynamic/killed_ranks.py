@@ -15,11 +15,9 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 import lightning_pipe.recsys.dynamic
-from lightning_pipe.recsys.batches.agreement import Agreement
 from lightning_pipe.recsys.dynamic.store.commit import commit_together, open_together
 from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records, RowStore
@@ -132,12 +130,12 @@ def train_alone(here: Here, folder: str, versions: int, kill: Kill | None) -> in
 def train(here: Here, folder: str, versions: int, kill: Kill | None) -> int:
     """All ranks; returns how many lines this one took."""
     # What a rank does that waits for others to join is not of this package.
-    agreement = join(here)
+    group = join(here)
     with _killed(here.rank, kill) as counted:
-        store = open_together(lambda: make(Path(folder), here.rank), agreement)
+        store = open_together(lambda: make(Path(folder), here.rank), group)
         for version in range(store.state.committed + 1, versions + 1):
             apply(store, version, here.rank)
-            commit_together(store, agreement, version, {"step": str(version)})
+            commit_together(store, group, version, {"step": str(version)})
             _note(Path(folder), here.rank, f"committed {version}")
         apply(store, versions + 1, here.rank)
         store.close()
@@ -146,14 +144,14 @@ def train(here: Here, folder: str, versions: int, kill: Kill | None) -> int:
 
 def look(here: Here, folder: str) -> Seen:
     """Opens the stores of all ranks and says what is in this rank's."""
-    agreement = join(here)
-    store = open_together(lambda: make(Path(folder), here.rank), agreement)
+    group = join(here)
+    store = open_together(lambda: make(Path(folder), here.rank), group)
     seen = see(store)
     store.close()
     return seen
 
 
-def join(here: Here) -> Agreement:
+def join(here: Here) -> dist.ProcessGroup:
     dist.init_process_group(
         "gloo",
         init_method=f"file://{here.folder}/group",
@@ -161,7 +159,8 @@ def join(here: Here) -> Agreement:
         world_size=here.world_size,
         timeout=timedelta(seconds=HANG),
     )
-    return Agreement(dist.group.WORLD, torch.device("cpu"))
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def noted(folder: Path, rank: int) -> list[str]:

@@ -512,7 +512,7 @@ REFUSED = {
     "constraints": "names row_wise for table pooled.embedding_bags.users.weight",
     "plan": "the sharding plan of table pooled.embedding_bags.users.weight names row_wise",
     "row": "have widths that only 4 and its divisors divide",
-    "other ranks": "ranks hold different modules",
+    "other ranks": "the module differs between ranks",
     "sharders": "sharders bring codecs of their own",
     "backend": "backend gloo cannot send (Invalid scalar type)",
 }
@@ -547,7 +547,7 @@ def test_on_one_rank_nothing_travels_and_nothing_is_off(precision: str) -> None:
         ({"forward": "fp16", "forward_loss_scale": 10**400}, "needed is a positive number of 32 bits"),
         ({"backward": "fp16", "backward_loss_scale": 0}, "backward_loss_scale=0; needed is a positive number"),
         ({"forward": "fp16", "backward_loss_scale": 8.0}, "but backward is fp32, which needs none"),
-        ({"forward": "int8", "int8_row_dim": 1.5}, "int8_row_dim=1.5; needed is a whole number"),
+        ({"forward": "int8", "int8_row_dim": 1.5}, "int8_row_dim of quantized_comms is 1.5; expected a whole number"),
         ({"forward": "fp16", "int8_row_dim": 8}, "give one of them int8"),
     ],
 )

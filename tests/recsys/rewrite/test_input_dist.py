@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_pipe._compat.torchrec import all_to_alls_of
 from lightning_pipe.engine.plans.errors import InputError, SetupError
-from lightning_pipe.recsys.rewrite.input_dist import fusing, kjt_all_to_alls
+from lightning_pipe.recsys.rewrite.input_dist import fusing
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from tests.distributed import run_ranks
 from tests.recsys.rewrite_cases import (
@@ -245,8 +246,11 @@ def test_first_batches_that_do_not_go_together_are_an_error_before_anything_is_s
     for of_rank in errors:
         for method in ("direct", "fx"):
             text = of_rank[f"forms, {method}"]
-            assert "features do not go together: rank 0 {'batch.sparse': \"keys ['f0', 'f1', 'f2']" in text
-            assert "rank 1 {'batch.sparse': \"keys ['f0', 'f1']" in text
+            assert (
+                "form of the features differs between ranks: rank 0 has 'batch.sparse' = \"keys ['f0', 'f1', 'f2']"
+                in text
+            )
+            assert "rank 1 has 'batch.sparse' = \"keys ['f0', 'f1']" in text
 
 
 def test_wrong_ids_in_the_first_batch_are_found_before_any_step(errors: list[dict[str, Any]]) -> None:
@@ -310,4 +314,4 @@ def test_only_the_thread_that_fuses_sees_fused_input_dists() -> None:
         seen.append(input_dist._this_thread.fusing)
     seen.append(input_dist._this_thread.fusing)
     assert seen == [False, True, False]
-    assert kjt_all_to_alls(nn.Linear(1, 1)) == []
+    assert all_to_alls_of(nn.Linear(1, 1)) == []

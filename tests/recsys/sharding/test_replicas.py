@@ -328,8 +328,8 @@ def test_what_replicas_cannot_have_is_refused_on_every_rank(ranks: list[dict[str
     size = len(ranks) // 2
     wanted = {
         "three": f"replicas is 3, and there are {len(ranks)} ranks",
-        "none": "replicas is 0; needed is a whole number of at least 1",
-        "steps": "sync_every is 0; needed is a whole number of at least 1",
+        "none": "replicas is 0; expected a whole number, 1 or more",
+        "steps": "sync_every is 0; expected a whole number, 1 or more",
         "without": "sync_every is 2, but there is one replica",
         "others": "rank 0 has 'sync_every' = '1', but rank 1 has 'sync_every' = '2'",
         "far": f"the sharding plan has rank {len(ranks) - 1} for table pooled.embedding_bags.users.weight, but each of"

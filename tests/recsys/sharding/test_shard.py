@@ -316,7 +316,7 @@ def _empty_plan() -> Any:
 
 def test_an_error_of_one_rank_is_raised_on_every_rank(errors: list[dict[str, str]]) -> None:
     assert "holds no TorchRec embedding module" in errors[1]["one rank alone"]
-    assert "rank 1 cannot shard its module" in errors[0]["one rank alone"]
+    assert "rank 1: " in errors[0]["one rank alone"]
     assert "strategy='pipeline'" in errors[0]["one rank alone"]
 
 
@@ -341,8 +341,8 @@ ON_RANK_1 = ["5 rows", "4 columns", "torch.float16", "features ['b', 'a']", "poo
 def test_what_a_table_differs_in_is_named_on_every_rank(errors: list[dict[str, str]], first: str, second: str) -> None:
     table = "table 0.embedding_bags.t.weight"
     said = (
-        f"ranks hold different modules: only on rank 0: {table} {first}; only on rank 1: {table} {second}."
-        " Build the same module on every rank"
+        f"the module differs between ranks: rank 0 has {f'{table} {first}'!r}, but rank 1 has {f'{table} {second}'!r}."
+        " Give every rank the same module"
     )
     assert [found[first] for found in errors] == [said, said]
 

@@ -152,8 +152,8 @@ def test_gradients_accumulate_over_batches_under_every_plan_as_in_a_loop(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"accumulate": 0}, "accumulate is 0; it counts"),
-        ({"accumulate": True}, "accumulate is True; it counts"),
+        ({"accumulate": 0}, "accumulate is 0; expected a whole number"),
+        ({"accumulate": True}, "accumulate is True; expected a whole number"),
         ({"accumulate": 2, "max_norm": 1.0}, "max_norm is 1.0 and accumulate is 2"),
         ({"max_norm": "1.0"}, "max_norm is '1.0'; needed is a number above 0"),
         ({"max_norm": True}, "max_norm is True; needed is a number above 0"),

@@ -137,7 +137,7 @@ def test_statistics_are_the_whole_batchs_as_long_as_the_layer_before_is() -> Non
 def test_known_costs_are_shared_out_as_known() -> None:
     assert even_shares([1, 2, 3, 4, 5, 6], 2) == [4, 2]
     assert even_shares([0, 0], 2) == [1, 1]
-    with pytest.raises(PlanError, match="needed is a whole number, 1 or more"):
+    with pytest.raises(PlanError, match="expected a whole number, 1 or more"):
         even_shares([42], -1)
 
 

@@ -60,5 +60,5 @@ def test_arguments_without_a_plan_to_find_are_refused() -> None:
         recsys("prefetch", save_plan="plan.yaml")
     with pytest.raises(SetupError, match="has 'steps'; expected only iterations, rounds, found, replan_above"):
         recsys("auto", exploration={"steps": 3})
-    with pytest.raises(PlanError, match="needed is a whole number"):
+    with pytest.raises(PlanError, match="expected a whole number"):
         recsys("auto", exploration={"rounds": 0})

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from lightning_pipe.engine.ranks import exchanges
+from lightning_pipe.engine.ranks import exchanges, together
 from tests.distributed import run_ranks
 from tests.scenarios.recommenders.test_every_plan import FEATURES
 from tests.strategies.cases import ROW_WISE_ADAGRAD, Clicks, Pooled, difference, fit, loader, recsys, state_of
@@ -31,9 +31,9 @@ def both_ways(rank: int, world_size: int) -> dict[str, Any]:
         for plan in PLANS:
             states, losses, sent[:] = {}, {}, []
             for where in ("one", "several"):
-                place = exchanges._place() if where == "one" else f"machine {rank // 2}"
+                place = together.place_of_process() if where == "one" else (f"machine {rank // 2}", 0)
                 with (
-                    mock.patch.object(exchanges, "_place", return_value=place),
+                    mock.patch.object(together, "place_of_process", return_value=place),
                     mock.patch.multiple(exchanges._Exchanging, all_to_all_single=counted, alltoall_base=counted),
                 ):
                     module, strategy = feature.module(), recsys(plan, feature.kinds, feature.optimizer)
@@ -57,7 +57,7 @@ def replicas(rank: int, world_size: int) -> list[str]:
     """Each replica on a machine of its own: its ids travel on one, in Gloo's all-to-all."""
     states = []
     for place in ("here", f"machine {rank // 2}", f"machine {rank}"):
-        with mock.patch.object(exchanges, "_place", return_value=place):
+        with mock.patch.object(together, "place_of_process", return_value=place):
             strategy = recsys("prefetch", None, ROW_WISE_ADAGRAD, replicas=2)
             states.append(state_of(fit(Clicks(Pooled), strategy, loader(16 * world_size))))
             dist.barrier()

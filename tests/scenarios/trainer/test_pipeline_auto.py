@@ -261,7 +261,7 @@ GOOD = default_plan(lambda batch: batch).to_yaml()
         (lambda: PipelineStrategy("auto", max_in_flight="3"), PlanError, "max_in_flight is '3'"),  # type: ignore[arg-type]
         (lambda: auto({"rounds": "two"}), PlanError, "rounds of an exploration is 'two'"),
         (lambda: PipelineStrategy("auto", exploration={"steps": 3}), SetupError, "expected only iterations, rounds"),
-        (lambda: PipelineStrategy("auto", exploration={"rounds": 0}), PlanError, "needed is a whole number"),
+        (lambda: PipelineStrategy("auto", exploration={"rounds": 0}), PlanError, "expected a whole number"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(make: Callable[[], Any], kind: type[Exception], said: str) -> None:

@@ -382,9 +382,9 @@ REFUSALS: dict[str, tuple[Refusal, type[Exception], list[str]]] = {
 OF_ONE_RANK = {
     "one rank's batch that is none": (1, ["the batch is a str", "needed is a mapping"], ["rank(s) 1"]),
     "one rank's batch of two lengths": (1, ["the lengths", "needed is one length"], ["rank(s) 1"]),
-    "a loss for each token": (1, ["shape (36,)", "scalar"], ["rank 1: InputError", "sum over its tokens"]),
-    "a token outside the vocabulary": (0, ["index out of range"], ["could not be run", "rank 0: IndexError: index"]),
-    "a label outside the vocabulary": (0, ["out of bounds"], ["could not be run", "rank 0: IndexError: Target"]),
+    "a loss for each token": (1, ["shape (36,)", "scalar"], ["rank 1: ", "sum over its tokens"]),
+    "a token outside the vocabulary": (0, ["index out of range"], ["rank 0: ", "could not be run: IndexError: index"]),
+    "a label outside the vocabulary": (0, ["out of bounds"], ["rank 0: ", "could not be run: IndexError: Target"]),
 }
 # Where that rank's error is PyTorch's.
 PYTORCHS = ("a token outside the vocabulary", "a label outside the vocabulary")
@@ -563,7 +563,7 @@ def test_bad_input_is_refused_on_every_rank_with_what_is_needed(name: str, found
 def test_a_prediction_that_fails_is_an_error_on_every_rank(found: list[dict[Any, Any]]) -> None:
     kinds, messages = zip(*(rank["refused prediction"] for rank in found), strict=True)
     assert kinds == ("InputError", "KeyError")
-    assert "rank 1: KeyError: 'no such answer'" in messages[0]
+    assert "rank 1: the batch could not be run: KeyError: 'no such answer'" in messages[0]
 
 
 def test_ranks_go_on_after_errors(found: list[dict[Any, Any]]) -> None:

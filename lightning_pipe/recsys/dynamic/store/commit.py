@@ -12,44 +12,47 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 
-from lightning_pipe.engine.plans.errors import PipelineError, SetupError
-from lightning_pipe.recsys.batches.agreement import Agreement
+import torch.distributed as dist
+
+from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.ranks.together import gather, on_all_ranks
 from lightning_pipe.recsys.dynamic.store.row_store import RowStore, RunPart, StoreState
 
 __all__ = ["commit_together", "open_together"]
 
+_NOT_OPENED = "the store of rows cannot be opened"
 
-def open_together(make: Callable[[], RowStore], agreement: Agreement) -> RowStore:
+
+def open_together(make: Callable[[], RowStore], group: dist.ProcessGroup) -> RowStore:
     """This rank's store, settled at the newest version that any rank has committed. All ranks call it together.
 
     Stores that have nothing committed on any rank become those of a new run.
 
     Args:
         make: opens this rank's store.
-        agreement: over all ranks.
+        group: all ranks.
 
     Raises:
         SetupError: on every rank, where one of them cannot open its store, or the stores are not those of one run of
             as many ranks, or one of them does not have the version; names what was found, rank by rank.
     """
     store: RowStore | None = None
+
+    def make_own() -> RowStore:
+        nonlocal store
+        store = make()
+        return store
+
     try:
-        error = None
-        try:
-            store = make()
-        except Exception as raised:
-            error = raised
-        _raise_together(agreement, error)
-        assert store is not None
-        opened = store
-        states = agreement.gather(opened.state)
+        opened = on_all_ranks(make_own, _NOT_OPENED, group)
+        states = gather(opened.state, group)
         version = max(state.committed for state in states)
         if version == 0 and all(state.prepared is None for state in states):
-            run = agreement.gather(secrets.token_hex(8))[0]
-            _together(agreement, lambda: opened.join(RunPart(run, agreement.rank, len(states))))
+            run = gather(secrets.token_hex(8), group)[0]
+            on_all_ranks(lambda: opened.join(RunPart(run, group.rank(), len(states))), _NOT_OPENED, group)
         elif wrong := _wrong(states, version):
             raise SetupError(wrong)
-        _together(agreement, lambda: opened.settle(version))
+        on_all_ranks(lambda: opened.settle(version), _NOT_OPENED, group)
         return opened
     except BaseException:
         if store is not None:
@@ -58,13 +61,13 @@ def open_together(make: Callable[[], RowStore], agreement: Agreement) -> RowStor
 
 
 def commit_together(
-    store: RowStore, agreement: Agreement, version: int, notes: Mapping[str, str] | None = None
+    store: RowStore, group: dist.ProcessGroup, version: int, notes: Mapping[str, str] | None = None
 ) -> None:
     """What was written on all ranks becomes *version*, or on none. All ranks call it together.
 
     Args:
         store: this rank's, with everything written that belongs to the version.
-        agreement: over all ranks.
+        group: all ranks.
         version: the committed one's successor.
         notes: kept with the version.
 
@@ -72,25 +75,9 @@ def commit_together(
         SetupError: on every rank, where one of them could not prepare, which leaves the version before; or could not
             commit: then the stores must be opened again, which makes it the present version on all.
     """
-    _together(agreement, lambda: store.prepare(version, notes))
-    _together(agreement, lambda: store.commit(version))
-
-
-def _together(agreement: Agreement, step: Callable[[], None]) -> None:
-    error = None
-    try:
-        step()
-    except Exception as raised:
-        error = raised
-    _raise_together(agreement, error)
-
-
-def _raise_together(agreement: Agreement, error: Exception | None) -> None:
-    text = None if error is None else str(error) if isinstance(error, PipelineError) else repr(error)
-    texts = agreement.gather(text)
-    if any(texts):
-        failed = [f"rank {rank}: {one}" for rank, one in enumerate(texts) if one]
-        raise SetupError("\n".join(failed)) from error
+    failed = f"version {version} of the rows cannot be committed"
+    on_all_ranks(lambda: store.prepare(version, notes), failed, group)
+    on_all_ranks(lambda: store.commit(version), failed, group)
 
 
 def _wrong(states: list[StoreState], version: int) -> str | None:

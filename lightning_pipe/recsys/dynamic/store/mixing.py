@@ -8,9 +8,8 @@ mixed ids that are its number modulo the number of ranks. The mix is the finalis
 from __future__ import annotations
 
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["mix", "unmix", "with_values"]
+__all__ = ["mix", "unmix"]
 
 
 def _signed(number: int) -> int:
@@ -39,15 +38,6 @@ def unmix(mixed: torch.Tensor) -> torch.Tensor:
     ids = _unshift(ids, _SHIFTS[1])
     ids *= _INVERSES[0]
     return _unshift(ids, _SHIFTS[0])
-
-
-def with_values(features: KeyedJaggedTensor, values: torch.Tensor) -> KeyedJaggedTensor:
-    """*features* over other values, as many; everything else is shared."""
-    changed: KeyedJaggedTensor = KeyedJaggedTensor.__new__(type(features))
-    changed.__dict__.update(features.__dict__)
-    changed._values = values
-    changed._jt_dict = None
-    return changed
 
 
 def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from lightning_pipe._compat.torch import is_view
 from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.engine.plans.syncing import sync_name, write_file
 from lightning_pipe.recsys.dynamic.store.durable import checksum, open_regular
@@ -79,7 +80,7 @@ def write_rows(folder: Path, table: str, rank: int, ranks: int, chunks: Iterator
             "counts": rows.counts,
             "last_seen": rows.last_seen,
             # A view would bring all that it is a view of.
-            "columns": [column.contiguous().clone() if column._is_view() else column for column in rows.columns],
+            "columns": [column.contiguous().clone() if is_view(column) else column for column in rows.columns],
         }
         buffer = io.BytesIO()
         torch.save(contents, buffer)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
+from lightning_pipe._compat.torchrec import kernels_of, lookups_of
 from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.recsys.batches.agreement import Agreement
 from lightning_pipe.recsys.dynamic.cache.initial_values import Constant, InitialValues, Normal, Uniform
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.cache.row_headers import BYTES
@@ -76,7 +76,6 @@ def open_rows(
     Raises:
         SetupError: on every rank, if any cannot open its store, or the cache is too small for the ranks.
     """
-    agreement = Agreement(group, device)
     ranks, storage = group.size(), module.storage
     row_optimizers = _row_optimizers(module, optimizers, device)
     columns: dict[str, list[Tensor]] = {}
@@ -98,9 +97,9 @@ def open_rows(
         }
         for table, tensors in columns.items()
     }
-    path = storage.path / f"ranks-{ranks}" / f"rank-{agreement.rank}"
+    path = storage.path / f"ranks-{ranks}" / f"rank-{group.rank()}"
     widths = {table: record_width(tensors) for table, tensors in columns.items()}
-    store = open_together(lambda: open_store(path, widths, description), agreement)
+    store = open_together(lambda: open_store(path, widths, description), group)
     lock = threading.Lock()
     try:
         own_seed = seed if storage.seed is None else storage.seed
@@ -113,8 +112,7 @@ def open_rows(
             caches,
             tables_of_keys,
             store=store,
-            agreement=agreement,
-            ranks=ranks,
+            group=group,
             description=description,
             row_optimizers=row_optimizers,
             commit_every=storage.commit_every,
@@ -126,9 +124,9 @@ def open_rows(
         store.close()
         raise
     module.use_rows(rows)
-    for lookup in module._lookups:
-        for kernel in lookup._emb_modules:  # type: ignore[union-attr]  # a ModuleList
-            look_slots_up(kernel.emb_module)
+    for kernel, _ in kernels_of(module):
+        look_slots_up(kernel)
+    for lookup in lookups_of(module):
         skip_to_kernel(lookup)
     return rows
 
@@ -158,15 +156,11 @@ def _row_optimizers(
     module: ShardedDynamicModule, optimizers: Mapping[str, TableOptimizer], device: torch.device
 ) -> list[RowAdam]:
     found = []
-    for lookup in module._lookups:
-        for kernel in lookup._emb_modules:  # type: ignore[union-attr]  # a ModuleList
-            names = [table.name for table in kernel._config.embedding_tables]
-            own = [
-                optimizers[name].hyper_parameters if _needs_row_adam(optimizers[name], device) else None
-                for name in names
-            ]
-            if any(one is not None for one in own):
-                found.append(RowAdam(kernel.emb_module, own))
+    for kernel, tables in kernels_of(module):
+        of_tables = [optimizers[table.name] for table in tables]
+        own = [one.hyper_parameters if _needs_row_adam(one, device) else None for one in of_tables]
+        if any(one is not None for one in own):
+            found.append(RowAdam(kernel, own))
     return found
 
 

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_pipe._compat.torchrec import with_tensors
 from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.recsys.batches.agreement import Agreement
+from lightning_pipe.engine.ranks.together import gather, on_all_ranks
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
 from lightning_pipe.recsys.dynamic.store.commit import commit_together
-from lightning_pipe.recsys.dynamic.store.mixing import mix, unmix, with_values
+from lightning_pipe.recsys.dynamic.store.mixing import mix, unmix
 from lightning_pipe.recsys.dynamic.store.row_files import Columns, StoredRows, check_rows, read_rows, write_rows
 from lightning_pipe.recsys.dynamic.store.row_store import RowStore
 from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows
@@ -35,8 +37,7 @@ class RowTables:
         caches: each table's.
         tables_of_keys: for each key of the distributed features, in order, the table that it is looked up in.
         store: this rank's, opened together with the other ranks'.
-        agreement: among the ranks that share the ids.
-        ranks: how many there are.
+        group: the ranks that share the ids.
         description: of the tables, in plain types, the same on every rank.
         row_optimizers: what trains tables in place of fused kernels.
         commit_every: batches between two commits; None for none but those that are asked for.
@@ -52,8 +53,7 @@ class RowTables:
         tables_of_keys: Sequence[str],
         *,
         store: RowStore,
-        agreement: Agreement,
-        ranks: int,
+        group: dist.ProcessGroup,
         description: Mapping[str, Any],
         row_optimizers: Sequence[RowAdam] = (),
         commit_every: int | None = None,
@@ -62,10 +62,10 @@ class RowTables:
         existing: Existing = "keep",
     ) -> None:
         self.caches = dict(caches)
-        self.agreement = agreement
+        self.group = group
         self.description = dict(description)
         self._store = store
-        self._ranks = ranks
+        self._ranks = group.size()
         self._row_optimizers = list(row_optimizers)
         self._commit_every = commit_every
         self._step = self._trained_step = self._uncommitted = 0
@@ -132,7 +132,7 @@ class RowTables:
             for cache, ticket in tickets:
                 cache.discard(ticket)
             return BatchRows(None, (), self, error)
-        return BatchRows(with_values(features, slots), tickets, self)
+        return BatchRows(with_tensors(features, values=slots), tickets, self)
 
     def _settle_existing(self) -> None:
         """Rows of an earlier run, now that they would be used, and no others were read."""
@@ -167,9 +167,9 @@ class RowTables:
             SetupError: on every rank, if any cannot write; the commit before is whole.
         """
         self._together(self._flush)
-        version = self.agreement.gather(secrets.token_hex(8))[0]
+        version = gather(secrets.token_hex(8), self.group)[0]
         notes = {"version": version, **self.progress()}
-        commit_together(self._store, self.agreement, self._store.state.committed + 1, notes)
+        commit_together(self._store, self.group, self._store.state.committed + 1, notes)
         self._uncommitted = 0
         self._changed = False
         return version
@@ -193,7 +193,7 @@ class RowTables:
     def write(self, folder: Path, since: int = 0) -> None:
         """Writes this rank's rows; see ``rows``. What ``read`` needs beside them is in :meth:`progress`."""
         for table in self.caches:
-            write_rows(folder, table, self.agreement.rank, self._ranks, self.rows(table, since))
+            write_rows(folder, table, self.group.rank(), self._ranks, self.rows(table, since))
 
     def progress(self) -> dict[str, str]:
         """What belongs to rows that are written: how far training was."""
@@ -213,7 +213,7 @@ class RowTables:
             SetupError: on every rank, if any cannot read or write.
         """
         same = with_states and bool(version) and version == self.version and not self._changed
-        if not all(self.agreement.gather(same)):
+        if not all(gather(same, self.group)):
             # Looked through before anything is forgotten.
             self._together(lambda: check_rows(folder, self._columns()))
             self._together(lambda: self._read(folder, with_states))
@@ -234,12 +234,7 @@ class RowTables:
                 self._keep(cache, rows, with_states)
 
     def _together(self, work: Callable[[], Any]) -> None:
-        error: Exception | None = None
-        try:
-            work()
-        except Exception as caught:
-            error = caught
-        self.agreement.raise_together(error)
+        on_all_ranks(work, "rows cannot be read or written", self.group)
 
     def purge(self) -> int:
         """Erases rows whose ``ttl`` is over; returns how many. Reads the store from end to end."""
@@ -271,7 +266,7 @@ class RowTables:
 
     def _keep(self, cache: RowCache, rows: StoredRows, with_states: bool) -> None:
         mixed = mix(rows.ids)
-        own = _owned(mixed, self._ranks, self.agreement.rank).nonzero()[:, 0]
+        own = _owned(mixed, self._ranks, self.group.rank()).nonzero()[:, 0]
         if not len(own):
             return
         weights, *states = (column[own] for column in rows.columns)

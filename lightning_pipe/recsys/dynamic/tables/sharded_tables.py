@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
-from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
-from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import Awaitable, LazyAwaitable, ParameterSharding, ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_pipe._compat.torchrec import kernels_of, make_input_dists_by_id, with_tensors
 from lightning_pipe.engine.plans.errors import InputError, SetupError
-from lightning_pipe.recsys.dynamic.store.mixing import mix, with_values
+from lightning_pipe.engine.ranks.together import raise_together
+from lightning_pipe.recsys.dynamic.store.mixing import mix
 from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows, end_step
 from lightning_pipe.recsys.dynamic.tables.row_tables import RowTables
 from lightning_pipe.recsys.kernels.row_optimizer import row_optimizer
@@ -56,9 +56,6 @@ class ShardedDynamicModule:
     dynamic_tables: dict[str, DynamicTable]
     storage: Storage
     _rows: RowTables | None = None
-    _lookups: list[nn.Module]
-    _input_dists: list[nn.Module]
-    _has_uninitialized_input_dist: bool
 
     def __init__(self, module: Any, *arguments: Any, **named: Any) -> None:
         super().__init__(module, *arguments, **named)  # type: ignore[call-arg]  # TorchRec's class beside this one
@@ -87,16 +84,12 @@ class ShardedDynamicModule:
             the table's name, its features, and its tensors as the kernel holds them: weights, slots x dimensions, and
             the optimiser's states, slots or slots x dimensions.
         """
-        for lookup in self._lookups:
-            for kernel in lookup._emb_modules:  # type: ignore[union-attr]  # a ModuleList
-                fused: Any = kernel.emb_module
-                own = row_optimizer(fused)
-                states = fused.split_optimizer_states() if own is None else own.states
-                for index, (table, weights) in enumerate(
-                    zip(kernel._config.embedding_tables, fused.split_embedding_weights(), strict=True)
-                ):
-                    tensors = [weights, *(states[index] if states else ())]
-                    yield table.name, list(table.feature_names), [tensor.detach() for tensor in tensors]
+        for fused, tables in kernels_of(self):
+            own = row_optimizer(fused)
+            states = fused.split_optimizer_states() if own is None else own.states
+            for index, (table, weights) in enumerate(zip(tables, fused.split_embedding_weights(), strict=True)):
+                tensors = [weights, *(states[index] if states else ())]
+                yield table.name, list(table.feature_names), [tensor.detach() for tensor in tensors]
 
     def use_rows(self, rows: RowTables | None) -> None:
         """The caches from now on; None to let go of them."""
@@ -105,14 +98,6 @@ class ShardedDynamicModule:
 
     # ------------------------------------------------------------------ the steps of a batch
 
-    def _create_input_dist(self, *arguments: Any, **named: Any) -> None:
-        super()._create_input_dist(*arguments, **named)  # type: ignore[misc]  # of TorchRec's class beside this one
-        for input_dist in self._input_dists:
-            assert isinstance(input_dist, RwSparseFeaturesDist)
-            # Blocks of no rows: FBGEMM then goes by the id, unsigned, modulo the ranks, and the id itself is sent.
-            input_dist._feature_block_sizes_tensor.zero_()
-            input_dist._keep_original_indices = True
-
     def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
         """TorchRec's, of mixed ids.
 
@@ -120,12 +105,8 @@ class ShardedDynamicModule:
             InputError: ids that are no whole numbers.
         """
         mixed = with_mixed_ids(features)
-        if self._has_uninitialized_input_dist:
-            # TorchRec's own first time would warn of ids beyond the rows of the cache.
-            self._create_input_dist(mixed.keys())
-            self._has_uninitialized_input_dist = False
-            if mixed.variable_stride_per_key() and isinstance(self, ShardedEmbeddingBagCollection):
-                self._create_inverse_indices_permute_indices(mixed.inverse_indices_or_none())
+        # TorchRec's own first time would warn of ids beyond the rows of the cache.
+        make_input_dists_by_id(self, mixed)
         awaitable: Awaitable[Awaitable[KJTList]] = super().input_dist(ctx, mixed)  # type: ignore[misc]
         return awaitable
 
@@ -152,7 +133,7 @@ class ShardedDynamicModule:
             # Of a call that nobody served: whatever trained them has run by now.
             end_step(self._unclaimed, trained=True)
             self._unclaimed = [rows]
-        self.rows.agreement.raise_together(_begun(rows, trains))
+        raise_together(_begun(rows, trains), "", self.rows.group, InputError)
         assert rows.features is not None
         slots = KJTList([rows.features])
         output: LazyAwaitable[Any] = super().compute_and_output_dist(ctx, slots)  # type: ignore[misc]
@@ -193,7 +174,7 @@ def with_mixed_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     ids = features.values()
     if ids.dtype not in (torch.int64, torch.int32):
         raise InputError(f"ids of a dynamic table are {ids.dtype}; needed are whole numbers, int64 or int32")
-    return with_values(features, mix(ids.to(torch.int64)))
+    return with_tensors(features, values=mix(ids.to(torch.int64)))
 
 
 # ---------------------------------------------------------------------- sharders

@@ -18,6 +18,9 @@ from torch import Tensor
 from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_pipe._compat.torch import schema_of
+from lightning_pipe._compat.torchrec import fast_kernel_of
+
 __all__ = ["look_slots_up", "skip_to_kernel"]
 
 _OPERATORS = {
@@ -56,10 +59,8 @@ def skip_to_kernel(lookup: Any) -> bool:
     Returns:
         Whether it does.
     """
-    if type(lookup) is not GroupedPooledEmbeddingsLookup or len(lookup._emb_modules) != 1:
-        return False
-    kernel: Any = lookup._emb_modules[0].emb_module
-    if lookup._feature_processor is not None or not kernel.use_cpu:
+    kernel = fast_kernel_of(lookup) if type(lookup) is GroupedPooledEmbeddingsLookup else None
+    if kernel is None or not kernel.use_cpu:
         return False
     whole = lookup.forward
 
@@ -84,7 +85,7 @@ class _SlotLookup:
         self._kernel = kernel
         self._operator = operator
         self._whole = whole
-        self._takes = {argument.name for argument in operator._schema.arguments}  # type: ignore[attr-defined]
+        self._takes = {argument.name for argument in schema_of(operator).arguments}
 
     def __call__(
         self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None, **others: Any
@@ -139,6 +140,6 @@ def _operator(name: str) -> Any:
     """FBGEMM's operator for an optimiser, if it takes what is known here and no more."""
     found = getattr(torch.ops.fbgemm, f"split_embedding_codegen_lookup_{name}_function_cpu", None) if name else None
     operator = getattr(found, "default", None)
-    if operator is None or {argument.name for argument in operator._schema.arguments} - _KNOWN:
+    if operator is None or {argument.name for argument in schema_of(operator).arguments} - _KNOWN:
         return None
     return operator

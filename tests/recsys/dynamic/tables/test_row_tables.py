@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,8 @@ def row_tables(store: RocksDbStore) -> RowTables:
     weights = torch.zeros(4, NUMBERS)
     values = InitialValues("t", NUMBERS, lambda ids: torch.zeros(len(ids), NUMBERS))
     cache = RowCache("t", [weights], store, store_lock=threading.Lock(), initial=values, state_fill=[])
-    alone: Any = None
-    return RowTables({"t": cache}, ["t"], store=store, agreement=alone, ranks=1, description={}, existing="forget")
+    alone: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    return RowTables({"t": cache}, ["t"], store=store, group=alone, description={}, existing="forget")
 
 
 def forget(folder: Path) -> None:

@@ -428,12 +428,12 @@ def test_an_unsharded_module_says_what_to_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"cache_rows": 0}, "cache_rows=0"),
+        ({"cache_rows": 0}, "is 0; expected a whole number"),
         ({"name": "items"}, "cannot have that name"),
         ({"name": "a.b"}, "table_a_b"),
         ({"name": ""}, "cannot have that name"),
         ({"embedding_dim": True}, "embedding_dim=True"),
-        ({"ttl": 0}, "ttl=0"),
+        ({"ttl": 0}, "is 0; expected a whole number"),
         ({"admission_threshold": -1}, "admission_threshold=-1"),
         ({"feature_names": "user"}, "feature_names='user'"),
         ({"feature_names": []}, "feature_names="),

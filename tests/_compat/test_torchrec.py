@@ -1,0 +1,149 @@
+"""Contracts with TorchRec: its private names are there, and do what the wrappers say.
+
+A failure means that TorchRec has changed: look for a public way first, then adapt
+``lightning_pipe/_compat/torchrec.py``, with a branch for each version where versions differ.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from torchrec.distributed.dist_data import SplitsAllToAllAwaitable
+from torchrec.distributed.embedding_sharding import FusedKJTListSplitsAwaitable
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.types import ShardingEnv
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+from lightning_pipe._compat import torchrec as compat
+from tests.distributed import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def features_of(ids: list[int]) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(["f"], torch.tensor(ids), lengths=torch.ones(len(ids), dtype=torch.int64))
+
+
+def bags(*, is_weighted: bool = False) -> EmbeddingBagCollection:
+    pooling = PoolingType.SUM if is_weighted else PoolingType.MEAN
+    config = EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=8, feature_names=["f"], pooling=pooling)
+    return EmbeddingBagCollection([config], is_weighted=is_weighted, device=CPU)
+
+
+def sharded(sharder: Any, module: nn.Module, world: int) -> Any:
+    plan = construct_module_sharding_plan(
+        module, {"t": row_wise()}, sharder=sharder, local_size=world, world_size=world, device_type="cpu"
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    return sharder.shard(module, plan, ShardingEnv.from_process_group(group), CPU, "model.tables")
+
+
+def contracts(rank: int, world: int) -> dict[str, Any]:
+    module, group = sharded(EmbeddingBagCollectionSharder(), bags(), world), dist.group.WORLD
+    assert group is not None
+    found: dict[str, Any] = {
+        "group": compat.group_of(module) is group,
+        "name": compat.module_name(module),
+        "tables": [table.name for table in compat.table_configs(module)],
+        "types": compat.sharding_types(module),
+        "weighted": compat.is_weighted(module),
+        "divides": module._has_mean_pooling_callback,
+        "columns": compat.take_over_means(module),
+        "kernels": [(type(kernel).__name__, tables[0].name) for kernel, tables in compat.kernels_of(module)],
+        "fast": [type(compat.fast_kernel_of(lookup)).__name__ for lookup in compat.lookups_of(module)],
+        "before": compat.all_to_alls_of(module),
+    }
+
+    def send() -> Any:
+        context = module.create_context()
+        return context, module.input_dist(context, features_of([100 + rank, 201 - rank]))
+
+    compat.make_input_dists_by_id(module, features_of([0]))
+    tensors = send()[1].wait()
+    compat.release_sent(tensors)
+    found["sent"] = [len(one._input.values()) for one in tensors.awaitables]
+    found["received"] = tensors.wait()[0].values().tolist()
+    (all_to_all,) = compat.all_to_alls_of(module)
+    found["group of input dist"] = compat.group_of_input_dist(all_to_all) is group
+    all_to_all.forward = compat.forward_through(all_to_all, group)
+    context, request = send()
+    (part,) = request.awaitables
+    fused = FusedKJTListSplitsAwaitable([request], [context], pg=None)
+    compat.set_splits(fused, SplitsAllToAllAwaitable(part.splits_tensors, group))
+    found["fused"] = fused.wait()[0].wait()[0].values().tolist()
+    processed = FeatureProcessedEmbeddingBagCollection(
+        bags(is_weighted=True), PositionWeightedModuleCollection({"f": 5}, device=CPU)
+    )
+    processed_module = sharded(FeatureProcessedEmbeddingBagCollectionSharder(), processed, world)
+    found["processors"] = [tuple(one.shape) for one in compat.feature_processors(processed_module)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(contracts, 2)
+
+
+def test_a_sharded_module_says_what_it_is(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["group"], "a sharded module does not keep its environment in _env"
+        assert found["name"] == "model.tables", "a sharded module does not keep its name in _module_fqn"
+        assert found["tables"] == ["t"], "a sharded module does not keep its tables in _embedding_bag_configs"
+        assert found["types"] == {"row_wise"}, "a sharded module does not keep its kinds in _sharding_types"
+        assert found["weighted"] is False, "ShardedEmbeddingBagCollection has no _is_weighted"
+        assert found["divides"], "_has_mean_pooling_callback does not say that means of row-wise tables are divided"
+        assert found["columns"] == (["f"], [4]), "_embedding_names and _embedding_dims are not the outputs' columns"
+        assert found["processors"] == [(5,)], "a sharded module does not keep its processors in _feature_processors"
+
+
+def test_kernels_are_found_in_lookups(ranks: list[dict[str, Any]]) -> None:
+    kernel = "DenseTableBatchedEmbeddingBagsCodegen"  # without an optimizer
+    for found in ranks:
+        assert found["kernels"] == [(kernel, "t")], "_lookups, _emb_modules or _config do not lead to FBGEMM's kernels"
+        assert found["fast"] == [kernel], "_feature_processor of a lookup is another one, or its kernels are more"
+
+
+def test_ids_go_unchanged_to_the_rank_that_is_their_remainder(ranks: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(ranks):
+        assert found["before"] == [], "TorchRec makes input dists before the first batch"
+        words = "blocks of no rows, or _keep_original_indices, send other ids"
+        assert sorted(found["received"]) == [[100, 200], [101, 201]][rank], words
+        assert found["sent"] == [0], "KJTAllToAllTensorsAwaitable holds what was sent elsewhere"
+
+
+def test_splits_of_several_modules_can_be_sent_by_others(ranks: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(ranks):
+        assert found["group of input dist"], "KJTAllToAll does not keep its group in _pg"
+        words = "FusedKJTListSplitsAwaitable does not wait for its _splits_awaitable"
+        assert sorted(found["fused"]) == [[100, 200], [101, 201]][rank], words
+
+
+def test_tensors_of_features_can_be_replaced() -> None:
+    features = features_of([1, 2])
+    assert features["f"].values().tolist() == [1, 2]  # which TorchRec keeps
+    other = compat.with_tensors(features, values=torch.tensor([3, 4]))
+    assert other.values().tolist() == [3, 4], "KeyedJaggedTensor does not keep its values in _values"
+    assert other["f"].values().tolist() == [3, 4], "KeyedJaggedTensor does not keep what it has cut in _jt_dict"
+    assert features["f"].values().tolist() == [1, 2]
+    assert compat.same_tensors(features, compat.with_tensors(features))
+    assert not compat.same_tensors(features, other)
+    weighted = compat.with_tensors(features, weights=torch.ones(2), lengths=torch.tensor([2]), offsets=None)
+    assert weighted.weights().tolist() == [1, 1], "KeyedJaggedTensor does not keep its weights in _weights"
+    assert weighted.offsets().tolist() == [0, 2], "KeyedJaggedTensor does not compute missing _offsets from _lengths"
+    inverse = (["f"], torch.tensor([[0, 1]]))
+    compat.put_tensors(weighted, inverse_indices=inverse)
+    assert weighted.inverse_indices() is inverse, "KeyedJaggedTensor does not keep them in _inverse_indices"
+
+
+def test_a_trace_does_not_enter_leaf_modules() -> None:
+    model = nn.Sequential(nn.Linear(1, 1))
+    assert compat.leaf_module_names(model) == [], "_get_leaf_module_names takes a module of PyTorch's for a leaf"
