@@ -81,7 +81,7 @@ class Resolution:
             for path, piece in walk(batch)
             if isinstance(piece, KeyedJaggedTensor)
         }
-        check_agreement(sorted(jagged.items()), "form of the features", self._agree_group, error=InputError)
+        check_agreement(sorted(jagged.items()), "form of the KeyedJaggedTensors", self._agree_group, error=InputError)
         if self.records:
             return  # a step may make its features of other tensors
         if not jagged and self._method == "direct":

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe._compat.torchrec import with_tensors
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.plans.errors import InputError, SetupError
 from lightning_pipe.engine.ranks.together import gather, on_all_ranks
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
@@ -234,7 +234,7 @@ class RowTables:
                 self._keep(cache, rows, with_states)
 
     def _together(self, work: Callable[[], Any]) -> None:
-        on_all_ranks(work, "rows cannot be read or written", self.group)
+        on_all_ranks(work, "rows cannot be read or written", self.group, InputError)
 
     def purge(self) -> int:
         """Erases rows whose ``ttl`` is over; returns how many. Reads the store from end to end."""
