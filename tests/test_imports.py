@@ -19,7 +19,7 @@ from tests.patience import HANG
 ROOT = Path(__file__).resolve().parent.parent
 
 # One module for each project whose private names it wraps.
-COMPAT = ("lightning", "torch")
+COMPAT = ("lightning", "torch", "torchrec")
 
 ROOMS = ("_compat", "engine", "checkpoints", "loops", "recsys", "llm", "pipe", "strategies", "callbacks", "cli")
 
@@ -157,7 +157,8 @@ def test_the_linter_refuses_a_callback_that_knows_a_strategy_by_class(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("project", "target"), [("torch", "lightning"), ("torch", "torchrec"), ("lightning", "torchrec")]
+    ("project", "target"),
+    [("torch", "lightning"), ("torch", "torchrec"), ("lightning", "torchrec"), ("torchrec", "lightning")],
 )
 def test_the_linter_refuses_a_second_project_in_a_module_of_compat(tmp_path: Path, project: str, target: str) -> None:
     result = lint(tmp_path, {f"_compat.{project}": (target,)})

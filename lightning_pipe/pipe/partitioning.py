@@ -147,7 +147,7 @@ def _checked_balance(balance: Sequence[int], layers: int, devices: int) -> list[
     if len(shares) != devices:
         raise PlanError(f"balance has {len(shares)} entries and there are {devices} devices; needed is one for each")
     if any(not isinstance(share, int) or isinstance(share, bool) or share < 1 for share in shares):
-        raise PlanError(f"balance is {shares}; needed are whole numbers of layers, 1 or more for each partition")
+        raise PlanError(f"balance is {shares}; expected whole numbers of layers, 1 or more for each partition")
     if sum(shares) != layers:
         raise PlanError(
             f"balance is {shares}, which is {sum(shares)} layers, and the Sequential has {layers}; needed are numbers"

@@ -70,7 +70,7 @@ class Exploration:
             check_whole_number(f"{name} of an exploration", getattr(self, name), least, error=PlanError)
         above = self.replan_above
         if above is not None and (not isinstance(above, int | float) or isinstance(above, bool) or not above > 1):
-            raise PlanError(f"replan_above is {above!r}; needed is a factor above 1, or None")
+            raise PlanError(f"replan_above is {above!r}; expected a factor above 1, or None")
 
 
 @dataclass(frozen=True)

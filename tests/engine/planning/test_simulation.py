@@ -412,7 +412,7 @@ def test_costs_that_do_not_fit_say_what_does() -> None:
         (lambda: Message("broadcast", -1), "-1 bytes"),
         (lambda: NetworkModel(-1, 1, 1), "latency -1"),
         (lambda: NetworkModel(0, 0, 1), "bandwidth 0"),
-        (lambda: NetworkModel(0, 1, 0), "0 ranks"),
+        (lambda: NetworkModel(0, 1, 0), "ranks of the network is 0"),
     ],
 )
 def test_figures_that_mean_nothing_are_refused(make: Any, message: str) -> None:

@@ -328,5 +328,5 @@ def test_a_device_with_a_clock_says_how_long_iterations_took() -> None:
     ],
 )
 def test_numbers_that_make_no_exploration_are_refused(arguments: dict[str, Any]) -> None:
-    with pytest.raises(PlanError, match="needed"):
+    with pytest.raises(PlanError, match="expected"):
         Exploration(**arguments)

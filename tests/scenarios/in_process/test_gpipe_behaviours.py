@@ -84,7 +84,7 @@ def test_layers_are_counted_from_both_ends_and_balance_and_devices_may_be_tuples
 def test_numbers_below_one_are_refused(make: Make) -> None:
     wrong: list[dict[str, Any]] = [{"chunks": -1}, {"balance": [-1, 3]}, {"balance": [0, 2]}, {"balance": []}]
     for options in wrong:
-        with pytest.raises(PlanError, match="needed"):
+        with pytest.raises(PlanError, match="expected"):
             make([nn.Linear(1, 1), nn.Linear(1, 1)], **{"chunks": 1, **options})
 
 
