@@ -124,8 +124,7 @@ class _Rank:
             with mock.patch.dict(os.environ, self._environment):
                 self._process.start()
         else:
-            with mock.patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process):
-                self._process.start()
+            _start(self._process, self._server)
         # From now on only the process holds it, so that its death is seen as the end of the connection.
         self._child_end.close()
 
@@ -227,6 +226,18 @@ def share_servers() -> None:
     """Start the servers of ranks, for all processes that are started from now on; they end with this one."""
     servers = [_server(index) for index in range(_SERVERS)]
     os.environ[_ADDRESSES] = os.pathsep.join(str(server._forkserver_address) for server in servers)  # type: ignore[attr-defined]
+
+
+def fork_preloaded(target: Callable[..., None], args: tuple[Any, ...]) -> Any:
+    """Start ``target(*args)`` in a process that has imported :mod:`tests.preloaded`; returns the process."""
+    process = multiprocessing.get_context("forkserver").Process(target=target, args=args)
+    _start(process, _server(0))
+    return process
+
+
+def _start(process: Any, server: forkserver.ForkServer) -> None:
+    with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+        process.start()
 
 
 class _SharedServer(forkserver.ForkServer):

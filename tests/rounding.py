@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -67,22 +68,39 @@ class Perturbed(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        schema = func._schema
-        if schema.name.startswith("aten::") and schema.name not in _EXACT:
+        views = _views(func)
+        if views is not None:
             results = result if isinstance(result, (tuple, list)) else (result,)
             # One declared result may be a list of tensors.
-            declared = schema.returns if len(schema.returns) == len(results) else len(results) * list(schema.returns)
-            for value, returned in zip(results, declared, strict=False):
+            declared = views if len(views) == len(results) else len(results) * views
+            for value, is_view in zip(results, declared, strict=False):
                 # A view shows values that were perturbed when they were computed.
-                is_view = returned.alias_info is not None and not returned.alias_info.is_write
-                if isinstance(value, Tensor) and value.is_floating_point() and not is_view:
+                if not is_view and isinstance(value, Tensor) and value.dtype in _INTEGERS:
                     self._perturb(value)
         return result
 
     def _perturb(self, value: Tensor) -> None:
-        up = torch.randint(0, 2, value.shape, generator=self._generator) == 1
-        neighbour = torch.nextafter(value, torch.where(up, torch.inf, -torch.inf).to(value.dtype))
-        value.copy_(torch.where(value == value.round(), value, neighbour))
+        # As integers, the neighbours of a floating-point number are one more and one less.
+        bits = _INTEGERS[value.dtype]
+        move = torch.randint(0, 2, value.shape, generator=self._generator, dtype=bits).mul_(2).sub_(1)
+        value.view(bits).add_(move.mul_(value != value.round()))
+
+
+_INTEGERS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+}
+
+
+@cache
+def _views(func: Any) -> tuple[bool, ...] | None:
+    """Of each result of an operation, whether it is a view; None for an operation that rounds nothing."""
+    schema = func._schema
+    if not schema.name.startswith("aten::") or schema.name in _EXACT:
+        return None
+    return tuple(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
 
 
 def _tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:

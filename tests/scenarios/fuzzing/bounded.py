@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.distributed import fork_preloaded
+
 __all__ = ["MEMORY", "SECONDS", "Outcome", "open_bounded"]
 
 # Of processor time, so that a loaded machine changes nothing; bytes over the size of the file.
@@ -24,13 +26,6 @@ SECONDS = 5.0
 MEMORY = 200 * 2**20
 # Of wall time: the child is then taken for hung.
 _HANG = 600.0
-# By the server that the children are forked from.
-_LOADED = (
-    "tests.scenarios.fuzzing.test_checkpoint_files",
-    "tests.scenarios.fuzzing.test_checkpoint_fuzzing",
-    "tests.scenarios.fuzzing.test_store_files",
-    "tests.scenarios.fuzzing.test_yaml_files",
-)
 
 
 @dataclass(frozen=True)
@@ -84,11 +79,8 @@ def open_bounded(reader: Callable[..., Any], *args: Any) -> Outcome:
     """
     # The server has imported what is needed and has no threads: a child of this process, whose earlier tests may have
     # left threads of libraries behind, could wait for ever for what one of those held.
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(list(_LOADED))
-    receive, send = server.Pipe(duplex=False)
-    child = server.Process(target=_run, args=(send, reader, args))
-    child.start()
+    receive, send = multiprocessing.Pipe(duplex=False)
+    child = fork_preloaded(_run, (send, reader, args))
     send.close()
     hung = not receive.poll(_HANG)
     if hung:
