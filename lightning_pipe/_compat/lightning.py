@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.core.optimizer import _configure_optimizers as optimizers_configured
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
@@ -61,6 +62,7 @@ __all__ = [
     "make_quick",
     "optimizers_configured",
     "optimizers_to_device",
+    "replaces",
     "set_sampler_epoch",
 ]
 
@@ -71,6 +73,14 @@ _EMPTY = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "
 _OF_CALLBACKS, _OF_MODULES, _OF_STRATEGIES = (
     {name: getattr(base, name, None) for name in _EMPTY} for base in (pl.Callback, pl.LightningModule, Strategy)
 )
+_DEFAULTS: dict[str, Any] = {
+    "on_before_batch_transfer": DataHooks.on_before_batch_transfer,
+    "transfer_batch_to_device": DataHooks.transfer_batch_to_device,
+    "on_after_batch_transfer": DataHooks.on_after_batch_transfer,
+    "batch_to_device": Strategy.batch_to_device,
+    "on_before_backward": pl.LightningModule.on_before_backward,
+    "backward": pl.LightningModule.backward,
+}
 _debugged = logging.getLogger(call.__name__).isEnabledFor
 
 
@@ -79,14 +89,14 @@ def is_watched(trainer: pl.Trainer) -> bool:
     return type(trainer.profiler) is not PassThroughProfiler or _debugged(logging.DEBUG)  # type: ignore[attr-defined]
 
 
+def replaces(holder: Any, hook_name: str) -> bool:
+    """Whether a module, data module or strategy has another method, of its class or its own, than Lightning's."""
+    return not _is(getattr(holder, hook_name), _DEFAULTS[hook_name])
+
+
 def call_callback_hooks(trainer: pl.Trainer, hook_name: str, *args: Any, **kwargs: Any) -> None:
     """Call a hook of all callbacks."""
-    empty = _OF_CALLBACKS.get(hook_name)
-    for one in trainer.callbacks:  # type: ignore[attr-defined]
-        if getattr(type(one), hook_name, None) is not empty or hook_name in vars(one):
-            call._call_callback_hooks(trainer, hook_name, *args, **kwargs)
-            return
-    if is_watched(trainer):
+    if _is_heard(trainer, hook_name) or is_watched(trainer):
         call._call_callback_hooks(trainer, hook_name, *args, **kwargs)
 
 
@@ -106,11 +116,18 @@ def call_strategy_hook(trainer: pl.Trainer, hook_name: str, *args: Any, **kwargs
     return _called(strategy.lightning_module, strategy, hook_name, _OF_STRATEGIES, args, kwargs)
 
 
+def _is_heard(trainer: Any, name: str) -> bool:
+    empty = _OF_CALLBACKS.get(name)
+    return any(not _is(getattr(one, name, None), empty) for one in trainer.callbacks)
+
+
+def _is(method: Any, function: Any) -> bool:
+    return function is not None and getattr(method, "__func__", None) is function
+
+
 def _called(module: Any, holder: Any, name: str, empty: dict[str, Any], args: Any, kwargs: Any) -> Any:
-    if name in empty and getattr(type(holder), name) is empty[name] and name not in vars(holder):
-        return None
     function = getattr(holder, name)
-    if not callable(function):
+    if _is(function, empty.get(name)) or not callable(function):
         return None
     before = module._current_fx_name
     object.__setattr__(module, "_current_fx_name", name)
@@ -137,7 +154,15 @@ class QuickOptimization(AutomaticOptimization):
     def _make_backward_fn(self, optimizer: torch.optim.Optimizer) -> Any:
         if self._skip_backward:
             return None
-        return lambda loss: call_strategy_hook(self.trainer, "backward", loss, optimizer)
+
+        def backward(loss: Tensor) -> None:
+            trainer, module = self.trainer, self.trainer.lightning_module
+            takes = replaces(module, "on_before_backward") or replaces(module, "backward")
+            if takes or _is_heard(trainer, "on_before_backward"):
+                loss = loss / 1  # who changes it must not change what the step returned
+            call_strategy_hook(trainer, "backward", loss, optimizer)
+
+        return backward
 
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Any) -> None:
         trainer = self.trainer

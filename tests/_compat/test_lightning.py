@@ -164,6 +164,73 @@ def test_who_begins_to_listen_in_mid_epoch_is_heard() -> None:
     assert module.heard.count("patched") == 2
 
 
+def test_hooks_of_the_transfer_are_heard_from_where_they_are_given() -> None:
+    class Adds(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 0:
+                move = trainer.strategy.batch_to_device
+                trainer.strategy.batch_to_device = lambda *args, **kwargs: (
+                    pl_module.heard.append("moved") or move(*args, **kwargs)
+                )
+                pl_module.on_before_batch_transfer = lambda batch, dataloader_idx: batch + 1
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            pl_module.heard.append(batch.tolist())
+
+    module = Model()
+    fit(module, Adds())
+    # The second batch was prepared and moved before.
+    steps = [one for one in module.heard if not isinstance(one, tuple)]
+    assert steps == [[[0.0, 1.0]], "moved", [[2.0, 3.0]], [[5.0, 6.0]]]
+
+
+def test_a_callback_that_is_asked_for_its_hooks_is_heard() -> None:
+    class Answers(pl.Callback):
+        heard = 0
+
+        def __getattribute__(self, name: str) -> Any:
+            return self.count if name == "on_before_zero_grad" else super().__getattribute__(name)
+
+        def count(self, *_: Any) -> None:
+            self.heard += 1
+
+    callback = Answers()
+    fit(Model(), callback)
+    assert callback.heard == 3
+
+
+@pytest.mark.parametrize("of", ["a callback", "the module", "the module's backward"])
+def test_who_changes_the_loss_before_the_backward_does_not_change_what_the_step_returned(of: str) -> None:
+    class Keeps(Model):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            self.loss = super().training_step(batch, batch_idx)
+            self.heard.append(self.loss.item())
+            return self.loss
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.heard.append(self.loss.item())
+
+    class Doubles(Keeps):
+        def on_before_backward(self, loss: torch.Tensor) -> None:
+            loss.mul_(2)
+
+    class DoublesInBackward(Keeps):
+        def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            loss.mul_(2).backward()
+
+    class Listener(pl.Callback):
+        def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
+            loss.mul_(2)
+
+    makes = {"a callback": Keeps, "the module": Doubles, "the module's backward": DoublesInBackward}
+    heard = []
+    for ours in (False, True):
+        module = makes[of]()
+        fit(module, *([Listener()] if of == "a callback" else []), ours=ours)
+        heard.append((module.heard, module.layer.weight.tolist()))
+    assert heard[0] == heard[1]
+
+
 def test_a_patched_base_class_is_heard() -> None:
     with mock.patch.object(pl.Callback, "on_train_batch_start") as patched:
         fit(Model(), pl.Callback())

@@ -10,10 +10,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_pipe._compat.lightning import call_strategy_hook, is_watched
+from lightning_pipe._compat.lightning import call_strategy_hook, is_watched, replaces
 from lightning_pipe.loops.data.random_streams import RandomStreams
 
 _PREPARES = ("on_before_batch_transfer",)
@@ -33,14 +31,10 @@ class BatchHooks:
     def __init__(self, trainer: pl.Trainer, streams: RandomStreams) -> None:
         self._trainer = trainer
         self._streams = streams
-        self._prepares = self._overrides(_PREPARES)
-        self._transfers = self._overrides(_TRANSFERS)
-        self._calls = self._transfers or type(trainer.strategy).batch_to_device is not Strategy.batch_to_device
-        self._device = trainer.strategy.root_device
 
     def prepare(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """What is done before a batch is moved."""
-        if self._prepares:
+        if self._has(_PREPARES):
             return self._streams.draw("prepare", partial(self._prepared, batch, dataloader_idx))
         if is_watched(self._trainer):
             return self._prepared(batch, dataloader_idx)
@@ -48,16 +42,17 @@ class BatchHooks:
 
     def move(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Move a batch to the device, with what is done there."""
-        if not (self._calls or is_watched(self._trainer)):
-            return move_data_to_device(batch, self._device)
+        strategy, draws = self._trainer.strategy, self._has(_TRANSFERS)
+        if not (draws or replaces(strategy, "batch_to_device") or is_watched(self._trainer)):
+            return move_data_to_device(batch, strategy.root_device)
         move = partial(call_strategy_hook, self._trainer, "batch_to_device", batch, dataloader_idx=dataloader_idx)
-        return self._streams.draw("transfer", move) if self._transfers else move()
+        return self._streams.draw("transfer", move) if draws else move()
 
     def _prepared(self, batch: Any, dataloader_idx: int) -> Any:
         batch = self._trainer.precision_plugin.convert_input(batch)
         return self._trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
 
-    def _overrides(self, hooks: tuple[str, ...]) -> bool:
-        datamodule = getattr(self._trainer, "datamodule", None)
-        holders = [one for one in (self._trainer.lightning_module, datamodule) if one is not None]
-        return any(is_overridden(name, holder) for name in hooks for holder in holders)
+    def _has(self, hooks: tuple[str, ...]) -> bool:
+        """Whether the user has one of them by now: they may be given in the middle of an epoch."""
+        holders = (self._trainer.lightning_module, getattr(self._trainer, "datamodule", None))
+        return any(replaces(one, name) for one in holders if one is not None for name in hooks)
