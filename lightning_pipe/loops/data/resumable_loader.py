@@ -12,7 +12,7 @@ Tested in ``tests/loops/data/test_shared_order.py``.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import islice
 from typing import Any
@@ -55,6 +55,9 @@ State = dict[str, Any]
 _CPU = torch.device("cpu")  # what a sampler draws from
 # They draw with the first index of an iteration, or from generators of their own.
 _SAMPLERS = (DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+# Modules of the classes of numbers, texts, arrays and tensors.
+_WITHOUT_CODE = ("builtins", "numpy", "torch")
+_MOST_ITEMS = 100_000
 
 
 def can_resume(loader: Any) -> bool:
@@ -93,16 +96,36 @@ def draws_nothing(loader: Any) -> bool:
     """Whether fetching draws from none of this process's shared generators once a first batch has been fetched.
 
     So it is where a loader of :func:`resumable` runs nothing here but PyTorch's own code: it has workers, or its
-    dataset is a plain collection.
+    dataset is a plain collection of items that have no code of their own.
     """
     if type(loader) is not _resumable_class(DataLoader):  # of the user's own class
         return False
     batches: Any = vars(loader)["_indices"]._inner
     sampler = batches.sampler if type(batches) is BatchSampler else batches
     own = type(sampler) in _SAMPLERS and getattr(sampler, "generator", None) is not torch.default_generator
-    plain = type(loader.dataset) in (list, tuple, TensorDataset)
-    plain &= loader.collate_fn in (default_collate, default_convert)
-    return own and (loader.num_workers > 0 or plain)
+    return own and (loader.num_workers > 0 or _is_plain(loader))
+
+
+def _is_plain(loader: DataLoader[Any]) -> bool:
+    data = loader.dataset.tensors if type(loader.dataset) is TensorDataset else loader.dataset
+    if type(data) not in (list, tuple) or loader.collate_fn not in (default_collate, default_convert):
+        return False
+    left: list[Any] = [data]
+    for _ in range(_MOST_ITEMS):
+        if not left:
+            return True
+        item = left.pop()
+        kind = type(item)
+        if kind in (list, tuple, dict):
+            if len(item) > _MOST_ITEMS:
+                return False
+            left += item.values() if kind is dict else item
+        # A collection of the user's may draw where it is read; for any class there may be a function that collates.
+        elif kind.__module__ not in _WITHOUT_CODE and (
+            loader.collate_fn is default_collate or isinstance(item, (Mapping, Sequence, torch.Tensor))
+        ):
+            return False
+    return False  # too many to look at before an epoch
 
 
 def share_samplers(one: Any, other: Any) -> bool:

@@ -213,10 +213,21 @@ class OwnLoader(DataLoader[Any]):
     pass
 
 
+class OwnTensor(torch.Tensor):
+    pass
+
+
+class DrawnWhereRead(dict[str, int]):
+    pass
+
+
 PLAIN = TensorDataset(torch.arange(8))
+DRAWN: Any = [DrawnWhereRead(row=row) for row in range(8)]
 QUIET: dict[str, Any] = {
     "tensors": lambda: DataLoader(PLAIN, 2, shuffle=True),
     "a list without batches": lambda: DataLoader(list(range(8)), None),  # type: ignore[arg-type]
+    "a list of tuples": lambda: DataLoader([(row, {"text": [str(row)]}) for row in range(8)], 2),  # type: ignore[arg-type]
+    "objects without batches": lambda: DataLoader([Path()] * 8, None),  # type: ignore[arg-type]
     "with replacement": lambda: DataLoader(PLAIN, 2, sampler=RandomSampler(PLAIN, replacement=True, num_samples=99)),
     "a generator": lambda: DataLoader(PLAIN, 2, shuffle=True, generator=torch.Generator()),
     "distributed": lambda: DataLoader(PLAIN, 2, sampler=DistributedSampler(PLAIN, 2, 0)),
@@ -225,6 +236,12 @@ QUIET: dict[str, Any] = {
 SHARED: dict[str, Any] = {"replacement": True, "num_samples": 99, "generator": torch.default_generator}
 NOT_QUIET: dict[str, Any] = {
     "a dataset": lambda: DataLoader(Rows(8), 2),
+    "items": lambda: DataLoader(DRAWN, 2),
+    "items without batches": lambda: DataLoader(DRAWN, None),
+    "items of items": lambda: DataLoader([(0, [one]) for one in DRAWN], 2),  # type: ignore[arg-type]
+    "items with a collation of their own": lambda: DataLoader([Path()] * 8, 2),  # type: ignore[arg-type]
+    "a tensor": lambda: DataLoader(TensorDataset(torch.arange(8).as_subclass(OwnTensor)), 2),
+    "more items than are looked at": lambda: DataLoader(list(range(100_001)), 2),  # type: ignore[arg-type]
     "a sampler": lambda: DataLoader(PLAIN, 2, sampler=OwnSampler(PLAIN)),
     "a sampler of workers": lambda: DataLoader(PLAIN, 2, sampler=OwnSampler(PLAIN), num_workers=1),
     "the shared generator": lambda: DataLoader(PLAIN, 2, sampler=RandomSampler(PLAIN, **SHARED)),
