@@ -149,9 +149,14 @@ def gather_or_raise(value: T, error: Exception | None, failed: str, group: Group
 
 def _said(error: Exception, failed: str) -> str:
     """The text of an error: this project's are complete, and the class of any other belongs to its text."""
+    try:
+        text = str(error)
+    except Exception as without_text:  # the others wait
+        text = f"its text cannot be read: {type(without_text).__name__}"
     if isinstance(error, PipelineError):
-        return str(error)
-    text = str(error) if isinstance(error, OSError) and failed else f"{type(error).__name__}: {error}"
+        return text
+    if not (isinstance(error, OSError) and failed):
+        text = f"{type(error).__name__}: {text}"
     return f"{failed}: {text}" if failed else text
 
 

@@ -28,6 +28,11 @@ from tests.distributed import run_ranks
 FAILED = "the folder cannot be written"
 
 
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
 def raised(work: Callable[[], object]) -> str:
     """What *work* returns, or the class and text of what it raises."""
     try:
@@ -72,6 +77,7 @@ def shared(rank: int, world_size: int) -> dict[str, Any]:
             on_all((1,), OSError("no space left")),
             on_all((0, 2), ValueError("no such column")),
             on_all((0, 1, 2), SetupError("it is a file")),
+            on_all((1,), Wordless()),
         ],
         "a user's error": on_all((1,), KeyError("user"), InputError),
         "this project's": on_all((1,), InputError("no such key"), InputError),
@@ -109,6 +115,7 @@ def test_every_rank_has_the_errors_of_all(ranks: list[dict[str, Any]]) -> None:
             "SetupError: rank 1: the folder cannot be written: no space left",
             "SetupError: rank 0, 2: the folder cannot be written: ValueError: no such column",
             "SetupError: it is a file",
+            f"SetupError: rank 1: {FAILED}: Wordless: its text cannot be read: RuntimeError",
         ]
         assert found["this project's"] == "InputError: rank 1: no such key"
         assert found["with values and errors"] == "SetupError: rank 2: it is a file"
