@@ -6,6 +6,7 @@ structure and skip to later ones, where that runs stages of a model with one ten
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -45,8 +46,8 @@ def even_shares(costs: Sequence[float], partitions: int) -> list[int]:
             f"{len(costs)} layers are to be shared out among {partitions} partitions; needed are as many layers: give"
             " fewer devices, or cut layers into smaller ones"
         )
-    if any(cost < 0 for cost in costs):
-        raise PlanError(f"the layers' costs are {list(costs)}; needed are numbers of 0 or more")
+    if not all(0 <= cost < math.inf for cost in costs):
+        raise PlanError(f"the layers' costs are {list(costs)}; needed are finite numbers of 0 or more")
     before = [0.0, *accumulate(costs)]
     # Of equally good cuts the latest: earlier partitions hold more micro-batches, the last one a loss.
     return contiguous_shares(len(costs), partitions, lambda _, first, end: before[end] - before[first])

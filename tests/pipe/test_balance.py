@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from typing import Any
 
@@ -41,8 +42,9 @@ def test_fewer_layers_than_partitions_are_refused(costs: list[float], partitions
 
 
 def test_a_negative_cost_is_refused() -> None:
-    with pytest.raises(PlanError, match="needed are numbers of 0 or more"):
-        even_shares([1, -1], 1)
+    for cost in (-1, math.inf, math.nan):
+        with pytest.raises(PlanError, match="needed are finite numbers of 0 or more"):
+            even_shares([1, cost], 1)
 
 
 def test_of_equally_good_cuts_the_latest_are_taken() -> None:
