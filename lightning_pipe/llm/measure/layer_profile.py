@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.flop_counter import flop_registry
 
-from lightning_pipe._compat.torch import TorchDispatchMode, is_view, tree_map_only
+from lightning_pipe._compat.torch import TorchDispatchMode, is_view, tree_leaves, tree_map_only
+from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.measure.layer_bench import LayerBench, LayerPiece, LossOf, Pieces
 from lightning_pipe.llm.measure.live_bytes import LiveBytes
 from lightning_pipe.llm.model.module_config import ModuleConfig
@@ -169,8 +170,9 @@ def measure_footprints(
 ) -> Pieces[Footprint]:
     """Bytes and operations of each piece for one micro-batch, found by running it on tensors without memory.
 
-    What an operation uses within itself is not seen. Arguments as for :func:`measure_work`; tensors may be on any
-    device, the meta device too, and count as tensors of the CPU.
+    What an operation uses within itself is not seen. A model that asks for the values of its tensors is run with some,
+    on the CPU. Arguments as for :func:`measure_work`; tensors may be on any device, the meta device too (then without
+    values), and count as tensors of the CPU.
 
     Raises:
         SetupError: a model that cannot be cut as the config says.
@@ -182,11 +184,22 @@ def measure_footprints(
         with mode, NoConditions():
             yield
 
-    with mode:
-        fake_args, fake_kwargs = tree_map_only(Tensor, _without_memory, (args, dict(kwargs)))
-    bench = LayerBench(model, config, fake_args, fake_kwargs, _CPU, prepare, varies, without_memory)
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        return bench.ask(loss_of, _weigh)
+    def weighed(
+        like: Callable[[Tensor], Tensor], within: Callable[[], AbstractContextManager[None]]
+    ) -> Pieces[Footprint]:
+        with within():
+            own_args, own_kwargs = tree_map_only(Tensor, like, (args, dict(kwargs)))
+        bench = LayerBench(model, config, own_args, own_kwargs, _CPU, prepare, varies, within)
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            return bench.ask(loss_of, _weigh)
+
+    try:
+        return weighed(_without_memory, without_memory)
+    except Exception as error:  # of whatever class: code that gets no values may do anything
+        given = tree_leaves((args, dict(kwargs)))
+        if isinstance(error, SetupError) or any(isinstance(one, Tensor) and one.is_meta for one in given):
+            raise
+    return weighed(Tensor.cpu, nullcontext)
 
 
 def _without_memory(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from lightning_pipe.llm.measure.layer_bench import Pieces
+from lightning_pipe.llm.measure.layer_costs import measure_costs
 from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork, measure_footprints, measure_work
 from lightning_pipe.llm.measure.live_bytes import LiveBytes
 from lightning_pipe.llm.model.activation_checkpoint import checkpoint_layers
@@ -214,3 +215,28 @@ def test_layers_that_are_computed_again_keep_less_and_differ_from_those_that_are
     again, not_again = found.layers
     assert again.kept < not_again.kept
     assert again.operations.backward > not_again.operations.backward
+
+
+class Chooses(nn.Linear):
+    """Asks how many rows there are of a kind."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        chosen = rows.detach().abs().sum(-1).gt(0).nonzero()[:, 0]
+        return x + super().forward(rows[chosen]).view_as(x)
+
+
+def test_a_model_that_asks_for_values_gets_some() -> None:
+    def loss_of_chosen(output: Tensor, part: nn.Module) -> Tensor:
+        return output[output == output].square().sum()
+
+    model = Plain()
+    model.layers = nn.ModuleList(Chooses(WIDTH, WIDTH) for _ in range(2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = measure_footprints(model, CONFIG, (ids(),), {}, loss_of_chosen)
+    assert found.layers[0].kept > found.layers[0].output == HIDDEN
+    assert found.output.kept > 0
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert measure_costs(model, CONFIG, (ids(),), {}, loss_of_chosen, unit="memory").layers[0] > found.layers[0].kept
+    with pytest.raises(Exception, match="nonzero"):
+        measure_footprints(model, CONFIG, (ids().to("meta"),), {}, loss_of_chosen)
