@@ -40,9 +40,11 @@ def contiguous_shares(
                 for end in range(first + (share not in may_be_empty), items + 1):
                     if (here := cost(share, first, end)) <= limit:
                         total = score + here * here if squares else max(score, here)
-                        # Of equal scores the list that is the least is taken.
-                        found = total, [*ends, end] if most_even else [-end, *ends]
-                        further[end] = min(further.get(end, (math.inf, [])), found)
+                        known = further.get(end)
+                        if known is None or total <= known[0]:
+                            # Of equal scores the list that is the least is taken.
+                            found = total, [*ends, end] if most_even else [-end, *ends]
+                            further[end] = found if known is None else min(known, found)
             reached = further
         return reached[items]
 
