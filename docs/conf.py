@@ -117,10 +117,11 @@ def link_by_public_name(app: Sphinx, env: Any, node: Any, content: Any) -> nodes
 
 
 def is_forgiven(app: Sphinx, domain: Any, node: Any) -> bool | None:
-    """A name of this project that leads nowhere is an error, but for types in signatures, which link where they can.
+    """A name of this project that leads nowhere is an error, but for types, which link where they can.
 
     Others' names have no pages here, and the build has no network to look for theirs.
     """
     if node.get("refdomain") != "py":
         return None
-    return "refexplicit" not in node or not node["reftarget"].startswith("lightning_pipe.") or None
+    is_type = "refexplicit" not in node or node.get("refspecific")
+    return is_type or not node["reftarget"].startswith("lightning_pipe.") or None
