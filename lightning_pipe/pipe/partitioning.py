@@ -150,7 +150,7 @@ def _checked_balance(balance: Sequence[int], layers: int, devices: int) -> list[
         raise PlanError(f"balance is {shares}; expected whole numbers of layers, 1 or more for each partition")
     if sum(shares) != layers:
         raise PlanError(
-            f"balance is {shares}, which is {sum(shares)} layers, and the Sequential has {layers}; needed are numbers"
+            f"balance is {shares}, which is {sum(shares)} layers, and the Sequential has {layers}; expected numbers"
             " of layers that add up to that"
         )
     return shares

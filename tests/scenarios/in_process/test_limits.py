@@ -482,9 +482,9 @@ def test_the_cpu_is_the_same_under_its_number(make: Make) -> None:
     [
         ("auto", "balance is 'auto'; needed are numbers of layers"),
         (5, "balance is 5; needed are numbers of layers"),
-        ([2.0, 1.0], "needed are whole numbers"),
-        ([True, 2], "needed are whole numbers"),
-        ([None, 3], "needed are whole numbers"),
+        ([2.0, 1.0], "expected whole numbers"),
+        ([True, 2], "expected whole numbers"),
+        ([None, 3], "expected whole numbers"),
     ],
 )
 def test_what_is_no_balance_is_refused(make: Make, balance: Any, message: str) -> None:
