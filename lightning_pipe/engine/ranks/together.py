@@ -47,12 +47,25 @@ def is_alone(group: Group) -> bool:
 
 
 def gather(value: T, group: Group) -> list[T]:
-    """Every rank's value, on every rank; whatever can be pickled."""
+    """Every rank's value, on every rank; whatever can be pickled.
+
+    Raises:
+        SetupError: on every rank, if the value of any cannot be pickled.
+    """
     if is_alone(group):
         return [value]
-    values = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group)
-    return values
+    own: bytes | str
+    error: Exception | None = None
+    try:
+        own = pickle.dumps(value)
+    except Exception as raised:  # of whatever kind: the others wait
+        error, own = raised, _said(raised, "a value cannot be sent to the other ranks")
+    found = [own] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group)
+    texts = [one if isinstance(one, str) else None for one in found]
+    if any(texts):
+        _raise(texts, error, SetupError)
+    return [pickle.loads(one) for one in found if isinstance(one, bytes)]
 
 
 def gather_to_first(value: T, group: Group) -> list[T]:
