@@ -54,7 +54,13 @@ FAULTS = [
         "pipe/test_gradients.py::test_a_first_gradient_that_another_parameter_shares_stays_as_it_is",
     ),
     Fault("pipe/gradients.py", "gradient + known if dense_last else ", "", "pipe/test_gradients.py"),
-    Fault("pipe/balance.py", "if largest <= following[end]:", "if largest < following[end]:", "pipe/test_balance.py"),
+    Fault(
+        "engine/planning/shares.py",
+        "if most_even else [-end, *ends]",
+        "if most_even else [end, *ends]",
+        "engine/planning/test_shares.py",
+    ),
+    Fault("pipe/balance.py", "if not all(0 <= cost < math.inf", "if not all(0 <= cost", "pipe/test_balance.py"),
     Fault(
         "loops/data/resumable_loader.py",
         'self._left, self.given = resume, int(resume["given"])',
@@ -93,7 +99,7 @@ FAULTS = [
         "recsys/dense/test_dense_reduction.py::test_reductions_left_over_are_waited_for_before_the_next_step_uses_their_memory",
     ),
     Fault(
-        "recsys/tasks/training.py",
+        "recsys/tasks/actions.py",
         "discard(embeddings)\n        self._tables_in_training = False",
         "discard(embeddings)",
         "recsys/tasks/test_training.py::test_after_a_batch_is_given_up_in_mid_training_the_next_lookup_brings_learning_rates_again",
