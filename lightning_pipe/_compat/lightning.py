@@ -69,7 +69,7 @@ __all__ = [
 _EMPTY = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward",
           "on_after_backward", "on_before_optimizer_step", "on_validation_batch_start", "on_validation_batch_end",
           "on_test_batch_start", "on_test_batch_end", "on_predict_batch_start", "on_predict_batch_end")  # fmt: skip
-# As they are in Lightning, for whoever replaces one of a base class later.
+# Lightning's own methods, noted at import: a method of a base class that is replaced later counts as overridden.
 _OF_CALLBACKS, _OF_MODULES, _OF_STRATEGIES = (
     {name: getattr(base, name, None) for name in _EMPTY} for base in (pl.Callback, pl.LightningModule, Strategy)
 )
@@ -90,7 +90,7 @@ def is_watched(trainer: pl.Trainer) -> bool:
 
 
 def replaces(holder: Any, hook_name: str) -> bool:
-    """Whether a module, data module or strategy has another method, of its class or its own, than Lightning's."""
+    """Whether a module, data module or strategy overrides a method of Lightning, in its class or on the instance."""
     return not _is(getattr(holder, hook_name), _DEFAULTS[hook_name])
 
 
@@ -159,7 +159,7 @@ class QuickOptimization(AutomaticOptimization):
             trainer, module = self.trainer, self.trainer.lightning_module
             takes = replaces(module, "on_before_backward") or replaces(module, "backward")
             if takes or _is_heard(trainer, "on_before_backward"):
-                loss = loss / 1  # who changes it must not change what the step returned
+                loss = loss / 1  # a copy: hooks may change it in place, and the result of the step must stay
             call_strategy_hook(trainer, "backward", loss, optimizer)
 
         return backward

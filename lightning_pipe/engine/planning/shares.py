@@ -1,6 +1,6 @@
-"""Cuts a list into contiguous shares so that the most expensive one costs the least.
+"""Cuts of a list into contiguous shares that minimise the cost of the most expensive share.
 
-Stages of a model and partitions of a pipe get their layers by it.
+Used to assign layers to the stages of a model and to the partitions of a pipe.
 """
 
 from __future__ import annotations

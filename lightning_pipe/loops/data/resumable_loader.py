@@ -93,10 +93,10 @@ def is_resumable(loader: Any) -> bool:
 
 
 def draws_nothing(loader: Any) -> bool:
-    """Whether fetching draws from none of this process's shared generators once a first batch has been fetched.
+    """Return whether fetches after the first one leave this process's shared random generators alone.
 
-    So it is where a loader of :func:`resumable` runs nothing here but PyTorch's own code: it has workers, or its
-    dataset is a plain collection of items that have no code of their own.
+    They do if a loader of :func:`resumable` runs only PyTorch's code in this process: it has workers, or its dataset is
+    a list, tuple or ``TensorDataset`` of items without code of their own.
     """
     if type(loader) is not _resumable_class(DataLoader):  # of the user's own class
         return False
