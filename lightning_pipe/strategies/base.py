@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -47,6 +48,8 @@ def reading_plain_types(path: str | Path) -> Iterator[None]:
 
 # Whether the last call of a Trainer in this process came to its end.
 _ended_well = False
+# Seconds that a process which ends after an error waits for its collectives; other ranks see its end only then.
+_LAST_WAIT = 5.0
 
 
 def _leave_at_exit() -> None:
@@ -54,10 +57,22 @@ def _leave_at_exit() -> None:
 
     A thread of Gloo's may still hold the last collective's tensors when the interpreter is gone, and letting go of them
     then ends the process with "terminate called without an active exception" and signal 6: torchrun takes a run that
-    has succeeded for one that has failed (seen with PyTorch 2.13). Leaving waits for such threads. After an error they
-    may be waiting for a rank that is gone, and the process ends as it does without this.
+    has succeeded for one that has failed, and an error's own exit status is lost (seen with PyTorch 2.13). Leaving
+    waits for such threads. After an error they may be waiting for a rank that waits for this one to end, so that the
+    wait is bounded.
     """
-    if _ended_well and dist.is_initialized() and dist.get_backend() == "gloo":
+    if not dist.is_initialized() or dist.get_backend() != "gloo":
+        return
+    if _ended_well:
+        dist.destroy_process_group()
+        return
+    leaves = threading.Thread(target=_leave, name="leaves the process group", daemon=True)
+    leaves.start()
+    leaves.join(_LAST_WAIT)
+
+
+def _leave() -> None:
+    with suppress(Exception):  # the error that ends the process has been told
         dist.destroy_process_group()
 
 

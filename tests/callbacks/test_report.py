@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from lightning_pipe.engine.planning.costs import Machine, TaskCost
 from lightning_pipe.engine.planning.network import Message, NetworkModel
 from lightning_pipe.engine.planning.simulation import simulate
 from lightning_pipe.engine.profiling.profile import TaskProfile
+from tests.patience import HANG
 
 pytest.importorskip("plotly", reason="Plotly, which draws the report, is not installed")
 
@@ -220,6 +222,7 @@ class Opened:
 
     def __init__(self, browser: Any, path: Path) -> None:
         context = browser.new_context(viewport={"width": 1280, "height": 900}, offline=True)
+        context.set_default_timeout(1e3 * HANG)  # ms
         self.page = context.new_page()
         self.trouble: list[str] = []
         self.page.on("console", lambda message: self.trouble.append(message.text))
@@ -239,12 +242,17 @@ class Opened:
     def hover(self, chart: str, bar: int) -> str:
         """What is shown while the mouse is over a bar."""
         path = self.page.locator(f"#{chart} .cartesianlayer .bars .point path").nth(bar)
-        path.scroll_into_view_if_needed()
-        box = path.bounding_box()
-        self.page.mouse.move(box["x"] + box["width"] / 2 - 2, box["y"] + box["height"] / 2)
-        self.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
         shown = self.page.locator(f"#{chart} .hoverlayer .hovertext")
-        shown.wait_for()
+        deadline = time.monotonic() + HANG
+        # Again and again: a chart that is being drawn, or moves while others are, does not hear of the mouse.
+        while time.monotonic() < deadline:
+            path.scroll_into_view_if_needed()
+            box = path.bounding_box()
+            for away in (2, 0):
+                self.page.mouse.move(box["x"] + box["width"] / 2 - away, box["y"] + box["height"] / 2)
+            self.page.wait_for_timeout(200)
+            if shown.count():
+                break
         return " ".join(shown.all_text_contents())
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -41,21 +43,28 @@ class Ends(Net):
             raise ValueError("on purpose")
 
 
-def leave(rank: int, world_size: int) -> tuple[bool, bool]:
-    """Whether this process is in a group behind what it does at its exit: after an error, and after a fit."""
-    found = []
-    for raises in (True, False):
-        module = Ends()
-        module.raises = raises
-        used = trainer("pipeline", devices=world_size, max_epochs=1)
-        try:
-            used.fit(module)
-        except ValueError:
-            assert raises
-        base._leave_at_exit()
-        found.append(dist.is_initialized())
-    return found[0], found[1]
+def leave(rank: int, world_size: int, raises: bool) -> bool:
+    """Whether this process is in a group behind what it does at its exit, after a fit or an error in it."""
+    module = Ends()
+    module.raises = raises
+    with pytest.raises(ValueError, match="on purpose") if raises else nullcontext():
+        trainer("pipeline", devices=world_size, max_epochs=1).fit(module)
+    assert base._ended_well == (not raises)
+    base._leave_at_exit()
+    return dist.is_initialized()
 
 
-def test_a_process_leaves_its_group_before_it_exits_unless_others_may_be_gone() -> None:
-    assert run_ranks(leave, 2) == [(True, False)] * 2
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_process_leaves_its_group_before_it_exits(raises: bool) -> None:
+    assert run_ranks(leave, 2, raises) == [False, False]
+
+
+def test_a_process_that_failed_does_not_wait_for_ranks_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(base, "_LAST_WAIT", 0.01)
+    monkeypatch.setattr(base, "_ended_well", False)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(dist, "destroy_process_group", released.wait)
+    base._leave_at_exit()
+    released.set()
