@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,7 @@ class Resuming(Net):
         self.loader = loader
         self.validated: list[int] = []
         self.ended: list[int] = []
-        self.validated_when_saved: list[int] = []
-        self.ended_when_saved: list[int] = []
+        self.done_when_saved: dict[Moment, dict[str, list[int]]] = {}
 
     def on_validation_epoch_start(self) -> None:
         if not self.trainer.sanity_checking:
@@ -89,11 +88,15 @@ def _first(batch: Any) -> Tensor:
     return torch.cat([one for one in batch.values() if one is not None])
 
 
-class SaveAfter(Callback):
-    """Writes a checkpoint at one moment: behind so many batches, or where a hook is called."""
+# A hook, and how many batches were trained when it is called.
+Moment = tuple[str, int]
 
-    def __init__(self, path: Path, batches: int, hook: str = "on_train_batch_end") -> None:
-        self.path, self.batches, self.hook = path, batches, hook
+
+class Saves(Callback):
+    """Writes a checkpoint at each of some moments."""
+
+    def __init__(self, paths: Mapping[Moment, Path]) -> None:
+        self.paths = dict(paths)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, module: Any) -> None:
         self._called("on_train_epoch_start", trainer, module)
@@ -111,12 +114,17 @@ class SaveAfter(Callback):
         self._called("on_train_epoch_end", trainer, module)
 
     def _called(self, hook: str, trainer: pl.Trainer, module: Any) -> None:
-        if hook == self.hook and len(module.trained) == self.batches and not self.path.exists():
-            trainer.save_checkpoint(self.path)
-            module.validated_when_saved, module.ended_when_saved = list(module.validated), list(module.ended)
-            if hook == "on_train_epoch_end":
-                # Of the hook itself nothing comes again; the module's own is yet to be called.
-                module.ended_when_saved.append(self.batches)
+        moment = hook, len(module.trained)
+        if path := self.paths.pop(moment, None):
+            trainer.save_checkpoint(path)
+            # Of the hook itself nothing comes again; the module's own is yet to be called.
+            own = [len(module.trained)] if hook == "on_train_epoch_end" else []
+            module.done_when_saved[moment] = {"validated": list(module.validated), "ended": module.ended + own}
+
+
+def at_end(batches: int, path: Path) -> Saves:
+    """Writes one behind so many batches."""
+    return Saves({("on_train_batch_end", batches): path})
 
 
 def seed(number: int) -> None:
@@ -258,26 +266,31 @@ def undisturbed_once(name: str, **options: Any) -> Resuming:
     return undisturbed(LOADERS[name], **options)
 
 
-def interrupted(loader: Any, path: Path, batches: int, hook: str, **options: Any) -> tuple[Resuming, Resuming]:
-    """A run that writes a checkpoint, and another that goes on from it with other seeds."""
+def saving(loader: Any, folder: Path, moments: Iterable[Moment], **options: Any) -> tuple[Resuming, dict[Moment, Path]]:
+    """A run that writes a checkpoint at each moment."""
     seed(1)
     before = Resuming(loader)
-    saving = SaveAfter(path, batches, hook)
-    pipelined(callbacks=[saving], **options).fit(before)
-    assert path.exists()
+    paths = {(hook, batches): folder / f"{hook}-{batches}.ckpt" for hook, batches in moments}
+    pipelined(callbacks=[Saves(paths)], **options).fit(before)
+    assert sorted(folder.iterdir()) == sorted(paths.values())
+    return before, paths
+
+
+def resumed(loader: Any, path: Path, **options: Any) -> Resuming:
+    """A run that goes on from a checkpoint with other seeds."""
     seed(99)
     after = Resuming(loader)
     pipelined(**options).fit(after, ckpt_path=path, weights_only=True)
-    return before, after
+    return after
 
 
-def check(whole: Resuming, before: Resuming, after: Resuming, batches: int) -> None:
+def check(whole: Resuming, before: Resuming, after: Resuming, moment: Moment) -> None:
+    _, batches = moment
     assert before.trained == whole.trained
     assert after.trained == whole.trained[batches:]
     assert after.losses == whole.losses[batches:]
     # What was done when the checkpoint was written is not done again, and all else is.
-    for name in ("validated", "ended"):
-        done: list[int] = getattr(before, f"{name}_when_saved")
+    for name, done in before.done_when_saved[moment].items():
         assert [batches + count for count in getattr(after, name)] == getattr(whole, name)[len(done) :], name
     for one, other in zip(final(after), final(whole), strict=True):
         assert torch.equal(one, other)
@@ -288,24 +301,27 @@ def test_training_goes_on_with_the_very_next_batch_to_the_same_bits(name: str, t
     loader = LOADERS[name]
     whole = undisturbed_once(name)
     in_epoch = len(whole.trained) // 3
-    for batches in sorted({1, in_epoch - 1, in_epoch, in_epoch + 2, 3 * in_epoch - 1}):
-        before, after = interrupted(loader, tmp_path / f"{batches}.ckpt", batches, "on_train_batch_end")
-        check(whole, before, after, batches)
+    counts = sorted({1, in_epoch - 1, in_epoch, in_epoch + 2, 3 * in_epoch - 1})
+    before, paths = saving(loader, tmp_path, [("on_train_batch_end", count) for count in counts])
+    for moment, path in paths.items():
+        check(whole, before, resumed(loader, path), moment)
+
+
+MOMENTS: list[Moment] = [
+    ("on_train_batch_start", 0),
+    ("on_train_batch_start", 1),
+    ("on_train_batch_start", 6),
+    ("on_train_batch_start", 8),
+    ("on_train_epoch_end", 6),
+    ("on_train_epoch_end", 12),
+]
+WITH_VALIDATION: list[Moment] = [("on_validation_end", 3), ("on_validation_end", 6), ("on_validation_end", 9)]
 
 
 @pytest.mark.parametrize(
-    ("hook", "batches"),
-    [
-        ("on_train_batch_start", 0),
-        ("on_train_batch_start", 1),
-        ("on_train_batch_start", 6),
-        ("on_train_batch_start", 8),
-        ("on_validation_end", 3),
-        ("on_validation_end", 6),
-        ("on_validation_end", 9),
-        ("on_train_epoch_end", 6),
-        ("on_train_epoch_end", 12),
-    ],
+    ("moments", "options"),
+    [(MOMENTS, {"limit_val_batches": 0}), (WITH_VALIDATION, {"val_check_interval": 3, "num_sanity_val_steps": 0})],
+    ids=["training", "validation"],
 )
 @pytest.mark.parametrize(
     "name",
@@ -314,11 +330,13 @@ def test_training_goes_on_with_the_very_next_batch_to_the_same_bits(name: str, t
         ("own generator", "workers", "stateful").__contains__,
     ),
 )
-def test_it_does_wherever_the_checkpoint_was_written(name: str, hook: str, batches: int, tmp_path: Path) -> None:
-    options = {"val_check_interval": 3, "num_sanity_val_steps": 0} if "validation" in hook else {"limit_val_batches": 0}
+def test_it_does_wherever_the_checkpoint_was_written(
+    name: str, moments: list[Moment], options: dict[str, Any], tmp_path: Path
+) -> None:
     whole = undisturbed_once(name, **options)
-    before, after = interrupted(LOADERS[name], tmp_path / "a.ckpt", batches, hook, **options)
-    check(whole, before, after, batches)
+    before, paths = saving(LOADERS[name], tmp_path, moments, **options)
+    for moment, path in paths.items():
+        check(whole, before, resumed(LOADERS[name], path, **options), moment)
 
 
 @pytest.mark.parametrize("length", [5, 7, 23])
@@ -344,7 +362,7 @@ def test_a_loader_without_a_state_begins_anew_with_lightnings_warning(tmp_path: 
         return DataLoader(Stream(), batch_size=4)
 
     before = Resuming(loader)
-    pipelined(callbacks=[SaveAfter(tmp_path / "a.ckpt", 2)], limit_train_batches=6).fit(before)
+    pipelined(callbacks=[at_end(2, tmp_path / "a.ckpt")], limit_train_batches=6).fit(before)
     after = Resuming(loader)
     with pytest.warns(UserWarning, match="your dataloader is not resumable"):
         pipelined(limit_train_batches=6).fit(after, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
@@ -352,20 +370,7 @@ def test_a_loader_without_a_state_begins_anew_with_lightnings_warning(tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["made anew", "shared generator", "shared sampler"])
-@pytest.mark.parametrize(
-    ("hook", "batches"),
-    [
-        ("on_train_epoch_end", 6),
-        ("on_train_epoch_start", 6),
-        ("on_train_batch_end", 8),
-        ("on_train_epoch_end", 12),
-        ("on_train_epoch_start", 12),
-        ("on_train_batch_end", 14),
-    ],
-)
-def test_samplers_of_reloaded_loaders_are_where_they_would_be(
-    kind: str, hook: str, batches: int, tmp_path: Path
-) -> None:
+def test_samplers_of_reloaded_loaders_are_where_they_would_be(kind: str, tmp_path: Path) -> None:
     class Module(Resuming):
         def __init__(self) -> None:
             super().__init__(None)
@@ -384,9 +389,12 @@ def test_samplers_of_reloaded_loaders_are_where_they_would_be(
         used.fit(module, ckpt_path=ckpt_path, weights_only=True)
         return module
 
-    whole = fitted(1)
-    path = tmp_path / "a.ckpt"
-    check(whole, fitted(1, [SaveAfter(path, batches, hook)]), fitted(99, ckpt_path=path), batches)
+    hooks = {"on_train_epoch_end": (6, 12), "on_train_epoch_start": (6, 12), "on_train_batch_end": (8, 14)}
+    moments = [(hook, batches) for hook, counts in hooks.items() for batches in counts]
+    paths = {moment: tmp_path / f"{moment}.ckpt" for moment in moments}
+    whole, before = fitted(1), fitted(1, [Saves(paths)])
+    for moment, path in paths.items():
+        check(whole, before, fitted(99, ckpt_path=path), moment)
 
 
 def test_the_users_loader_stays_as_it_was(tmp_path: Path) -> None:
@@ -403,21 +411,21 @@ def test_a_checkpoint_goes_from_lightnings_loop_to_this_one_and_back(tmp_path: P
     for first, second in [(trainer, pipelined), (pipelined, trainer)]:
         path = tmp_path / f"{first.__name__}.ckpt"
         module = Resuming(plain)
-        first(callbacks=[SaveAfter(path, 6, "on_train_epoch_end")], limit_val_batches=0).fit(module)
+        first(callbacks=[Saves({("on_train_epoch_end", 6): path})], limit_val_batches=0).fit(module)
         following = Resuming(plain)
         second(limit_val_batches=0, max_epochs=3).fit(following, ckpt_path=path, weights_only=True)
         assert len(following.trained) == 12
 
 
 def test_other_loaders_than_the_checkpoints_are_refused(tmp_path: Path) -> None:
-    pipelined(callbacks=[SaveAfter(tmp_path / "a.ckpt", 2)]).fit(Resuming(lambda: combined("min_size")))
+    pipelined(callbacks=[at_end(2, tmp_path / "a.ckpt")]).fit(Resuming(lambda: combined("min_size")))
     with pytest.raises(SetupError, match=r"states of 2 train dataloader.s., and there are 1"):
         pipelined().fit(Resuming(plain), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
 
 
 def test_a_checkpoint_in_the_middle_of_an_accumulation_says_what_it_lacks(tmp_path: Path) -> None:
     for batches, path in [(3, tmp_path / "middle.ckpt"), (4, tmp_path / "stepped.ckpt")]:
-        used = pipelined(callbacks=[SaveAfter(path, batches)], accumulate_grad_batches=2, max_epochs=1)
+        used = pipelined(callbacks=[at_end(batches, path)], accumulate_grad_batches=2, max_epochs=1)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             used.fit(Resuming(plain))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,38 @@ def run(
     return module
 
 
+_WHOLE: dict[str, Drawing] = {}
+
+
+def whole_run(**options: Any) -> Drawing:
+    """A run that nothing interrupts, computed once for the same options."""
+    key = json.dumps(options, sort_keys=True)
+    if key not in _WHOLE:
+        _WHOLE[key] = run(**options)
+    return _WHOLE[key]
+
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def write(tmp_path_factory: pytest.TempPathFactory) -> Write:
+    """The checkpoint of a moment: one run writes those of all moments, once for the same options."""
+    made: dict[str, Path] = {}
+
+    def write(moment: tuple[str, int], moments: Iterable[tuple[str, int]], **options: Any) -> Path:
+        key = json.dumps(options, sort_keys=True)
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("written")
+            saves = [Saves(made[key] / f"{hook}-{batches}.ckpt", hook, batches) for hook, batches in moments]
+            run(None, *saves, **options)
+            assert all(one.saved for one in saves)
+        hook, batches = moment
+        return made[key] / f"{hook}-{batches}.ckpt"
+
+    return write
+
+
 def assert_goes_on(whole: Drawing, after: Drawing, done: int, due: bool) -> None:
     """*after* has trained what *whole* had behind *done* batches, to the same bits.
 
@@ -152,13 +186,11 @@ def is_called(hook: str, batches: int, validation: str) -> bool:
         lambda case: case[-1] == "every 2",
     ),
 )
-def test_from_every_hook(hook: str, batches: int, done: int, validation: str, tmp_path: Path) -> None:
+def test_from_every_hook(hook: str, batches: int, done: int, validation: str, write: Write) -> None:
     options = VALIDATIONS[validation]
-    whole = run(**options)
-    saves = Saves(tmp_path / "a.ckpt", hook, batches)
-    run(None, saves, **options)
-    assert saves.saved
-    assert_goes_on(whole, run(tmp_path / "a.ckpt", **options), done, due="validation" in hook)
+    moments = [moment[:2] for moment in MOMENTS if is_called(*moment[:2], validation)]
+    path = write((hook, batches), moments, **options)
+    assert_goes_on(whole_run(**options), run(path, **options), done, due="validation" in hook)
 
 
 # Where a run has written its checkpoint; where the one that continued from it wrote another before its first batch;
@@ -187,14 +219,14 @@ TWICE = [
     sampled([{}, {"num_workers": 1}], lambda loader: not loader, lambda loader: "1 worker" if loader else "no workers"),
 )
 def test_from_what_a_continued_run_has_written_before_its_first_batch(
-    first: str, done: int, second: str, due: bool, loader: dict[str, Any], tmp_path: Path
+    first: str, done: int, second: str, due: bool, loader: dict[str, Any], tmp_path: Path, write: Write
 ) -> None:
-    whole = run(**EVERY_OTHER, loader=loader)
-    run(None, Saves(tmp_path / "a.ckpt", first, done), **EVERY_OTHER, loader=loader)
+    options = {**EVERY_OTHER, "loader": loader}
+    path = write((first, done), dict.fromkeys(row[:2] for row in TWICE), **options)
     saves = Saves(tmp_path / "b.ckpt", second, 0)
-    run(tmp_path / "a.ckpt", saves, **EVERY_OTHER, loader=loader)
+    run(path, saves, **options)
     assert saves.saved
-    assert_goes_on(whole, run(tmp_path / "b.ckpt", **EVERY_OTHER, loader=loader), done, due)
+    assert_goes_on(whole_run(**options), run(tmp_path / "b.ckpt", **options), done, due)
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_optimizer_step"])
@@ -219,7 +251,7 @@ def test_workers_of_a_first_validation_draw_their_seed_when_it_begins(tmp_path: 
     """Not before the first batch, where there was none: its counters do not tell."""
     workers = {"num_workers": 1, "persistent_workers": True}
     options: dict[str, Any] = {**EVERY_OTHER, "validation": workers, "num_sanity_val_steps": 0}
-    whole = run(**options)
+    whole = whole_run(**options)
     run(None, Saves(tmp_path / "a.ckpt", "on_train_batch_start", 0), **options)
     assert_goes_on(whole, run(tmp_path / "a.ckpt", **options), 0, due=False)
 
@@ -240,7 +272,7 @@ RAISING = [
 )
 def test_from_the_checkpoint_of_an_exception(hook: str, batches: int, validation: str, tmp_path: Path) -> None:
     options = VALIDATIONS[validation]
-    whole = run(**options)
+    whole = whole_run(**options)
     saves = Saves(tmp_path / "a.ckpt", hook, batches, ValueError("no such column"))
     keeps = OnExceptionCheckpoint(tmp_path, "a")
     with pytest.raises(ValueError, match="no such column"):
@@ -262,7 +294,7 @@ def test_from_the_checkpoint_of_a_termination(batches: int, validation: str, tmp
         def on_train_epoch_end(self, used: pl.Trainer, module: Any) -> None:
             ended.append(len(module.trained))
 
-    whole = run(**options)
+    whole = whole_run(**options)
     with pytest.raises(SIGTERMException):
         run(None, Told(), OnExceptionCheckpoint(tmp_path, "a"), enable_checkpointing=True, **options)
     after = run(tmp_path / "a.ckpt", **options)
@@ -278,7 +310,7 @@ def test_with_a_limit_of_steps_from_the_end_of_an_epoch(
     options: dict[str, Any], validation: dict[str, Any], tmp_path: Path
 ) -> None:
     options = {**options, **validation}
-    whole = run(**options)
+    whole = whole_run(**options)
     saves = ModelCheckpoint(tmp_path, "{step}", every_n_epochs=1, save_top_k=-1, save_on_train_epoch_end=True)
     run(None, saves, enable_checkpointing=True, **options)
     for done in (6, 12):
@@ -295,7 +327,7 @@ def test_with_a_limit_of_steps_from_the_end_of_an_epoch(
 @pytest.mark.parametrize("done", [6, 12])
 def test_with_loaders_that_are_made_anew(every: int, done: int, tmp_path: Path) -> None:
     options: dict[str, Any] = {"reload_dataloaders_every_n_epochs": every, **AT_THE_END}
-    whole = run(**options)
+    whole = whole_run(**options)
     run(None, Saves(tmp_path / "a.ckpt", "on_train_epoch_end", done), **options)
     after = run(tmp_path / "a.ckpt", **options)
     # The module's own hook comes behind the callbacks'.
