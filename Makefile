@@ -24,6 +24,8 @@ train-llm: setup
 # processes, too.
 WORKERS ?= 2
 test test-all: export OMP_NUM_THREADS = 1
+# Processes that tests start would compile the package each time where this is set.
+test test-all: export PYTHONDONTWRITEBYTECODE =
 test: setup
 	$(BIN)/python -m pytest $(if $(FILE),--exhaustive $(FILE),-n $(WORKERS) --dist loadfile)
 

@@ -13,14 +13,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_pipe._compat.lightning import (
-    DataLoaderIterDataFetcher,
-    EvaluationLoop,
-    PredictionLoop,
-    call_callback_hooks,
-    call_module_hook,
-    call_strategy_hook,
-)
+from lightning_pipe._compat.lightning import DataLoaderIterDataFetcher, EvaluationLoop, PredictionLoop
+from lightning_pipe._compat.quick_lightning import call_callback_hooks, call_module_hook, call_strategy_hook
 from lightning_pipe.engine import InputError
 from lightning_pipe.loops.data.persistent_workers import starting_without_a_draw, workers_wait
 from lightning_pipe.loops.data.random_streams import States, get_states

@@ -9,10 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_pipe._compat.lightning import (
-    DataFetcher,
-    DataLoaderIterDataFetcher,
-    TrainingEpochLoop,
+from lightning_pipe._compat.lightning import DataFetcher, DataLoaderIterDataFetcher, TrainingEpochLoop
+from lightning_pipe._compat.quick_lightning import (
     call_callback_hooks,
     call_module_hook,
     call_strategy_hook,

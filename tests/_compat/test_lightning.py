@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
-from lightning_pipe._compat import lightning
+from lightning_pipe._compat import lightning, quick_lightning
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 
 # Each with its arguments after self.
@@ -76,7 +76,8 @@ ARGUMENTS = [
 
 @pytest.mark.parametrize(("name", "arguments"), ARGUMENTS)
 def test_lightnings_loops_have_the_methods_that_ours_override_or_call(name: str, arguments: str) -> None:
-    found = [one for one in inspect.signature(attrgetter(name)(lightning)).parameters if one != "self"]
+    function = attrgetter(name)(quick_lightning if name.startswith("call.") else lightning)
+    found = [one for one in inspect.signature(function).parameters if one != "self"]
     assert found == arguments.split(), f"Lightning's {name} takes {found}, expected {arguments.split()}"
 
 
@@ -242,7 +243,7 @@ def test_an_empty_hook_is_not_called_and_the_signature_of_a_step_is_read_once() 
     read: dict[bool, int] = {}
     for ours in (False, True):
         reading = mock.patch("inspect.getfullargspec", side_effect=inspect.getfullargspec)
-        with mock.patch.object(lightning.call, "_call_callback_hooks") as calls, reading as reads:
+        with mock.patch.object(quick_lightning.call, "_call_callback_hooks") as calls, reading as reads:
             fit(Model(), ours=ours)
         called[ours] = sum(one.args[1] == "on_before_zero_grad" for one in calls.call_args_list)
         read[ours] = reads.call_count
@@ -251,7 +252,7 @@ def test_an_empty_hook_is_not_called_and_the_signature_of_a_step_is_read_once() 
 
 
 def results_of_one_value() -> Any:
-    results = lightning._QuickResults(training=True)
+    results = quick_lightning._QuickResults(training=True)
     results.log("training_step", "loss", torch.tensor(1.0), on_step=True, on_epoch=True)
     return results
 
@@ -291,7 +292,7 @@ def test_results_and_optimisation_loops_of_another_class_stay_what_they_are() ->
 @pytest.mark.parametrize("normalize", [1, 3])
 def test_a_loss_is_divided_where_that_changes_it(normalize: int) -> None:
     loss = torch.tensor(6.0, requires_grad=True)
-    result = lightning.QuickOptimization.output_result_cls.from_training_step_output(loss, normalize)
+    result = quick_lightning.QuickOptimization.output_result_cls.from_training_step_output(loss, normalize)
     assert (result.closure_loss is loss) == (normalize == 1)
     assert float(result.asdict()["loss"]) == 6.0 / normalize
 
@@ -299,4 +300,4 @@ def test_a_loss_is_divided_where_that_changes_it(normalize: int) -> None:
 @pytest.mark.parametrize("output", ["text", {"other": 1}])
 def test_what_is_no_loss_is_lightnings_error(output: Any) -> None:
     with pytest.raises(MisconfigurationException):
-        lightning.QuickOptimization.output_result_cls.from_training_step_output(output)
+        quick_lightning.QuickOptimization.output_result_cls.from_training_step_output(output)

@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.apply_func import move_data_to_device
 
-from lightning_pipe._compat.lightning import call_strategy_hook, is_watched, replaces
+from lightning_pipe._compat.quick_lightning import call_strategy_hook, is_watched, replaces
 from lightning_pipe.loops.data.random_streams import RandomStreams
 
 _PREPARES = ("on_before_batch_transfer",)

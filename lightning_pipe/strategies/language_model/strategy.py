@@ -14,7 +14,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipe._compat.lightning import call_callback_hooks, call_module_hook, optimizers_to_device
+from lightning_pipe._compat.lightning import optimizers_to_device
+from lightning_pipe._compat.quick_lightning import call_callback_hooks, call_module_hook
 from lightning_pipe._compat.torch import empty_optimizers_allowed
 from lightning_pipe.engine import InputError, SetupError, SWPipeline
 from lightning_pipe.engine.plans.options import option_group

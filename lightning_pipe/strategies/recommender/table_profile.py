@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_pipe._compat.lightning import call_strategy_hook
+from lightning_pipe._compat.quick_lightning import call_strategy_hook
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, SWPipeline, TaskProfiler
 from lightning_pipe.loops.data.random_streams import get_states, set_states
 from lightning_pipe.recsys.plans.named import recsys_plan

@@ -1,0 +1,201 @@
+"""What Lightning's training loop does for every batch, with less work.
+
+Lightning calls some twenty hooks per batch, most of which are empty. Each call notes the hook's name at the module
+through ``nn.Module.__setattr__`` and enters the profiler: a tenth of a millisecond per batch together. The functions
+below do the same, but pass over empty hooks and a profiler that does nothing. With any other profiler, or with
+Lightning's debug messages, they call Lightning's own helpers.
+
+Tested in ``tests/_compat/test_lightning.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.core.hooks import DataHooks
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import RunningStage
+from torch import Tensor
+
+from lightning_pipe._compat.lightning import AutomaticOptimization, ResultCollection, ResultMetric, TrainingEpochLoop
+
+__all__ = [
+    "QuickOptimization",
+    "call_callback_hooks",
+    "call_module_hook",
+    "call_strategy_hook",
+    "end_batch",
+    "is_watched",
+    "make_quick",
+    "replaces",
+]
+
+_EMPTY = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward",
+          "on_after_backward", "on_before_optimizer_step", "on_validation_batch_start", "on_validation_batch_end",
+          "on_test_batch_start", "on_test_batch_end", "on_predict_batch_start", "on_predict_batch_end")  # fmt: skip
+# Lightning's own methods, noted at import: a method of a base class that is replaced later counts as overridden.
+_OF_CALLBACKS, _OF_MODULES, _OF_STRATEGIES = (
+    {name: getattr(base, name, None) for name in _EMPTY} for base in (pl.Callback, pl.LightningModule, Strategy)
+)
+_DEFAULTS: dict[str, Any] = {
+    "on_before_batch_transfer": DataHooks.on_before_batch_transfer,
+    "transfer_batch_to_device": DataHooks.transfer_batch_to_device,
+    "on_after_batch_transfer": DataHooks.on_after_batch_transfer,
+    "batch_to_device": Strategy.batch_to_device,
+    "on_before_backward": pl.LightningModule.on_before_backward,
+    "backward": pl.LightningModule.backward,
+}
+_debugged = logging.getLogger(call.__name__).isEnabledFor
+
+
+def is_watched(trainer: pl.Trainer) -> bool:
+    """Whether a profiler or a log records each call of a hook."""
+    return type(trainer.profiler) is not PassThroughProfiler or _debugged(logging.DEBUG)  # type: ignore[attr-defined]
+
+
+def replaces(holder: Any, hook_name: str) -> bool:
+    """Whether a module, data module or strategy overrides a method of Lightning, in its class or on the instance."""
+    return not _is(getattr(holder, hook_name), _DEFAULTS[hook_name])
+
+
+def call_callback_hooks(trainer: pl.Trainer, hook_name: str, *args: Any, **kwargs: Any) -> None:
+    """Call a hook of all callbacks."""
+    if _is_heard(trainer, hook_name) or is_watched(trainer):
+        call._call_callback_hooks(trainer, hook_name, *args, **kwargs)
+
+
+def call_module_hook(trainer: pl.Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a hook of the module; returns what it returned."""
+    module = trainer.strategy.lightning_module
+    if module is None or is_watched(trainer):
+        return call._call_lightning_module_hook(trainer, hook_name, *args, **kwargs)
+    return _called(module, module, hook_name, _OF_MODULES, args, kwargs)
+
+
+def call_strategy_hook(trainer: pl.Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of the strategy as a hook; returns what it returned."""
+    if is_watched(trainer):
+        return call._call_strategy_hook(trainer, hook_name, *args, **kwargs)
+    strategy = trainer.strategy
+    return _called(strategy.lightning_module, strategy, hook_name, _OF_STRATEGIES, args, kwargs)
+
+
+def _is_heard(trainer: Any, name: str) -> bool:
+    empty = _OF_CALLBACKS.get(name)
+    return any(not _is(getattr(one, name, None), empty) for one in trainer.callbacks)
+
+
+def _is(method: Any, function: Any) -> bool:
+    return function is not None and getattr(method, "__func__", None) is function
+
+
+def _called(module: Any, holder: Any, name: str, empty: dict[str, Any], args: Any, kwargs: Any) -> Any:
+    function = getattr(holder, name)
+    if _is(function, empty.get(name)) or not callable(function):
+        return None
+    before = module._current_fx_name
+    object.__setattr__(module, "_current_fx_name", name)
+    output = function(*args, **kwargs)
+    object.__setattr__(module, "_current_fx_name", before)
+    return output
+
+
+class _QuickResult(ClosureResult):
+    """What ``training_step`` returned; a loss divided by one is that loss."""
+
+    @classmethod
+    def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> ClosureResult:
+        if normalize == 1 and type(training_step_output) is Tensor and training_step_output.is_floating_point():
+            return cls(training_step_output)
+        return super().from_training_step_output(training_step_output, normalize)
+
+
+class QuickOptimization(AutomaticOptimization):
+    """Lightning's automatic optimisation, with hooks called as above."""
+
+    output_result_cls = _QuickResult
+
+    def _make_backward_fn(self, optimizer: torch.optim.Optimizer) -> Any:
+        if self._skip_backward:
+            return None
+
+        def backward(loss: Tensor) -> None:
+            trainer, module = self.trainer, self.trainer.lightning_module
+            takes = replaces(module, "on_before_backward") or replaces(module, "backward")
+            if takes or _is_heard(trainer, "on_before_backward"):
+                loss = loss / 1  # a copy: hooks may change it in place, and the result of the step must stay
+            call_strategy_hook(trainer, "backward", loss, optimizer)
+
+        return backward
+
+    def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Any) -> None:
+        trainer = self.trainer
+        optimizer = trainer.strategy._lightning_optimizers[0]
+        step = None if trainer.fit_loop._should_accumulate() else self.optim_progress.optimizer.step
+        if step is not None:
+            step.increment_ready()
+        epoch = trainer.current_epoch
+        call_module_hook(trainer, "optimizer_step", epoch, batch_idx, optimizer, train_step_and_backward_closure)
+        if step is not None:
+            step.increment_completed()
+
+    def _on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optim_progress.optimizer.zero_grad.increment_ready()
+        call_callback_hooks(self.trainer, "on_before_zero_grad", optimizer)
+        call_module_hook(self.trainer, "on_before_zero_grad", optimizer)
+        self.optim_progress.optimizer.zero_grad.increment_started()
+
+    def _optimizer_zero_grad(self, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        trainer = self.trainer
+        call_module_hook(trainer, "optimizer_zero_grad", trainer.current_epoch, batch_idx, optimizer)
+        self.optim_progress.optimizer.zero_grad.increment_completed()
+
+
+def make_quick(loop: TrainingEpochLoop) -> None:
+    """Give *loop* an optimisation loop and results that do the same with less work, where it has Lightning's own."""
+    if type(loop.automatic_optimization) is AutomaticOptimization:
+        made = QuickOptimization.__new__(QuickOptimization)
+        vars(made).update(vars(loop.automatic_optimization))
+        loop.automatic_optimization = made
+    if type(loop._results) is ResultCollection and not loop._results:
+        loop._results = _QuickResults(training=True)
+
+
+def end_batch(loop: TrainingEpochLoop) -> None:
+    """Let the trainer's log know that a batch of *loop* has ended."""
+    results = loop._results
+    if results or loop.trainer.state.stage is not RunningStage.TRAINING:
+        loop.trainer._logger_connector.on_batch_end()
+    else:  # nothing was logged
+        results.batch = results.batch_size = None
+
+
+class _QuickResults(ResultCollection):
+    """Lightning's logged values; accumulators that are on a value's device already are not moved there again."""
+
+    def __setitem__(self, key: str, metric: ResultMetric) -> None:
+        super().__setitem__(
+            key, _QuickMetric(metric.meta, metric.is_tensor) if type(metric) is ResultMetric else metric
+        )
+
+
+class _QuickMetric(ResultMetric):
+    def to(self, *args: Any, **kwargs: Any) -> ResultMetric:  # type: ignore[override]  # as the base
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.device) and self._is_on(args[0]):
+            return self
+        return super().to(*args, **kwargs)
+
+    def _is_on(self, device: torch.device) -> bool:
+        """Whether all that is moved with it is there: what is accumulated, and what that begins with."""
+        return self.is_tensor and all(
+            value.device == device
+            for values in (vars(self), self._defaults)
+            for value in values.values()
+            if isinstance(value, Tensor)
+        )
