@@ -81,6 +81,34 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float 
     return [rank.value for rank in ranks]
 
 
+class InParts:
+    """What each rank has come to, part by part: a part is run when a test first asks for something of it.
+
+    Args:
+        run: called with a part, returns the results of each rank by key.
+        part_of: the part that a key belongs to.
+    """
+
+    def __init__(self, run: Callable[[str], list[dict[Any, Any]]], part_of: Callable[[Any], str]) -> None:
+        self._run, self._part_of = cache(run), part_of
+
+    def of_ranks(self, world_size: int) -> list[Any]:
+        """A mapping for each rank."""
+        return [_OfRank(self, rank) for rank in range(world_size)]
+
+    def of(self, rank: int, key: Any) -> Any:
+        """One rank's result."""
+        return self._run(self._part_of(key))[rank][key]
+
+
+class _OfRank:
+    def __init__(self, parts: InParts, rank: int) -> None:
+        self._parts, self._rank = parts, rank
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._parts.of(self._rank, key)
+
+
 def threads_left(before: Collection[threading.Thread], end: float | None = None) -> list[str]:
     """Names of the threads that are alive now, were not in ``before``, and should have ended.
 

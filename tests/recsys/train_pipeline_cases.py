@@ -646,7 +646,7 @@ def waits() -> dict[str, Any]:
     }
 
 
-# Everything on two ranks, in one go: it takes longer to start them than to try most cases.
+# What holds on two ranks.
 
 
 def processors_under_ddp() -> str:
@@ -655,30 +655,32 @@ def processors_under_ddp() -> str:
     return text if not replaced(model) else "still replaced"
 
 
-def everything_apart(rank: int, world_size: int) -> dict[str, Any]:
+PARTS: dict[str, Callable[[], Any]] = {
+    "like torchrec": lambda: {
+        f"{build.__name__}, {kinds}": like_torchrec(build, kinds)
+        for build, kinds in ((Bags, "table_wise"), (Bags, "column_wise"), (Sequences, "row_wise"))
+    },
+    "processors": processors_under_ddp,
+    "detached": lambda: plans(detached),
+    "reset": lambda: plans(reset),
+    "closed": lambda: plans(closed),
+    "end of data": lambda: plans(end_of_data),
+    "wrong": lambda: {f"{name}, {place}": wrong(name, *place) for name in WRONG for place in PLACES},
+    # Of the second two, one sends ids in a process group more than the other.
+    "differing plans": lambda: {plans: differing_plans(*plans) for plans in (("base", "prefetch"), ("serial", "base"))},
+    "failed step": lambda: plans(failed_step),
+    "missing losses": lambda: plans(missing_losses),
+    "evaluated": lambda: plans(evaluated_in_between),
+    "evaluation": lambda: {**plans(evaluated), "semi_sync": stale_evaluated()},
+    "schedules": schedules,
+    "accumulation": accumulation,
+    "waits": waits,
+}
+
+
+def on_rank(rank: int, world_size: int, part: str, apart: bool) -> Any:
+    """A part, with both ranks on one machine or each on one of its own."""
+    if not apart:
+        return PARTS[part]()
     with mock.patch.object(together, "place_of_process", return_value=(f"machine {rank}", 0)):
-        return everything(rank, world_size)
-
-
-def everything(rank: int, world_size: int) -> dict[str, Any]:
-    return {
-        "like torchrec": {
-            f"{build.__name__}, {kinds}": like_torchrec(build, kinds)
-            for build, kinds in ((Bags, "table_wise"), (Bags, "column_wise"), (Sequences, "row_wise"))
-        },
-        "processors": processors_under_ddp(),
-        "detached": plans(detached),
-        "reset": plans(reset),
-        "closed": plans(closed),
-        "end of data": plans(end_of_data),
-        "wrong": {f"{name}, {place}": wrong(name, *place) for name in WRONG for place in PLACES},
-        # Of the second two, one sends ids in a process group more than the other.
-        "differing plans": {plans: differing_plans(*plans) for plans in (("base", "prefetch"), ("serial", "base"))},
-        "failed step": plans(failed_step),
-        "missing losses": plans(missing_losses),
-        "evaluated": plans(evaluated_in_between),
-        "evaluation": {**plans(evaluated), "semi_sync": stale_evaluated()},
-        "schedules": schedules(),
-        "accumulation": accumulation(),
-        "waits": waits(),
-    }
+        return PARTS[part]()

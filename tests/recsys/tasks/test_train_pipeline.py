@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -34,118 +35,112 @@ from tests.recsys.train_pipeline_cases import (
     POOLED,
     WRONG,
     around_tasks,
-    everything,
-    everything_apart,
     hooks,
     immovable,
+    on_rank,
     pipeline_of,
     replaced,
 )
 from tests.tiers import sampled
 
+# A part of what is tried on two ranks, to what it found on each.
+TwoRanks = Callable[[str], list[Any]]
+
 
 @pytest.fixture(scope="module", params=sampled(["one machine", "two machines"], lambda name: name == "one machine"))
-def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What holds on each rank, wherever they are: ids travel in another way between machines."""
-    return run_ranks(everything if request.param == "one machine" else everything_apart, 2)
+def two_ranks(request: pytest.FixtureRequest) -> TwoRanks:
+    """What holds on each rank in a part, wherever they are: ids travel in another way between machines."""
+    return cache(lambda part: run_ranks(on_rank, 2, part, request.param == "two machines"))
 
 
-def holds(two_ranks: list[dict[str, Any]], name: str, part: str) -> None:
-    assert [[what for what, is_true in found[name][part].items() if not is_true] for found in two_ranks] == [[], []]
+def holds(two_ranks: TwoRanks, name: str, part: str) -> None:
+    assert [[what for what, is_true in found[part].items() if not is_true] for found in two_ranks(name)] == [[], []]
 
 
 @pytest.mark.parametrize("case", ["Bags, table_wise", "Bags, column_wise", "Sequences, row_wise"])
 def test_every_plan_trains_torchrecs_model_to_the_bit_as_torchrecs_pipeline_does(
-    two_ranks: list[dict[str, Any]], case: str
+    two_ranks: TwoRanks, case: str
 ) -> None:
     holds(two_ranks, "like torchrec", case)
 
 
-def test_trained_feature_processors_inside_ddp_are_refused(two_ranks: list[dict[str, Any]]) -> None:
-    assert all("model.a hold feature processors" in found["processors"] for found in two_ranks)
+def test_trained_feature_processors_inside_ddp_are_refused(two_ranks: TwoRanks) -> None:
+    assert all("model.a hold feature processors" in found for found in two_ranks("processors"))
 
 
 @pytest.mark.parametrize("plan", DEPTHS)
 def test_a_detached_model_can_be_evaluated_and_training_goes_on_with_the_batches_in_flight(
-    two_ranks: list[dict[str, Any]], plan: str
+    two_ranks: TwoRanks, plan: str
 ) -> None:
     holds(two_ranks, "detached", plan)
 
 
 @pytest.mark.parametrize("plan", DEPTHS)
-def test_reset_gives_up_what_is_in_flight_and_training_goes_on(two_ranks: list[dict[str, Any]], plan: str) -> None:
+def test_reset_gives_up_what_is_in_flight_and_training_goes_on(two_ranks: TwoRanks, plan: str) -> None:
     holds(two_ranks, "reset", plan)
 
 
 @pytest.mark.parametrize("plan", DEPTHS)
-def test_close_leaves_no_thread_no_forward_and_no_hook_behind(two_ranks: list[dict[str, Any]], plan: str) -> None:
+def test_close_leaves_no_thread_no_forward_and_no_hook_behind(two_ranks: TwoRanks, plan: str) -> None:
     holds(two_ranks, "closed", plan)
 
 
 @pytest.mark.parametrize("plan", DEPTHS)
-def test_the_end_of_the_data_stops_each_time_and_another_iterator_goes_on(
-    two_ranks: list[dict[str, Any]], plan: str
-) -> None:
+def test_the_end_of_the_data_stops_each_time_and_another_iterator_goes_on(two_ranks: TwoRanks, plan: str) -> None:
     holds(two_ranks, "end of data", plan)
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("name", WRONG)
 def test_a_batch_that_is_wrong_on_one_rank_is_an_input_error_on_every_rank(
-    two_ranks: list[dict[str, Any]], name: str, place: tuple[str, int, str]
+    two_ranks: TwoRanks, name: str, place: tuple[str, int, str]
 ) -> None:
-    for found in two_ranks:
-        kinds, text, clean = found["wrong"][f"{name}, {place}"]
+    for found in two_ranks("wrong"):
+        kinds, text, clean = found[f"{name}, {place}"]
         assert kinds[0] == "InputError"
         assert WRONG[name][2] in text
         assert clean
 
 
-def test_plans_that_differ_between_ranks_are_an_error_on_every_rank(two_ranks: list[dict[str, Any]]) -> None:
-    for found in two_ranks:
-        for (first, second), (kinds, text) in found["differing plans"].items():
+def test_plans_that_differ_between_ranks_are_an_error_on_every_rank(two_ranks: TwoRanks) -> None:
+    for found in two_ranks("differing plans"):
+        for (first, second), (kinds, text) in found.items():
             assert kinds[0] == "PlanError"
             assert f"rank 0 has 'name' = '{first}', but rank 1 has 'name' = '{second}'" in text
 
 
 @pytest.mark.parametrize("plan", DEPTHS)
-def test_a_step_that_raises_closes_the_pipeline_and_another_can_follow(
-    two_ranks: list[dict[str, Any]], plan: str
-) -> None:
+def test_a_step_that_raises_closes_the_pipeline_and_another_can_follow(two_ranks: TwoRanks, plan: str) -> None:
     holds(two_ranks, "failed step", plan)
 
 
 @pytest.mark.parametrize("plan", DEPTHS)
-def test_a_rank_without_a_loss_keeps_nobody_waiting_and_counts_as_zero(
-    two_ranks: list[dict[str, Any]], plan: str
-) -> None:
+def test_a_rank_without_a_loss_keeps_nobody_waiting_and_counts_as_zero(two_ranks: TwoRanks, plan: str) -> None:
     holds(two_ranks, "missing losses", plan)
 
 
 @pytest.mark.parametrize("plan", DEPTHS)
-def test_in_evaluation_mode_progress_trains_nothing(two_ranks: list[dict[str, Any]], plan: str) -> None:
+def test_in_evaluation_mode_progress_trains_nothing(two_ranks: TwoRanks, plan: str) -> None:
     holds(two_ranks, "evaluated", plan)
 
 
 @pytest.mark.parametrize("plan", [*DEPTHS, "semi_sync"])
 def test_an_evaluation_in_between_leaves_batches_in_flight_and_gives_what_a_drained_run_gives(
-    two_ranks: list[dict[str, Any]], plan: str
+    two_ranks: TwoRanks, plan: str
 ) -> None:
     holds(two_ranks, "evaluation", plan)
 
 
 def test_learning_rates_set_between_batches_reach_tables_and_layers_under_every_plan_alike(
-    two_ranks: list[dict[str, Any]],
+    two_ranks: TwoRanks,
 ) -> None:
-    for found in two_ranks:
-        assert [what for what, is_true in found["schedules"].items() if not is_true] == []
+    for found in two_ranks("schedules"):
+        assert [what for what, is_true in found.items() if not is_true] == []
 
 
 @pytest.mark.parametrize("plan", DEPTHS)
-def test_gradients_accumulate_over_batches_under_every_plan_as_in_a_loop(
-    two_ranks: list[dict[str, Any]], plan: str
-) -> None:
-    assert [found["accumulation"][plan] for found in two_ranks] == [True, True]
+def test_gradients_accumulate_over_batches_under_every_plan_as_in_a_loop(two_ranks: TwoRanks, plan: str) -> None:
+    assert [found[plan] for found in two_ranks("accumulation")] == [True, True]
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -186,15 +181,15 @@ def test_a_model_that_averages_in_every_backward_cannot_accumulate() -> None:
         TrainPipeline(model.dmp, adam(model), CPU, accumulate=2)
 
 
-def test_lookups_begin_after_the_input_dist_and_the_prefetch_of_their_batch(two_ranks: list[dict[str, Any]]) -> None:
-    for found in two_ranks:
-        assert found["waits"]["in order"]
-        assert found["waits"]["threads of the prefetch"] == {"prefetch"}
+def test_lookups_begin_after_the_input_dist_and_the_prefetch_of_their_batch(two_ranks: TwoRanks) -> None:
+    for found in two_ranks("waits"):
+        assert found["in order"]
+        assert found["threads of the prefetch"] == {"prefetch"}
 
 
-def test_the_one_wait_of_the_lookups_is_the_output_dist(two_ranks: list[dict[str, Any]]) -> None:
-    for found in two_ranks:
-        assert found["waits"]["waited for"] == {
+def test_the_one_wait_of_the_lookups_is_the_output_dist(two_ranks: TwoRanks) -> None:
+    for found in two_ranks("waits"):
+        assert found["waited for"] == {
             # What of the splits says whether all ranks have some, and the rest of it.
             "EmbInputDistWait": ["FusedKJTListSplitsAwaitable", "SplitsAllToAllAwaitable"],
             "EmbPrefetch": ["KJTListAwaitable"],
@@ -202,8 +197,8 @@ def test_the_one_wait_of_the_lookups_is_the_output_dist(two_ranks: list[dict[str
             "DenseForward": [],
             "EmbBackward": [],
         }
-        assert not [kind for kind in found["waits"]["inside the waits of EmbForward"] if "KJT" in kind]
-        assert found["waits"]["waits of EmbForward a batch"] == 3  # one for each module
+        assert not [kind for kind in found["inside the waits of EmbForward"] if "KJT" in kind]
+        assert found["waits of EmbForward a batch"] == 3  # one for each module
 
 
 # What one rank shows.

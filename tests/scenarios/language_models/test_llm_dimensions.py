@@ -34,7 +34,7 @@ from tests.strategies.llm_cases import (
     train_with_lightning,
     trainer,
 )
-from tests.tiers import sampled, wanted
+from tests.tiers import sampled
 
 STEPS, MICRO = 3, 4
 
@@ -154,37 +154,34 @@ def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def on_four_ranks(rank: int, world: int, cases: Sequence[str]) -> dict[str, Any]:
-    found = {}
-    for case in cases:
-        model, batches, schedule, options, of_trainer = CASES[case]
-        strategy, module = llm(schedule, MICRO, **options), module_of(model)
-        all_batches, parts = batches_of(batches), parts_of(options)
-        others = options.get("cp", 1) * options.get("tp", 1)
-        mine = share(all_batches, rank // others % parts, parts)
-        used = fit(module, strategy, mine, loader(mine), use_distributed_sampler=False, **of_trainer)
-        assert module.model is not None
-        parameters = dict(module.model.named_parameters())
-        torch.manual_seed(5)
-        predicting = trainer(llm(schedule, MICRO, **options), use_distributed_sampler=False)
-        found[case] = {
-            "losses": module.losses,
-            "val_loss": used.callback_metrics["val_loss"].item(),
-            "routers": getattr(module, "routers", []),
-            "parameters": {name: whole(value).detach() for name, value in parameters.items()},
-            "shared": {name for name, value in parameters.items() if isinstance(value, DTensor)},
-            "predictions": predicting.predict(module_of(model), loader(mine[:1])),
-        }
-    return found
+def on_four_ranks(rank: int, world: int, case: str) -> dict[str, Any]:
+    model, batches, schedule, options, of_trainer = CASES[case]
+    strategy, module = llm(schedule, MICRO, **options), module_of(model)
+    all_batches, parts = batches_of(batches), parts_of(options)
+    others = options.get("cp", 1) * options.get("tp", 1)
+    mine = share(all_batches, rank // others % parts, parts)
+    used = fit(module, strategy, mine, loader(mine), use_distributed_sampler=False, **of_trainer)
+    assert module.model is not None
+    parameters = dict(module.model.named_parameters())
+    torch.manual_seed(5)
+    predicting = trainer(llm(schedule, MICRO, **options), use_distributed_sampler=False)
+    return {
+        "losses": module.losses,
+        "val_loss": used.callback_metrics["val_loss"].item(),
+        "routers": getattr(module, "routers", []),
+        "parameters": {name: whole(value).detach() for name, value in parameters.items()},
+        "shared": {name for name, value in parameters.items() if isinstance(value, DTensor)},
+        "predictions": predicting.predict(module_of(model), loader(mine[:1])),
+    }
 
 
 # One of each dimension.
 OFTEN = ("ring, packed", "tensor", "experts")
 
 
-@pytest.fixture(scope="module")
-def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(on_four_ranks, 4, wanted(request.config, CASES, OFTEN.__contains__))
+@cache
+def ranks(case: str) -> list[dict[str, Any]]:
+    return run_ranks(on_four_ranks, 4, case)
 
 
 @cache
@@ -223,21 +220,21 @@ def by_name(prediction: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("case", sampled(CASES, OFTEN.__contains__))
-def test_training_comes_to_what_one_device_comes_to(case: str, ranks: Any) -> None:
+def test_training_comes_to_what_one_device_comes_to(case: str) -> None:
     model, kind, _, options, of_trainer = CASES[case]
     expected = alone(model, kind, parts_of(options) if model == "experts" else 1, of_trainer.get("gradient_clip_val"))
-    found = [{key: rank[case][key] for key in ("losses", "val_loss", "routers")} for rank in ranks]
-    found = [one | rank[case]["parameters"] for one, rank in zip(found, ranks, strict=True)]
+    found = [{key: rank[key] for key in ("losses", "val_loss", "routers")} for rank in ranks(case)]
+    found = [one | rank["parameters"] for one, rank in zip(found, ranks(case), strict=True)]
     assert not ranks_beyond_rounding(found, expected)
 
 
 @pytest.mark.parametrize("case", sampled([case for case in CASES if "experts" not in case], OFTEN.__contains__))
-def test_predictions_are_whole_on_every_rank(case: str, ranks: Any) -> None:
+def test_predictions_are_whole_on_every_rank(case: str) -> None:
     model, kind, _, options, _ = CASES[case]
     parts = parts_of(options)
     others = options.get("cp", 1) * options.get("tp", 1)
-    for index, rank in enumerate(ranks):
-        (found,) = rank[case]["predictions"]
+    for index, rank in enumerate(ranks(case)):
+        (found,) = rank["predictions"]
         assert not beyond_rounding(by_name(found), predicted_alone(model, kind, index // others % parts, parts))
 
 
@@ -245,5 +242,5 @@ def test_predictions_are_whole_on_every_rank(case: str, ranks: Any) -> None:
     ("case", "cut"),
     [("tensor", "model.layers.0.self_attn.q_proj.weight"), ("experts", "layers.0.moe.experts.up")],
 )
-def test_what_is_shared_is_not_whole_on_any_rank(case: str, cut: str, ranks: Any) -> None:
-    assert cut in ranks[0][case]["shared"]
+def test_what_is_shared_is_not_whole_on_any_rank(case: str, cut: str) -> None:
+    assert cut in ranks(case)[0]["shared"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -260,57 +260,55 @@ def rows_of(rank: int, counts: tuple[int, int]) -> DataLoader[Any]:
     return DataLoader([Rows(24)[rank + 2 * index] for index in range(counts[rank])], 2, collate_fn=collate)  # type: ignore[arg-type]
 
 
-def run_cases(rank: int, world_size: int) -> dict[str, Any]:
+def run_plan(rank: int, world_size: int, plan: str) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    for plan in PLANS:
-        for ahead in (True, False):
-            strategy: dict[str, Any] = {"plan": plan, "kinds": KINDS, "rewrite": {"evaluation": ahead}}
-            used = trainer(recsys(**strategy), use_distributed_sampler=False)
-            module = Everything(Mixed)
-            used.validate(module, rows_of(rank, (12, 12)), verbose=False)
-            predicted = [
-                torch.cat([torch.cat(of_loader) for of_loader in used.predict(module, loaders) or []])
-                for loaders in (
-                    [rows_of(rank, (9, 4)), rows_of(rank, (2, 7))],
-                    [rows_of(rank, (6, 6)), rows_of(rank, (3, 2))],
-                )
-            ]
-            trained = Everything(Mixed)
-            state = state_of(fit(trained, recsys(**strategy), loader(48), loader(24), val_check_interval=2))
-            results[f"{plan}, {ahead}"] = (module.evaluated, predicted, trained.losses, trained.evaluated, state)
-        for name, loaders, entry in (
-            ("uneven", rows_of(rank, (8, 4)), "validate"),
-            ("streams", DataLoader(Endless((12, 8)[rank]), 4, collate_fn=collate), "validate"),
-            (
-                "second stream",
-                [rows_of(rank, (4, 4)), DataLoader(Endless((4, 9)[rank]), 4, collate_fn=collate)],
-                "test",
-            ),
-            ("limited streams", DataLoader(Endless((12, 8)[rank]), 4, collate_fn=collate), "validate"),
-            ("a wrong length", DataLoader(Lying((12, 8)[rank]), 4, collate_fn=collate), "validate"),
-        ):
-            limits = {"limit_val_batches": 5} if name == "limited streams" else {}
-            used = trainer(recsys(plan, KINDS, uneven_evaluation="error"), use_distributed_sampler=False, **limits)
-            try:
-                getattr(used, entry)(Everything(), loaders)
-            except InputError as error:
-                results[f"{name}, {plan}"] = str(error)
-        even = Everything()
-        streams = DataLoader(Endless(12), 4, collate_fn=collate)
-        trainer(recsys(plan, KINDS), use_distributed_sampler=False).validate(even, streams, verbose=False)
-        results[f"even streams, {plan}"] = even.evaluated
-        dist.barrier()
+    for ahead in (True, False):
+        strategy: dict[str, Any] = {"plan": plan, "kinds": KINDS, "rewrite": {"evaluation": ahead}}
+        used = trainer(recsys(**strategy), use_distributed_sampler=False)
+        module = Everything(Mixed)
+        used.validate(module, rows_of(rank, (12, 12)), verbose=False)
+        predicted = [
+            torch.cat([torch.cat(of_loader) for of_loader in used.predict(module, loaders) or []])
+            for loaders in (
+                [rows_of(rank, (9, 4)), rows_of(rank, (2, 7))],
+                [rows_of(rank, (6, 6)), rows_of(rank, (3, 2))],
+            )
+        ]
+        trained = Everything(Mixed)
+        state = state_of(fit(trained, recsys(**strategy), loader(48), loader(24), val_check_interval=2))
+        results[f"{plan}, {ahead}"] = (module.evaluated, predicted, trained.losses, trained.evaluated, state)
+    for name, loaders, entry in (
+        ("uneven", rows_of(rank, (8, 4)), "validate"),
+        ("streams", DataLoader(Endless((12, 8)[rank]), 4, collate_fn=collate), "validate"),
+        (
+            "second stream",
+            [rows_of(rank, (4, 4)), DataLoader(Endless((4, 9)[rank]), 4, collate_fn=collate)],
+            "test",
+        ),
+        ("limited streams", DataLoader(Endless((12, 8)[rank]), 4, collate_fn=collate), "validate"),
+        ("a wrong length", DataLoader(Lying((12, 8)[rank]), 4, collate_fn=collate), "validate"),
+    ):
+        limits = {"limit_val_batches": 5} if name == "limited streams" else {}
+        used = trainer(recsys(plan, KINDS, uneven_evaluation="error"), use_distributed_sampler=False, **limits)
+        try:
+            getattr(used, entry)(Everything(), loaders)
+        except InputError as error:
+            results[f"{name}, {plan}"] = str(error)
+    even = Everything()
+    streams = DataLoader(Endless(12), 4, collate_fn=collate)
+    trainer(recsys(plan, KINDS), use_distributed_sampler=False).validate(even, streams, verbose=False)
+    results[f"even streams, {plan}"] = even.evaluated
     return results
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_ranks(run_cases, 2)
+@cache
+def ranks(plan: str) -> list[dict[str, Any]]:
+    return run_ranks(run_plan, 2, plan)
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_ranks_find_together_what_they_find_batch_by_batch(ranks: list[dict[str, Any]], plan: str) -> None:
-    for results in ranks:
+def test_ranks_find_together_what_they_find_batch_by_batch(plan: str) -> None:
+    for results in ranks(plan):
         ours, expected = results[f"{plan}, True"], results[f"{plan}, False"]
         assert ours[0] == expected[0]
         assert len(ours[0]) == 6
@@ -320,13 +318,13 @@ def test_ranks_find_together_what_they_find_batch_by_batch(ranks: list[dict[str,
         assert all(torch.equal(ours[4][name], value) for name, value in expected[4].items())
 
 
-def test_uneven_ranks_predict_each_row_once_of_every_loader(ranks: list[dict[str, Any]]) -> None:
-    for rank, results in enumerate(ranks):
+def test_uneven_ranks_predict_each_row_once_of_every_loader() -> None:
+    for rank, results in enumerate(ranks("prefetch")):
         uneven, nearly = results["prefetch, True"][1]
         assert (len(uneven), len(nearly)) == ((11, 9), (11, 8))[rank]
     module = Everything(Mixed)
     alone = Reference.of(lambda: {"rows": predictions(trainer("auto"), module, rows_of(0, (9, 4)))})
-    assert alone.differences({"rows": ranks[0]["prefetch, True"][1][0][:9]}) == []
+    assert alone.differences({"rows": ranks("prefetch")[0]["prefetch, True"][1][0][:9]}) == []
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -340,14 +338,12 @@ def test_uneven_ranks_predict_each_row_once_of_every_loader(ranks: list[dict[str
         ("second stream", r"uneven numbers of batches: all have 3, and beyond those there are \d or more on rank 1"),
     ],
 )
-def test_no_rank_waits_for_one_that_has_fewer_batches_where_that_is_refused(
-    ranks: list[dict[str, Any]], name: str, said: str, plan: str
-) -> None:
-    for results in ranks:
+def test_no_rank_waits_for_one_that_has_fewer_batches_where_that_is_refused(name: str, said: str, plan: str) -> None:
+    for results in ranks(plan):
         assert re.search(said, results[f"{name}, {plan}"]), results[f"{name}, {plan}"]
         assert "shortest" not in results[f"{name}, {plan}"]
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_streams_of_one_length_are_evaluated_to_their_end(ranks: list[dict[str, Any]], plan: str) -> None:
-    assert [len(results[f"even streams, {plan}"]) for results in ranks] == [3, 3]
+def test_streams_of_one_length_are_evaluated_to_their_end(plan: str) -> None:
+    assert [len(results[f"even streams, {plan}"]) for results in ranks(plan)] == [3, 3]

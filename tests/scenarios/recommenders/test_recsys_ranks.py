@@ -1,6 +1,6 @@
 """Several ranks: what only one of them does or gets wrong, all of them know, and none waits for ever.
 
-One spawn of two ranks runs every case; each test looks at one of them.
+Two ranks run all cases of a plan; each test looks at one of them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -215,15 +216,37 @@ def first_words(rank: int) -> tuple[str, bool]:
         return file.read(), "LOCAL_WORLD_SIZE" in os.environ
 
 
-def run_cases(rank: int, world_size: int, bad_batches: Sequence[int]) -> dict[str, Any]:
+def run_plan(rank: int, world_size: int, plan: str, bad_batches: Sequence[int]) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    for plan in PLANS:
-        for at in bad_batches:
-            for name, (spoil, arguments, _) in BAD.items():
-                train = loader(48, collate_fn=Spoiling(spoil, at))
-                results[f"{name}, {at}, {plan}"] = failure(Clicks(), recsys(plan, KINDS, **arguments), train=train)
-            results[f"a transfer hook, {at}, {plan}"] = failure(BadHook(at), recsys(plan, KINDS), train=loader(48))
-        results[f"closure, {plan}"] = failure(Clicks(optimizers=lbfgs), recsys(plan, KINDS))
+    for at in bad_batches:
+        for name, (spoil, arguments, _) in BAD.items():
+            train = loader(48, collate_fn=Spoiling(spoil, at))
+            results[f"{name}, {at}, {plan}"] = failure(Clicks(), recsys(plan, KINDS, **arguments), train=train)
+        results[f"a transfer hook, {at}, {plan}"] = failure(BadHook(at), recsys(plan, KINDS), train=loader(48))
+    results[f"closure, {plan}"] = failure(Clicks(optimizers=lbfgs), recsys(plan, KINDS))
+    shorter = Clicks()
+    fit(shorter, recsys(plan, KINDS), Endless((20, 16)[rank]), max_epochs=2)
+    results[f"uneven, {plan}"] = len(shorter.losses)
+    refusing = recsys(plan, KINDS, uneven_batches="error")
+    results[f"uneven refused, {plan}"] = failure(Clicks(), refusing, train=Endless((20, 16)[rank]))
+    for accumulate in (1, 2):
+        for everywhere in (True, False):
+            module = Without(everywhere)
+            used = fit(module, recsys(plan, KINDS), loader(48), accumulate_grad_batches=accumulate)
+            results[f"without {accumulate} {everywhere} {plan}"] = module.losses, state_of(used)
+    accumulating = Accumulating()
+    fit(accumulating, recsys(plan, KINDS), loader(48), accumulate_grad_batches=3, max_epochs=1)
+    results[f"accumulating, {plan}"] = accumulating.gradients
+    logging, logger = Synchronised(), Memory()
+    fit(logging, recsys(plan, KINDS), logger=logger)
+    logged = [line["mean_loss"] for _, line in logger.lines if "mean_loss" in line]
+    results[f"synchronised, {plan}"] = logging.losses, logged
+    return results
+
+
+def run_others(rank: int, world_size: int) -> dict[str, Any]:
+    """Cases of no one plan."""
+    results: dict[str, Any] = {}
     results["plans differ"] = failure(Clicks(), recsys("base" if rank == 0 else "prefetch", KINDS))
     # Of which one sends ids in a process group more than the other.
     results["plans differ in depth"] = failure(Clicks(), recsys("base" if rank == 0 else "serial", KINDS))
@@ -237,12 +260,6 @@ def run_cases(rank: int, world_size: int, bad_batches: Sequence[int]) -> dict[st
         trainer(refusing, use_distributed_sampler=False).validate(Clicks(), sized((12, 5)[rank]))
     except InputError as error:
         results["uneven validation"] = str(error)
-    for plan in PLANS:
-        shorter = Clicks()
-        fit(shorter, recsys(plan, KINDS), Endless((20, 16)[rank]), max_epochs=2)
-        results[f"uneven, {plan}"] = len(shorter.losses)
-        refusing = recsys(plan, KINDS, uneven_batches="error")
-        results[f"uneven refused, {plan}"] = failure(Clicks(), refusing, train=Endless((20, 16)[rank]))
     differing = DataLoader(Rows((8, 7)[rank]), 4, collate_fn=collate)
     used = trainer(recsys("prefetch", {"people": "row_wise"}), use_distributed_sampler=False, max_epochs=1)
     try:
@@ -250,21 +267,6 @@ def run_cases(rank: int, world_size: int, bad_batches: Sequence[int]) -> dict[st
         results["rows of a batch differ"] = "trained"
     except RuntimeError as error:
         results["rows of a batch differ"] = f"{error} {error.__notes__}"
-    for accumulate in (1, 2):
-        for everywhere in (True, False):
-            for plan in PLANS:
-                module = Without(everywhere)
-                used = fit(module, recsys(plan, KINDS), loader(48), accumulate_grad_batches=accumulate)
-                results[f"without {accumulate} {everywhere} {plan}"] = module.losses, state_of(used)
-    for plan in PLANS:
-        accumulating = Accumulating()
-        fit(accumulating, recsys(plan, KINDS), loader(48), accumulate_grad_batches=3, max_epochs=1)
-        results[f"accumulating, {plan}"] = accumulating.gradients
-    for plan in PLANS:
-        logging, logger = Synchronised(), Memory()
-        fit(logging, recsys(plan, KINDS), logger=logger)
-        logged = [line["mean_loss"] for _, line in logger.lines if "mean_loss" in line]
-        results[f"synchronised, {plan}"] = logging.losses, logged
     results["evaluation"] = evaluations()
     results["statistics"] = statistics(rank)
     return results
@@ -309,14 +311,24 @@ def evaluations() -> list[Any]:
     return [validated[0]["val_loss"], tested[0]["test_loss"], predictions(used, module, loader(16))]
 
 
+Results = Callable[[str], list[Any]]
+
+
 @pytest.fixture(scope="module")
-def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(run_cases, 2, wanted(request.config, BAD_BATCHES, often))
-
-
-def named(results: list[dict[str, Any]], name: str) -> list[Any]:
+def ranks(request: pytest.FixtureRequest) -> Results:
     """One case's result on each rank."""
-    return [of_rank[name] for of_rank in results]
+
+    @cache
+    def of(plan: str) -> list[dict[str, Any]]:
+        if plan in PLANS:
+            return run_ranks(run_plan, 2, plan, wanted(request.config, BAD_BATCHES, often))
+        return run_ranks(run_others, 2)
+
+    def named(name: str) -> list[Any]:
+        plan = name.split()[-1]
+        return [of_rank[name] for of_rank in of(plan if plan in PLANS else "")]
+
+    return named
 
 
 def say_first_words(rank: int, world_size: int) -> tuple[str, bool]:
@@ -337,11 +349,9 @@ def test_the_first_training_says_nothing_of_torchrecs_workings() -> None:
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("at", sampled(BAD_BATCHES, often, "batch_{}".format))
 @pytest.mark.parametrize("name", [*BAD, "a transfer hook"])
-def test_every_rank_raises_what_is_wrong_with_the_batch_of_one(
-    ranks: list[dict[str, Any]], name: str, at: int, plan: str
-) -> None:
+def test_every_rank_raises_what_is_wrong_with_the_batch_of_one(ranks: Results, name: str, at: int, plan: str) -> None:
     message = BAD[name][2] if name in BAD else "no such column"
-    for rank, outcome in enumerate(named(ranks, f"{name}, {at}, {plan}")):
+    for rank, outcome in enumerate(ranks(f"{name}, {at}, {plan}")):
         # What a user's hook raised keeps its type where it did.
         kind = "KeyError" if name == "a transfer hook" and rank == BAD_RANK else "InputError"
         assert kind in outcome["kinds"], outcome
@@ -353,23 +363,23 @@ def test_every_rank_raises_what_is_wrong_with_the_batch_of_one(
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_every_rank_refuses_an_optimiser_that_calls_its_closure_twice(ranks: list[dict[str, Any]], plan: str) -> None:
-    for outcome in named(ranks, f"closure, {plan}"):
+def test_every_rank_refuses_an_optimiser_that_calls_its_closure_twice(ranks: Results, plan: str) -> None:
+    for outcome in ranks(f"closure, {plan}"):
         assert "SetupError" in outcome["kinds"], outcome
         assert "called its closure a second time" in outcome["message"]
 
 
-def test_every_rank_knows_that_plans_differ(ranks: list[dict[str, Any]]) -> None:
-    for outcome in named(ranks, "plans differ"):
+def test_every_rank_knows_that_plans_differ(ranks: Results) -> None:
+    for outcome in ranks("plans differ"):
         assert "PlanError" in outcome["kinds"], outcome
         assert "rank 0 has 'name' = 'base', but rank 1 has 'name' = 'prefetch'" in outcome["message"]
-    for outcome in named(ranks, "plans differ in depth"):
+    for outcome in ranks("plans differ in depth"):
         assert "PlanError" in outcome["kinds"], outcome
         assert "rank 0 has 'name' = 'base', but rank 1 has 'name' = 'serial'" in outcome["message"]
 
 
-def test_every_rank_names_the_tables_without_an_optimiser(ranks: list[dict[str, Any]]) -> None:
-    for outcome in named(ranks, "no optimiser"):
+def test_every_rank_names_the_tables_without_an_optimiser(ranks: Results) -> None:
+    for outcome in ranks("no optimiser"):
         assert "SetupError" in outcome["kinds"], outcome
         assert "network.bags.embedding_bags.people.weight" in outcome["message"]
         assert outcome["groups"] == 0
@@ -377,13 +387,13 @@ def test_every_rank_names_the_tables_without_an_optimiser(ranks: list[dict[str, 
 
 @pytest.mark.parametrize("everywhere", [True, False], ids=["every rank", "one rank"])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_step_may_have_no_loss(ranks: list[dict[str, Any]], accumulate: int, everywhere: bool) -> None:
-    serial = named(ranks, f"without {accumulate} {everywhere} serial")
+def test_a_step_may_have_no_loss(ranks: Results, accumulate: int, everywhere: bool) -> None:
+    serial = ranks(f"without {accumulate} {everywhere} serial")
     (_, state), (_, other) = serial
     assert difference(state, other) == []
     for plan in PLANS:
         for (losses, found), (expected_losses, expected) in zip(
-            named(ranks, f"without {accumulate} {everywhere} {plan}"), serial, strict=True
+            ranks(f"without {accumulate} {everywhere} {plan}"), serial, strict=True
         ):
             assert len(losses) == 12
             assert losses == expected_losses, plan
@@ -391,50 +401,50 @@ def test_a_step_may_have_no_loss(ranks: list[dict[str, Any]], accumulate: int, e
 
 
 def test_batches_of_different_numbers_of_rows_are_explained_where_gloo_cannot_exchange_them(
-    ranks: list[dict[str, Any]],
+    ranks: Results,
 ) -> None:
-    said = named(ranks, "rows of a batch differ")
+    said = ranks("rows of a batch differ")
     assert any("batches of different numbers of rows" in one for one in said), said
 
 
-def test_uneven_ranks_predict_every_row_once(ranks: list[dict[str, Any]]) -> None:
+def test_uneven_ranks_predict_every_row_once(ranks: Results) -> None:
     def alone() -> dict[str, Any]:
         expected = predictions(trainer("auto"), Clicks(), loader(18))
         return {f"of rank {rank}": expected[rank::2][:count] for rank, count in enumerate((9, 4))}
 
-    found = {f"of rank {rank}": one for rank, one in enumerate(named(ranks, "uneven predictions"))}
+    found = {f"of rank {rank}": one for rank, one in enumerate(ranks("uneven predictions"))}
     assert Reference.of(alone).differences(found) == []
 
 
-def test_every_rank_says_that_they_have_uneven_numbers_of_batches_to_evaluate(ranks: list[dict[str, Any]]) -> None:
-    for message in named(ranks, "uneven validation"):
+def test_every_rank_says_that_they_have_uneven_numbers_of_batches_to_evaluate(ranks: Results) -> None:
+    for message in ranks("uneven validation"):
         assert "uneven numbers of batches in validation, for each dataloader: [3] on rank 0, [2] on rank 1" in message
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_an_epoch_ends_with_the_rank_that_has_the_fewest_batches(ranks: list[dict[str, Any]], plan: str) -> None:
-    assert named(ranks, f"uneven, {plan}") == [8, 8]
-    for found in named(ranks, f"uneven refused, {plan}"):
+def test_an_epoch_ends_with_the_rank_that_has_the_fewest_batches(ranks: Results, plan: str) -> None:
+    assert ranks(f"uneven, {plan}") == [8, 8]
+    for found in ranks(f"uneven refused, {plan}"):
         assert "InputError" in found["kinds"]
         assert "all have 4, and beyond those there are 1 or more on rank 0" in found["message"]
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_gradients_are_averaged_over_ranks_once_for_all_micro_batches(ranks: list[dict[str, Any]], plan: str) -> None:
-    one, other = named(ranks, f"accumulating, {plan}")
+def test_gradients_are_averaged_over_ranks_once_for_all_micro_batches(ranks: Results, plan: str) -> None:
+    one, other = ranks(f"accumulating, {plan}")
     averaged = [torch.equal(gradient, others) for gradient, others in zip(one, other, strict=True)]
     assert averaged == [False, False, True, False, False, True]
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_step_may_log_with_a_collective_of_its_own(ranks: list[dict[str, Any]], plan: str) -> None:
-    (losses, logged), (other_losses, other_logged) = named(ranks, f"synchronised, {plan}")
+def test_a_step_may_log_with_a_collective_of_its_own(ranks: Results, plan: str) -> None:
+    (losses, logged), (other_losses, other_logged) = ranks(f"synchronised, {plan}")
     assert logged == other_logged
     # A sum of two numbers in float32, and half of it.
     assert torch.equal(torch.tensor(logged), (torch.tensor(losses) + torch.tensor(other_losses)) / 2)
 
 
-def test_evaluation_over_ranks_computes_what_one_process_does(ranks: list[dict[str, Any]]) -> None:
+def test_evaluation_over_ranks_computes_what_one_process_does(ranks: Results) -> None:
     def alone() -> dict[str, Any]:
         used, module = trainer("auto"), Clicks()
         (validated,) = used.validate(module, loader(16), verbose=False)
@@ -443,16 +453,16 @@ def test_evaluation_over_ranks_computes_what_one_process_does(ranks: list[dict[s
         return {**validated, **tested, "of rank 0": expected[::2], "of rank 1": expected[1::2]}
 
     expected = Reference.of(alone)
-    evaluated = named(ranks, "evaluation")
+    evaluated = ranks("evaluation")
     predicted = {f"of rank {rank}": found[2] for rank, found in enumerate(evaluated)}
     for val_loss, test_loss, _ in evaluated:
         assert expected.differences({"val_loss": val_loss, "test_loss": test_loss, **predicted}) == []
 
 
 def test_every_rank_ends_saves_and_evaluates_with_the_first_ones_running_statistics(
-    ranks: list[dict[str, Any]],
+    ranks: Results,
 ) -> None:
-    (own, *of_first), (others, *of_other) = named(ranks, "statistics")
+    (own, *of_first), (others, *of_other) = ranks("statistics")
     assert not torch.equal(own, others)  # of their own samples
     for found in (*of_first, *of_other):
         assert torch.equal(found, own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +25,7 @@ from lightning_pipe.llm.split import stage_split
 from lightning_pipe.strategies.language_model import stage_choice, stage_trials
 from lightning_pipe.strategies.language_model.auto import AutoLLMPipelineStrategy
 from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
-from tests.distributed import run_ranks
+from tests.distributed import InParts, run_ranks
 from tests.strategies.llm_cases import (
     SEED,
     Tiny,
@@ -181,6 +181,22 @@ def out_of_memory_once(rank: int) -> Callable[..., None]:
     return called
 
 
+def refused_on_two_ranks(rank: int, world: int) -> dict[str, Any]:
+    rows = row_batches(3)
+    vars(stage_choice)["measure_work"] = uneven_clock(rank)
+    refused = {
+        "rows": refusal(Tiny(), AutoLLMPipelineStrategy(), row_batches(1, rows=17)),
+        "fixed": refusal(Tiny(), AutoLLMPipelineStrategy(num_microbatches=3), rows),
+        "memory": refusal(Tiny(), AutoLLMPipelineStrategy(memory_limit=1000, num_microbatches=4), rows),
+        "data": refusal(Tiny(), AutoLLMPipelineStrategy(), DataLoader(Rows(fails=rank == 1), 16)),
+        "data of the first": refusal(Tiny(), AutoLLMPipelineStrategy(), DataLoader(Rows(fails=rank == 0), 16)),
+        "loss": refusal(Broken(), AutoLLMPipelineStrategy(num_microbatches=4), rows),
+        "layers": refusal(Tiny(1), AutoLLMPipelineStrategy(num_microbatches=4), rows),
+        "ranks": refusal(Tiny(), AutoLLMPipelineStrategy(trials=rank), rows),
+    }
+    return {"refused": refused}
+
+
 def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     rows, path = row_batches(3), Path(folder) / "made" / "choice.yaml"
@@ -222,16 +238,6 @@ def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
     names = set(initial) & set(other)
     found["random"] = torch.equal(state, other_state), all(torch.equal(initial[one], other[one]) for one in names)
 
-    found["refused"] = {
-        "rows": refusal(Tiny(), AutoLLMPipelineStrategy(), row_batches(1, rows=17)),
-        "fixed": refusal(Tiny(), AutoLLMPipelineStrategy(num_microbatches=3), rows),
-        "memory": refusal(Tiny(), AutoLLMPipelineStrategy(memory_limit=1000, num_microbatches=4), rows),
-        "data": refusal(Tiny(), AutoLLMPipelineStrategy(), DataLoader(Rows(fails=rank == 1), 16)),
-        "data of the first": refusal(Tiny(), AutoLLMPipelineStrategy(), DataLoader(Rows(fails=rank == 0), 16)),
-        "loss": refusal(Broken(), AutoLLMPipelineStrategy(num_microbatches=4), rows),
-        "layers": refusal(Tiny(1), AutoLLMPipelineStrategy(num_microbatches=4), rows),
-        "ranks": refusal(Tiny(), AutoLLMPipelineStrategy(trials=rank), rows),
-    }
     # A model that was evaluated first has its stages already.
     used_trainer, module = trainer(AutoLLMPipelineStrategy(trials=0)), Tiny()
     used_trainer.validate(module, DataLoader(rows, batch_size=None), verbose=False)  # type: ignore[arg-type]
@@ -241,9 +247,14 @@ def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
+def found() -> Iterator[list[dict[str, Any]]]:
     with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(on_two_ranks, 2, folder)
+        run = {
+            "refused": lambda: run_ranks(refused_on_two_ranks, 2),
+            "chosen": lambda: run_ranks(on_two_ranks, 2, folder),
+        }
+        parts = InParts(lambda part: run[part](), lambda key: "refused" if key == "refused" else "chosen")
+        yield parts.of_ranks(2)
 
 
 @pytest.mark.parametrize("case", ["steps", "simulated", "hugging", "packed", "fixed"])

@@ -18,7 +18,7 @@ from lightning_pipe.checkpoints.export import export_checkpoint
 from lightning_pipe.checkpoints.named_optimizer import listed, merge_groups
 from lightning_pipe.engine import SetupError
 from lightning_pipe.strategies.language_model.pretrained import export_pretrained
-from tests.distributed import run_ranks
+from tests.distributed import InParts, run_ranks
 from tests.rounding import Reference
 from tests.strategies.llm_cases import (
     Tiny,
@@ -137,24 +137,34 @@ def error_of(work: Callable[[], Any]) -> str:
 # ---------------------------------------------------------------------- two ranks, then four, then one
 
 
-def on_two_ranks(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    results: dict[str, Any] = {"undisturbed": undisturbed(folder / "two")}
+def on_two_ranks(rank: int, world_size: int, part: str, folder: Path) -> dict[str, Any]:
     path = folder / "two" / "step=3.ckpt"
-    results["resumed"] = {
-        "the same": resumed(path, llm()),
-        "another schedule": resumed(path, llm("interleaved_1f1b")),
-        "saved on one": resumed(folder / "one" / "step=3.ckpt", llm()),
-        "other layers": resumed(path, llm(layers_per_stage=[2, 6])),
-        "saved on V stages": _through_v_stages(folder),
-    }
-    results["sharded"] = _through_shards(path, folder, half(rank))
-    results["evaluated"] = evaluated(path, llm)
-    results["weights only"] = _weights_only(folder)
+    if part == "undisturbed":
+        return {part: undisturbed(folder / "two")}
+    if part == "resumed":
+        resumes = {
+            "the same": resumed(path, llm()),
+            "another schedule": resumed(path, llm("interleaved_1f1b")),
+            "saved on one": resumed(folder / "one" / "step=3.ckpt", llm()),
+            "other layers": resumed(path, llm(layers_per_stage=[2, 6])),
+            "saved on V stages": _through_v_stages(folder),
+        }
+        return {part: resumes, "sharded": _through_shards(path, folder, half(rank))}
+    if part == "errors":
+        return {part: _errors(path, folder)}
     hf = TinyHF(hf_config("llama"))
     fit(hf, llm(), BATCHES[:2]).save_checkpoint(folder / "hf")
-    results["hf"] = trainer(llm()).predict(TinyHF(hf_config("llama")), loader(BATCHES[:1]), ckpt_path=folder / "hf")
-    results["errors"] = _errors(path, folder)
-    return results
+    predicting, untrained = trainer(llm()), TinyHF(hf_config("llama"))
+    return {
+        "evaluated": evaluated(path, llm),
+        "weights only": _weights_only(folder),
+        "hf": predicting.predict(untrained, loader(BATCHES[:1]), ckpt_path=folder / "hf"),
+    }
+
+
+def part_of(key: str) -> str:
+    parts = {"undisturbed": "undisturbed", "resumed": "resumed", "sharded": "resumed", "errors": "errors"}
+    return parts.get(key, "others")
 
 
 def _through_v_stages(folder: Path) -> dict[str, Any]:
@@ -242,7 +252,9 @@ def ranks(folder: Path, alone: dict[str, Any]) -> list[dict[str, Any]]:
         torch.save({}, folder / name / "meta.pt")
     dcp.save({"module": {"weight": torch.ones(2)}}, checkpoint_id=folder / "other")
     (folder / "broken" / ".metadata").write_bytes(b"not a pickle")
-    return run_ranks(on_two_ranks, 2, folder)
+    found = InParts(lambda part: run_ranks(on_two_ranks, 2, part, folder), part_of)
+    found.of(0, "undisturbed")  # its checkpoints are what others read
+    return found.of_ranks(2)
 
 
 def check_resumed(parts: list[dict[str, Any]], expected: dict[str, Any], name: str = "") -> None:
@@ -325,6 +337,7 @@ def test_a_folder_is_keyed_by_the_unsplit_model_s_names(ranks: list[dict[str, An
     module = Grouped()
     module.configure_model()
     names = set(module.state_dict())
+    assert "saved on V stages" in ranks[0]["resumed"]
     for kept in ("one", "two", "v"):
         paths = dcp.FileSystemReader(folder / kept / "step=3.ckpt").read_metadata().planner_data
         assert paths is not None
@@ -395,13 +408,14 @@ def test_a_hugging_face_model_is_exported_for_from_pretrained(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
+    predicted = [result["hf"][0] for result in ranks]
     config = TinyHF(hf_config("llama")).config
     export_pretrained(folder / "hf", config, tmp_path / "model")
     assert (tmp_path / "model" / "model.safetensors").is_file()
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     expected = Reference.of(lambda: {"logits": model(input_ids=BATCHES[0]["input_ids"]).logits})
-    for result in ranks:
-        assert not expected.differences({"logits": result["hf"][0]})
+    for found in predicted:
+        assert not expected.differences({"logits": found})
     other = TinyHF(hf_config("llama", layers=5)).config
     with pytest.raises(SetupError, match=r"does not fit the llama model of the config: missing in it: model\.la"):
         export_pretrained(folder / "hf", other, tmp_path / "other")

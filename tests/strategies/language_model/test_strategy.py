@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine import InputError, SetupError
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
-from tests.distributed import run_ranks
+from tests.distributed import InParts, run_ranks
 from tests.rounding import Reference
 from tests.strategies.llm_cases import (
     SEED,
@@ -402,32 +402,45 @@ def refusal(work: Callable[[], Any]) -> tuple[str, str]:
     return "nothing", "was raised"
 
 
-def on_two_ranks(rank: int, world: int, folder: Path) -> dict[Any, Any]:
+def on_two_ranks(rank: int, world: int, part: str, folder: Path) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
-    for name, options in RUNS.items():
-        found["run", name] = run(llm(SCHEDULE_OF[name]), **options())
-    for schedule in ("1f1b", "zbv_zero_bubble"):
-        found["evaluate", schedule] = evaluate(llm(schedule))
-        found["around", schedule] = [train_around_validation(llm(schedule), validate) for validate in (True, False)]
-    found["accumulate"] = accumulate(llm("interleaved_1f1b"))
-    found["clip norm"] = clip(llm("1f1b"), gradient_clip_val=0.05)
-    found["clip value"] = clip(llm("1f1b"), gradient_clip_val=0.01, gradient_clip_algorithm="value")
-    for schedule in ("1f1b", "looped_bfs", "dualpipev"):
-        for early in (False, True):
-            found["initial", schedule, early] = initial_values(rank, early, schedule)
-    found["csv"] = log_to_csv(folder, llm())
-    for name, ((strategy, module, batches), _, _) in REFUSALS.items():
-        found["refusal", name] = refusal(partial(fit_on, rank, strategy, module, batches))
-    found["refused prediction"] = refusal(lambda: trainer(llm()).predict(FailingPrediction(), loader(row_batches(1))))
-    # After all these errors, a run still goes well.
-    found["last"] = run(llm())["losses"]
+    if part == "run":
+        for name, options in RUNS.items():
+            found["run", name] = run(llm(SCHEDULE_OF[name]), **options())
+    elif part == "evaluate":
+        for schedule in ("1f1b", "zbv_zero_bubble"):
+            found["evaluate", schedule] = evaluate(llm(schedule))
+            found["around", schedule] = [train_around_validation(llm(schedule), validate) for validate in (True, False)]
+    elif part == "initial":
+        for schedule in ("1f1b", "looped_bfs", "dualpipev"):
+            for early in (False, True):
+                found["initial", schedule, early] = initial_values(rank, early, schedule)
+    elif part == "refusal":
+        for name, ((strategy, module, batches), _, _) in REFUSALS.items():
+            found["refusal", name] = refusal(partial(fit_on, rank, strategy, module, batches))
+        predict = trainer(llm()).predict
+        found["refused prediction"] = refusal(lambda: predict(FailingPrediction(), loader(row_batches(1))))
+        # After all these errors, a run still goes well.
+        found["last"] = run(llm())["losses"]
+    else:
+        found["accumulate"] = accumulate(llm("interleaved_1f1b"))
+        found["clip norm"] = clip(llm("1f1b"), gradient_clip_val=0.05)
+        found["clip value"] = clip(llm("1f1b"), gradient_clip_val=0.01, gradient_clip_algorithm="value")
+        found["csv"] = log_to_csv(folder, llm())
     return found
+
+
+def part_of(key: Any) -> str:
+    name = key[0] if isinstance(key, tuple) else key
+    parts = {"run": "run", "evaluate": "evaluate", "around": "evaluate", "initial": "initial", "refusal": "refusal"}
+    return {**parts, "refused prediction": "refusal", "last": "refusal"}.get(name, "others")
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     """What each of two ranks has come to."""
-    return run_ranks(on_two_ranks, 2, tmp_path_factory.mktemp("csv"))
+    folder = tmp_path_factory.mktemp("csv")
+    return InParts(lambda part: run_ranks(on_two_ranks, 2, part, folder), part_of).of_ranks(2)
 
 
 def joined(ranks: list[dict[Any, Any]], key: Any, *within: Any) -> dict[str, Tensor]:
