@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import pickle
 import threading
@@ -44,6 +45,17 @@ def reading_plain_types(path: str | Path) -> Iterator[None]:
             " whoever wrote it, give Trainer.fit(..., weights_only=False); or allow the class:"
             " torch.serialization.add_safe_globals([...])"
         ) from error
+    except (*_DAMAGED, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise  # it is not there, or may not be read
+        raise SetupError(
+            f"the checkpoint {str(path)!r} cannot be read ({type(error).__name__}: {error}): it is damaged, or a file"
+            " of another kind; take another checkpoint"
+        ) from error
+
+
+# What reading a damaged file ends in, beside the errors of unpickling and of the system.
+_DAMAGED = (AttributeError, EOFError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 # Whether the last call of a Trainer in this process came to its end.

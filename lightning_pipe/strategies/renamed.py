@@ -1,8 +1,10 @@
-"""Arguments of strategies in former versions, which are fields of option groups now."""
+"""Arguments that strategies do not have: those of former versions, fields of option groups now, and any others."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import yaml
@@ -56,21 +58,25 @@ RECOMMENDER = {
 _REMOVED = {"copy_in_place": "PyTorch's caching allocator gives out the memory of finished batches again"}
 
 
-def refuse_renamed(arguments: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
-    """Refuse arguments of former versions.
+def refuse_renamed(arguments: Mapping[str, Any], renamed: Mapping[str, str], strategy: object = None) -> None:
+    """Refuse arguments of former versions; and any that *strategy* does not have, if it is given.
 
     Args:
         arguments: what a strategy was given beside its own arguments.
         renamed: former argument to the field that it has become, ``group.field``.
+        strategy: the strategy; its class and the bases take named arguments.
 
     Raises:
-        SetupError: names them, with YAML that gives the same values to the fields that they have become.
+        SetupError: names former ones, with YAML that gives the same values to the fields that they have become.
+        TypeError: names another one, and what *strategy* takes.
     """
     for name in arguments:
         if name in _REMOVED:
             raise SetupError(f"{name} is given, but it has been removed: {_REMOVED[name]}; leave it out")
     former = [name for name in arguments if name in renamed]
     if not former:
+        if strategy is not None:
+            _refuse_unknown(arguments, type(strategy))
         return
     groups: dict[str, dict[str, Any]] = {}
     for name in former:
@@ -88,6 +94,25 @@ def refuse_renamed(arguments: Mapping[str, Any], renamed: Mapping[str, str]) -> 
         f"{', '.join(former)} {'is' if len(former) == 1 else 'are'} given, but expected are the option groups"
         f" {', '.join(groups)}; give the same values as:\n{yaml.safe_dump(groups, sort_keys=False)}"
     )
+
+
+def _refuse_unknown(arguments: Mapping[str, Any], strategy: type) -> None:
+    """As Python does, which would name the base that the arguments are handed on to."""
+    found = [inspect.signature(vars(base)["__init__"]) for base in strategy.__mro__ if "__init__" in vars(base)]
+    # Arguments are handed on until a base takes no others.
+    end = next((place for place, one in enumerate(found) if not _takes_others(one)), len(found))
+    known = {name for one in found[: end + 1] for name in one.parameters} - {"self", "arguments", "options", "kwargs"}
+    for name in arguments.keys() - known:
+        near = get_close_matches(name, known, 1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        raise TypeError(
+            f"{strategy.__name__}() got an unexpected keyword argument {name!r}; {meant}expected are"
+            f" {', '.join(sorted(known))}"
+        )
+
+
+def _takes_others(signature: inspect.Signature) -> bool:
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
 
 
 def _plain(value: Any) -> Any:

@@ -194,6 +194,21 @@ def test_a_checkpoint_that_holds_more_than_plain_types_is_refused(tmp_path: Path
         trainer(max_epochs=2).fit(Model(), data(), ckpt_path=str(path))
 
 
+@pytest.mark.parametrize("damage", ["half", "a byte", "text", "nothing"])
+def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path, damage: str) -> None:
+    used = trainer(max_epochs=1)
+    used.fit(Model(), data())
+    path = tmp_path / "kept.ckpt"
+    used.save_checkpoint(path)
+    content = bytearray(path.read_bytes())
+    middle = content.find(b"state_dict")
+    content[middle] ^= 0xFF
+    spoiled = {"half": content[: len(content) // 2], "a byte": content, "text": b"state_dict", "nothing": b""}
+    path.write_bytes(spoiled[damage])
+    with pytest.raises(SetupError, match=r"the checkpoint '.*kept\.ckpt' (cannot be read|holds more than tensors)"):
+        trainer(max_epochs=2).fit(Model(), data(), ckpt_path=str(path))
+
+
 def test_the_last_element_of_a_tuple_goes_to_the_last_device_and_hooks_see_the_batch() -> None:
     class Pair(NamedTuple):
         inputs: Any

@@ -49,10 +49,18 @@ def test_every_field_of_an_option_group_has_a_former_argument() -> None:
     }
 
 
-def test_other_unknown_arguments_are_refused_by_python() -> None:
-    wrong: dict[str, Any] = {"shcedule": "1f1b"}
-    with pytest.raises(TypeError, match="shcedule"):
-        LLMPipelineStrategy(**wrong)
+@pytest.mark.parametrize(
+    ("strategy", "wrong", "near"),
+    [
+        (LLMPipelineStrategy, "shcedule", "schedule"),
+        (AutoLLMPipelineStrategy, "microbatches", "num_microbatches"),
+        (RecsysPipelineStrategy, "sharing", "sharding"),
+        (RecsysPipelineStrategy, "time_out", "timeout"),
+    ],
+)
+def test_other_unknown_arguments_are_refused_with_the_nearest_one(strategy: Any, wrong: str, near: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{strategy.__name__}\(\) got .*'{wrong}'; did you mean '{near}'\?"):
+        strategy(**{wrong: "1f1b"})
 
 
 def test_values_that_were_defaults_are_left_out_of_the_yaml() -> None:

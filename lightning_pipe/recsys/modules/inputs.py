@@ -24,6 +24,7 @@ __all__ = [
     "check_ids",
     "check_samples",
     "conform",
+    "other_inputs",
     "refuse_missing_weights",
     "refuse_trained_weights",
     "without_side_effects",
@@ -161,6 +162,14 @@ def check_samples(name: str, features: KeyedJaggedTensor) -> None:
 def without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """``features``, or a shallow copy that has no weights: TorchRec's sharded modules use them unasked."""
     return features if features.weights_or_none() is None else with_tensors(features, weights=None)
+
+
+def other_inputs(name: str, features: object, keys: Sequence[str]) -> InputError:
+    """The error for what is no KeyedJaggedTensor; *keys* are the features of the module's tables."""
+    return InputError(
+        f"sharded module {name!r} got a {type(features).__name__}; expected a KeyedJaggedTensor with the features"
+        f" {list(keys)}: make one in the collate function, or in on_after_batch_transfer"
+    )
 
 
 def refuse_missing_weights(name: str, features: KeyedJaggedTensor) -> None:

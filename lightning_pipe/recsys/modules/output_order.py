@@ -26,7 +26,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from lightning_pipe._compat.torch import register_pytree_node
 from lightning_pipe._compat.torchrec import module_name, take_over_means
-from lightning_pipe.recsys.modules.inputs import FeatureForm, check_first, conform, without_weights
+from lightning_pipe.recsys.modules.inputs import FeatureForm, check_first, conform, other_inputs, without_weights
 from lightning_pipe.recsys.modules.row_means import RowMeans, divide
 
 __all__ = ["OrderedEmbeddingBagCollection", "OrderedEmbeddingCollection", "OrderedKeyedTensor"]
@@ -34,6 +34,10 @@ __all__ = ["OrderedEmbeddingBagCollection", "OrderedEmbeddingCollection", "Order
 
 def _names(configs: list[Any]) -> list[str]:
     return [name for names in get_embedding_names_by_table(configs) for name in names]
+
+
+def _features(configs: Sequence[BaseEmbeddingConfig]) -> list[str]:
+    return [feature for config in configs for feature in config.feature_names]
 
 
 class OrderedKeyedTensor(KeyedTensor):
@@ -114,8 +118,7 @@ class OrderedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
         """TorchRec's; lengths of bags are known here."""
-        features = features if self._uses_weights else without_weights(features)
-        features = _in_first_form(self, self._configs, features)
+        features = _in_first_form(self, self._configs, features, self._uses_weights)
         if self._row_means.needed:
             ctx.divisor = self._row_means.divisor(features)
         return super().input_dist(ctx, features)
@@ -150,7 +153,7 @@ class OrderedEmbeddingCollection(ShardedEmbeddingCollection):
 
     def input_dist(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
         """TorchRec's, of features in the first batch's form."""
-        return super().input_dist(ctx, _in_first_form(self, self._configs, without_weights(features)))
+        return super().input_dist(ctx, _in_first_form(self, self._configs, features, False))
 
     def output_dist(
         self, ctx: EmbeddingCollectionContext, output: list[torch.Tensor]
@@ -170,12 +173,15 @@ class OrderedEmbeddingCollection(ShardedEmbeddingCollection):
 
 
 def _in_first_form(
-    module: torch.nn.Module, configs: Sequence[BaseEmbeddingConfig], features: KeyedJaggedTensor
+    module: torch.nn.Module, configs: Sequence[BaseEmbeddingConfig], features: KeyedJaggedTensor, uses_weights: bool
 ) -> KeyedJaggedTensor:
     """As the module's first batch, in evaluation or training, had them: TorchRec's input dist knows no other."""
+    if not isinstance(features, KeyedJaggedTensor):
+        raise other_inputs(module_name(module), features, _features(configs))
+    features = features if uses_weights else without_weights(features)
     form = module.__dict__.get("_first_form")
     if form is not None:
         return conform(module_name(module), features, form)
-    check_first(module_name(module), features, [feature for config in configs for feature in config.feature_names])
+    check_first(module_name(module), features, _features(configs))
     module.__dict__["_first_form"] = FeatureForm.of(features)
     return features

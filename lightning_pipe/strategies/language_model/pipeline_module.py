@@ -100,7 +100,15 @@ class PipelineModule(pl.LightningModule):
         """What the model takes: arguments, for the first stage; keywords, for every stage.
 
         Here: ``input_ids``, and everything else but ``labels``.
+
+        Raises:
+            InputError: there are no ``input_ids``.
         """
+        if "input_ids" not in micro_batch:
+            raise InputError(
+                f"the batch has {', '.join(map(repr, micro_batch))}; the model needs 'input_ids': give the batch that"
+                " key, or override model_inputs"
+            )
         keywords = {key: value for key, value in micro_batch.items() if key not in ("input_ids", "labels")}
         return (micro_batch["input_ids"],), keywords
 

@@ -99,7 +99,7 @@ class LLMPipelineStrategy(StagedStrategy):
         async_checkpoints: bool = False,
         **arguments: Any,
     ) -> None:
-        refuse_renamed(arguments, LANGUAGE_MODEL)
+        refuse_renamed(arguments, LANGUAGE_MODEL, self)
         options = LLMOptions(
             find_schedule(schedule),
             num_microbatches,

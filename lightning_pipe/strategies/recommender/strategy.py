@@ -114,7 +114,7 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         uneven_evaluation: UnevenEvaluation = "join",
         **arguments: Any,
     ) -> None:
-        refuse_renamed(arguments, RECOMMENDER)
+        refuse_renamed(arguments, RECOMMENDER, self)
         super().__init__(**arguments)
         groups = {"rewrite": rewrite, "wire": wire, "memory": memory, "checks": checks}
         self._options = option_group(SessionOptions, "options", groups)

@@ -13,6 +13,7 @@ from torchrec import (
     KeyedTensor,
 )
 
+from lightning_pipe.engine import InputError
 from tests.recsys.sharding_cases import shard
 
 NAMES = ["a", "b", "c"]
@@ -87,3 +88,12 @@ def test_sequence_outputs_are_a_dictionary_in_the_unsharded_order() -> None:
     assert list(found) == list(expected)
     for name, values in expected.items():
         torch.testing.assert_close(found[name].values(), values.values())
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("build", [Bags, Sequences])
+def test_what_is_no_keyed_jagged_tensor_is_refused_by_name(build: type[torch.nn.Module]) -> None:
+    model = build()
+    shard(model, constraints=CONSTRAINTS)
+    with pytest.raises(InputError, match=r"module 'inner' got a Tensor; expected a KeyedJaggedTensor .*\['x', 'y'"):
+        model.inner(FEATURES.values())

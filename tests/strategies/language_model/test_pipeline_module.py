@@ -145,6 +145,12 @@ def test_a_batch_without_labels_can_be_predicted_but_not_trained(strategy: str) 
         fit(Tiny(), "auto" if strategy == "auto" else llm("gpipe", 2), batches)
 
 
+def test_a_batch_without_the_ids_of_its_tokens_is_refused() -> None:
+    batches = [{"ids": batch["input_ids"], "labels": batch["labels"]} for batch in row_batches(1)]
+    with pytest.raises(InputError, match=r"the batch has 'ids', 'labels'; the model needs 'input_ids'"):
+        fit(Tiny(), llm("gpipe", 2), batches)
+
+
 def test_who_takes_a_batchs_result_for_its_loss_is_told_where_the_loss_is() -> None:
     result = BatchResult(torch.tensor(1.0), 3)
     assert copy.deepcopy(result).tokens == 3
