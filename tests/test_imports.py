@@ -19,7 +19,7 @@ from tests.patience import HANG
 ROOT = Path(__file__).resolve().parent.parent
 
 # One module for each project whose private names it wraps.
-COMPAT = ("lightning", "torch", "torchrec")
+COMPAT = ("lightning", "quick_lightning", "torch", "torchrec")
 
 ROOMS = ("_compat", "engine", "checkpoints", "loops", "recsys", "llm", "pipe", "strategies", "callbacks", "cli")
 
