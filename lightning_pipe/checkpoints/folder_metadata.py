@@ -58,8 +58,9 @@ def load_metadata(stream: IO[bytes], folder: Path) -> dcp.Metadata:
 def _size_of_data(folder: Path) -> int:
     """Bytes on the disk of the other files: many pieces need a large ``.metadata``."""
     with os.scandir(folder) as entries:
-        others = [entry for entry in entries if entry.name != ".metadata"]
-        return sum(512 * entry.stat(follow_symlinks=False).st_blocks for entry in others)
+        found = [entry.stat(follow_symlinks=False) for entry in entries if entry.name != ".metadata"]
+    # Names of one file count once.
+    return sum({one.st_ino: 512 * one.st_blocks for one in found}.values())
 
 
 # ---------------------------------------------------------------------- classes

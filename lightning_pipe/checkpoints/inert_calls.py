@@ -147,7 +147,8 @@ def _values(kind: Any, shape: Any, raw: Any, order: Any = False) -> np.ndarray[A
     count = 1
     for one in shape:
         count *= one
-    if len(shape) > 32 or count * kind.itemsize != len(raw):
+    # Of a text without characters there may be one: more would take time, and no bytes.
+    if len(shape) > 32 or count * kind.itemsize != len(raw) or count > max(len(raw), 1):
         raise _Refused(
             f"an array of {kind} and shape {shape} is made of {len(raw)} bytes, expected {count * kind.itemsize}"
         )

@@ -135,6 +135,8 @@ def _with_attributes(tensor: Tensor, state: Any) -> Tensor:
     for name, value in (state or {}).items():
         if type(name) is not str or hasattr(torch.nn.Parameter, name):
             raise _Refused(f"a tensor has the attribute {described(name)}, which would hide torch's own")
+        if name.startswith("__"):  # NumPy, for one, reads memory where __array_interface__ says
+            raise _Refused(f"a tensor has the attribute {described(name)}, which Python or a library gives a meaning")
         setattr(tensor, name, value)
     return tensor
 

@@ -65,18 +65,21 @@ def described(value: Any) -> str:
     return repr(value) if type(value) in (int, float, bool, type(None)) else f"a {type(value).__name__}"
 
 
-def check_key(key: Any, depth: int = 2) -> None:
+def check_key(key: Any, depth: int = 2, most: int = 2**61 - 2) -> None:
     """Raise _Refused unless *key* can be the key of a dict or an item of a set at little cost.
 
-    Integers are below the prime that Python's hash divides them by, so that no two have one hash.
+    Many keys of one hash would take quadratic time. Integers are below the prime that Python's hash divides them by, so
+    that no two have one hash. The hash of a tuple can be inverted for numbers of 60 bits: in tuples they have 31.
     """
-    if type(key) is int and abs(key) >= 2**61 - 1:
-        raise _Refused(f"a key is {described(key)}, expected an integer of 60 bits")
+    if type(key) is int and abs(key) > most:
+        raise _Refused(f"a key is {described(key)}, expected an integer of at most {most.bit_length() - 1} bits")
+    if type(key) is complex or (type(key) is float and most < 2**60):
+        raise _Refused(f"a key has {described(key)}, expected text or an integer")
     if type(key) in (tuple, torch.Size):
         if len(key) > 64 or depth == 0:
             raise _Refused("a key is a nested or long tuple, expected a few plain values")
         for one in key:
-            check_key(one, depth - 1)
+            check_key(one, depth - 1, 2**31 - 1)
     elif isinstance(key, list | dict | set | bytearray | Call | Pending):
         raise _Refused(f"a key is {described(key)}, expected a plain value")
 

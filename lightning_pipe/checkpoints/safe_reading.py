@@ -36,6 +36,7 @@ from lightning_pipe.checkpoints.folder_metadata import load_metadata
 from lightning_pipe.checkpoints.inert_values import _Damaged, _Refused, described
 from lightning_pipe.checkpoints.torch_file import known_name, load_torch_file, open_archive, pickle_of
 from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.plans.shown import printable
 
 __all__ = ["SafePlanner", "SafeReader", "file_named", "load_object", "unsafe_names"]
 
@@ -237,7 +238,8 @@ def file_named(path: Path) -> Iterator[None]:
             " whole; take another checkpoint"
         ) from None
     except _Refused as error:
-        raise SetupError(f"the checkpoint's file {str(path)!r} is refused: {error}. Take another checkpoint") from None
+        said = printable(str(error))
+        raise SetupError(f"the checkpoint's file {str(path)!r} is refused: {said}. Take another checkpoint") from None
     except OSError as error:
         reason = (
             "it is a link, expected a file of the folder" if error.errno == errno.ELOOP else error.strerror or error

@@ -79,8 +79,9 @@ def _leave_at_exit() -> None:
         dist.destroy_process_group()
         return
     leaves = threading.Thread(target=_leave, name="leaves the process group", daemon=True)
-    leaves.start()
-    leaves.join(_LAST_WAIT)
+    with suppress(RuntimeError):  # Python 3.12 and later start no thread this late
+        leaves.start()
+        leaves.join(_LAST_WAIT)
 
 
 def _leave() -> None:

@@ -68,6 +68,11 @@ def read_bounded_config(path: Path) -> dict[str, Any]:
     """
     config = _parsed(path, _read(path, _CONFIG))
     _check_numbers(path, "", config, _LEVELS)
+    if "configuration_files" in config:
+        raise SetupError(
+            f"{str(path)!r} cannot be used: 'configuration_files' names other configs, expected all in this one; leave"
+            " it out"
+        )
     return config
 
 

@@ -58,6 +58,7 @@ _SAMPLERS = (DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomS
 # Modules of the classes of numbers, texts, arrays and tensors.
 _WITHOUT_CODE = ("builtins", "numpy", "torch")
 _MOST_ITEMS = 100_000
+_RANKS = 2**20  # more than any run has
 
 
 def can_resume(loader: Any) -> bool:
@@ -335,7 +336,10 @@ def _check(state: Any) -> None:
     elif "left" in state:
         names = ("seed", "epoch", "shuffle", "trained")
         found = [state[name] for name in ("rank", "world", "given")] + [state["left"][name] for name in names]
-        if not all(isinstance(one, int) and one >= 0 for one in found) or not 0 <= state["rank"] < state["world"]:
+        if (
+            not all(isinstance(one, int) and one >= 0 for one in found)
+            or not 0 <= state["rank"] < state["world"] <= _RANKS
+        ):
             raise ValueError(f"of an epoch that other ranks have begun it has {shown(state)}")
     elif state:
         for where in (state["created"], state["begun"]):

@@ -50,6 +50,7 @@ def test_a_bad_file_of_torch_save_is_refused_in_bounds(name: str, tmp_path: Path
     outcome.check(SetupError, size=path.stat().st_size)
     if name not in HARMLESS:
         assert re.match(NAMED, outcome.message), (outcome.error, outcome.message)
+        assert outcome.message.replace("\n", "").isprintable()
 
 
 @pytest.mark.parametrize("name", FOLDERS)

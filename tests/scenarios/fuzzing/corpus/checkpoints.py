@@ -91,6 +91,34 @@ def _laughs() -> list[Any]:
     return [value]
 
 
+def _of_class(**attributes: Any) -> Reduce:
+    """A tensor with attributes."""
+    args = (_storage(), 0, (4,), (1,), False, _HOOKS)
+    return Reduce(
+        Global("torch._tensor._rebuild_from_type_v2"),
+        (Global("torch._utils._rebuild_tensor_v2"), Global("torch.Tensor"), args, attributes),
+    )
+
+
+def _pairs_of_one_hash(count: int) -> dict[Any, int]:
+    """Pairs of integers that a dict cannot tell apart by their hashes.
+
+    Python's hash of a tuple is xxHash's, whose last step can be inverted.
+    """
+    size, (first, second, fifth) = 2**64, (11400714785074694791, 14029467366897019727, 2870177450012600261)
+    found: dict[Any, int] = {}
+    number = 0
+    while len(found) < count:
+        number += 1
+        lane = (fifth + number * second) % size
+        lane = ((lane << 31) | (lane >> 33)) % size * first % size
+        other = (12345 - lane) * pow(second, -1, size) % size
+        other -= size if other >= 2**63 else 0
+        if abs(other) < 2**61 - 1:
+            found[number, other] = 0
+    return found
+
+
 _F8 = _dtype("f8", 3, "<", None, None, None, -1, -1, 0)
 _S16 = _dtype("S16", *_BYTES)
 
@@ -134,7 +162,16 @@ FILES: dict[str, Callable[[], bytes]] = {
     "scalar of another size": lambda: _saved(Reduce(Global("numpy.core.multiarray.scalar"), (_F8, b"y" * 4))),
     "scalar of nothing": lambda: _saved(Reduce(Global("numpy.core.multiarray.scalar"), (_F8,))),
     "frombuffer": lambda: _saved(Reduce(Global("numpy.frombuffer"), (b"y" * 8, "f8"))),
+    "array of many texts without a character": lambda: _saved(
+        _array((2**40,), _dtype("S0", 3, "|", None, None, None, 0, 1, 0), b"")
+    ),
+    # Keys of one hash.
+    "keys that are pairs of one hash": lambda: _saved(_pairs_of_one_hash(8_000)),
+    "names that write on a terminal": lambda: _saved(Global("os\x1b[31m\r.sys\u202etem")),
     # Tensors.
+    "tensor that says where an array is": lambda: _saved(
+        _of_class(__array_interface__={"data": (0xDEAD0000, False), "shape": (4,), "typestr": "<f4", "version": 3})
+    ),
     "tensor with memory that nobody wrote": lambda: _saved(Reduce(Global("torch.Tensor"), (65536,))),
     "tensor of a class": lambda: _saved(New(Global("torch.Tensor"), (2**34,))),
     "tensor beyond its storage": lambda: _saved(_tensor(0, (2**30,), (1,))),

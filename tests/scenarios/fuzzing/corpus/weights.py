@@ -95,6 +95,7 @@ WEIGHTS: dict[str, Callable[[Path], Any]] = {
     "index of digits": _index(b'{"weight_map":' + b"9" * 10**6 + b"}"),
     "index that is a pipe": _instead(_INDEX, os.mkfifo),
     "index that is a device": _instead(_INDEX, lambda path: path.symlink_to("/dev/zero")),
+    "config of another file": _config({"configuration_files": ["config.4.0.0.json"]}),
     "file that is a pipe": _instead(_FILE, os.mkfifo),
     "file that is a device": _instead(_FILE, lambda path: path.symlink_to("/dev/zero")),
     "file that is a folder": _instead(_FILE, Path.mkdir),
