@@ -14,8 +14,12 @@ from lightning_pipe._compat.torch import dispatch_modes_disabled
 
 __all__ = ["RandomTrack"]
 
-# Seeds of the states that stand for positions in the record: far from seeds that people choose.
-_POSITION_SEEDS = itertools.count(0x51F15EED_00000001)
+# Seeds of the states that stand for positions in the record. Of a seed the generator uses 32 bits, which a user may
+# choose as well, so that a word of each state is changed to what follows from no seed.
+_POSITIONS = itertools.count()
+# In a CPU generator's state: its seed, and the second of the 624 words of the Mersenne Twister.
+_SEED, _WORD = slice(0, 8), slice(32, 36)
+_OF_NO_SEED = torch.tensor([0x51, 0xF1, 0x5E, 0xED], dtype=torch.uint8)
 
 
 class RandomTrack:
@@ -50,9 +54,9 @@ class RandomTrack:
     def drawn(self) -> int:
         """Return a number for the state after a random operation, and leave the one that stands for it."""
         with dispatch_modes_disabled():
-            state = torch.Generator("cpu").manual_seed(next(_POSITION_SEEDS)).get_state()
-            # The first eight bytes of a CPU generator's state are its seed: with them, initial_seed() stays true.
-            state[:8] = self.generator.get_state()[:8]
+            state = torch.Generator("cpu").manual_seed(next(_POSITIONS)).get_state()
+            state[_WORD] = _OF_NO_SEED
+            state[_SEED] = self.generator.get_state()[_SEED]  # initial_seed() stays true
             self.generator.set_state(state)
         _, self._last = _state_of(self.generator)
         self._current = self._new_number(self._last)

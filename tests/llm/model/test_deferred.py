@@ -4,6 +4,7 @@ outright."""
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.llm.model import random_track
 from lightning_pipe.llm.model.deferred import DeferredInit, deferred_init, fake_copy, is_deferred
 
 Build = Callable[[], Any]  # modules whose attributes tests use
@@ -265,6 +267,16 @@ def _few_threads() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("first", range(12))
+def test_a_seed_is_not_taken_for_a_position_of_the_record(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # One of these reaches 11 just before the model seeds with 11 for the second time.
+    monkeypatch.setattr(random_track, "_POSITIONS", itertools.count(first))
+    expected, _ = outright(Seeded)
+    model, record = deferred(Seeded)
+    record.materialise(model, keep=lambda name: True)
+    assert torch.equal(model.seeded_again, expected.seeded_again)
 
 
 @pytest.mark.parametrize("part", ["all", "none", "even", "odd", "first", "last"])
