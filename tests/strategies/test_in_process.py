@@ -203,7 +203,12 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path, damage: str) ->
     content = bytearray(path.read_bytes())
     middle = content.find(b"state_dict")
     content[middle] ^= 0xFF
-    spoiled = {"half": content[: len(content) // 2], "a byte": content, "text": b"state_dict", "nothing": b""}
+    spoiled: dict[str, bytes] = {
+        "half": bytes(content[: len(content) // 2]),
+        "a byte": bytes(content),
+        "text": b"state_dict",
+        "nothing": b"",
+    }
     path.write_bytes(spoiled[damage])
     with pytest.raises(SetupError, match=r"the checkpoint '.*kept\.ckpt' (cannot be read|holds more than tensors)"):
         trainer(max_epochs=2).fit(Model(), data(), ckpt_path=str(path))

@@ -96,4 +96,4 @@ def test_what_is_no_keyed_jagged_tensor_is_refused_by_name(build: type[torch.nn.
     model = build()
     shard(model, constraints=CONSTRAINTS)
     with pytest.raises(InputError, match=r"module 'inner' got a Tensor; expected a KeyedJaggedTensor .*\['x', 'y'"):
-        model.inner(FEATURES.values())
+        model.get_submodule("inner")(FEATURES.values())
