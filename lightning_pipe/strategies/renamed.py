@@ -101,7 +101,8 @@ def _refuse_unknown(arguments: Mapping[str, Any], strategy: type) -> None:
     found = [inspect.signature(vars(base)["__init__"]) for base in strategy.__mro__ if "__init__" in vars(base)]
     # Arguments are handed on until a base takes no others.
     end = next((place for place, one in enumerate(found) if not _takes_others(one)), len(found))
-    known = {name for one in found[: end + 1] for name in one.parameters} - {"self", "arguments", "options", "kwargs"}
+    taken = [one for signature in found[: end + 1] for one in signature.parameters.values()]
+    known = {one.name for one in taken if one.default is not one.empty}
     for name in arguments.keys() - known:
         near = get_close_matches(name, known, 1)
         meant = f"did you mean {near[0]!r}? " if near else ""
