@@ -8,27 +8,28 @@ Tested in ``tests/loops/test_training_epoch_loop.py``.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_pipe._compat.lightning import DataFetcher, DataLoaderIterDataFetcher
 from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fetched, Source, Uneven
 from lightning_pipe.loops.data.ledger import InFlightLedger
-from lightning_pipe.loops.data.persistent_workers import forget_workers
 from lightning_pipe.loops.data.random_streams import RandomStreams, States, get_states, set_states
-from lightning_pipe.loops.data.resumable_loader import (
-    State,
-    draws_nothing,
-    end_of_epoch,
-    is_resumable,
-    load_states,
-    snapshot,
-)
+from lightning_pipe.loops.data.resumable_loader import State, draws_nothing, is_resumable, snapshot
 from lightning_pipe.loops.data.resume import ResumePoint
+from lightning_pipe.loops.data.stateful_loaders import (
+    iterator_states,
+    load_iterators,
+    next_iterators,
+    positions_after,
+    positions_at_end,
+)
 from lightning_pipe.loops.data.statuses import StatusGroup
 from lightning_pipe.loops.data.termination import AgreedTermination
 from lightning_pipe.loops.programs.batch_hooks import BatchHooks
@@ -56,6 +57,7 @@ class EpochData:
         self._streams: RandomStreams | None = None
         self._statuses = StatusGroup()
         self._kept: list[Callable[[], Fetched]] = []
+        self._is_cut = False
         self._initial: dict[str, Any] = {}
         self._beginning: dict[str, Any] | None = None
         self._resumed: ResumePoint | None = None
@@ -76,28 +78,32 @@ class EpochData:
             has_states = all(hasattr(one, "load_state_dict") for one in fetcher.combined_loader.flattened)
             has_states &= bool(point.loaders)  # none where it was written before the first epoch
             self._iterators_due = has_states and not point.in_mid_epoch
-            states = point.common if self._iterators_due else point.common_behind_iterators
-            set_states(states, self._trainer.strategy.root_device)
+            if not self._iterators_due:
+                set_states(point.common_behind_iterators, self._trainer.strategy.root_device)
         elif self._trainer.current_epoch > 0 and not self._trainer.fit_loop.is_resuming:
-            self.note_beginning(fetcher.combined_loader.flattened)  # Lightning makes iterators next
+            ended = self._at_end(fetcher)
+            if self._is_cut and fetcher is self._fetcher:
+                # A loader with a state of its own may continue where its iterator was left.
+                load_iterators(fetcher.combined_loader, ended.loaders, ended.iterators)
+            # Lightning makes iterators next.
+            self.note_beginning(fetcher.combined_loader, ended if any(ended.iterators) else None)
 
-    def note_beginning(self, loaders: Sequence[Any], states: Sequence[State | None] | None = None) -> None:
+    def note_beginning(self, combined: CombinedLoader, point: ResumePoint | None = None) -> None:
         """Note where an epoch begins, before its iterators are made.
 
         Where it does not know the end, Lightning's fetcher then loads a batch at once: a run that goes on from within
         the first batch would leave that out. Loaders of :func:`resumable` know their length.
 
         Args:
-            loaders: that iterators are made of.
-            states: of each, where they were loaded just now.
+            combined: that iterators are made of.
+            point: that was loaded into it just now.
         """
         self._beginning = None
-        if not any(is_resumable(one) for one in loaders):
-            known = [end_of_epoch(one) for one in loaders] if states is None else states
-            self._beginning = {
-                "loaders": [None if state is None else partial(_same, state) for state in known],
-                "fetch": get_states(self._trainer.strategy.root_device),
-            }
+        loaders = combined.flattened
+        is_ahead = any(sized_len(one) is None for one in loaders) and not any(map(is_resumable, loaders))
+        if is_ahead or point is not None:
+            after = next_iterators(combined) if point is None else point.positions()
+            self._beginning = {**after, "fetch": get_states(self._trainer.strategy.root_device)}
 
     def begin(self, fetcher: DataFetcher) -> None:
         """Begin an epoch, or go on with one."""
@@ -115,8 +121,7 @@ class EpochData:
         self._initial = self._at_beginning(fetcher)
         if self._resumed is not None and (self._resumed.in_mid_epoch or self._iterators_due):
             # Until a batch is trained here, a run goes on from where this one did.
-            loaders = [None if state is None else partial(_same, state) for state in self._resumed.loaders]
-            self._initial = {"loaders": loaders, **self._resumed.streams}
+            self._initial = {**self._resumed.positions(), **self._resumed.streams}
         kept, self._kept = self._kept, []
         fetcher.fetched += len(kept)
         if kept and fetcher.done:
@@ -131,14 +136,11 @@ class EpochData:
             ready: batches of this epoch that are trained already, by other ranks.
         """
         if self._iterators_due and self._fetcher is not None:
-            self._put_loaders_back(self._fetcher)
-            if getattr(self._trainer.fit_loop, "reloaded_since_resumption", False):
-                # Lightning makes one when it has reloaded, too, which starts the workers and draws their seed.
-                for loader in self._fetcher.combined_loader.flattened:
-                    forget_workers(loader)
-                iter(self._fetcher)
-            assert self._resumed is not None
-            self.note_beginning(self._fetcher.combined_loader.flattened, self._resumed.loaders)
+            reloaded = getattr(self._trainer.fit_loop, "reloaded_since_resumption", False)
+            if not reloaded:
+                self._put_loaders_back(self._fetcher)
+            self._iterators_due = False
+            self.note_beginning(self._fetcher.combined_loader, None if reloaded else self._resumed)
             iter(self._fetcher)
             self._fetcher.fetched += ready
             self._initial = self._at_beginning(self._fetcher)
@@ -160,10 +162,10 @@ class EpochData:
         """Give up what is in flight, for the next epoch to begin with where that goes on with the same iterators."""
         if self.ledger is None or self._source is None or self._fetcher is None:
             return
-        given_up = self.ledger.give_up()
-        if _goes_on(self._fetcher):
-            ahead = getattr(self._fetcher, "batches", ())
-            self._kept = given_up + self._source.unread() + [partial(self._read_before, one) for one, _, _ in ahead]
+        given_up = self.ledger.give_up() + self._source.unread()
+        given_up += [partial(self._read_before, one) for one, _, _ in _ahead(self._fetcher)]
+        self._kept = given_up if _goes_on(self._fetcher) else []
+        self._is_cut = bool(given_up) and not self._kept
 
     def close(self, point: ResumePoint | None) -> None:
         """End training; a checkpoint that is still written goes on from *point*."""
@@ -183,12 +185,11 @@ class EpochData:
         found = None if self._streams is None else self._streams.common
         self._before_batch = get_states(self._trainer.strategy.root_device) if found is None else found
 
-    def point(self, *, at_end: bool, of_last_batch: bool = True, in_batch: bool = False) -> ResumePoint | None:
+    def point(self, *, at_end: bool, in_batch: bool = False) -> ResumePoint | None:
         """Where a run goes on that is taken up from a checkpoint written now; None before any data was read.
 
         Args:
             at_end: whether the epoch is over, or none has begun.
-            of_last_batch: whether it is over since the data have ended.
             in_batch: whether a batch has begun that is not trained yet: it will be trained again.
         """
         if self._fetcher is None:
@@ -199,22 +200,15 @@ class EpochData:
         # Loaders that are reloaded for the next epoch have a fetcher of their own before that begins.
         fetcher = self._trainer.fit_loop._data_fetcher if at_end else None
         fetcher = self._fetcher if fetcher is None else fetcher
-        loaders = fetcher.combined_loader.flattened
-        last = None if self.ledger is None or fetcher is not self._fetcher else self.ledger.last_trained
         if at_end:
-            states = [end_of_epoch(one) for one in loaders]
-            if last is not None and not of_last_batch:
-                # An epoch that was cut short: a loader with a state of its own goes on behind the last batch trained.
-                behind = _called(last.after["loaders"])
-                states = [
-                    new if is_resumable(of) else old for of, new, old in zip(loaders, states, behind, strict=True)
-                ]
-            return ResumePoint(states, common)
+            ended = self._at_end(fetcher)
+            return ResumePoint(ended.loaders, common, iterators=ended.iterators)
+        last = None if self.ledger is None else self.ledger.last_done
         after = self._initial if last is None else last.after
         if self.ledger is None:  # the user's step fetches for itself
             after = self._now()
-        streams = {name: value for name, value in after.items() if name != "loaders"}
-        return ResumePoint(_called(after["loaders"]), common, streams)
+        streams = {name: value for name, value in after.items() if name not in ("loaders", "iterators")}
+        return ResumePoint(_called(after["loaders"]), common, streams, after["iterators"])
 
     # ------------------------------------------------------------------ a batch
 
@@ -232,7 +226,7 @@ class EpochData:
         begun = time.perf_counter()
         # Where it does not know the end, Lightning's fetcher is one batch ahead: what it loads now is the next one, and
         # a run that goes on behind this batch loads that again.
-        ahead = bool(getattr(fetcher, "batches", ()))
+        ahead = bool(_ahead(fetcher))
         held = streams.held("fetch")
 
         def read() -> tuple[dict[str, Any] | None, Any, bool]:
@@ -242,7 +236,7 @@ class EpochData:
 
         before, batch, is_last = streams.draw("fetch", read) if self._draws else read()
         self._draws = self._draws_again
-        after = before or {"loaders": _snapshots(fetcher), "fetch": streams.states("fetch")}
+        after = before or {**_snapshots(fetcher.combined_loader), "fetch": streams.states("fetch")}
         batch = hooks.prepare(batch)
         after["prepare"] = streams.states("prepare")
         self.fetch_seconds += time.perf_counter() - begun
@@ -251,7 +245,7 @@ class EpochData:
     def _read_before(self, batch: Any) -> Fetched:
         """What Lightning's fetcher read ahead of an iterator in the epoch before."""
         assert self._hooks is not None
-        return self._hooks.prepare(batch), False, {"loaders": []}
+        return self._hooks.prepare(batch), False, {"loaders": [], "iterators": []}
 
     # ------------------------------------------------------------------ what it stands on
 
@@ -267,23 +261,36 @@ class EpochData:
         remaining = partial(_remaining, fetcher)
         return AgreedSource(source, group, statuses, remaining, uneven, lambda: termination.told)
 
+    def _at_end(self, fetcher: DataFetcher) -> ResumePoint:
+        """Where loaders and iterators are that the next epoch replaces."""
+        combined, ledger = fetcher.combined_loader, self.ledger
+        last = None if ledger is None or fetcher is not self._fetcher else ledger.last_done
+        if ledger is not None and last is not None:
+            before = self._initial if ledger.done_before is None else ledger.done_before.after
+            loaders, iterators = positions_after(combined, last.after, before, cut=not last.is_last)
+        elif self._beginning is not None and _ahead(fetcher):  # reloaded
+            loaders, iterators = positions_after(combined, _snapshots(combined), self._beginning, cut=False)
+        else:
+            loaders, iterators = positions_at_end(combined)
+        return ResumePoint(loaders, {}, iterators=iterators)
+
     def _put_loaders_back(self, fetcher: DataFetcher) -> None:
         """Let the next iterators be made as if none had been made since the checkpoint."""
         assert self._resumed is not None
-        load_states(fetcher.combined_loader.flattened, self._resumed.loaders)
+        self._resumed.load(fetcher.combined_loader)
         self._iterators_due = False
 
     def _at_beginning(self, fetcher: DataFetcher) -> dict[str, Any]:
         """Where loaders and generators are before the first batch."""
         noted, self._beginning = self._beginning, None
-        ahead: list[Any] = getattr(fetcher, "batches", [])
-        return noted if noted is not None and ahead and not self._kept else self._now()
+        use = noted is not None and (_ahead(fetcher) or any(noted["iterators"])) and not self._kept
+        return noted if use and noted is not None else self._now()
 
     def _now(self, states: States | None = None) -> dict[str, Any]:
         """Where loaders and generators are; the latter are read where *states* does not say."""
         assert self._fetcher is not None
         states = get_states(self._trainer.strategy.root_device) if states is None else states
-        return {"loaders": _snapshots(self._fetcher), "fetch": states}
+        return {**_snapshots(self._fetcher.combined_loader), "fetch": states}
 
 
 def _as_last(fetch: Callable[[], Fetched]) -> Fetched:
@@ -291,17 +298,20 @@ def _as_last(fetch: Callable[[], Fetched]) -> Fetched:
     return batch, True, after
 
 
-def _same(state: State) -> State:
-    return state
-
-
 def _called(states: list[Callable[[], State] | None]) -> list[State | None]:
     return [None if state is None else state() for state in states]
 
 
-def _snapshots(fetcher: DataFetcher) -> list[Callable[[], State] | None]:
-    """Where each loader is, None for one without a state."""
-    return [snapshot(one) if hasattr(one, "state_dict") else None for one in fetcher.combined_loader.flattened]
+def _snapshots(combined: CombinedLoader) -> dict[str, Any]:
+    """Where each loader and its iterator are, None for one without a state."""
+    loaders = [snapshot(one) if hasattr(one, "state_dict") else None for one in combined.flattened]
+    return {"loaders": loaders, "iterators": iterator_states(combined)}
+
+
+def _ahead(fetcher: DataFetcher) -> list[Any]:
+    """What Lightning's fetcher has read ahead, where it does not know the end."""
+    found: list[Any] = getattr(fetcher, "batches", [])
+    return found
 
 
 def _remaining(fetcher: DataFetcher) -> int | None:

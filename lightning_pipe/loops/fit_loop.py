@@ -17,17 +17,17 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_pipe._compat.lightning import FitLoop, Loop, set_sampler_epoch
 from lightning_pipe.engine.plans.shown import shown
 from lightning_pipe.engine.ranks.together import gather, gather_to_first
-from lightning_pipe.loops.data.random_streams import States, get_states
+from lightning_pipe.loops.data.random_streams import States, get_states, set_states
 from lightning_pipe.loops.data.resumable_loader import (
     can_resume,
     end_of_epoch,
     is_resumable,
-    load_states,
     resumable,
     share_samplers,
 )
 from lightning_pipe.loops.data.resume import ResumePoint, read_on_all_ranks
 from lightning_pipe.loops.data.shared_order import of_other_ranks
+from lightning_pipe.loops.data.stateful_loaders import watch
 
 _KEY = "lightning_pipe"
 
@@ -109,6 +109,13 @@ class PipelineFitLoop(FitLoop):
             for name in ("ready", "started", "processed", "completed"):
                 setattr(current, name, getattr(current, name) + more)
 
+    def on_advance_start(self) -> None:
+        point = self._resume_point
+        if point is not None and point.loaders and not point.in_mid_epoch:
+            # Loaders that are reloaded, and hooks, draw as in the run before.
+            set_states(point.common, self.trainer.strategy.root_device)
+        super().on_advance_start()
+
     def setup_data(self) -> None:
         fetcher, point, before = self._data_fetcher, self._resume_point, self._combined_loader
         self._loader_before = before
@@ -138,6 +145,7 @@ class PipelineFitLoop(FitLoop):
         loader = self._combined_loader
         assert loader is not None
         loader.flattened = [resumable(one) if can_resume(one) else one for one in loader.flattened]
+        watch(loader)
         # Lightning sets it when the iterators are there already, whose workers have read the sampler by then.
         epochs: Any = self.epoch_progress.current
         for one in loader.flattened:
@@ -148,11 +156,15 @@ class PipelineFitLoop(FitLoop):
             what = f"the checkpoint's state of rank {self.trainer.global_rank}'s data"
             read_on_all_ranks(what, partial(self._load_states_of, point, loader))
             if point.loaders:
+                if self._loader_before is None:
+                    # What the user's code draws for loaders, it draws before: a split is that of the run before where
+                    # both are seeded alike.
+                    point.put_generators(self.trainer.strategy.root_device)
                 return
         self._combined_loader_states_to_load = self._states_for_lightning(loader)
         super()._load_combined_loader_states()
         if point is None:
-            self.epoch_loop.note_beginning(loader.flattened)  # type: ignore[attr-defined]
+            self.epoch_loop.note_beginning(loader)  # type: ignore[attr-defined]
 
     def _load_states_of(self, point: ResumePoint, loader: CombinedLoader) -> None:
         if not point.loaders and not point.in_mid_epoch:
@@ -160,7 +172,7 @@ class PipelineFitLoop(FitLoop):
         self._combined_loader_states_to_load = []
         if self._loader_before is not None:
             _keep_new_samplers(point, self._loader_before, loader)
-        load_states(loader.flattened, point.loaders)
+        point.load(loader)
 
     def _states_for_lightning(self, loader: CombinedLoader) -> list[dict[str, Any]]:
         """States that Lightning's own loop saved: of the users' stateful loaders only; ours get none."""
@@ -247,9 +259,12 @@ class PipelineFitLoop(FitLoop):
 
 
 def _keep_new_samplers(point: ResumePoint, before: CombinedLoader, reloaded: CombinedLoader) -> None:
-    """Let samplers that were made anew with their loader begin as they are; those that it shares continue."""
+    """Let loaders and samplers that were made anew begin as they are; those that were there before continue."""
     if len(reloaded.flattened) != len(point.loaders):
         return
     for place, (old, new) in enumerate(zip(before.flattened, reloaded.flattened, strict=True)):
         if is_resumable(old) and is_resumable(new) and not share_samplers(old, new):
             point.loaders[place] = end_of_epoch(new)
+        elif old is not new and not is_resumable(new):
+            point.loaders[place] = None
+            point.iterators[place : place + 1] = [None] * bool(point.iterators)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
+from lightning.pytorch.loops.training_epoch_loop import RestartStage
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipe._compat.lightning import DataFetcher, DataLoaderIterDataFetcher, TrainingEpochLoop
@@ -112,9 +114,9 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
     def resume_point(self, point: ResumePoint) -> None:
         self._data.resume_point = point
 
-    def note_beginning(self, loaders: Sequence[Any]) -> None:
+    def note_beginning(self, combined: CombinedLoader) -> None:
         """Note where the first epoch begins, before iterators of its loaders are made."""
-        self._data.note_beginning(loaders)
+        self._data.note_beginning(combined)
 
     def point_of_last_trained(self) -> ResumePoint | None:
         """Where a run goes on that is taken up from a checkpoint written now; None before any data was read."""
@@ -123,12 +125,22 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         in_batch = batches.ready != batches.processed
         is_last = self.batch_progress.is_last_batch and not in_batch
         at_end = is_last or epochs.processed == epochs.started
-        return self._data.point(at_end=at_end, of_last_batch=is_last, in_batch=in_batch)
+        return self._data.point(at_end=at_end, in_batch=in_batch)
 
     @property
     def restarted_at_last_batch(self) -> bool:
         """Whether the checkpoint was written where the last batch of an epoch ended, and what follows it is due."""
         return self.restarted_on_train_batch_end and self.batch_progress.is_last_batch
+
+    def update_restart_stage(self) -> None:
+        super().update_restart_stage()
+        # Lightning compares totals, which differ for good once a batch was skipped, or was None.
+        batches: Any = self.batch_progress.current
+        epochs: Any = self.trainer.fit_loop.epoch_progress.current
+        if self.restarting and epochs.started > epochs.processed and batches.ready == batches.processed:
+            behind = batches.processed - batches.completed
+            stages = {0: RestartStage.RESTARTED_ON_LAST, 1: RestartStage.RESTARTED_ON_TRAIN_BATCH_END}
+            self._restart_stage = stages.get(behind, RestartStage.NONE)
 
     def reset(self) -> None:
         # Lightning goes on with the next batch, or epoch, without the validation and the ending that this one has yet.

@@ -37,6 +37,8 @@ class InFlightLedger(Iterator[Any]):
 
     Attributes:
         holds: the same, of batches to come.
+        last_done: the batch that was trained or skipped last.
+        done_before: the one before it.
     """
 
     def __init__(
@@ -51,7 +53,8 @@ class InFlightLedger(Iterator[Any]):
         self._to_transfer: deque[LedgerEntry] = deque()
         self.fetched = 0
         self.trained = 0
-        self.last_trained: LedgerEntry | None = None
+        self.last_done: LedgerEntry | None = None
+        self.done_before: LedgerEntry | None = None
 
     def __next__(self) -> Any:
         batch, is_last, after = self._fetch()
@@ -78,12 +81,16 @@ class InFlightLedger(Iterator[Any]):
     def retire(self) -> LedgerEntry:
         """Note that the oldest batch is trained."""
         self.trained += 1
-        self.last_trained = self._in_flight.popleft()
-        return self.last_trained
+        return self._done()
 
     def skip(self) -> None:
         """Note that the oldest batch will never be trained."""
-        self._in_flight.popleft()
+        self._done()
+
+    def _done(self) -> LedgerEntry:
+        done = self._in_flight.popleft()
+        self.done_before, self.last_done = self.last_done, done
+        return done
 
     def give_up(self) -> list[Callable[[], Fetched]]:
         """Note that what is in flight will not be trained; returns what gives it again, in order."""

@@ -61,14 +61,25 @@ def test_a_fetch_that_raises_leaves_no_batch_behind() -> None:
     assert (ledger.fetched, ledger.in_flight) == (0, 0)
 
 
-def test_the_last_batch_trained_says_where_things_were_behind_it() -> None:
+def test_the_last_batch_done_says_where_things_were_after_it() -> None:
     ledger = InFlightLedger(numbered(4))
-    assert ledger.last_trained is None
+    assert ledger.last_done is None
     next(ledger), next(ledger), next(ledger)
     ledger.retire()
     ledger.retire()
-    assert ledger.last_trained is not None
-    assert ledger.last_trained.after == {"given": 2}
+    assert ledger.last_done is not None
+    assert ledger.last_done.after == {"given": 2}
+
+
+@pytest.mark.parametrize("skipped", [0, 1, 2])
+def test_batches_that_are_skipped_are_done_too(skipped: int) -> None:
+    ledger = InFlightLedger(numbered(3))
+    for index in range(3):
+        next(ledger)
+        (ledger.skip if index == skipped else ledger.retire)()
+    assert ledger.done_before is not None
+    assert ledger.last_done is not None
+    assert [ledger.done_before.after, ledger.last_done.after] == [{"given": 2}, {"given": 3}]
 
 
 def test_what_is_given_up_comes_first_in_the_next_ledger() -> None:
@@ -85,7 +96,7 @@ def test_a_batch_that_is_skipped_is_neither_trained_nor_given_up() -> None:
     ledger = InFlightLedger(numbered(3), holds=True)
     next(ledger), next(ledger)
     ledger.skip()
-    assert (ledger.in_flight, ledger.trained, ledger.last_trained) == (1, 0, None)
+    assert (ledger.in_flight, ledger.trained) == (1, 0)
     assert [fetch()[0] for fetch in ledger.give_up()] == [1]
 
 

@@ -1,0 +1,313 @@
+"""Dataloaders with a ``state_dict`` of their own, such as torchdata's ``StatefulDataLoader``.
+
+The state of such a loader says where its present iterator is. After ``load_state_dict`` the next ``iter`` returns an
+iterator that continues there. Four things are missing from it, which are recorded here:
+
+* An iterator has ended only when it is asked for one batch too many. Where the length of an epoch is known, nobody
+  asks. Continued at the end of an epoch, the loader would give an epoch without batches.
+* A limit, or a hook that skips the rest of an epoch, leaves an iterator that the next epoch replaces.
+* An iterator that has ended within an epoch, of a short loader in a ``CombinedLoader`` of mode "max_size", gives
+  nothing more. Continued, the loader would begin its next epoch.
+* An iterator draws from the shared random generators when it is made, and a sampler without a state draws its order.
+
+Tested in ``tests/scenarios/checkpoints/test_stateful_loaders.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
+from lightning_pipe.loops.data.random_streams import (
+    States,
+    get_states,
+    pack_bytes,
+    pack_states,
+    set_states,
+    unpack_bytes,
+    unpack_states,
+)
+from lightning_pipe.loops.data.resumable_loader import end_of_epoch, is_resumable
+
+__all__ = [
+    "IteratorState",
+    "iterator_states",
+    "load_iterators",
+    "next_iterators",
+    "positions_after",
+    "positions_at_end",
+    "watch",
+]
+
+# States of loaders and of their iterators, one each.
+Positions = tuple[list[Any], list["IteratorState | None"]]
+
+_NONE = object()
+_CPU = torch.device("cpu")  # what a sampler draws from
+
+
+@dataclass(frozen=True)
+class IteratorState:
+    """What a loader's own state does not say about its iterator.
+
+    Attributes:
+        ended: whether the iterator has been asked for one batch more than it had.
+        replaced: whether the next epoch, which makes a new iterator, is what comes next.
+        made_with: states of the shared random generators just before the iterator was made; None if not known.
+        generator: state of the loader's own generator, uint8; None if it has none.
+        before_last: where it is replaced, the loader's state before its last batch; None if not known.
+    """
+
+    ended: bool = False
+    replaced: bool = False
+    made_with: States | None = None
+    generator: torch.Tensor | None = None
+    before_last: Any = None
+
+    def packed(self) -> dict[str, Any]:
+        """Return the state as text and booleans."""
+        return {
+            "ended": self.ended,
+            "replaced": self.replaced,
+            "made_with": None if self.made_with is None else pack_states(self.made_with),
+            "generator": None if self.generator is None else pack_bytes(self.generator),
+            "before_last": self.before_last,
+        }
+
+    @staticmethod
+    def unpacked(packed: Any) -> IteratorState:
+        """Return what :meth:`packed` was called on.
+
+        Raises:
+            SetupError: the states of generators are damaged.
+            KeyError, RuntimeError, TypeError: anything else.
+        """
+        ended, is_replaced = packed["ended"], packed["replaced"]
+        if not (isinstance(ended, bool) and isinstance(is_replaced, bool)):
+            raise TypeError("expected true or false for whether an iterator has ended and is replaced")
+        made_with = None if packed["made_with"] is None else unpack_states(packed["made_with"])
+        generator = None if packed["generator"] is None else unpack_bytes(packed["generator"])
+        if generator is not None:
+            torch.Generator().set_state(generator)
+        return IteratorState(ended, is_replaced, made_with, generator, packed["before_last"])
+
+
+def watch(combined: CombinedLoader) -> None:
+    """Record the iterators that a combined loader makes from now on of loaders with a state of their own."""
+    known = {id(one.loader): one for one in _watched(combined) if one is not None}
+    own = [one if _has_own_state(one) else None for one in combined.flattened]
+    if any(one is not None for one in own):
+        found = [None if one is None else known.get(id(one), _Watched(one)) for one in own]
+        combined.__class__ = _watching(type(combined))
+        vars(combined)["_lightning_pipe_watched"] = found
+
+
+def iterator_states(combined: CombinedLoader) -> list[IteratorState | None]:
+    """Return the state of each loader's iterator; None for a loader without a state of its own."""
+    watched = _watched(combined) or [None] * len(combined.flattened)
+    return [None if one is None else one.state() for one in watched]
+
+
+def positions_at_end(combined: CombinedLoader) -> Positions:
+    """Return where loaders and iterators are whose epoch is over, or has not begun."""
+    watched = _watched(combined) or [None] * len(combined.flattened)
+    # For its state, torchdata's loader would make the iterator that is due, and draw.
+    found = [
+        (end_of_epoch(of), None if one is None else replace(one.state(), replaced=True))
+        if one is None or one.due is None
+        else (one.loaded, one.due)
+        for one, of in zip(watched, combined.flattened, strict=True)
+    ]
+    return [loader for loader, _ in found], [iterator for _, iterator in found]
+
+
+def positions_after(combined: CombinedLoader, last: dict[str, Any], before: dict[str, Any], *, cut: bool) -> Positions:
+    """Return where loaders and iterators are whose epoch is over after a batch.
+
+    Args:
+        combined: loader that gave the batch.
+        last: where its loaders were after the batch, as a ledger's entry says.
+        before: where they were before it.
+        cut: whether they had more batches, or may have had.
+    """
+    states, iterators = positions_at_end(combined)
+    for place, (present, after) in enumerate(zip(iterators, last["iterators"], strict=False)):
+        if present is None or after is None or after.ended:
+            continue
+        if cut or present.ended:
+            # An iterator is ended again when a run continues, which its state at the end need not do.
+            states[place] = last["loaders"][place]()
+        earlier = before["iterators"][place] if before["iterators"] else None
+        is_known = earlier is not None and not earlier.replaced and not earlier.ended
+        iterators[place] = replace(
+            after if cut else present,
+            replaced=True,
+            ended=present.ended and not cut,
+            before_last=before["loaders"][place]() if is_known else None,
+        )
+    return states, iterators
+
+
+def load_iterators(combined: CombinedLoader, loaders: Sequence[Any], iterators: Sequence[IteratorState | None]) -> None:
+    """Let the next iteration of each loader with a state of its own continue where its iterator was.
+
+    Args:
+        combined: loader that :func:`watch` was called on.
+        loaders: states of the loaders themselves, one each.
+        iterators: those of their iterators, one each or none at all.
+    """
+    for watched, loader, iterator in zip(_watched(combined), loaders, iterators, strict=False):
+        if watched is not None and loader is not None and iterator is not None:
+            watched.load(loader, iterator)
+
+
+def next_iterators(combined: CombinedLoader) -> dict[str, list[Any]]:
+    """Return the states of the iterators that are made next, as a ledger's entries hold them."""
+    found = [None if one is None else one.peek() for one in _watched(combined)] or [None] * len(combined.flattened)
+    return {
+        "loaders": [None if one is None else partial(_same, one[0]) for one in found],
+        "iterators": [None if one is None else one[1] for one in found],
+    }
+
+
+class _Watched:
+    """A loader as the combined loader iterates over it."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.due: IteratorState | None = None
+        self.ended = False
+        self._made_with: States | None = None
+        self._peeked_with: States | None = None
+        self.loaded: Any = None
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        due, self.due = self.due, None
+        if due is not None:
+            continued = self._continued(due)
+            if not due.replaced:
+                self.ended, self._made_with = due.ended, due.made_with
+                return iter(()) if due.ended else _WatchedIterator(continued, self)
+        self.ended = False
+        self._made_with = get_states(_CPU) if self._peeked_with is None else self._peeked_with
+        self._peeked_with = None
+        return _WatchedIterator(iter(self.loader), self)
+
+    def _continued(self, due: IteratorState) -> Any:
+        """The iterator that a checkpoint was written with, made again without a trace in the random generators."""
+        with _drawing_from(due.made_with):
+            continued = iter(self.loader)
+            # What the first batch of an iterator changes in a dataset, it has changed.
+            if due.replaced and due.before_last is not None and next(continued, _NONE) is _NONE:
+                # The last batch was the first of a short loader that had begun again.
+                if due.made_with is not None:
+                    set_states(due.made_with, _CPU)
+                continued = iter(self.loader)
+                next(continued, None)
+            if due.ended and next(continued, _NONE) is not _NONE:
+                # From its state at the end this loader begins the next epoch by itself.
+                self.loader.load_state_dict(copy.deepcopy(self.loaded))
+                self.loader.state_dict()  # for which torchdata's loader makes an iterator, and draws
+        self._put_generator(due)
+        return continued
+
+    def _put_generator(self, due: IteratorState) -> None:
+        if due.generator is not None and (generator := _generator(self.loader)) is not None:
+            generator.set_state(due.generator)
+
+    def load(self, state: Any, iterator: IteratorState) -> None:
+        # A loader of the user's may keep what it gets, and change it.
+        first = state if iterator.before_last is None or not iterator.replaced else iterator.before_last
+        self.loader.load_state_dict(copy.deepcopy(first))
+        self.loaded, self.due = state, iterator
+
+    def peek(self) -> tuple[Any, IteratorState]:
+        """The states of the iterator that is made next."""
+        if self.due is not None:
+            return self.loaded, self.due
+        if self._made_with is None:
+            self._peeked_with = get_states(_CPU)  # torchdata's loader makes an iterator for its state
+            return copy.deepcopy(self.loader.state_dict()), replace(self.state(), made_with=self._peeked_with)
+        return copy.deepcopy(self.loader.state_dict()), replace(self.state(), replaced=True)
+
+    def state(self) -> IteratorState:
+        generator = _generator(self.loader)
+        return IteratorState(self.ended, False, self._made_with, None if generator is None else generator.get_state())
+
+
+class _WatchedIterator(Iterator[Any]):
+    def __init__(self, inner: Iterator[Any], watched: _Watched) -> None:
+        self._inner = inner
+        self._watched = watched
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._inner)
+        except StopIteration:
+            self._watched.ended = True
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+@cache
+def _watching(base: type[CombinedLoader]) -> type[CombinedLoader]:
+    """The class of a combined loader, with the loaders that it iterates over exchanged for those that are watched."""
+    if base.__iter__ is _iterate_over_watched:
+        return base
+    # With a second base class, objects of the first could not become ones of the result.
+    made: type[CombinedLoader] = type(
+        base.__name__, (base,), {"__module__": base.__module__, "__iter__": _iterate_over_watched, "_made_from": base}
+    )
+    return made
+
+
+def _iterate_over_watched(combined: Any) -> Any:
+    loaders = combined.flattened
+    watched = _watched(combined)
+    combined.flattened = [of if one is None else one for one, of in zip(watched, loaders, strict=True)]
+    try:
+        return combined._made_from.__iter__(combined)
+    finally:
+        combined.flattened = loaders
+
+
+def _watched(combined: CombinedLoader) -> list[_Watched | None]:
+    found: list[_Watched | None] = vars(combined).get("_lightning_pipe_watched", [])
+    return found
+
+
+def _has_own_state(loader: Any) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") and not is_resumable(loader)
+
+
+@contextmanager
+def _drawing_from(states: States | None) -> Iterator[None]:
+    """Let the body draw from other states of the shared generators, and leave no trace in them."""
+    before = get_states(_CPU)
+    if states is not None:
+        set_states(states, _CPU)
+    try:
+        yield
+    finally:
+        set_states(before, _CPU)
+
+
+def _same(state: Any) -> Any:
+    return state
+
+
+def _generator(loader: Any) -> torch.Generator | None:
+    found = getattr(loader, "generator", None)
+    return found if isinstance(found, torch.Generator) else None
