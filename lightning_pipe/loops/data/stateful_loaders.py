@@ -104,7 +104,7 @@ def watch(combined: CombinedLoader) -> None:
     known = {id(one.loader): one for one in _watched(combined) if one is not None}
     own = [one if _has_own_state(one) else None for one in combined.flattened]
     if any(one is not None for one in own):
-        found = [None if one is None else known.get(id(one), _Watched(one)) for one in own]
+        found = [None if one is None else known.get(id(one), _WatchedLoader(one)) for one in own]
         combined.__class__ = _watching(type(combined))
         vars(combined)["_lightning_pipe_watched"] = found
 
@@ -177,7 +177,7 @@ def next_iterators(combined: CombinedLoader) -> dict[str, list[Any]]:
     }
 
 
-class _Watched:
+class _WatchedLoader:
     """A loader as the combined loader iterates over it."""
 
     def __init__(self, loader: Any) -> None:
@@ -246,7 +246,7 @@ class _Watched:
 
 
 class _WatchedIterator(Iterator[Any]):
-    def __init__(self, inner: Iterator[Any], watched: _Watched) -> None:
+    def __init__(self, inner: Iterator[Any], watched: _WatchedLoader) -> None:
         self._inner = inner
         self._watched = watched
 
@@ -283,8 +283,8 @@ def _iterate_over_watched(combined: Any) -> Any:
         combined.flattened = loaders
 
 
-def _watched(combined: CombinedLoader) -> list[_Watched | None]:
-    found: list[_Watched | None] = vars(combined).get("_lightning_pipe_watched", [])
+def _watched(combined: CombinedLoader) -> list[_WatchedLoader | None]:
+    found: list[_WatchedLoader | None] = vars(combined).get("_lightning_pipe_watched", [])
     return found
 
 
