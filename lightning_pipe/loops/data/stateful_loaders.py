@@ -16,7 +16,7 @@ Tested in ``tests/scenarios/checkpoints/test_stateful_loaders.py``.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -105,7 +105,8 @@ def watch(combined: CombinedLoader) -> None:
     own = [one if _has_own_state(one) else None for one in combined.flattened]
     if any(one is not None for one in own):
         found = [None if one is None else known.get(id(one), _WatchedLoader(one)) for one in own]
-        combined.__class__ = _watching(type(combined))
+        if not _watched(combined):
+            combined.__class__ = _watching(type(combined))
         vars(combined)["_lightning_pipe_watched"] = found
 
 
@@ -264,21 +265,21 @@ class _WatchedIterator(Iterator[Any]):
 @cache
 def _watching(base: type[CombinedLoader]) -> type[CombinedLoader]:
     """The class of a combined loader, with the loaders that it iterates over exchanged for those that are watched."""
-    if base.__iter__ is _iterate_over_watched:
-        return base
     # With a second base class, objects of the first could not become ones of the result.
-    made: type[CombinedLoader] = type(
-        base.__name__, (base,), {"__module__": base.__module__, "__iter__": _iterate_over_watched, "_made_from": base}
-    )
+    changed = {
+        "__module__": base.__module__,
+        "__iter__": lambda combined: _iterate_over_watched(base.__iter__, combined),
+    }
+    made: type[CombinedLoader] = type(base.__name__, (base,), changed)
     return made
 
 
-def _iterate_over_watched(combined: Any) -> Any:
+def _iterate_over_watched(iterate: Callable[[Any], Any], combined: Any) -> Any:
     loaders = combined.flattened
     watched = _watched(combined)
     combined.flattened = [of if one is None else one for one, of in zip(watched, loaders, strict=True)]
     try:
-        return combined._made_from.__iter__(combined)
+        return iterate(combined)
     finally:
         combined.flattened = loaders
 
