@@ -1,7 +1,7 @@
 """Reads the file ``.metadata`` of ``torch.distributed.checkpoint`` without executing it, and checks every field of it.
 
 Nothing that is read later is larger than the files of the folder: each piece of a tensor is in a file of the folder, at
-bytes of its own, and a tensor is no larger than its pieces together.
+bytes of its own, and the pieces of a tensor have each of its elements once.
 
 Tested in ``tests/scenarios/checkpoints/test_hostile_checkpoints.py``.
 """
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,6 +38,8 @@ __all__ = ["load_metadata"]
 
 # Levels of dicts and lists that a value is in, and of lists alone.
 _LEVELS, _LISTS = 16, 8
+# Dimensions in which pieces of a tensor are smaller than the tensor.
+_CUT_DIMENSIONS = 4
 # Positions in lists that have no value may be this many, as where a list has empty dicts.
 _EMPTY = 1000
 
@@ -187,7 +191,7 @@ def _check_tensors(metadata: dcp.Metadata) -> None:
 def _check_chunks(
     field: str, name: str, entry: TensorStorageMetadata, places: Mapping[MetadataIndex, _StorageInfo]
 ) -> None:
-    size, elements, known = entry.size, 0, set()
+    size = entry.size
     for chunk in entry.chunks:
         fits = len(chunk.offsets) == len(chunk.sizes) == len(size) and all(
             offset + length <= whole for offset, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
@@ -204,13 +208,31 @@ def _check_chunks(
             )
         if chunk.sizes.numel() * entry.properties.dtype.itemsize > place.length:
             raise _Refused(f"{field} has a chunk of size {list(chunk.sizes)}, got {place.length} bytes in storage_data")
-        if chunk.sizes.numel():
-            if chunk.offsets in known:
-                raise _Refused(f"{field} has two chunks at {list(chunk.offsets)}")
-            known.add(chunk.offsets)
-        elements += chunk.sizes.numel()
-    if not entry.chunks or elements < size.numel():
-        raise _Refused(f"{field} of size {list(size)} has {elements} elements in its chunks, expected {size.numel()}")
+    pieces = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks if chunk.sizes.numel()]
+    if not entry.chunks or not _cover(size, pieces):
+        elements = sum(sizes.numel() for _, sizes in pieces)
+        raise _Refused(
+            f"{field} of size {list(size)} has {elements} elements in its chunks, expected {size.numel()}, each once"
+        )
+
+
+def _cover(size: Sequence[int], pieces: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Whether pieces, given by offsets and sizes, have each element of a tensor once.
+
+    They do exactly if their corners, counted with alternating signs, are those of the whole tensor. What is in no piece
+    would be read as whatever the memory held before.
+    """
+    if not all(size):
+        return not pieces
+    cut = [dim for dim, whole in enumerate(size) if any(sizes[dim] != whole for _, sizes in pieces)]
+    if len(cut) > _CUT_DIMENSIONS:
+        return False
+    corners: Counter[tuple[int, ...]] = Counter()
+    for sign, offsets, sizes in [(-1, [0] * len(size), size), *((1, *piece) for piece in pieces)]:
+        for ends in product((0, 1), repeat=len(cut)):
+            corner = tuple(offsets[dim] + end * sizes[dim] for dim, end in zip(cut, ends, strict=True))
+            corners[corner] += sign * (-1) ** sum(ends)
+    return not any(corners.values())
 
 
 def _check_files(metadata: dcp.Metadata, folder: Path) -> None:

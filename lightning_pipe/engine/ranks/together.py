@@ -69,12 +69,17 @@ def gather(value: T, group: Group) -> list[T]:
 
 
 def gather_to_first(value: T, group: Group) -> list[T]:
-    """Every rank's value, on the first rank; the others have their own alone."""
+    """Every rank's value, on the first rank; the others have their own alone.
+
+    Raises:
+        SetupError: on every rank, if the value of any cannot be pickled.
+    """
     if is_alone(group):
         return [value]
-    values = [value] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
-    dist.gather_object(value, values, group=group, group_dst=0)
-    return [value] if values is None else values
+    own = on_all_ranks(lambda: pickle.dumps(value), "a value cannot be sent to the other ranks", group)
+    found = [own] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    dist.gather_object(own, found, group=group, group_dst=0)
+    return [value] if found is None else [pickle.loads(one) for one in found]
 
 
 def any_of(flags: Sequence[bool], group: Group) -> list[bool]:

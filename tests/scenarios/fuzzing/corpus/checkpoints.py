@@ -8,6 +8,7 @@ import pickle
 import struct
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -356,6 +357,23 @@ def _entry(size: Any, chunks: Any, dtype: Any = torch.float32) -> Callable[[Path
     return lambda folder: _changed(folder, change)
 
 
+def _with_a_gap(folder: Path) -> None:
+    """Two pieces of the first tensor that overlap, and have as many elements as it has; its last row is in neither."""
+
+    def change(metadata: Any) -> None:
+        name, second = "state_dict.model.a", _SIZE([0, 1])
+        info = metadata.storage_data[MetadataIndex(name, [0, 0])]
+        data = folder / info.relative_path
+        raw = data.read_bytes()
+        data.write_bytes(raw + raw[info.offset : info.offset + info.length])
+        metadata.storage_data[MetadataIndex(name, second)] = replace(info, offset=len(raw))
+        pieces = [ChunkStorageMetadata(_AT, _SIZE([2, 4])), ChunkStorageMetadata(second, _SIZE([2, 3]))]
+        entry = metadata.state_dict_metadata[name]
+        metadata.state_dict_metadata[name] = TensorStorageMetadata(entry.properties, entry.size, pieces)
+
+    _changed(folder, change)
+
+
 def _pickled(make: Callable[[], bytes]) -> Callable[[Path], Any]:
     return lambda folder: (folder / ".metadata").write_bytes(make())
 
@@ -451,6 +469,7 @@ FOLDERS: dict[str, Callable[[Path], Any]] = {
     "piece nowhere": _entry(_SIZE([3, 4]), [(_SIZE([1, 1]), _SIZE([2, 3]))]),
     "piece that is smaller in the file": _entry(_SIZE([12, 4]), [(_AT, _SIZE([12, 4]))]),
     "pieces again and again": _entry(_SIZE([3, 4000]), [(_AT, _SIZE([3, 4]))] * 1000),
+    "pieces that overlap and leave a gap": _with_a_gap,
     "no piece": _entry(_SIZE([10**9]), []),
     "pieces of numbers": _entry(_SIZE([3, 4]), [1, 2]),
     "pieces of text": _entry("34", []),
