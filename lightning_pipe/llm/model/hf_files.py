@@ -84,7 +84,8 @@ def _check_numbers(path: Path, name: str, value: Any, levels: int) -> None:
         for key, one in pairs:
             _check_numbers(path, key, one, levels - 1)
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        most = _COUNT if name.startswith(_COUNTS) or "layers" in name else _NUMBER
+        # GPT-Neo counts layers in attention_types.
+        most = _COUNT if name.startswith((*_COUNTS, "attention_types")) or "layers" in name else _NUMBER
         if isinstance(value, int) and not -_NUMBER <= value <= most:
             raise SetupError(
                 f"{str(path)!r} cannot be used: {described(name)} is {described(value)}, expected at most {most:,}"

@@ -126,6 +126,9 @@ WEIGHTS: dict[str, Callable[[Path], Any]] = {
     "config that is too long": _config(b'{"a":"' + b"x" * 2**21 + b'"}'),
     "config of a thousand million layers": _config({"num_hidden_layers": 10**9}),
     "config of a thousand million labels": _config({"num_labels": 10**9}),
+    "config of attention of many layers": _config(
+        {"model_type": "gpt_neo", "attention_types": [[["global"], 4_000_000]]}
+    ),
     "config of a large number": _config({"vocab_size": 10**30}),
     "config of no known model": _config({"model_type": "../x"}),
     "config of a model of a number": _config({"model_type": 7}),
