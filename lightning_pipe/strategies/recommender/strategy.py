@@ -39,11 +39,7 @@ from lightning_pipe.strategies.recommender.evaluation import LOOKUP, TableEvalua
 from lightning_pipe.strategies.recommender.shard_once import shard_once
 from lightning_pipe.strategies.recommender.sharded_checkpoint import ShardedCheckpointStrategy
 from lightning_pipe.strategies.recommender.training import TableTraining, checked_transfer, leave_tables_out
-from lightning_pipe.strategies.refusals import (
-    refuse_other_precision,
-    refuse_scaled_fp16,
-    refuse_training,
-)
+from lightning_pipe.strategies.refusals import refuse_other_precision, refuse_scaled_fp16, refuse_training
 from lightning_pipe.strategies.renamed import RECOMMENDER, refuse_renamed
 from lightning_pipe.strategies.running import Running
 
