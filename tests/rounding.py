@@ -26,6 +26,7 @@ decide nothing, and is an error of the test.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -64,7 +65,7 @@ class Perturbed(TorchDispatchMode):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self._generator = torch.Generator().manual_seed(seed)
+        self._random = random.Random(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -82,8 +83,10 @@ class Perturbed(TorchDispatchMode):
     def _perturb(self, value: Tensor) -> None:
         # As integers, the neighbours of a floating-point number are one more and one less.
         bits = _INTEGERS[value.dtype]
-        move = torch.randint(0, 2, value.shape, generator=self._generator, dtype=bits).mul_(2).sub_(1)
-        value.view(bits).add_(move.mul_(value != value.round()))
+        moves = _moves(bits, max(2**18, 2 ** (2 * value.numel()).bit_length()))
+        first = self._random.randrange(len(moves) - value.numel() + 1)
+        move = moves[first : first + value.numel()].view(value.shape)
+        value.view(bits).addcmul_(move, value != value.round())
 
 
 _INTEGERS = {
@@ -92,6 +95,12 @@ _INTEGERS = {
     torch.float16: torch.int16,
     torch.bfloat16: torch.int16,
 }
+
+
+@cache
+def _moves(bits: torch.dtype, count: int) -> Tensor:
+    """Ups and downs, of which each perturbed value takes a run that begins somewhere."""
+    return torch.randint(0, 2, (count,), generator=torch.Generator().manual_seed(0), dtype=bits).mul_(2).sub_(1)
 
 
 @cache

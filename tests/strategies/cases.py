@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -62,21 +63,26 @@ class Rows(Dataset[Any]):
         return self.length
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        generator = torch.Generator().manual_seed(1000 + index)
+        return dict(_row(index))
 
-        def ids() -> Tensor:
-            count = int(torch.randint(0, 4, (1,), generator=generator))
-            return torch.randint(0, IDS, (count,), generator=generator)
 
-        sparse = {key: ids() for key in KEYS}
-        tags = ids()
-        return {
-            "dense": torch.rand(3, generator=generator),
-            "sparse": sparse,
-            "tags": tags,
-            "weights": torch.rand(len(tags), generator=generator),
-            "label": torch.randint(0, 2, (), generator=generator).float(),
-        }
+@cache
+def _row(index: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1000 + index)
+
+    def ids() -> Tensor:
+        count = int(torch.randint(0, 4, (1,), generator=generator))
+        return torch.randint(0, IDS, (count,), generator=generator)
+
+    sparse = {key: ids() for key in KEYS}
+    tags = ids()
+    return {
+        "dense": torch.rand(3, generator=generator),
+        "sparse": sparse,
+        "tags": tags,
+        "weights": torch.rand(len(tags), generator=generator),
+        "label": torch.randint(0, 2, (), generator=generator).float(),
+    }
 
 
 def jagged(keys: list[str], lists: list[list[Tensor]], weights: Tensor | None = None) -> KeyedJaggedTensor:
