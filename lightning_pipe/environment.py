@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 
 __all__ = ["Installed", "check_environment", "find_problem", "import_torchrec", "warn_of_clash"]
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.environment import (
     Installed,
     check_environment,

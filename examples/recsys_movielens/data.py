@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from examples.recsys_movielens import files
 from examples.recsys_movielens.baseline import Score, item_mean
 from examples.recsys_movielens.features import SPARSE_KEYS, Features, describe
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 
 # Worker processes would only take cores away: a batch of 256 is gathered in half a millisecond.
 warnings.filterwarnings("ignore", message=".*does not have many workers.*")

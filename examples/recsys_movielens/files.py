@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 
 REQUIREMENT = "recbole==1.2.1"
 FOLDER_IN_WHEEL = "recbole/dataset_example/ml-100k"

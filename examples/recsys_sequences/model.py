@@ -15,7 +15,7 @@ from examples.recsys_sequences.histories import Part
 from examples.recsys_sequences.hstu import HSTU
 from examples.recsys_sequences.ranking import RankingMetrics
 from examples.recsys_sequences.tables import folded, make_tables
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys import TokenCount, token_weighted_mean
 
 # That the module's hook is used, where the data module has none.

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from lightning_pipe.callbacks.of_fit import log_values
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.plans.fitted_table import FittedTable, print_report
+from lightning_pipe.engine.common.fitted_table import FittedTable, print_report
 from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.llm.schedules.bubble import BubbleReport, StepBubble, measure_step, summarise

@@ -15,9 +15,9 @@ from lightning_pipe._compat.lightning import batch_sizes
 from lightning_pipe.callbacks.of_fit import group_of_its_own, leave_group, log_values, loop_of, pipeline_of
 from lightning_pipe.callbacks.verdict import StepUse, Verdict, find_verdict, forward_wait
 from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.common.fitted_table import print_report
+from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.engine.observe.meter import Meter
-from lightning_pipe.engine.plans.fitted_table import print_report
-from lightning_pipe.engine.plans.options import check_whole_number
 from lightning_pipe.engine.ranks.together import gather, shares_host
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.strategies.running import running

@@ -28,11 +28,11 @@ from lightning_pipe.callbacks.of_fit import (
 from lightning_pipe.callbacks.report import require_plotly, write_report
 from lightning_pipe.callbacks.what_if import WhatIf, ask_what_if
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, TaskSpan
+from lightning_pipe.engine.common.options import check_whole_number
+from lightning_pipe.engine.common.whole_file import whole_file
 from lightning_pipe.engine.observe.clocks import measure_offset, to_first_rank
 from lightning_pipe.engine.observe.timeline import Bar, Timeline, on_clock, task_bars
 from lightning_pipe.engine.observe.trace import Trace, task_seconds
-from lightning_pipe.engine.plans.options import check_whole_number
-from lightning_pipe.engine.plans.whole_file import whole_file
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.together import gather_to_first, shares_host
 from lightning_pipe.strategies.running import running

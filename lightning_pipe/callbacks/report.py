@@ -11,8 +11,8 @@ from string import Template
 from lightning_pipe.callbacks.report_charts import cost_chart, timeline_chart, what_if_chart
 from lightning_pipe.callbacks.what_if import WhatIf
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError
+from lightning_pipe.engine.common.whole_file import whole_file
 from lightning_pipe.engine.observe.timeline import Timeline
-from lightning_pipe.engine.plans.whole_file import whole_file
 
 __all__ = ["require_plotly", "write_report"]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.common.whole_file import whole_file
 from lightning_pipe.engine.observe.timeline import (
     BACKWARD,
     FORWARD,
@@ -22,7 +23,6 @@ from lightning_pipe.engine.observe.timeline import (
     Bar,
     Timeline,
 )
-from lightning_pipe.engine.plans.whole_file import whole_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

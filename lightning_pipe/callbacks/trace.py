@@ -23,10 +23,10 @@ from lightning_pipe.callbacks.of_fit import (
 from lightning_pipe.callbacks.recording import Recording
 from lightning_pipe.callbacks.timeline import draw_timeline, require_matplotlib
 from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.engine.observe.clocks import measure_offset, to_first_rank
 from lightning_pipe.engine.observe.timeline import Timeline, on_clock
 from lightning_pipe.engine.observe.trace_events import write_trace
-from lightning_pipe.engine.plans.options import check_whole_number
 from lightning_pipe.engine.ranks.together import gather_to_first
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.strategies.running import running

@@ -31,7 +31,7 @@ from lightning_pipe.checkpoints.stage_layout import (
     with_other_names,
 )
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.plans.whole_file import whole_file
+from lightning_pipe.engine.common.whole_file import whole_file
 
 __all__ = ["export_checkpoint"]
 

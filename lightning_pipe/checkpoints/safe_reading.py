@@ -36,7 +36,7 @@ from lightning_pipe.checkpoints.folder_metadata import load_metadata
 from lightning_pipe.checkpoints.inert_values import _Damaged, _Refused, described
 from lightning_pipe.checkpoints.torch_file import known_name, load_torch_file, open_archive, pickle_of
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.plans.shown import printable
+from lightning_pipe.engine.common.safe_text import printable
 
 __all__ = ["SafePlanner", "SafeReader", "file_named", "load_object", "unsafe_names"]
 

@@ -13,7 +13,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from lightning_pipe.engine.plans.syncing import sync, sync_all, sync_name
+from lightning_pipe.engine.common.durable_files import sync, sync_all, sync_name
 
 __all__ = ["begin_folder", "discard_folder", "finish_folder", "folder_to_write", "put_back", "remove_folder"]
 

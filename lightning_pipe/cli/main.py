@@ -26,7 +26,7 @@ import lightning_pipe
 from lightning_pipe.cli.plan import main as plan
 from lightning_pipe.cli.training import Parser, PipelineCLI, count
 from lightning_pipe.engine import PipelineError, SetupError
-from lightning_pipe.engine.plans.shown import printable
+from lightning_pipe.engine.common.safe_text import printable
 from lightning_pipe.strategies.registry import STRATEGIES
 
 _TRAINING = {

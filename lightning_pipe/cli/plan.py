@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass
 
 from lightning_pipe.cli.plan_report import assumed_cores, simulation_report
 from lightning_pipe.engine import PipelinePlan, PlanError, PlanSpec, ProfileResult
+from lightning_pipe.engine.common.fitted_table import print_report
+from lightning_pipe.engine.common.quantities import parse_bandwidth, parse_duration
 from lightning_pipe.engine.planning.costs import Machine, TaskCost
 from lightning_pipe.engine.planning.costs_yaml import CostsFile, load_costs
 from lightning_pipe.engine.planning.network import NetworkModel
 from lightning_pipe.engine.planning.prediction import first_break, predict
 from lightning_pipe.engine.planning.simulation import simulate
-from lightning_pipe.engine.plans.fitted_table import print_report
 from lightning_pipe.engine.plans.plan_file import named, plan_file, read_text
-from lightning_pipe.engine.plans.quantities import parse_bandwidth, parse_duration
 from lightning_pipe.environment import import_torchrec
 from lightning_pipe.llm.run.training_tasks import llm_plan
 from lightning_pipe.loops.programs.default_program import default_plan

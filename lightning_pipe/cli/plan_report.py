@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from rich.console import Group
 from rich.text import Text
 
+from lightning_pipe.engine.common.fitted_table import FittedTable
 from lightning_pipe.engine.planning.costs import RESOURCES
 from lightning_pipe.engine.planning.costs_yaml import CostsFile
 from lightning_pipe.engine.planning.network import Message
 from lightning_pipe.engine.planning.prediction import PlanPrediction, ScalingBreak
-from lightning_pipe.engine.plans.fitted_table import FittedTable
 
 __all__ = ["assumed_cores", "simulation_report"]
 

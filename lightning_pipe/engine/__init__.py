@@ -1,8 +1,8 @@
 """Tasks say what to compute, a plan says when and where, one engine runs them. Pure PyTorch."""
 
+from lightning_pipe.engine.common.errors import InputError, PipelineError, PlanError, SetupError, TaskError
 from lightning_pipe.engine.observe.trace import TaskSpan
 from lightning_pipe.engine.plans.dependencies import Dependency, required_dependencies
-from lightning_pipe.engine.plans.errors import InputError, PipelineError, PlanError, SetupError, TaskError
 from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.schedule import TaskSchedule
 from lightning_pipe.engine.plans.spec import PlanSpec

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipe._compat.lightning import FitLoop, Loop, set_sampler_epoch
-from lightning_pipe.engine.plans.shown import shown
+from lightning_pipe.engine.common.safe_text import shown
 from lightning_pipe.engine.ranks.together import gather, gather_to_first
 from lightning_pipe.loops.data.random_streams import States, get_states, set_states
 from lightning_pipe.loops.data.resumable_loader import (

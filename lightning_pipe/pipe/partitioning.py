@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_pipe.engine import PlanError, SetupError
-from lightning_pipe.engine.plans.options import check_whole_number
+from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.pipe.balance import even_shares
 from lightning_pipe.pipe.partition import Partition
 from lightning_pipe.pipe.skip import SkipRoute, skip_routes

@@ -17,11 +17,11 @@ from rich.console import Group
 from rich.text import Text
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.common.fitted_table import FittedTable, print_report
+from lightning_pipe.engine.common.options import option_group
+from lightning_pipe.engine.common.whole_file import whole_file
 from lightning_pipe.engine.planning.plan_choice import best_by_hand, typical
 from lightning_pipe.engine.planning.plan_limits import PlanLimits
-from lightning_pipe.engine.plans.fitted_table import FittedTable, print_report
-from lightning_pipe.engine.plans.options import option_group
-from lightning_pipe.engine.plans.whole_file import whole_file
 from lightning_pipe.loops.programs.auto_program import Exploration, PlanChoice
 
 __all__ = ["AUTO", "AutoOptions", "choice_report", "tell_choice", "write_choice"]

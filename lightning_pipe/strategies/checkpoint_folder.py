@@ -21,7 +21,7 @@ from lightning_pipe.checkpoints.background_save import BackgroundSave
 from lightning_pipe.checkpoints.folder_writing import WritePart, write_folder, write_in_background
 from lightning_pipe.checkpoints.whole_folder import remove_folder
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.plans.options import check_flags
+from lightning_pipe.engine.common.options import check_flags
 from lightning_pipe.strategies.base import DistributedStrategy
 
 __all__ = ["FolderCheckpointStrategy"]

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipe.engine import PlanError, SetupError, TaskSpan
-from lightning_pipe.engine.plans.options import check_flags
+from lightning_pipe.engine.common.options import check_flags
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.loops.data.orphaned_workers import ending_with_rank
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_pipe.engine.plans import errors
+from lightning_pipe.engine.common import errors
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")

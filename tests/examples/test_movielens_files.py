@@ -12,7 +12,7 @@ import pytest
 
 from examples.recsys_movielens import files
 from examples.recsys_movielens.data import MovieLensData
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 
 
 def test_a_missing_file_is_named_with_its_folder_and_the_fix(folder: Path) -> None:

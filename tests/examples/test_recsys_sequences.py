@@ -23,7 +23,7 @@ from examples.recsys_sequences.popularity import popularity
 from examples.recsys_sequences.ranking import AT, gains
 from examples.recsys_sequences.tables import STARS_ROWS, folded
 from lightning_pipe.cli.main import main
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from tests.distributed import run_ranks
 from tests.examples.sequence_cases import (
     CONFIG,

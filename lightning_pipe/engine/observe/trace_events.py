@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_pipe.engine.common.whole_file import whole_file
 from lightning_pipe.engine.observe.timeline import TASK, Bar, Timeline
-from lightning_pipe.engine.plans.whole_file import whole_file
 
 __all__ = ["trace_events", "write_trace"]
 

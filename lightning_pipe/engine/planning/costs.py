@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, get_args
 
+from lightning_pipe.engine.common.errors import PlanError
+from lightning_pipe.engine.common.safe_text import shown
 from lightning_pipe.engine.planning.network import Message, NetworkModel
 from lightning_pipe.engine.plans.dependencies import required_dependencies
-from lightning_pipe.engine.plans.errors import PlanError
-from lightning_pipe.engine.plans.shown import shown
 from lightning_pipe.engine.plans.task import PipelineTask
 
 Resource = Literal["compute", "copy", "network", "disk", "host"]

@@ -29,12 +29,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+from lightning_pipe.engine.common.checked_yaml import check_keys, load_mapping
+from lightning_pipe.engine.common.errors import PlanError, SetupError
+from lightning_pipe.engine.common.quantities import parse_bandwidth, parse_duration, parse_size
+from lightning_pipe.engine.common.safe_text import shown
 from lightning_pipe.engine.planning.costs import LONGEST, TaskCost
 from lightning_pipe.engine.planning.network import CollectiveKind, Message
-from lightning_pipe.engine.plans.checked_yaml import check_keys, load_mapping
-from lightning_pipe.engine.plans.errors import PlanError, SetupError
-from lightning_pipe.engine.plans.quantities import parse_bandwidth, parse_duration, parse_size
-from lightning_pipe.engine.plans.shown import shown
 
 __all__ = ["CostsFile", "load_costs"]
 

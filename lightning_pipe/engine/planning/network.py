@@ -12,8 +12,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lightning_pipe.engine.plans.errors import PlanError
-from lightning_pipe.engine.plans.options import check_whole_number
+from lightning_pipe.engine.common.errors import PlanError
+from lightning_pipe.engine.common.options import check_whole_number
 
 _LONGEST = 1e6  # seconds of latency: eleven days
 CollectiveKind = Literal["all_to_all", "all_reduce", "broadcast"]

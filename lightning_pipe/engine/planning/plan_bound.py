@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.engine.planning.costs import Machine, TaskCost, awaited, checked_costs, duration, loads
 from lightning_pipe.engine.planning.cycle_ratio import Cycle, Edge, maximum_cycle_ratio
 from lightning_pipe.engine.plans.dependencies import Dependency, required_dependencies
-from lightning_pipe.engine.plans.errors import PlanError
 from lightning_pipe.engine.plans.task import PipelineTask
 
 _RETIRED = ("", "retired")  # no task: when a batch is done with and another one may begin

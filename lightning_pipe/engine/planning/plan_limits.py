@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lightning_pipe.engine.common.errors import PlanError
+from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.engine.planning.costs import RESOURCES, Resource
-from lightning_pipe.engine.plans.errors import PlanError
-from lightning_pipe.engine.plans.options import check_whole_number
 from lightning_pipe.engine.plans.task import PipelineTask
 
 

@@ -12,13 +12,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.engine.planning.costs import Machine, TaskCost
 from lightning_pipe.engine.planning.plan_bound import Bound, lower_bound
 from lightning_pipe.engine.planning.plan_draft import Draft, PlanSpace
 from lightning_pipe.engine.planning.plan_limits import PlanLimits
 from lightning_pipe.engine.planning.plan_search import every_draft, neighbours, scheduled_drafts, simpler
 from lightning_pipe.engine.plans.dependencies import Dependency, required_dependencies
-from lightning_pipe.engine.plans.errors import PlanError
 from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.task import PipelineTask, State
 

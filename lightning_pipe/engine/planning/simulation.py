@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.engine.observe.timeline import Bar
 from lightning_pipe.engine.planning.costs import NO_COST, Machine, Resource, TaskCost, checked_costs, loads
 from lightning_pipe.engine.planning.simulated_threads import SimulatedThreads
-from lightning_pipe.engine.plans.errors import PlanError
 from lightning_pipe.engine.plans.plan import PipelinePlan
 
 

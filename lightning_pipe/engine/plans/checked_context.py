@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from lightning_pipe.engine.plans.errors import PlanError
+from lightning_pipe.engine.common.errors import PlanError
 
 CHECK = "LIGHTNING_PIPE_CHECK_CONTEXTS"
 # Every task may ask which iteration it runs for; nobody writes that.

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 
+from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.engine.plans.dependencies import Dependency
-from lightning_pipe.engine.plans.errors import PlanError
 
 
 def check_order(plan: str, order: Sequence[str], tasks: Sequence[str], same_period: Iterable[Dependency]) -> None:

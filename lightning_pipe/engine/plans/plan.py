@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lightning_pipe.engine.common.errors import PlanError
+from lightning_pipe.engine.common.safe_text import shown
 from lightning_pipe.engine.plans.dependencies import Dependency, required_dependencies
-from lightning_pipe.engine.plans.errors import PlanError
 from lightning_pipe.engine.plans.order import check_order, derive_order, find_cycle
 from lightning_pipe.engine.plans.render import plan_table, plan_timeline
 from lightning_pipe.engine.plans.schedule import TaskSchedule
-from lightning_pipe.engine.plans.shown import shown
 from lightning_pipe.engine.plans.spec import Edge, PlanSpec
 from lightning_pipe.engine.plans.task import IterContext, PipelineTask
 

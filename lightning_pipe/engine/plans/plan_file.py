@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightning_pipe.engine.plans.errors import PlanError
+from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.engine.plans.spec import PlanSpec
 
 __all__ = ["named", "plan_file", "read_text"]

@@ -7,10 +7,10 @@ from typing import Any
 
 import yaml
 
-from lightning_pipe.engine.plans.checked_yaml import check_keys, load_mapping
-from lightning_pipe.engine.plans.errors import PlanError
+from lightning_pipe.engine.common.checked_yaml import check_keys, load_mapping
+from lightning_pipe.engine.common.errors import PlanError
+from lightning_pipe.engine.common.safe_text import shown
 from lightning_pipe.engine.plans.schedule import TaskSchedule
-from lightning_pipe.engine.plans.shown import shown
 
 _PLAN_KEYS = ("name", "pipeline_depth", "tasks", "order", "deps", "cross_iter_deps", "stale")
 _DEFAULTS = vars(TaskSchedule())

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from rich import box
 from rich.console import Console
 
+from lightning_pipe.engine.common.fitted_table import FittedTable
 from lightning_pipe.engine.plans.dependencies import Dependency
-from lightning_pipe.engine.plans.fitted_table import FittedTable
 from lightning_pipe.engine.plans.spec import PlanSpec
 
 # Where the output is no terminal, and COLUMNS does not say.

@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_pipe.engine.plans.errors import PlanError
+from lightning_pipe.engine.common.errors import PlanError
+from lightning_pipe.engine.common.safe_text import shown
 from lightning_pipe.engine.plans.plan_yaml import read_content, write_content
 from lightning_pipe.engine.plans.schedule import MAIN, TaskSchedule
-from lightning_pipe.engine.plans.shown import shown
 from lightning_pipe.engine.plans.task import PipelineTask
 
 Edge = tuple[str, str] | tuple[str, str, int]

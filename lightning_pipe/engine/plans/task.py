@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.engine.plans.checked_context import CheckedTask, checks_contexts
-from lightning_pipe.engine.plans.errors import PlanError
 
 
 class State(str):

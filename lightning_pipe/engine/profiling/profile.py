@@ -13,10 +13,10 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
+from lightning_pipe.engine.common.errors import PlanError
+from lightning_pipe.engine.common.fitted_table import FittedTable, print_report
+from lightning_pipe.engine.common.safe_text import printable, shown
 from lightning_pipe.engine.planning.costs import LONGEST
-from lightning_pipe.engine.plans.errors import PlanError
-from lightning_pipe.engine.plans.fitted_table import FittedTable, print_report
-from lightning_pipe.engine.plans.shown import printable, shown
 
 __all__ = ["ProfileResult", "TaskProfile"]
 

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_pipe.engine.common.errors import PlanError, SetupError
 from lightning_pipe.engine.observe.trace import TaskSpan
-from lightning_pipe.engine.plans.errors import PlanError, SetupError
 from lightning_pipe.engine.plans.task import IterContext, PipelineTask
 from lightning_pipe.engine.profiling.profile import ProfileResult, TaskProfile
 from lightning_pipe.engine.runtime.captured import Captured, capture

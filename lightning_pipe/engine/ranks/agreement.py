@@ -10,7 +10,7 @@ from itertools import zip_longest
 import torch
 import torch.distributed as dist
 
-from lightning_pipe.engine.plans.errors import PipelineError, PlanError
+from lightning_pipe.engine.common.errors import PipelineError, PlanError
 from lightning_pipe.engine.ranks.together import communicating_device, gather, is_alone
 
 __all__ = ["check_agreement"]

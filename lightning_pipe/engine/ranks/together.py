@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from lightning_pipe.engine.plans.errors import InputError, PipelineError, SetupError
+from lightning_pipe.engine.common.errors import InputError, PipelineError, SetupError
 
 __all__ = [
     "any_of",

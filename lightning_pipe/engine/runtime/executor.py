@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_pipe.engine.common.errors import TaskError
 from lightning_pipe.engine.observe.meter import Meter
 from lightning_pipe.engine.observe.ranges import task_range
 from lightning_pipe.engine.observe.trace import Begun, Trace
-from lightning_pipe.engine.plans.errors import TaskError
 from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.engine.plans.task import IterContext

@@ -13,8 +13,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
+from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.engine.observe.meter import Meter
-from lightning_pipe.engine.plans.errors import PlanError
 from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.task import IterContext
 from lightning_pipe.engine.ranks.agreement import check_agreement

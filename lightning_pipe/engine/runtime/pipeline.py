@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.engine.observe.device_clock import DeviceClock
 from lightning_pipe.engine.observe.trace import TaskSpan, Trace
-from lightning_pipe.engine.plans.errors import PlanError
 from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.engine.plans.task import IterContext, PipelineTask

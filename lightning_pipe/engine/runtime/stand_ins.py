@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from lightning_pipe.engine.plans.errors import PlanError
+from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.engine.plans.task import IterContext, PipelineTask
 from lightning_pipe.engine.runtime.executor import Operation
 from lightning_pipe.engine.runtime.shortcut import Key, Shortcut

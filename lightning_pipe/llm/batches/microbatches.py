@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipe._compat.torch import tree_flatten, tree_unflatten
-from lightning_pipe.engine.plans.errors import InputError
+from lightning_pipe.engine.common.errors import InputError
 
 __all__ = ["MicroBatches", "count_tokens", "split_batch"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.engine.plans.quantities import parse_size
+from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.engine.common.quantities import parse_size
 from lightning_pipe.llm.choice.schedule_choice import (
     Measurements,
     ScheduleCandidate,

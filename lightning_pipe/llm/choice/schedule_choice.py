@@ -14,9 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.observe.timeline import Bar
 from lightning_pipe.engine.planning.plan_choice import typical
-from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.measure.layer_bench import Pieces
 from lightning_pipe.llm.measure.layer_costs import memory_costs, time_costs
 from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork

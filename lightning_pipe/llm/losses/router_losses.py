@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_pipe.engine.plans.errors import InputError
+from lightning_pipe.engine.common.errors import InputError
 
 __all__ = ["RouterLosses", "pass_router_logits", "sum_router_losses"]
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.ranks.together import from_rank
 from lightning_pipe.llm.measure.layer_bench import LossOf, Pieces
 from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork, measure_footprints, measure_work

@@ -35,8 +35,8 @@ from lightning_pipe._compat.torch import (
     schema_of,
     tree_leaves,
 )
-from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.engine.plans.options import check_choice, check_whole_number
+from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.engine.common.options import check_choice, check_whole_number
 from lightning_pipe.llm.model.stage_module import PassThrough, StageModule
 
 __all__ = ["ActivationCheckpoint", "checkpoint_layers"]

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.module_config import NEEDED, ModuleConfig, is_inside
 from lightning_pipe.llm.model.stage_module import base_model, is_causal_lm, run_empty
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.engine.plans.options import check_whole_number
+from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.engine.common.options import check_whole_number
 
 __all__ = ["NEEDED", "ModuleConfig", "is_inside"]
 

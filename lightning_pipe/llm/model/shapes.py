@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipe._compat.torch import tree_leaves, tree_map_only
-from lightning_pipe.engine.plans.errors import InputError, SetupError
+from lightning_pipe.engine.common.errors import InputError, SetupError
 
 __all__ = ["NoConditions", "StageShape", "StageShapes"]
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.stage_module import PassThrough, StageModule, is_causal_lm
 from lightning_pipe.llm.parallel.context_parallel import chunk_positions
 

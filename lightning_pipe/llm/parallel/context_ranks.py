@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipe._compat.torch import tree_leaves, tree_map
-from lightning_pipe.engine.plans.errors import InputError
+from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.batches.padding import SequenceKeys
 from lightning_pipe.llm.model.stage_module import base_model, is_causal_lm
 from lightning_pipe.llm.parallel.context_parallel import check_sequence, cut_sequence, join_sequence

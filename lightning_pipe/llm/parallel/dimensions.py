@@ -9,8 +9,8 @@ from typing import get_args
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.engine.plans.options import check_choice, check_whole_number
+from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.engine.common.options import check_choice, check_whole_number
 from lightning_pipe.llm.parallel.context_ranks import ContextMethod
 
 __all__ = ["ParallelDims", "StageMeshes"]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.engine.plans.errors import InputError
+from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.model.stage_module import is_causal_lm
 from lightning_pipe.llm.parallel.context_parallel import attention_of, positions_of
 

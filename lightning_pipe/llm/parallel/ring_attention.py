@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import all_gather_single_autograd, wait_tensor
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.parallel.attention_mode import AttentionMode, OwnMasks, check_call, check_mask_heads
 from lightning_pipe.llm.parallel.context_parallel import FullAttention, chunk_positions
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 
 from lightning_pipe._compat.torch import looks_for_overflow
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 
 __all__ = ["refuse_fused"]
 

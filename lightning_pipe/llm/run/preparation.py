@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipe._compat.torch import tree_leaves
-from lightning_pipe.engine.plans.errors import InputError
+from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.batches.microbatches import MicroBatches, split_batch
 from lightning_pipe.llm.batches.padding import SequenceKeys, pad_microbatch, target_length
 from lightning_pipe.llm.parallel.context_ranks import ContextRanks

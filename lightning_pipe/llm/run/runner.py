@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipe._compat.torch import tree_leaves
+from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.engine.observe.timeline import Bar
-from lightning_pipe.engine.plans.errors import InputError
 from lightning_pipe.llm.model.shapes import StageShape, StageShapes
 from lightning_pipe.llm.schedules.named import ScheduleSpec
 from lightning_pipe.llm.schedules.step import build_evaluation, build_schedule, run_schedule

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
+from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.engine.observe.timeline import Bar
-from lightning_pipe.engine.plans.errors import InputError
 from lightning_pipe.llm.schedules.named import ScheduleSpec
 from lightning_pipe.llm.schedules.simulation import Actions, Kind, simulate
 from lightning_pipe.llm.schedules.timed_stage import median_durations

@@ -18,7 +18,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.schedules.named import ScheduleSpec, count_stages, place_stages, read_actions
 from lightning_pipe.llm.schedules.simulation import Actions, actions_of
 

@@ -35,9 +35,9 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.engine.common.safe_text import printable, shown
 from lightning_pipe.engine.plans.plan_file import read_text
-from lightning_pipe.engine.plans.shown import printable, shown
 
 __all__ = [
     "SCHEDULES",

@@ -20,8 +20,8 @@ from torch.distributed.pipelining.schedules import (
     _PipelineSchedule,
 )
 
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.observe.timeline import Bar, microbatch_bar
-from lightning_pipe.engine.plans.errors import SetupError
 from lightning_pipe.llm.schedules.named import (
     ScheduleSpec,
     construct_schedule,

@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
+from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.engine.planning.shares import contiguous_shares
-from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.engine.plans.options import check_whole_number
 from lightning_pipe.llm.measure.layer_bench import Pieces
 from lightning_pipe.llm.measure.layer_costs import CostUnit
 from lightning_pipe.llm.model.module_config import ModuleConfig

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.engine.plans.options import check_choice, check_whole_number, is_whole_numbers
+from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.engine.common.options import check_choice, check_whole_number, is_whole_numbers
 
 __all__ = ["SplitOptions"]
 

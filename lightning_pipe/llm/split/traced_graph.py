@@ -25,7 +25,7 @@ from torch import Tensor, fx
 from torch.distributed.pipelining import pipe_split
 
 from lightning_pipe._compat.torch import schema_of
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 
 __all__ = ["CutGraph", "GraphPiece", "StageCode", "cut", "whole_layers"]
 

@@ -27,7 +27,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from lightning_pipe._compat.torch import tree_leaves, tree_map, tree_map_only
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.deferred import fake_copy
 from lightning_pipe.llm.model.stage_module import StageModule
 from lightning_pipe.llm.model.tied import TiedParameter

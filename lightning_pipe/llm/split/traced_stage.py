@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from lightning_pipe._compat.torch import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
-from lightning_pipe.engine.plans.errors import InputError
+from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.split.traced_graph import CutGraph, GraphPiece
 
 __all__ = ["StageTrace", "TraceInputs", "TracedPart", "find_tensor", "join_parts", "registered_tensors"]

@@ -19,8 +19,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.engine.plans.shown import printable, shown
+from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.engine.common.safe_text import printable, shown
 
 # The loader's; on_before_batch_transfer's; those of the hooks that move a batch to the device and change it there.
 Stream = Literal["fetch", "prepare", "transfer"]

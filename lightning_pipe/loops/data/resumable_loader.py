@@ -33,7 +33,7 @@ from torch.utils.data import (
 )
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.plans.shown import printable, shown
+from lightning_pipe.engine.common.safe_text import printable, shown
 from lightning_pipe.loops.data.random_streams import get_states, pack_states, set_states, unpack_states
 from lightning_pipe.loops.data.sampler_state import SamplerState
 from lightning_pipe.loops.data.shared_order import batches_left, order_of

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.plans.shown import printable, shown
+from lightning_pipe.engine.common.safe_text import printable, shown
 from lightning_pipe.engine.ranks.together import on_all_ranks
 from lightning_pipe.loops.data.random_streams import States, get_states, pack_states, set_states, unpack_states
 from lightning_pipe.loops.data.resumable_loader import load_states

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.plans.shown import printable, shown
+from lightning_pipe.engine.common.safe_text import printable, shown
 from lightning_pipe.loops.data.random_streams import pack_bytes, unpack_bytes
 
 __all__ = ["SamplerState"]

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_pipe.engine import PipelinePlan, PlanError, SWPipeline, TrainingContext
+from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.engine.observe.device_clock import DeviceClock
 from lightning_pipe.engine.observe.trace import Trace, task_seconds
 from lightning_pipe.engine.planning.plan_choice import contenders, fastest, most_found, typical
-from lightning_pipe.engine.plans.options import check_whole_number
 from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.engine.runtime.devices import DeviceStreams
 from lightning_pipe.loops.programs.program import TrainingProgram

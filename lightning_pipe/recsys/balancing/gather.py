@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from lightning_pipe.engine.plans.errors import InputError
+from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.recsys.balancing.samples import Samples
 
 __all__ = ["Gathered", "Gathering", "Room", "check_workloads"]

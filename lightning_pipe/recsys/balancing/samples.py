@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from lightning_pipe.engine.plans.errors import InputError
+from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.recsys.batches.pieces import PIECES, Path, children, describe, field_names
 
 __all__ = ["Samples", "take_apart"]

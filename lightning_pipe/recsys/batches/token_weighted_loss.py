@@ -16,7 +16,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from lightning_pipe.engine.plans.errors import InputError
+from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.engine.ranks.together import communicating_device
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_pipe.engine import IterContext, SetupError
-from lightning_pipe.engine.plans.options import check_whole_number
+from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
 
 __all__ = ["Accumulation"]

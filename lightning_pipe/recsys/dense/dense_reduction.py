@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.ranks.agreement import check_agreement
 
 __all__ = ["DenseGradientReducer"]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 
 __all__ = ["broadcast_from_first_rank", "materialise_dense", "unfillable"]
 

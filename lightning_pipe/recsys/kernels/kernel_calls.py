@@ -26,7 +26,7 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
 from lightning_pipe._compat.torchrec import lookups_of
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.kernels.fused import counted_as, prefetches_of_kernels_set_aside
 
 __all__ = [

@@ -25,7 +25,7 @@ from torch import nn
 from torchrec import optim as torchrec_optim
 
 from lightning_pipe._compat.torch import optimizers_in_backward
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 
 __all__ = ["SparseOptimizer", "TableOptimizer", "class_name", "resolve_table_optimizer"]
 

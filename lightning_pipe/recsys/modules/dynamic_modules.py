@@ -15,8 +15,8 @@ from torch import nn
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.engine.plans.options import check_whole_number
+from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.engine.common.options import check_whole_number
 
 __all__ = [
     "DynamicEmbeddingBagCollection",

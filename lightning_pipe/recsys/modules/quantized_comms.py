@@ -32,8 +32,8 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.engine.plans.options import check_whole_number
+from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.recsys.modules.dynamic_modules import DynamicEmbeddingBagCollection
 from lightning_pipe.recsys.modules.tables import Table
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe._compat.torch import tree_map_only
-from lightning_pipe.engine.plans.errors import InputError
+from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.engine.ranks.together import on_all_ranks
 from lightning_pipe.recsys.kernels.fused import evaluating, prefetches_set_aside
 from lightning_pipe.recsys.modules.call_arguments import Arguments

@@ -22,7 +22,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe._compat.torch import tree_leaves
 from lightning_pipe._compat.torchrec import put_tensors
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.batches.pieces import walk
 from lightning_pipe.recsys.modules.call_arguments import (
     Arguments,

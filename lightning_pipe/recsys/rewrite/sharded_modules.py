@@ -27,7 +27,7 @@ from lightning_pipe._compat.torchrec import (
     sharding_types,
     table_configs,
 )
-from lightning_pipe.engine.plans.errors import InputError, SetupError
+from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
 from lightning_pipe.recsys.modules.call_arguments import Arguments, CallArguments, PostprocessResults
 from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire, sends_int32

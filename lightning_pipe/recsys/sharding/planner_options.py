@@ -15,7 +15,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import CacheParams, KeyValueParams, ShardingType
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.modules.tables import Table
 from lightning_pipe.recsys.sharding.sharders import (
     COLUMN_TYPES,

@@ -22,7 +22,7 @@ from torchrec.distributed.types import (
     ShardingType,
 )
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.ranks.together import from_rank
 from lightning_pipe.recsys.modules.tables import Table
 from lightning_pipe.recsys.sharding.sharders import check_types

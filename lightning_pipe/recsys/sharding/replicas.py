@@ -30,8 +30,8 @@ from torchrec.distributed.sharding_plan import placement
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan, ShardingType
 
 from lightning_pipe._compat.torch import EnumerableShardingSpec, ShardedTensor, version_counters_preserved
-from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.engine.plans.options import check_whole_number
+from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.recsys.modules.tables import Table

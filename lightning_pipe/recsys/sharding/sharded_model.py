@@ -14,8 +14,8 @@ from torchrec.distributed.types import ShardedModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from lightning_pipe._compat.torchrec import lookups_of
-from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.engine.plans.shown import shown
+from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.engine.common.safe_text import shown
 from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.recsys.dense.dense_values import broadcast_from_first_rank
 from lightning_pipe.recsys.dynamic.tables.row_tables import RowTables

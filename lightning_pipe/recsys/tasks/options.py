@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from lightning_pipe.engine.plans.options import check_flags, option_group
+from lightning_pipe.engine.common.options import check_flags, option_group
 from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire, check_ids_on_wire
 from lightning_pipe.recsys.modules.quantized_comms import QuantizedComms
 

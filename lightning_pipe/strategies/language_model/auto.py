@@ -12,8 +12,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.plans.fitted_table import print_report
-from lightning_pipe.engine.plans.options import check_whole_number
+from lightning_pipe.engine.common.fitted_table import print_report
+from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.llm.choice.schedule_choice import ScheduleCandidate
 from lightning_pipe.llm.parallel.dimensions import ParallelDims
 from lightning_pipe.llm.schedules.checks import splits_backward

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from rich.console import Group
 from rich.text import Text
 
-from lightning_pipe.engine.plans.fitted_table import FittedTable
+from lightning_pipe.engine.common.fitted_table import FittedTable
 from lightning_pipe.llm.choice.schedule_choice import ScheduleCandidate, SchedulePrediction
 from lightning_pipe.strategies.language_model.stage_choice import StageChoice
 

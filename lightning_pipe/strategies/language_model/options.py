@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.plans.options import check_choice, check_whole_number
+from lightning_pipe.engine.common.options import check_choice, check_whole_number
 from lightning_pipe.llm.batches.batching import Batching
 from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
 from lightning_pipe.llm.parallel.dimensions import ParallelDims

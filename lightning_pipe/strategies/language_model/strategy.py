@@ -18,7 +18,7 @@ from lightning_pipe._compat.lightning import optimizers_to_device
 from lightning_pipe._compat.quick_lightning import call_callback_hooks, call_module_hook
 from lightning_pipe._compat.torch import empty_optimizers_allowed
 from lightning_pipe.engine import InputError, SetupError, SWPipeline
-from lightning_pipe.engine.plans.options import option_group
+from lightning_pipe.engine.common.options import option_group
 from lightning_pipe.llm.batches.batching import Batching
 from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
 from lightning_pipe.llm.parallel.dimensions import ParallelDims

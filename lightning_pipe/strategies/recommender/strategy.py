@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_pipe._compat.lightning import optimizers_to_device
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, SWPipeline, TaskSpan
-from lightning_pipe.engine.plans.options import option_group
+from lightning_pipe.engine.common.options import option_group
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.data.batch_source import Uneven
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops

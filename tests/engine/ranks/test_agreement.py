@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from lightning_pipe.engine.plans.errors import PlanError, SetupError
+from lightning_pipe.engine.common.errors import PlanError, SetupError
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from tests.distributed import run_ranks
 

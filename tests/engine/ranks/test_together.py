@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_pipe.engine.plans.errors import InputError, PipelineError, SetupError
+from lightning_pipe.engine.common.errors import InputError, PipelineError, SetupError
 from lightning_pipe.engine.ranks.together import (
     any_of,
     communicating_device,

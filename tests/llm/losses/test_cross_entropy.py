@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipe.engine.plans.errors import InputError, SetupError
+from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.llm.losses.cross_entropy import check_sum, chunked_cross_entropy, shift_labels, summed_cross_entropy
 from tests.distributed import run_ranks
 

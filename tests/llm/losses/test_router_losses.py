@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lightning_pipe.engine.plans.errors import InputError
+from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.losses.router_losses import RouterLosses, pass_router_logits, sum_router_losses
 from lightning_pipe.llm.model.moe import MoE
 from tests.rounding import Reference

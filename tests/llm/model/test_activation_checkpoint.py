@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.activation_checkpoint import _policy, checkpoint_layers
 from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shallow_copy
 from tests.distributed import run_ranks

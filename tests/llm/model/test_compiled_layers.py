@@ -12,7 +12,7 @@ import torch._functorch.config
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.overrides import TorchFunctionMode
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.activation_checkpoint import checkpoint_layers
 from lightning_pipe.llm.model.compiled_layers import compile_layers, keep_backward_buffers
 from lightning_pipe.llm.model.stage_module import StageModule, make_stage

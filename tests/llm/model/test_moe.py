@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.deferred import deferred_init, fake_copy
 from lightning_pipe.llm.model.moe import MoE
 from lightning_pipe.llm.model.shapes import StageShapes

@@ -28,7 +28,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from lightning_pipe.engine.plans.errors import InputError, SetupError
+from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.llm.model.derived_config import derive_config
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.model.stage_module import (

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_pipe.engine.plans.errors import InputError
+from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.batches.padding import SequenceKeys, block_diagonal_mask
 from lightning_pipe.llm.parallel.context_parallel import FullAttention, chunk_positions, cut_sequence
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pipe.engine.plans.errors import InputError
+from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.parallel.context_ranks import ContextRanks, ModelInputs
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]

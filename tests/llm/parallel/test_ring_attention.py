@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.parallel import ring_attention
 from lightning_pipe.llm.parallel.context_parallel import FullAttention, chunk_positions
 from lightning_pipe.llm.parallel.ring_attention import RingAttention, check_ring

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.run.optimizer_offload import OffloadedState
 from tests.llm.second_device import DEVICE, SecondDevice, TensorThere
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipe.engine.plans.errors import InputError
+from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.batches.microbatches import count_tokens
 from lightning_pipe.llm.batches.padding import SequenceKeys
 from lightning_pipe.llm.run.preparation import BatchPreparation, Lengths, StepInputs

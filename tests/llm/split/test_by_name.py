@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.module_config import ModuleConfig
 from lightning_pipe.llm.split.by_name import split_at, split_by_cost, split_by_ranges, split_evenly
 

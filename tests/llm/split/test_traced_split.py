@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_leaves
 
-from lightning_pipe.engine.plans.errors import InputError, SetupError
+from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.llm.model.deferred import deferred_init, fake_copy
 from lightning_pipe.llm.model.stage_module import StageModule
 from lightning_pipe.llm.model.tied import TiedParameter

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec import optim as torchrec_optim
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizer, TableOptimizer, resolve_table_optimizer
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -11,7 +11,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.traffic import recorded_traffic
-from lightning_pipe.engine.plans.errors import InputError, SetupError
+from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.recsys.modules.ids_on_wire import SentAsInt32, check_ids_on_wire, sends_int32
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from tests.distributed import run_ranks

@@ -20,7 +20,7 @@ from torchrec.modules.mc_modules import (
     MCHManagedCollisionModule,
 )
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.modules.tables import find_tables
 from tests.recsys.sharding_cases import HISTORY, MOVIES, USERS, Model, Processed, pooled_tables
 

@@ -14,7 +14,7 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe._compat.torchrec import all_to_alls_of
-from lightning_pipe.engine.plans.errors import InputError, SetupError
+from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.recsys.rewrite.input_dist import fusing
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from tests.distributed import run_ranks

@@ -14,7 +14,7 @@ from torch import nn
 from torchrec.distributed.embedding_tower_sharding import ShardedEmbeddingTower
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-from lightning_pipe.engine.plans.errors import InputError, SetupError
+from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.recsys.kernels.fused import fused_kernels
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from tests.distributed import run_ranks

@@ -12,7 +12,7 @@ from torchrec.distributed.fused_params import BoundsCheckMode
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import CacheAlgorithm
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizer, resolve_table_optimizer
 from lightning_pipe.recsys.modules.tables import Table, find_tables
 from lightning_pipe.recsys.sharding.planner_options import read_constraints, read_topology

@@ -15,7 +15,7 @@ from torchrec.distributed.types import (
     ShardMetadata,
 )
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.sharding.planning import OrderedEnumerator
 from lightning_pipe.recsys.sharding.sharders import default_sharders
 from tests.recsys.sharding_cases import ROW_WISE_ADAGRAD, constraints_for, make_model, shard

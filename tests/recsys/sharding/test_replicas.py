@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.types import ShardingPlan
 
-from lightning_pipe.engine.plans.errors import InputError, PlanError, SetupError
+from lightning_pipe.engine.common.errors import InputError, PlanError, SetupError
 from lightning_pipe.recsys import DynamicEmbeddingBagCollection, DynamicTable, ShardedModel, TrainPipeline
 from lightning_pipe.recsys.sharding.replicas import ReplicaGroups, make_replica_groups
 from tests.distributed import run_ranks

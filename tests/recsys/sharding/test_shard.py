@@ -13,7 +13,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import DataType
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dense.dense_values import broadcast_from_first_rank
 from tests.distributed import run_ranks
 from tests.recsys.sharding_cases import (

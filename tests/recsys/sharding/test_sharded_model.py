@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from tests.recsys.sharding_cases import (
     ADAGRAD,

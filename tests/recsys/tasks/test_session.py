@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pipe.engine import SetupError, SWPipeline
-from lightning_pipe.engine.plans.options import option_group
+from lightning_pipe.engine.common.options import option_group
 from lightning_pipe.recsys import ShardedModel, TrainPipeline, recsys_plan, recsys_tasks
 from lightning_pipe.recsys.tasks.evaluation import PipelinedEvaluation
 from lightning_pipe.recsys.tasks.options import SessionOptions

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dynamic.store.row_store import StoreState
 from tests.recsys.dynamic.small_stores import EDGES, commit, open_store, some_records
 from tests.scenarios.faults.forked_ranks import Here, Nursery, told

@@ -13,7 +13,7 @@ from itertools import repeat
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dynamic.store.row_store import Keys
 from lightning_pipe.recsys.kernels import native
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_pipe.engine.plans.errors import InputError, SetupError
+from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.recsys.dynamic.cache.normal_quantile import normal_quantile
 from lightning_pipe.recsys.dynamic.store.row_store import Keys
 from lightning_pipe.recsys.kernels import native

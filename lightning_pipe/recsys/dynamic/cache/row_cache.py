@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_pipe.engine.plans.errors import InputError, PlanError, SetupError
+from lightning_pipe.engine.common.errors import InputError, PlanError, SetupError
 from lightning_pipe.recsys.dynamic.cache.eviction import Policy, checked_policy
 from lightning_pipe.recsys.dynamic.cache.id_map import Slots
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning_pipe.engine.plans.errors import InputError
+from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.recsys.dynamic.cache.eviction import Policy, victims
 from lightning_pipe.recsys.dynamic.cache.id_map import LAST_TICK, IdMap, Slots, distinct
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues

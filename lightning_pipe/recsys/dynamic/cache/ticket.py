@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from lightning_pipe.engine.plans.errors import PlanError
+from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.recsys.dynamic.cache.id_map import Slots
 from lightning_pipe.recsys.dynamic.cache.row_columns import Mark
 from lightning_pipe.recsys.dynamic.cache.row_headers import Begun

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.ranks.together import gather, on_all_ranks
 from lightning_pipe.recsys.dynamic.store.row_store import RowStore, RunPart, StoreState
 

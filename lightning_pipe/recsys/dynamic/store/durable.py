@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lightning_pipe.engine.plans.syncing import sync, write_file
+from lightning_pipe.engine.common.durable_files import sync, write_file
 
 __all__ = ["checksum", "discard", "link_files", "move", "open_regular", "read_json", "write_json"]
 

@@ -30,7 +30,7 @@ from rocksdict import (
     WriteOptions,
 )
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dynamic.store.record_bytes import (
     join_keys,
     join_records,

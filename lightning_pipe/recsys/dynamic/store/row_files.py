@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from lightning_pipe._compat.torch import is_view
-from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.engine.plans.syncing import sync_name, write_file
+from lightning_pipe.engine.common.durable_files import sync_name, write_file
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dynamic.store.durable import checksum, open_regular
 from lightning_pipe.recsys.dynamic.store.tensor_file import read_tensors
 

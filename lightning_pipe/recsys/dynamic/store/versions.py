@@ -24,8 +24,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.engine.plans.syncing import sync, sync_name
+from lightning_pipe.engine.common.durable_files import sync, sync_name
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dynamic.store.durable import (
     discard,
     link_files,

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
 from lightning_pipe._compat.torchrec import kernels_of, lookups_of
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dynamic.cache.initial_values import Constant, InitialValues, Normal, Uniform
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.cache.row_headers import BYTES

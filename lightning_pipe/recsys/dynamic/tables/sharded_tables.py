@@ -21,7 +21,7 @@ from torchrec.distributed.types import Awaitable, LazyAwaitable, ParameterShardi
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe._compat.torchrec import kernels_of, make_input_dists_by_id, with_tensors
-from lightning_pipe.engine.plans.errors import InputError, SetupError
+from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.engine.ranks.together import raise_together
 from lightning_pipe.recsys.dynamic.store.mixing import mix
 from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows, end_step

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_pipe.engine.plans.errors import InputError, SetupError
+from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.recsys.dynamic.cache.eviction import Policy, checked_policy, victims
 
 ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9), st.integers(-3, 3)), min_size=1, max_size=40)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_pipe.engine.plans.errors import SetupError
+from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dynamic.cache.id_map import LAST_TICK, IdMap, distinct
 
 # A few that meet often, the ends of the range, and what a small table's places depend on.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pipe.engine.plans.errors import InputError, SetupError
+from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.recsys.dynamic.cache.initial_values import Constant, Distribution, InitialValues, Normal, Uniform
 from lightning_pipe.recsys.kernels import native
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pipe.engine.plans.errors import InputError, PlanError, SetupError
+from lightning_pipe.engine.common.errors import InputError, PlanError, SetupError
 from lightning_pipe.recsys.dynamic.cache.id_map import LAST_TICK
 from lightning_pipe.recsys.dynamic.cache.row_cache import Ticket
 from tests.patience import HANG

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.plans.options import check_choice, check_whole_number, is_whole_numbers, option_group
+from lightning_pipe.engine.common.options import check_choice, check_whole_number, is_whole_numbers, option_group
 
 
 @pytest.mark.parametrize("value", [0, True, 1.0, "1", None])

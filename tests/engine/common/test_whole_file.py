@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_pipe.engine.plans.whole_file import whole_file
+from lightning_pipe.engine.common.whole_file import whole_file
 
 
 def test_what_was_written_takes_the_place_of_what_was_there(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from lightning_pipe.engine.plans.errors import PipelineError, SetupError
+from lightning_pipe.engine.common.errors import PipelineError, SetupError
 
 __all__ = ["check_choice", "check_flags", "check_whole_number", "is_whole_numbers", "option_group"]
 

@@ -8,7 +8,7 @@ import pytest
 from rich import box
 from rich.console import Console
 
-from lightning_pipe.engine.plans.fitted_table import FittedTable
+from lightning_pipe.engine.common.fitted_table import FittedTable
 
 NAMES = ("recsys_fused_sparse_dist_pipeline", "EmbInputDistStart")
 FIGURES = ("1234.567", "-10.000 .. 12.300")

@@ -6,8 +6,8 @@ import math
 import re
 from fractions import Fraction
 
-from lightning_pipe.engine.plans.errors import SetupError
-from lightning_pipe.engine.plans.shown import shown
+from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.engine.common.safe_text import shown
 
 __all__ = ["parse_bandwidth", "parse_duration", "parse_size"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.plans.quantities import parse_bandwidth, parse_duration, parse_size
+from lightning_pipe.engine.common.quantities import parse_bandwidth, parse_duration, parse_size
 
 
 @pytest.mark.parametrize(

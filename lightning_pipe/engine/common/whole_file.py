@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightning_pipe.engine.plans.syncing import sync_name
+from lightning_pipe.engine.common.durable_files import sync_name
 
 __all__ = ["whole_file"]
 

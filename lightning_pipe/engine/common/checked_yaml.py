@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from lightning_pipe.engine.plans.errors import PlanError
-from lightning_pipe.engine.plans.shown import printable, shown
+from lightning_pipe.engine.common.errors import PlanError
+from lightning_pipe.engine.common.safe_text import printable, shown
 
 __all__ = ["check_keys", "load_mapping"]
 
