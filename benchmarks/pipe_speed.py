@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from benchmarks.figures import add_options, at_least, quartiles, save
 from lightning_pipe.pipe import Pipe
-from lightning_pipe.pipe.micro_batch import scatter
+from lightning_pipe.pipe.scatter import scatter
 
 LIMIT = 0.9
 

@@ -21,7 +21,7 @@ from lightning_pipe._compat.torch import pytree
 from lightning_pipe.engine import PlanError, SetupError
 from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.engine.planning.shares import contiguous_shares
-from lightning_pipe.pipe.micro_batch import to_device
+from lightning_pipe.pipe.scatter import to_device
 from lightning_pipe.pipe.skip import SkipKey, Skips, using
 
 __all__ = ["balance_by_memory", "balance_by_parameters", "balance_by_time", "even_shares"]

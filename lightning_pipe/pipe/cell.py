@@ -7,7 +7,7 @@ made and outputs whose gradients the next neighbour hands back::
     values in ──detach──► leaves ──layers──► outputs ──detach──► values out
     gradients in ◄── of leaves ◄──autograd.grad── of outputs ◄── gradients out
 
-Tested in ``tests/pipe/test_schedule.py``.
+Tested in ``tests/pipe/test_scheduler.py``.
 """
 
 from __future__ import annotations

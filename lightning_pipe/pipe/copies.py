@@ -1,6 +1,6 @@
 """Values on their way from one partition's device to another's: on streams of their own, beside both's compute.
 
-Tested in ``tests/pipe/test_schedule.py``.
+Tested in ``tests/pipe/test_scheduler.py``.
 """
 
 from __future__ import annotations

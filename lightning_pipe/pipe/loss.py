@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from lightning_pipe._compat.torch import pytree
 from lightning_pipe.engine import InputError
-from lightning_pipe.pipe.micro_batch import rows_of, scatter
+from lightning_pipe.pipe.scatter import rows_of, scatter
 
 __all__ = ["LossFunction", "MicroLoss", "MiniBatchLoss", "Reduction", "total_of"]
 

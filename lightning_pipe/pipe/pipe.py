@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from lightning_pipe._compat.torch import pytree
 from lightning_pipe.engine import InputError, IterContext, PipelinePlan, SetupError, TaskSpan
 from lightning_pipe.environment import require_torch
-from lightning_pipe.pipe.autograd import attach, attach_loss
 from lightning_pipe.pipe.batch_norm import defer_batch_norm, undefer_batch_norm
+from lightning_pipe.pipe.gradients import attach, attach_loss
 from lightning_pipe.pipe.loss import LossFunction, MiniBatchLoss, Reduction, total_of
-from lightning_pipe.pipe.micro_batch import gather, rows_of, to_device
-from lightning_pipe.pipe.mini_batch import Run
 from lightning_pipe.pipe.partition import Partition
 from lightning_pipe.pipe.partitioning import Checkpoint, check_checkpoint, check_sequential, make_partitions
 from lightning_pipe.pipe.plans import gradient_field, value_field
-from lightning_pipe.pipe.schedule import Scheduler
+from lightning_pipe.pipe.run import Run
+from lightning_pipe.pipe.scatter import gather, rows_of, to_device
+from lightning_pipe.pipe.scheduler import Scheduler
 from lightning_pipe.pipe.skip import SkipRoute
 
 __all__ = ["Pipe", "pipe_loss"]

@@ -1,11 +1,11 @@
-"""The pipe's choreographies as plans of the engine: an iteration is a micro-batch, a thread group a partition.
+"""The schedules of a pipe ("1F1B", GPipe) as plans: an iteration is a micro-batch, a thread group a partition.
 
 GPipe's forward, two partitions and four micro-batches; its backward is the mirror image::
 
     partition 0   F0 F1 F2 F3
     partition 1      F0 F1 F2 F3
 
-1F1B, with three partitions: behind the warm-up a partition runs one forward, then one backward, so that partition j of
+1F1B, with three partitions: after the warm-up a partition runs one forward, then one backward, so that partition j of
 n keeps n - j micro-batches, however many there are::
 
     partition 0   F0 F1 F2 .. .. B0 F3 B1 F4 B2
@@ -15,7 +15,7 @@ n keeps n - j micro-batches, however many there are::
 Every task has a stage one higher than it needs, so that threads have something in their queues while the calling thread
 retires a micro-batch. The order of what a thread does is the same.
 
-Tested in ``tests/pipe/test_schedule.py``.
+Tested in ``tests/pipe/test_scheduler.py``.
 """
 
 from __future__ import annotations

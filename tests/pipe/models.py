@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from lightning_pipe.engine import SetupError
 from lightning_pipe.environment import require_torch
 from lightning_pipe.pipe import pop, skippable, stash
-from lightning_pipe.pipe.micro_batch import gather, rows_of, scatter
+from lightning_pipe.pipe.scatter import gather, rows_of, scatter
 from tests.rounding import Reference
 
 

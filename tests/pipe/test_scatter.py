@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from lightning_pipe.engine import InputError
-from lightning_pipe.pipe.micro_batch import gather, rows_of, scatter
+from lightning_pipe.pipe.scatter import gather, rows_of, scatter
 
 
 @given(some.integers(1, 20), some.integers(1, 12))

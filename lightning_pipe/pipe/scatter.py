@@ -1,4 +1,4 @@
-"""A mini-batch cut into micro-batches along its first dimension, and outputs put together again."""
+"""Cuts a mini-batch into micro-batches along its first dimension, and gathers their outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mini-batch on its way through a pipe: cut, run forward and backward, gradients put together.
+"""The run of a mini-batch through a pipe: cutting it, forward, backward, and collecting its gradients.
 
 Tested in ``tests/pipe/test_pipe.py``.
 """
@@ -19,12 +19,12 @@ from lightning_pipe.engine.runtime.thread_state import capture
 from lightning_pipe.pipe.cell import Cell, MiniBatch
 from lightning_pipe.pipe.gradients import GradientSums
 from lightning_pipe.pipe.loss import MicroLoss
-from lightning_pipe.pipe.micro_batch import rows_of, scatter, to_device
 from lightning_pipe.pipe.partition import Partition
 from lightning_pipe.pipe.partitioning import Checkpoint
 from lightning_pipe.pipe.plans import gradient_field
 from lightning_pipe.pipe.randomness import MiniBatchSeed, SharedGenerators
-from lightning_pipe.pipe.schedule import MicroBatch, Scheduler
+from lightning_pipe.pipe.scatter import rows_of, scatter, to_device
+from lightning_pipe.pipe.scheduler import MicroBatch, Scheduler
 
 __all__ = ["Run"]
 
@@ -34,7 +34,7 @@ class Run:
 
     Args:
         partitions: of the pipe.
-        schedule: runs its micro-batches.
+        scheduler: runs its micro-batches.
         chunks: how many to cut.
         checkpoint: see :class:`~lightning_pipe.pipe.Pipe`.
         inputs: as they were given.
@@ -51,14 +51,14 @@ class Run:
     def __init__(
         self,
         partitions: Sequence[Partition],
-        schedule: Scheduler,
+        scheduler: Scheduler,
         chunks: int,
         checkpoint: Checkpoint,
         inputs: tuple[Any, ...],
         depth: int,
     ) -> None:
         self._partitions = list(partitions)
-        self._schedule = schedule
+        self._scheduler = scheduler
         self._checkpoint = checkpoint
         self._devices = [partition.device for partition in partitions]
         for partition in self._partitions:
@@ -134,7 +134,7 @@ class Run:
             for index in reversed(range(self.count))
         ]
         with self.parameters_alone():
-            found = self._schedule.run(
+            found = self._scheduler.run(
                 "gpipe_backward", micro_batches, lambda ctx: getattr(ctx, gradient_field(0)).value
             )
         self.check_generators()
