@@ -41,8 +41,8 @@ from benchmarks.slow_store import SlowStore
 from lightning_pipe.callbacks.timeline import draw_timeline
 from lightning_pipe.engine.observe.timeline import Timeline, task_bars
 from lightning_pipe.recsys import ShardedModel, TrainPipeline, shard_model
-from lightning_pipe.recsys.dynamic.store.mixing import mix
 from lightning_pipe.recsys.dynamic.tables import opening
+from lightning_pipe.recsys.dynamic.tables.id_mixing import mix
 from lightning_pipe.recsys.modules.dynamic_modules import DynamicEmbeddingBagCollection, DynamicTable
 
 AHEAD = 3  # batches, of the deepest plan

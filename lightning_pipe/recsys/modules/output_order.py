@@ -1,4 +1,4 @@
-"""Sharded modules whose outputs have the order of the unsharded ones.
+"""Outputs of sharded modules: waiting for them, and modules that return them in the order of the unsharded ones.
 
 TorchRec orders a sharded module's outputs by where its tables lie. A model that asks for each output by its key does
 not notice; one that takes ``KeyedTensor.values()`` for one feature vector would silently feed its dense layers permuted
@@ -29,7 +29,7 @@ from lightning_pipe._compat.torchrec import module_name, take_over_means
 from lightning_pipe.recsys.modules.inputs import FeatureForm, check_first, conform, other_inputs, without_weights
 from lightning_pipe.recsys.modules.row_means import RowMeans, divide
 
-__all__ = ["OrderedEmbeddingBagCollection", "OrderedEmbeddingCollection", "OrderedKeyedTensor"]
+__all__ = ["OrderedEmbeddingBagCollection", "OrderedEmbeddingCollection", "OrderedKeyedTensor", "wait_output"]
 
 
 def _names(configs: list[Any]) -> list[str]:
@@ -185,3 +185,18 @@ def _in_first_form(
     check_first(module_name(module), features, _features(configs))
     module.__dict__["_first_form"] = FeatureForm.of(features)
     return features
+
+
+def wait_output(output: Any) -> Any:
+    """Waits for the output dist.
+
+    Args:
+        output: what a sharded module's forward or ``compute_and_output_dist`` returned.
+
+    Returns:
+        A ``KeyedTensor`` (B x sum of dims), a dict of ``JaggedTensor``, or for managed-collision modules a pair of
+        one of these and the remapped ids; in the order that the module itself gives them.
+    """
+    if isinstance(output, tuple):
+        return tuple(wait_output(part) for part in output)
+    return output.wait() if isinstance(output, Awaitable) else output

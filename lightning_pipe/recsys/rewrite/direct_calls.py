@@ -19,7 +19,7 @@ from lightning_pipe.engine.ranks.together import on_all_ranks
 from lightning_pipe.recsys.kernels.fused import evaluating, prefetches_set_aside
 from lightning_pipe.recsys.modules.call_arguments import Arguments
 from lightning_pipe.recsys.modules.inputs import FeatureForm
-from lightning_pipe.recsys.modules.outputs import wait_output
+from lightning_pipe.recsys.modules.output_order import wait_output
 from lightning_pipe.recsys.rewrite.sharded_modules import Sharded
 
 __all__ = ["Announced", "call_now", "join_call", "lookup_mode"]

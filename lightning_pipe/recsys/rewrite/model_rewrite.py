@@ -39,7 +39,7 @@ from lightning_pipe.recsys.kernels.kernel_calls import (
 from lightning_pipe.recsys.kernels.row_optimizer import row_optimizer
 from lightning_pipe.recsys.modules.call_arguments import Arguments, PostprocessResults, same_arguments
 from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire
-from lightning_pipe.recsys.modules.outputs import wait_output
+from lightning_pipe.recsys.modules.output_order import wait_output
 from lightning_pipe.recsys.rewrite.boundary import without_gradient
 from lightning_pipe.recsys.rewrite.direct_calls import Announced, call_now, join_call, lookup_mode
 from lightning_pipe.recsys.rewrite.early_release import EarlyRelease, own_objects

@@ -17,11 +17,11 @@ from lightning_pipe._compat.torchrec import lookups_of
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.safe_text import shown
 from lightning_pipe.engine.ranks.together import gather
+from lightning_pipe.recsys.dense.dense_optimizer import TableParameters
 from lightning_pipe.recsys.dense.dense_values import broadcast_from_first_rank
 from lightning_pipe.recsys.dynamic.tables.row_tables import RowTables
 from lightning_pipe.recsys.kernels.gradient_norm import table_norm
 from lightning_pipe.recsys.kernels.kernel_calls import KernelGradients
-from lightning_pipe.recsys.kernels.optimizers import TableParameters
 from lightning_pipe.recsys.modules.tables import Table
 from lightning_pipe.recsys.sharding.data_parallel_tables import DataParallelTables, unwrap_lookups
 from lightning_pipe.recsys.sharding.replicas import ReplicaAverage, ReplicaGroups, refuse_norm

@@ -26,12 +26,12 @@ from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.recsys.balancing.balancer import BatchBalancer
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.kernels.fused import prefetches_set_aside
-from lightning_pipe.recsys.kernels.loss_check import check_finite_loss
 from lightning_pipe.recsys.plans.named import looks_ahead, needs_input_group
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.tasks.actions import LookupContext, RecsysActions, TableHooks
 from lightning_pipe.recsys.tasks.declarations import RecsysTask
+from lightning_pipe.recsys.tasks.loss_check import check_finite_loss
 from lightning_pipe.recsys.tasks.options import SessionOptions
 from lightning_pipe.recsys.tasks.training import recsys_tasks
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_pipe.recsys.kernels.optimizers import base_learning_rate, learning_rate_factor
+from lightning_pipe.recsys.dense.dense_optimizer import base_learning_rate, learning_rate_factor
 from lightning_pipe.recsys.kernels.table_schedule import TableSchedule
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 

@@ -20,8 +20,8 @@ from lightning_pipe.engine import PipelinePlan, ProfileResult, SWPipeline
 from lightning_pipe.loops import TrainingProgram
 from lightning_pipe.loops.programs.auto_program import AutoProgram, PlanChoice
 from lightning_pipe.recsys.batches.transfer import check_movable
+from lightning_pipe.recsys.dense.dense_optimizer import take_tables_out
 from lightning_pipe.recsys.kernels.kernel_calls import check_tables_wait
-from lightning_pipe.recsys.kernels.optimizers import take_tables_out
 from lightning_pipe.recsys.plans.named import recsys_plan
 from lightning_pipe.recsys.sharding.replicas import refuse_norm
 from lightning_pipe.recsys.sharding.shard import ShardedModel

@@ -23,8 +23,8 @@ from lightning_pipe.recsys.dynamic.cache.initial_values import Constant, Initial
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.cache.row_headers import BYTES
 from lightning_pipe.recsys.dynamic.store.commit import open_together
-from lightning_pipe.recsys.dynamic.store.mixing import unmix
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, RowStore
+from lightning_pipe.recsys.dynamic.tables.id_mixing import unmix
 from lightning_pipe.recsys.dynamic.tables.row_tables import RowTables
 from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
 from lightning_pipe.recsys.dynamic.tables.slot_lookup import look_slots_up, skip_to_kernel

@@ -20,10 +20,10 @@ from lightning_pipe.engine.ranks.together import gather, on_all_ranks
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
 from lightning_pipe.recsys.dynamic.store.commit import commit_together
-from lightning_pipe.recsys.dynamic.store.mixing import mix, unmix
 from lightning_pipe.recsys.dynamic.store.row_files import Columns, StoredRows, check_rows, read_rows, write_rows
 from lightning_pipe.recsys.dynamic.store.row_store import RowStore
 from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows
+from lightning_pipe.recsys.dynamic.tables.id_mixing import mix, unmix
 from lightning_pipe.recsys.kernels.row_adam import RowAdam
 from lightning_pipe.recsys.modules.dynamic_modules import Existing
 

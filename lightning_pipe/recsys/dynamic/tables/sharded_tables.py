@@ -23,8 +23,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_pipe._compat.torchrec import kernels_of, make_input_dists_by_id, with_tensors
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.engine.ranks.together import raise_together
-from lightning_pipe.recsys.dynamic.store.mixing import mix
 from lightning_pipe.recsys.dynamic.tables.batch_rows import BatchRows, end_step
+from lightning_pipe.recsys.dynamic.tables.id_mixing import mix
 from lightning_pipe.recsys.dynamic.tables.row_tables import RowTables
 from lightning_pipe.recsys.kernels.row_optimizer import row_optimizer
 from lightning_pipe.recsys.modules.dynamic_modules import (

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_pipe.recsys.dynamic.store.mixing import mix, unmix
+from lightning_pipe.recsys.dynamic.tables.id_mixing import mix, unmix
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.recsys.kernels.optimizers import TableParameters, learning_rate_factor, take_tables_out
+from lightning_pipe.recsys.dense.dense_optimizer import TableParameters, learning_rate_factor, take_tables_out
 from tests.recsys.sharding_cases import MOVIES, USERS, make_batch, make_model, shard, tables_of
 
 
