@@ -38,8 +38,8 @@ from lightning_pipe.llm.model.stage_module import (
     tied_parameters,
 )
 from lightning_pipe.llm.model.tied import TiedParameter, find_tied, name_copies
+from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.llm.parallel.attention_mode import CheckedAttention
-from lightning_pipe.llm.parallel.stage_parallel import StageParallelism
 from lightning_pipe.llm.split.by_name import split_by_options
 from lightning_pipe.llm.split.options import SplitOptions
 from lightning_pipe.llm.split.traced_split import TracedSplit, join_stages, split_into_equal_size, trace_split

@@ -10,8 +10,8 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.options import check_choice, check_whole_number
 from lightning_pipe.llm.batches.batching import Batching
 from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
+from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.llm.parallel.dimensions import ParallelDims
-from lightning_pipe.llm.parallel.stage_parallel import StageParallelism
 from lightning_pipe.llm.schedules.checks import check_combination
 from lightning_pipe.llm.schedules.named import ScheduleSpec, count_stages
 from lightning_pipe.llm.split.options import SplitOptions

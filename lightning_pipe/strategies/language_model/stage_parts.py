@@ -22,10 +22,10 @@ from lightning_pipe.engine.ranks.together import on_all_ranks
 from lightning_pipe.llm.batches.batching import Batching
 from lightning_pipe.llm.batches.padding import SequenceKeys
 from lightning_pipe.llm.model.deferred import DeferredInit, is_deferred
+from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.llm.parallel.context_ranks import ContextRanks
 from lightning_pipe.llm.parallel.dimensions import ParallelDims, StageMeshes
 from lightning_pipe.llm.parallel.hf_documents import HFDocuments
-from lightning_pipe.llm.parallel.stage_parallel import StageParallelism
 from lightning_pipe.llm.run.preparation import BatchPreparation, Lengths
 from lightning_pipe.llm.run.runner import PipelineRunner
 from lightning_pipe.llm.run.stage_gradients import StageGradients

@@ -23,7 +23,7 @@ from lightning_pipe.llm.batches.batching import Batching
 from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
 from lightning_pipe.llm.parallel.dimensions import ParallelDims
 from lightning_pipe.llm.run.optimizer_offload import OffloadedState
-from lightning_pipe.llm.run.optimizer_setup import refuse_fused
+from lightning_pipe.llm.run.optimizer_refusals import refuse_fused
 from lightning_pipe.llm.run.preparation import PreparedBatch
 from lightning_pipe.llm.run.training_tasks import llm_evaluation_plan, llm_plan
 from lightning_pipe.llm.schedules.named import find_schedule

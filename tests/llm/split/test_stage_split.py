@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.deferred import deferred_init
 from lightning_pipe.llm.model.module_config import ModuleConfig
-from lightning_pipe.llm.parallel.stage_parallel import StageParallelism
+from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.llm.split.options import SplitOptions
 from lightning_pipe.llm.split.stage_split import SplitModel, split_model
 from tests.strategies.llm_cases import (

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from lightning_pipe.llm.batches.padding import SequenceKeys
 from lightning_pipe.llm.model.derived_config import derive_config
+from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.llm.parallel.gradients import scale_gradients
-from lightning_pipe.llm.parallel.stage_parallel import StageParallelism
 from lightning_pipe.llm.run.preparation import BatchPreparation, Lengths
 from lightning_pipe.llm.run.runner import PipelineRunner
 from lightning_pipe.llm.schedules.named import SCHEDULES, count_stages, stages_of_rank

@@ -1,4 +1,4 @@
-"""What is done to a rank's stages once they have their values, in the order in which it must be done."""
+"""Applies the parallel dimensions to the stages of a rank that have their values, in the required order."""
 
 from __future__ import annotations
 

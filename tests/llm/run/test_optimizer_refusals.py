@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.run.optimizer_setup import refuse_fused
+from lightning_pipe.llm.run.optimizer_refusals import refuse_fused
 
 
 @pytest.mark.parametrize("fused", [False, True])
