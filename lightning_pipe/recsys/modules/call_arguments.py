@@ -3,7 +3,7 @@
 A source is a tree: pieces of the batch at a path, constants, collections of sources, and results of post-processing
 modules. Sources are plain data: they print themselves the same on every rank, so ranks can compare what they found.
 
-Tested in ``tests/recsys/rewrite/test_record.py``.
+Tested in ``tests/recsys/rewrite/test_find_record.py``.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from lightning_pipe.recsys.modules.call_arguments import (
     Postprocessed,
     Source,
 )
-from lightning_pipe.recsys.rewrite.embeddings import Inputs
+from lightning_pipe.recsys.rewrite.batch_state import Inputs
 from lightning_pipe.recsys.rewrite.sharded_modules import Sharded
 
 __all__ = ["EarlyRelease", "ReleasedTensor", "own_objects"]

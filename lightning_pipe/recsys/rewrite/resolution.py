@@ -18,9 +18,9 @@ from lightning_pipe.engine.ranks.together import gather, raise_together
 from lightning_pipe.recsys.batches.pieces import describe, walk
 from lightning_pipe.recsys.modules.call_arguments import Arguments, CallArguments, PostprocessResults
 from lightning_pipe.recsys.modules.inputs import FeatureForm
-from lightning_pipe.recsys.rewrite.direct import find_directly
-from lightning_pipe.recsys.rewrite.fx import COMPUTED, find_by_trace
-from lightning_pipe.recsys.rewrite.record import Recorder
+from lightning_pipe.recsys.rewrite.find_direct import find_directly
+from lightning_pipe.recsys.rewrite.find_fx import COMPUTED, find_by_trace
+from lightning_pipe.recsys.rewrite.find_record import Recorder
 from lightning_pipe.recsys.rewrite.sharded_modules import Sharded
 
 __all__ = ["Method", "Resolution"]

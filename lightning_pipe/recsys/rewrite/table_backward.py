@@ -22,7 +22,7 @@ from lightning_pipe.engine.runtime.record_use import record_use
 from lightning_pipe.recsys.kernels.fused import take_back_step
 from lightning_pipe.recsys.kernels.kernel_calls import KernelGradients
 from lightning_pipe.recsys.kernels.row_optimizer import row_optimizer
-from lightning_pipe.recsys.rewrite.embeddings import Embeddings, ModuleCall
+from lightning_pipe.recsys.rewrite.batch_state import Embeddings, ModuleCall
 
 __all__ = ["TableBackward"]
 

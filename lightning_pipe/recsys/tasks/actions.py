@@ -16,7 +16,7 @@ from lightning_pipe.engine import IterContext, State
 from lightning_pipe.engine.runtime.record_use import record_use
 from lightning_pipe.recsys.balancing.balancer import BatchBalancer
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
-from lightning_pipe.recsys.rewrite.embeddings import Embeddings
+from lightning_pipe.recsys.rewrite.batch_state import Embeddings
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding.replicas import ReplicaAverage
 from lightning_pipe.recsys.tasks.context import RecsysContext

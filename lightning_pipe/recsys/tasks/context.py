@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_pipe.engine import TrainingContext
 from lightning_pipe.recsys.balancing.balancer import Balance
-from lightning_pipe.recsys.rewrite.embeddings import Embeddings, Features, Requests, Splits
+from lightning_pipe.recsys.rewrite.batch_state import Embeddings, Features, Requests, Splits
 
 
 class RecsysContext(TrainingContext):

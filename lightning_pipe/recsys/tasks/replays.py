@@ -23,7 +23,7 @@ from lightning_pipe.recsys.balancing.balancer import Balance
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.kernels.fused import count_step, newest_prefetches, prefetch_again
 from lightning_pipe.recsys.kernels.kernel_calls import KernelGradients, LookupCalls
-from lightning_pipe.recsys.rewrite.embeddings import Embeddings, Features, Inputs, Requests, Splits
+from lightning_pipe.recsys.rewrite.batch_state import Embeddings, Features, Inputs, Requests, Splits
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.tasks.context import RecsysContext
 

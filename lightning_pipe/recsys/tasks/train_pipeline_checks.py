@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.kernels.gradient_norm import clip_by_global_norm
-from lightning_pipe.recsys.rewrite.embeddings import Embeddings
+from lightning_pipe.recsys.rewrite.batch_state import Embeddings
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.sharding.replicas import refuse_norm
 from lightning_pipe.recsys.sharding.shard import ShardedModel

@@ -26,7 +26,7 @@ from lightning_pipe.recsys.kernels.fused import fused_kernels
 from lightning_pipe.recsys.kernels.gradient_norm import clip_by_global_norm, row_gradients
 from lightning_pipe.recsys.kernels.kernel_calls import KernelCall, check_capturable, check_tables_wait
 from lightning_pipe.recsys.modules.call_arguments import PostprocessResults
-from lightning_pipe.recsys.rewrite.embeddings import Embeddings, Inputs
+from lightning_pipe.recsys.rewrite.batch_state import Embeddings, Inputs
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
 from tests.distributed import run_ranks

@@ -10,7 +10,7 @@ from torch import nn
 from torchrec.distributed.types import ShardedModule
 
 from lightning_pipe.recsys.modules.call_arguments import CallArguments, PostprocessResults
-from lightning_pipe.recsys.rewrite.fx import find_by_trace
+from lightning_pipe.recsys.rewrite.find_fx import find_by_trace
 
 
 class Table(ShardedModule):

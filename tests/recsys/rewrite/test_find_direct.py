@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe.recsys.rewrite.direct import find_directly
+from lightning_pipe.recsys.rewrite.find_direct import find_directly
 
 
 def kjt(*keys: str) -> KeyedJaggedTensor:

@@ -8,7 +8,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.recsys.modules.call_arguments import CallArguments, PostprocessResults
-from lightning_pipe.recsys.rewrite.record import Recorder
+from lightning_pipe.recsys.rewrite.find_record import Recorder
 
 
 def kjt() -> KeyedJaggedTensor:
