@@ -51,8 +51,8 @@ from lightning_pipe.engine.planning.costs_yaml import CostsFile
 from lightning_pipe.engine.planning.planner import find_plans
 from lightning_pipe.engine.planning.simulation import simulate
 from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, recsys_costs, recsys_limits
+from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
-from lightning_pipe.recsys.tasks.training import recsys_tasks
 
 SIZES: dict[str, dict[str, Any]] = {
     "small": {"tables": 8, "rows": 50_000, "width": 32, "pooling": 5, "batch": 256, "dense": 16, "mlp": [128, 64]},

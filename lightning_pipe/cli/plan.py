@@ -158,7 +158,7 @@ def _recsys_plan(plan: str | PlanSpec) -> PipelinePlan:
     from lightning_pipe.recsys.plans.named import PLANS, plan_of_spec
     from lightning_pipe.recsys.plans.with_balancer import BALANCING
     from lightning_pipe.recsys.plans.with_replicas import AVERAGING
-    from lightning_pipe.recsys.tasks.training import recsys_tasks
+    from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 
     spec = PLANS[plan] if isinstance(plan, str) else plan
     named = spec.schedule.keys()

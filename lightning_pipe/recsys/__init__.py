@@ -34,8 +34,8 @@ if TYPE_CHECKING:
         ShardingOptions,
         WireOptions,
     )
+    from lightning_pipe.recsys.tasks.task_list import recsys_tasks
     from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
-    from lightning_pipe.recsys.tasks.training import recsys_tasks
 
 __all__ = [
     "PLANS",
@@ -84,7 +84,7 @@ _MODULES = {
     "WireOptions": "tasks.options",
     "make_replica_groups": "sharding.replicas",
     "read_rows": "dynamic.store.row_files",
-    "recsys_tasks": "tasks.training",
+    "recsys_tasks": "tasks.task_list",
     "shard_model": "sharding.shard",
     "token_weighted_mean": "batches.token_weighted_loss",
 }

@@ -21,7 +21,7 @@ from lightning_pipe.callbacks.verdict import StepUse, Verdict, find_verdict
 from lightning_pipe.engine import PipelinePlan, PipelineTask, SetupError, TaskSchedule
 from lightning_pipe.engine.observe.meter import Meter
 from lightning_pipe.recsys.plans.named import recsys_plan
-from lightning_pipe.recsys.tasks.training import recsys_tasks
+from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 from tests.strategies.cases import Memory
 
 # ---------------------------------------------------------------------- what a step consists of

@@ -6,7 +6,7 @@ import re
 
 from lightning_pipe.llm.run.training_tasks import llm_plan
 from lightning_pipe.recsys.plans.named import recsys_plan
-from lightning_pipe.recsys.tasks.training import recsys_tasks
+from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 from lightning_pipe.strategies.registry import STRATEGIES
 from tests.docs.pages import DOCS
 

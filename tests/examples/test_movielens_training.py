@@ -20,7 +20,7 @@ from examples.recsys_movielens.model import MovieLensDLRM
 from examples.recsys_movielens.report import TrainingReport
 from lightning_pipe.cli.main import main
 from lightning_pipe.recsys.plans.named import PLANS, recsys_plan
-from lightning_pipe.recsys.tasks.training import recsys_tasks
+from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 from tests.examples.conftest import HISTORY, RATINGS
 from tests.running_in import running_in
 

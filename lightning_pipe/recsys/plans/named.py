@@ -117,7 +117,7 @@ def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) 
 
     Args:
         plan: a name in :data:`PLANS`, the path of a plan in YAML, or a plan, of which the schedule is taken.
-        tasks: the recsys tasks, in serial order (:func:`~lightning_pipe.recsys.tasks.training.recsys_tasks`). If those
+        tasks: the recsys tasks, in serial order (:func:`~lightning_pipe.recsys.tasks.task_list.recsys_tasks`). If those
             of a balancer are among them, plans that do not name these have them as far ahead as the copy; if not, plans
             that name them do without. So for the average of replicas, which plans have behind the tables' backward.
 

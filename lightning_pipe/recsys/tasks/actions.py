@@ -1,6 +1,6 @@
 """The work of the recsys tasks, for one model: one method for each task, over the context of an iteration.
 
-Tested in ``tests/recsys/tasks/test_training.py``.
+Tested in ``tests/recsys/tasks/test_task_list.py``.
 """
 
 from __future__ import annotations

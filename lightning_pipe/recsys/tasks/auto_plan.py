@@ -157,7 +157,7 @@ def propose_plans(
     """Plans that are predicted to be the fastest, best first.
 
     Args:
-        tasks: of :func:`~lightning_pipe.recsys.tasks.training.recsys_tasks`.
+        tasks: of :func:`~lightning_pipe.recsys.tasks.task_list.recsys_tasks`.
         own: seconds that each takes in its thread, when they run one after the other.
         beside: seconds of an iteration outside of them.
         max_in_flight: the most batches in flight.

@@ -1,6 +1,6 @@
 """What the recsys tasks hand to each other in one iteration.
 
-Tested in ``tests/recsys/tasks/test_training.py``.
+Tested in ``tests/recsys/tasks/test_task_list.py``.
 """
 
 from __future__ import annotations

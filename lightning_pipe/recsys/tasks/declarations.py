@@ -4,7 +4,7 @@ The names, and the cut of an iteration into them, follow NVIDIA's recsys-example
 some are no-ops, here every one works: the embedding part and the dense part have a forward and a backward each. They
 are eleven, two more where samples are balanced between ranks, and one more where tables have replicas.
 
-Tested in ``tests/recsys/tasks/test_training.py``.
+Tested in ``tests/recsys/tasks/test_task_list.py``.
 """
 
 from __future__ import annotations

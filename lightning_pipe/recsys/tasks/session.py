@@ -33,7 +33,7 @@ from lightning_pipe.recsys.tasks.actions import LookupContext, RecsysActions, Ta
 from lightning_pipe.recsys.tasks.declarations import RecsysTask
 from lightning_pipe.recsys.tasks.loss_check import check_finite_loss
 from lightning_pipe.recsys.tasks.options import SessionOptions
-from lightning_pipe.recsys.tasks.training import recsys_tasks
+from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 
 __all__ = ["RecsysSession"]
 
@@ -128,7 +128,7 @@ class RecsysSession:
             transfer: moves a batch to the device.
             clipped: gradients are scaled in the optimiser step, by one norm of all.
             loss_scaled: the optimiser step may be skipped where a gradient overflowed.
-            extra: see :func:`~lightning_pipe.recsys.tasks.training.recsys_tasks`.
+            extra: see :func:`~lightning_pipe.recsys.tasks.task_list.recsys_tasks`.
             actions: other arguments of :class:`~lightning_pipe.recsys.tasks.actions.RecsysActions`.
         """
         if self._balancer is not None:

@@ -27,13 +27,13 @@ from lightning_pipe.recsys.tasks.options import (
     SessionOptions,
 )
 from lightning_pipe.recsys.tasks.session import RecsysSession
+from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 from lightning_pipe.recsys.tasks.train_pipeline_checks import (
     check_model,
     clipping,
     refuse_late_gradients,
     refuse_of_strategies,
 )
-from lightning_pipe.recsys.tasks.training import recsys_tasks
 
 
 class TrainPipeline:

@@ -33,7 +33,7 @@ from lightning_pipe.recsys.tasks.options import (
     WireOptions,
 )
 from lightning_pipe.recsys.tasks.session import RecsysSession
-from lightning_pipe.recsys.tasks.training import recsys_tasks
+from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 from lightning_pipe.strategies.auto import AUTO, AutoOptions, tell_choice
 from lightning_pipe.strategies.recommender.evaluation import LOOKUP, TableEvaluation
 from lightning_pipe.strategies.recommender.shard_once import shard_once

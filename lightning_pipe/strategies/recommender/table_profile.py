@@ -13,7 +13,7 @@ from lightning_pipe._compat.quick_lightning import call_strategy_hook
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, SWPipeline, TaskProfiler
 from lightning_pipe.loops.data.random_streams import get_states, set_states
 from lightning_pipe.recsys.plans.named import recsys_plan
-from lightning_pipe.recsys.tasks.keeper import ModelKeeper
+from lightning_pipe.recsys.tasks.kept_model import ModelKeeper
 from lightning_pipe.recsys.tasks.session import RecsysSession
 from lightning_pipe.recsys.tasks.train_pipeline_checks import clipping
 from lightning_pipe.strategies.recommender.untrained import leaving_no_trace

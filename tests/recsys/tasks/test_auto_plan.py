@@ -14,7 +14,7 @@ from lightning_pipe.engine.plans.task import PipelineTask
 from lightning_pipe.recsys.plans.named import PLANS
 from lightning_pipe.recsys.tasks.actions import DENSE_PARAMETERS
 from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, propose_plans, recsys_costs, recsys_machine
-from lightning_pipe.recsys.tasks.training import recsys_tasks
+from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NAMES = [task.name for task in recsys_tasks()]

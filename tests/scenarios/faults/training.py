@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipe.llm.run.training_tasks import llm_plan
 from lightning_pipe.loops.programs.default_program import default_plan
-from lightning_pipe.recsys.tasks.training import recsys_tasks
+from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 from lightning_pipe.strategies.pipeline import PipelineStrategy
 from tests.loops.models import Net, Rows
 from tests.patience import HANG

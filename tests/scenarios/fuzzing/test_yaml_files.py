@@ -27,7 +27,7 @@ from lightning_pipe.engine import PipelinePlan, PlanError, SetupError
 from lightning_pipe.llm.schedules.named import read_actions
 from lightning_pipe.loops.programs.default_program import default_plan
 from lightning_pipe.recsys.plans.named import recsys_plan
-from lightning_pipe.recsys.tasks.training import recsys_tasks
+from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 from tests.scenarios.fuzzing.bounded import open_bounded
 from tests.tiers import sampled
 

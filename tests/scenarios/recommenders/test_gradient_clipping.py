@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_pipe.engine import SetupError
 from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizer
 from lightning_pipe.recsys.plans.named import recsys_plan
-from lightning_pipe.recsys.tasks.training import recsys_tasks
+from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.strategies.cases import (

@@ -22,7 +22,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from lightning_pipe.engine import PlanError, SetupError, TaskSpan
 from lightning_pipe.recsys import ShardingOptions
 from lightning_pipe.recsys.plans.named import recsys_plan
-from lightning_pipe.recsys.tasks.training import recsys_tasks
+from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 from lightning_pipe.strategies import RecsysPipelineStrategy
 from tests.rounding import Reference
 from tests.strategies.cases import (

@@ -1,4 +1,4 @@
-"""Everything that training a sharded model changes, kept and put back.
+"""A snapshot of everything that training a sharded model changes, and its restoration.
 
 Tested in ``tests/strategies/recommender/test_table_profile.py``.
 """
