@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_pipe._compat.lightning import DataFetcher, DataLoaderIterDataFetcher
 from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fetched, Source, Uneven
 from lightning_pipe.loops.data.ledger import InFlightLedger
+from lightning_pipe.loops.data.next_batch_status import StatusGroup
 from lightning_pipe.loops.data.random_streams import RandomStreams, States, get_states, set_states
 from lightning_pipe.loops.data.resumable_loader import State, draws_nothing, is_resumable, snapshot
 from lightning_pipe.loops.data.resume import ResumePoint
@@ -30,7 +31,6 @@ from lightning_pipe.loops.data.stateful_loaders import (
     positions_after,
     positions_at_end,
 )
-from lightning_pipe.loops.data.statuses import StatusGroup
 from lightning_pipe.loops.data.termination import AgreedTermination
 from lightning_pipe.loops.programs.batch_hooks import BatchHooks
 

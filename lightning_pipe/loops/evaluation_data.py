@@ -8,8 +8,8 @@ Each dataloader has a program of its own, since what feeds a model may look diff
                                         (another program)
 
 If ranks have uneven numbers of batches, the batches that all ranks have are evaluated this way. Ranks with more batches
-then continue batch by batch, and the other ranks join them (:mod:`lightning_pipe.loops.turns`). Each row is evaluated
-once.
+then continue batch by batch, and the other ranks join them (:mod:`lightning_pipe.loops.uneven_evaluation`). Each row is
+evaluated once.
 
 Tested in ``tests/loops/test_evaluation_loop.py``.
 """
@@ -31,16 +31,16 @@ from lightning_pipe._compat.lightning import DataFetcher
 from lightning_pipe.engine import InputError, TaskError
 from lightning_pipe.engine.ranks.together import gather_or_raise
 from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fetched, Source
+from lightning_pipe.loops.data.next_batch_status import StatusGroup
 from lightning_pipe.loops.data.peeking import BatchesOfLoader, PeekingSource, dataloader_of
 from lightning_pipe.loops.data.random_streams import RandomStreams
-from lightning_pipe.loops.data.statuses import StatusGroup
 from lightning_pipe.loops.evaluation_counts import UNEVEN_ADVICE, compare_counts
-from lightning_pipe.loops.evaluation_strategies import BringsEvaluation, JoinsEvaluation
+from lightning_pipe.loops.evaluation_protocols import BringsEvaluation, JoinsEvaluation
 from lightning_pipe.loops.programs.batch_hooks import BatchHooks
 from lightning_pipe.loops.programs.default_program import default_evaluation
 from lightning_pipe.loops.programs.program import EvaluationProgram
 from lightning_pipe.loops.programs.user_errors import note_lost_rank, user_error
-from lightning_pipe.loops.turns import Logged, Turn, log_for_others, recorded_logs
+from lightning_pipe.loops.uneven_evaluation import Logged, Turn, log_for_others, recorded_logs
 
 __all__ = ["EvaluationData"]
 

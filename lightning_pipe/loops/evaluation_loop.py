@@ -22,7 +22,7 @@ from lightning_pipe.loops.data.termination import AgreedTermination
 from lightning_pipe.loops.data.uneven_loaders import uneven_loaders
 from lightning_pipe.loops.evaluation_data import EvaluationData
 from lightning_pipe.loops.programs.user_errors import note_lost_rank
-from lightning_pipe.loops.turns import align_metrics
+from lightning_pipe.loops.uneven_evaluation import align_metrics
 
 __all__ = ["PipelineEvaluationLoop", "PipelinePredictionLoop", "install_evaluation_loops"]
 

@@ -26,7 +26,7 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.runtime.forks import keep_garbage_from_forks
 from lightning_pipe.loops.data.batch_source import Uneven
 from lightning_pipe.loops.data.orphaned_workers import ending_with_rank
-from lightning_pipe.loops.turns import Turn, UnevenEvaluation
+from lightning_pipe.loops.uneven_evaluation import Turn, UnevenEvaluation
 
 
 @contextmanager

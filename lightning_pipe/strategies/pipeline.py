@@ -27,7 +27,7 @@ from lightning_pipe.loops.programs.default_program import (
     default_tasks,
     plans_to_try,
 )
-from lightning_pipe.loops.turns import UnevenEvaluation
+from lightning_pipe.loops.uneven_evaluation import UnevenEvaluation
 from lightning_pipe.strategies.auto import AUTO, AutoOptions, tell_choice
 from lightning_pipe.strategies.base import DistributedStrategy, reading_plain_types
 from lightning_pipe.strategies.gradient_order import gradient_order, settle_gradient_order

@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_pipe.engine import InputError
 from lightning_pipe.engine.ranks.together import gather
-from lightning_pipe.loops.data.statuses import Statuses
+from lightning_pipe.loops.data.next_batch_status import Statuses
 
 __all__ = ["AgreedSource", "BatchSource", "Fetched", "Source", "Uneven", "given_again"]
 

@@ -33,7 +33,7 @@ from lightning_pipe.loops.data.batch_source import Uneven
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.loops.programs.zero_grad_first import ZeroGradFirst
-from lightning_pipe.loops.turns import UnevenEvaluation
+from lightning_pipe.loops.uneven_evaluation import UnevenEvaluation
 from lightning_pipe.strategies.language_model.options import LLMOptions
 from lightning_pipe.strategies.language_model.pipeline_module import BatchResult, PipelineModule
 from lightning_pipe.strategies.language_model.staged_strategy import StagedStrategy

@@ -18,7 +18,7 @@ from lightning_pipe.engine import PipelinePlan, SWPipeline
 from lightning_pipe.engine.ranks.together import on_all_ranks
 from lightning_pipe.loops import EvaluationProgram
 from lightning_pipe.loops.programs.default_program import default_evaluation
-from lightning_pipe.loops.turns import Turn
+from lightning_pipe.loops.uneven_evaluation import Turn
 from lightning_pipe.recsys.kernels.fused import evaluating
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.tasks.evaluation import PipelinedEvaluation

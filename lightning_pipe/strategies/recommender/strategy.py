@@ -21,7 +21,7 @@ from lightning_pipe.loops.data.batch_source import Uneven
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
 from lightning_pipe.loops.interrupted_save import install_interrupted_saves
 from lightning_pipe.loops.programs.auto_program import PlanChoice
-from lightning_pipe.loops.turns import Turn, UnevenEvaluation
+from lightning_pipe.loops.uneven_evaluation import Turn, UnevenEvaluation
 from lightning_pipe.recsys.balancing.balancer import BalanceReport, BatchBalancer, make_balancer
 from lightning_pipe.recsys.plans.named import recsys_plan
 from lightning_pipe.recsys.tasks.options import (

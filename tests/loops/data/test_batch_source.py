@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_pipe.engine import InputError
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.loops.data.batch_source import AgreedSource, BatchSource, Fetched
-from lightning_pipe.loops.data.statuses import ReducedStatuses, StatusBoard, Statuses
+from lightning_pipe.loops.data.next_batch_status import ReducedStatuses, StatusBoard, Statuses
 from tests.distributed import run_ranks
 from tests.loops.models import Net, Rows, trainer
 

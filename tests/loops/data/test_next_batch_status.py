@@ -15,8 +15,15 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from lightning_pipe.loops.data import statuses
-from lightning_pipe.loops.data.statuses import Heard, ReducedStatuses, StatusBoard, Statuses, StatusGroup, statuses_of
+from lightning_pipe.loops.data import next_batch_status
+from lightning_pipe.loops.data.next_batch_status import (
+    Heard,
+    ReducedStatuses,
+    StatusBoard,
+    Statuses,
+    StatusGroup,
+    statuses_of,
+)
 from tests.distributed import run_ranks
 from tests.patience import HANG
 
@@ -57,15 +64,15 @@ def without_shared_memory(rank: int, size: int) -> str:
     # As a rank on another machine, which finds no such file, or another board's.
     assert dist.group.WORLD is not None
     if rank == 1:
-        with mock.patch.object(statuses, "_opened", return_value=None):
+        with mock.patch.object(next_batch_status, "_opened", return_value=None):
             return type(statuses_of(dist.group.WORLD)).__name__
     return type(statuses_of(dist.group.WORLD)).__name__
 
 
 def with_another_file(rank: int, size: int) -> str:
     assert dist.group.WORLD is not None
-    opened = statuses._opened
-    with mock.patch.object(statuses, "_opened", lambda path, token, board: opened(path, token[::-1], board)):
+    opened = next_batch_status._opened
+    with mock.patch.object(next_batch_status, "_opened", lambda path, token, board: opened(path, token[::-1], board)):
         return type(statuses_of(dist.group.WORLD)).__name__
 
 
@@ -165,7 +172,7 @@ def test_a_rank_that_has_left_is_an_error_on_the_others() -> None:
 
 OTHER_RANK = """
 import os, signal, sys
-from lightning_pipe.loops.data.statuses import StatusBoard
+from lightning_pipe.loops.data.next_batch_status import StatusBoard
 board = StatusBoard(os.open(sys.argv[1], os.O_RDWR), 1, 2, 1200.0)
 board.tell(5, True)
 print(board.hear(), flush=True)
@@ -177,7 +184,7 @@ signal.pause()
 
 def test_a_rank_that_was_killed_is_an_error_behind_what_it_told(tmp_path: Path) -> None:
     path = tmp_path / "board"
-    path.write_bytes(bytes(statuses._bytes(2)))
+    path.write_bytes(bytes(next_batch_status._bytes(2)))
     board = StatusBoard(os.open(path, os.O_RDWR), 0, 2, HANG)
     board.tell(1, False)
     with subprocess.Popen([sys.executable, "-c", OTHER_RANK, str(path)], stdout=subprocess.PIPE, text=True) as other:
@@ -196,7 +203,7 @@ def test_a_rank_that_was_killed_is_an_error_behind_what_it_told(tmp_path: Path) 
 
 def test_a_rank_that_tells_and_ends_while_it_is_looked_at_was_heard(tmp_path: Path) -> None:
     path = tmp_path / "board"
-    path.write_bytes(bytes(statuses._bytes(2)))
+    path.write_bytes(bytes(next_batch_status._bytes(2)))
     board, other = (StatusBoard(os.open(path, os.O_RDWR), rank, 2, 60.0) for rank in range(2))
 
     def ends(rank: int) -> bool:
@@ -204,7 +211,7 @@ def test_a_rank_that_tells_and_ends_while_it_is_looked_at_was_heard(tmp_path: Pa
         return True
 
     board.tell(1, False)
-    with mock.patch.object(statuses, "_LOOK", -1.0), mock.patch.object(board, "_has_ended", ends):
+    with mock.patch.object(next_batch_status, "_LOOK", -1.0), mock.patch.object(board, "_has_ended", ends):
         assert board.hear() == Heard(1, 5, True)
     other.close()
     board.close()

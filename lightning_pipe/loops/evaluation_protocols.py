@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import lightning.pytorch as pl
 
 from lightning_pipe.loops.programs.program import EvaluationProgram
-from lightning_pipe.loops.turns import Turn
+from lightning_pipe.loops.uneven_evaluation import Turn
 
 __all__ = ["BringsEvaluation", "JoinsEvaluation"]
 

@@ -16,7 +16,7 @@ from torchmetrics.classification import BinaryAUROC
 from torchmetrics.retrieval import RetrievalNormalizedDCG
 
 from lightning_pipe.engine import InputError
-from lightning_pipe.loops.turns import Turn
+from lightning_pipe.loops.uneven_evaluation import Turn
 from lightning_pipe.strategies.pipeline import PipelineStrategy
 from tests.distributed import run_ranks
 from tests.rounding import Reference
