@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.runtime.forks import keep_garbage_from_forks
+from lightning_pipe.engine.runtime.fork_garbage import keep_garbage_from_forks
 from lightning_pipe.loops.data.batch_source import Uneven
 from lightning_pipe.loops.data.orphaned_workers import ending_with_rank
 from lightning_pipe.loops.uneven_evaluation import Turn, UnevenEvaluation

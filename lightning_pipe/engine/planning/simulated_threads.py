@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from lightning_pipe.engine.observe.timeline import BACKGROUND, DEVICE, TASK, Bar
 from lightning_pipe.engine.planning.costs import Machine, Resource, TaskCost, awaited, loads
-from lightning_pipe.engine.planning.processes import Clock, Process, ResourceUse, SharedResource, Signal
+from lightning_pipe.engine.planning.discrete_events import Clock, Process, ResourceUse, SharedResource, Signal
 from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.engine.runtime.executor import Operation

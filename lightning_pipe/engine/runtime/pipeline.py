@@ -28,7 +28,7 @@ from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.engine.plans.task import IterContext, PipelineTask
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.runtime.periods import Periods, ends_on_interrupt
-from lightning_pipe.engine.runtime.shortcut import Key, Shortcut
+from lightning_pipe.engine.runtime.replay import Key, Shortcut
 from lightning_pipe.engine.runtime.stand_ins import StandIns
 
 K = TypeVar("K")
@@ -299,7 +299,7 @@ class SWPipeline(Periods):
             tasks: of the plan.
             key: of an iteration; those with one key must have the same values upstream of the tasks. None where all
                 have the same: one batch, again and again.
-            rehearse: see :class:`~lightning_pipe.engine.runtime.shortcut.Shortcut`; to compare iterations with.
+            rehearse: see :class:`~lightning_pipe.engine.runtime.replay.Shortcut`; to compare iterations with.
 
         Raises:
             PlanError: there is no such task, it cannot be replayed, a period is open, or other ranks replay others.

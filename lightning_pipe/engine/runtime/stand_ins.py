@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.engine.plans.task import IterContext, PipelineTask
 from lightning_pipe.engine.runtime.executor import Operation
-from lightning_pipe.engine.runtime.shortcut import Key, Shortcut
+from lightning_pipe.engine.runtime.replay import Key, Shortcut
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -36,7 +36,7 @@ class StandIns:
         return tuple(op.name for op in self._operations if isinstance(op.fn, Shortcut))
 
     def replay(self, names: Sequence[str], key: Key | None, rehearse: bool) -> None:
-        """Replay tasks, see :class:`~lightning_pipe.engine.runtime.shortcut.Shortcut`; all of them, or none.
+        """Replay tasks, see :class:`~lightning_pipe.engine.runtime.replay.Shortcut`; all of them, or none.
 
         Raises:
             PlanError: there is no such task, or it cannot be replayed.

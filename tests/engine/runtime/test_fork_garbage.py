@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_pipe.engine.runtime.forks import _Freezer, keep_garbage_from_forks
+from lightning_pipe.engine.runtime.fork_garbage import _Freezer, keep_garbage_from_forks
 from tests.distributed import run_ranks
 from tests.patience import HANG
 

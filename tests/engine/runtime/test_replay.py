@@ -21,7 +21,7 @@ from lightning_pipe.engine import (
     SWPipeline,
     TaskSchedule,
 )
-from lightning_pipe.engine.runtime.shortcut import graft
+from lightning_pipe.engine.runtime.replay import graft
 
 Run = Callable[[IterContext], None]
 
