@@ -38,7 +38,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.figures import Figure, add_options, at_most, quartiles, save
 from benchmarks.slow_store import SlowStore
-from lightning_pipe.callbacks.timeline import draw_timeline
+from lightning_pipe.callbacks.timeline_picture import draw_timeline
 from lightning_pipe.engine.observe.timeline import Timeline, task_bars
 from lightning_pipe.recsys import ShardedModel, TrainPipeline, shard_model
 from lightning_pipe.recsys.dynamic.tables import opening

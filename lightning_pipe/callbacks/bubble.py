@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Group
 from rich.text import Text
 
-from lightning_pipe.callbacks.of_fit import log_values
+from lightning_pipe.callbacks.common import log_values
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.fitted_table import FittedTable, print_report
 from lightning_pipe.engine.ranks.process_groups import new_group

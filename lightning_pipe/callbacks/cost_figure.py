@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import Logger
 
-from lightning_pipe.callbacks.timeline import without_mathtext
+from lightning_pipe.callbacks.timeline_picture import without_mathtext
 from lightning_pipe.engine import ProfileResult
 
 if TYPE_CHECKING:

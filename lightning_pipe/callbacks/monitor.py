@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_pipe._compat.lightning import batch_sizes
-from lightning_pipe.callbacks.of_fit import group_of_its_own, leave_group, log_values, loop_of, pipeline_of
+from lightning_pipe.callbacks.common import group_of_its_own, leave_group, log_values, loop_of, pipeline_of
 from lightning_pipe.callbacks.verdict import StepUse, Verdict, find_verdict, forward_wait
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.fitted_table import print_report

@@ -15,9 +15,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_pipe.callbacks.cost_figure import log_figure
-from lightning_pipe.callbacks.monitor import leave_step_out
-from lightning_pipe.callbacks.of_fit import (
+from lightning_pipe.callbacks.common import (
     checked_path,
     group_of_its_own,
     leave_group,
@@ -25,6 +23,8 @@ from lightning_pipe.callbacks.of_fit import (
     numbered,
     pipeline_of,
 )
+from lightning_pipe.callbacks.cost_figure import log_figure
+from lightning_pipe.callbacks.monitor import leave_step_out
 from lightning_pipe.callbacks.report import require_plotly, write_report
 from lightning_pipe.callbacks.what_if import WhatIf, ask_what_if
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, TaskSpan

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from lightning_pipe.callbacks.timeline import _COLOURS, _ink
+from lightning_pipe.callbacks.timeline_picture import _COLOURS, _ink
 from lightning_pipe.callbacks.what_if import IN_ORDER, WhatIf
 from lightning_pipe.engine import ProfileResult
 from lightning_pipe.engine.observe.timeline import WAITS, Bar, Timeline

@@ -11,8 +11,7 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_pipe.callbacks.monitor import leave_step_out
-from lightning_pipe.callbacks.of_fit import (
+from lightning_pipe.callbacks.common import (
     checked_path,
     group_of_its_own,
     leave_group,
@@ -20,8 +19,9 @@ from lightning_pipe.callbacks.of_fit import (
     numbered,
     pipeline_of,
 )
+from lightning_pipe.callbacks.monitor import leave_step_out
 from lightning_pipe.callbacks.recording import Recording
-from lightning_pipe.callbacks.timeline import draw_timeline, require_matplotlib
+from lightning_pipe.callbacks.timeline_picture import draw_timeline, require_matplotlib
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.engine.observe.clocks import measure_offset, to_first_rank

@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from lightning_pipe.callbacks.cost_figure import cost_figure
-from lightning_pipe.callbacks.timeline import draw_timeline, require_matplotlib
+from lightning_pipe.callbacks.timeline_picture import draw_timeline, require_matplotlib
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.observe.timeline import TASK, Bar, Timeline
 from lightning_pipe.engine.plans.dependencies import Dependency
