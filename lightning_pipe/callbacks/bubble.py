@@ -19,7 +19,7 @@ from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.engine.ranks.together import gather
 from lightning_pipe.llm.schedules.bubble import BubbleReport, StepBubble, measure_step, summarise
 from lightning_pipe.llm.schedules.simulation import actions_of
-from lightning_pipe.strategies.running import RunningStages, running
+from lightning_pipe.strategies.running_work import RunningStages, running
 
 __all__ = ["BubbleMonitor", "bubble_table"]
 

@@ -20,7 +20,7 @@ from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.engine.observe.meter import Meter
 from lightning_pipe.engine.ranks.together import gather, shares_host
 from lightning_pipe.loops import PipelineTrainingEpochLoop
-from lightning_pipe.strategies.running import running
+from lightning_pipe.strategies.running_work import running
 
 __all__ = ["PipelineMonitor", "leave_step_out"]
 

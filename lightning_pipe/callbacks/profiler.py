@@ -35,7 +35,7 @@ from lightning_pipe.engine.observe.timeline import Bar, Timeline, on_clock, task
 from lightning_pipe.engine.observe.trace import Trace, task_seconds
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.together import gather_to_first, shares_host
-from lightning_pipe.strategies.running import running
+from lightning_pipe.strategies.running_work import running
 
 __all__ = ["PipelineProfiler"]
 

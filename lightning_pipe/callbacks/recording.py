@@ -12,7 +12,7 @@ from lightning_pipe.engine import SWPipeline
 from lightning_pipe.engine.observe.clocks import ClockOffset
 from lightning_pipe.engine.observe.timeline import EVALUATION, Bar, task_bars
 from lightning_pipe.engine.plans.schedule import MAIN
-from lightning_pipe.strategies.running import Running
+from lightning_pipe.strategies.running_work import Running
 
 __all__ = ["Recording"]
 

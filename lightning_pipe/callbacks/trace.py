@@ -29,7 +29,7 @@ from lightning_pipe.engine.observe.timeline import Timeline, on_clock
 from lightning_pipe.engine.observe.trace_events import write_trace
 from lightning_pipe.engine.ranks.together import gather_to_first
 from lightning_pipe.loops import PipelineTrainingEpochLoop
-from lightning_pipe.strategies.running import running
+from lightning_pipe.strategies.running_work import running
 
 __all__ = ["PipelineTrace"]
 

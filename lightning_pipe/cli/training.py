@@ -14,8 +14,8 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_pipe.engine import PipelineError, SetupError
+from lightning_pipe.strategies.refused_arguments import LANGUAGE_MODEL, RECOMMENDER, refuse_renamed
 from lightning_pipe.strategies.registry import STRATEGIES
-from lightning_pipe.strategies.renamed import LANGUAGE_MODEL, RECOMMENDER, refuse_renamed
 
 __all__ = ["Parser", "PipelineCLI", "count"]
 

@@ -30,7 +30,7 @@ from lightning_pipe.pipe.recorder import PartitionRecorder
 from lightning_pipe.strategies.base import reading_plain_types
 from lightning_pipe.strategies.pipe_balance import Measure, measured_balance
 from lightning_pipe.strategies.refusals import loss_scaler
-from lightning_pipe.strategies.running import Running
+from lightning_pipe.strategies.running_work import Running
 
 __all__ = ["InProcessPipelineStrategy"]
 

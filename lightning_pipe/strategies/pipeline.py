@@ -28,9 +28,9 @@ from lightning_pipe.loops.programs.default_program import (
     plans_to_try,
 )
 from lightning_pipe.loops.uneven_evaluation import UnevenEvaluation
-from lightning_pipe.strategies.auto import AUTO, AutoOptions, tell_choice
 from lightning_pipe.strategies.base import DistributedStrategy, reading_plain_types
 from lightning_pipe.strategies.gradient_order import gradient_order, settle_gradient_order
+from lightning_pipe.strategies.plan_finding import AUTO, AutoOptions, tell_choice
 
 # In a checkpoint.
 _GRADIENT_ORDER = "lightning_pipe_gradient_order"

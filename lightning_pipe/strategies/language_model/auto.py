@@ -18,7 +18,6 @@ from lightning_pipe.llm.choice.schedule_choice import ScheduleCandidate
 from lightning_pipe.llm.parallel.dimensions import ParallelDims
 from lightning_pipe.llm.schedules.checks import splits_backward
 from lightning_pipe.llm.schedules.named import ScheduleSpec, find_schedule
-from lightning_pipe.strategies.auto import write_choice
 from lightning_pipe.strategies.language_model.choice_report import choice_report
 from lightning_pipe.strategies.language_model.example_batch import example_batch
 from lightning_pipe.strategies.language_model.options import LLMOptions
@@ -26,6 +25,7 @@ from lightning_pipe.strategies.language_model.pipeline_module import PipelineMod
 from lightning_pipe.strategies.language_model.stage_choice import StageChoice, StageChooser
 from lightning_pipe.strategies.language_model.stage_parts import StagePlan
 from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
+from lightning_pipe.strategies.plan_finding import write_choice
 
 __all__ = ["AutoLLMPipelineStrategy"]
 

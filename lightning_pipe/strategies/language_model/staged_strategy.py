@@ -31,7 +31,7 @@ from lightning_pipe.strategies.language_model.options import LLMOptions, option_
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from lightning_pipe.strategies.language_model.stage_checkpoint import load_stage_checkpoint, save_stage_checkpoint
 from lightning_pipe.strategies.language_model.stage_parts import PartsMaker, StageParts, StagePlan, StageSettings
-from lightning_pipe.strategies.running import Running, RunningStages
+from lightning_pipe.strategies.running_work import Running, RunningStages
 
 __all__ = ["StagedStrategy"]
 

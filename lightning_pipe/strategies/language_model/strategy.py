@@ -38,7 +38,7 @@ from lightning_pipe.strategies.language_model.options import LLMOptions
 from lightning_pipe.strategies.language_model.pipeline_module import BatchResult, PipelineModule
 from lightning_pipe.strategies.language_model.staged_strategy import StagedStrategy
 from lightning_pipe.strategies.refusals import refuse_callbacks_of_whole_modules
-from lightning_pipe.strategies.renamed import LANGUAGE_MODEL, refuse_renamed
+from lightning_pipe.strategies.refused_arguments import LANGUAGE_MODEL, refuse_renamed
 
 
 class LLMPipelineStrategy(StagedStrategy):

@@ -34,14 +34,14 @@ from lightning_pipe.recsys.tasks.options import (
 )
 from lightning_pipe.recsys.tasks.session import RecsysSession
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
-from lightning_pipe.strategies.auto import AUTO, AutoOptions, tell_choice
+from lightning_pipe.strategies.plan_finding import AUTO, AutoOptions, tell_choice
 from lightning_pipe.strategies.recommender.evaluation import LOOKUP, TableEvaluation
 from lightning_pipe.strategies.recommender.shard_once import shard_once
 from lightning_pipe.strategies.recommender.sharded_checkpoint import ShardedCheckpointStrategy
 from lightning_pipe.strategies.recommender.training import TableTraining, checked_transfer, leave_tables_out
 from lightning_pipe.strategies.refusals import refuse_other_precision, refuse_scaled_fp16, refuse_training
-from lightning_pipe.strategies.renamed import RECOMMENDER, refuse_renamed
-from lightning_pipe.strategies.running import Running
+from lightning_pipe.strategies.refused_arguments import RECOMMENDER, refuse_renamed
+from lightning_pipe.strategies.running_work import Running
 
 
 class RecsysPipelineStrategy(ShardedCheckpointStrategy):
@@ -77,7 +77,7 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         checks: :class:`~lightning_pipe.recsys.CheckOptions`, checks of ids and of the loss.
         balancer: exchange samples between ranks in training, so that all have about as much to do: ``True``, a
             :class:`~lightning_pipe.recsys.BatchBalancer` or its arguments; :attr:`balance_report` has the effect.
-        auto: :class:`~lightning_pipe.strategies.auto.AutoOptions`, how a plan is found under ``"auto"``.
+        auto: :class:`~lightning_pipe.strategies.plan_finding.AutoOptions`, how a plan is found under ``"auto"``.
         uneven_batches: where some ranks have fewer batches, end the epoch with the ``shortest``, or raise an ``error``.
         uneven_evaluation: where some ranks have fewer batches to evaluate: ``join`` lets them take part in the others'
             lookups, so that each row is evaluated once; such batches are not pipelined. ``error`` refuses to validate

@@ -16,7 +16,7 @@ from lightning_pipe.recsys.plans.named import recsys_plan
 from lightning_pipe.recsys.tasks.kept_model import ModelKeeper
 from lightning_pipe.recsys.tasks.session import RecsysSession
 from lightning_pipe.recsys.tasks.train_pipeline_checks import clipping
-from lightning_pipe.strategies.recommender.untrained import leaving_no_trace
+from lightning_pipe.strategies.recommender.without_trace import leaving_no_trace
 from lightning_pipe.strategies.refusals import loss_scaler
 
 __all__ = ["TableProfile"]

@@ -28,7 +28,7 @@ from lightning_pipe.recsys.sharding.shard import ShardedModel
 from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, propose_plans
 from lightning_pipe.recsys.tasks.session import RecsysSession
 from lightning_pipe.recsys.tasks.table_rates import TableRates
-from lightning_pipe.strategies.auto import AUTO, AutoOptions
+from lightning_pipe.strategies.plan_finding import AUTO, AutoOptions
 from lightning_pipe.strategies.recommender.table_gradients import TableGradients
 from lightning_pipe.strategies.recommender.table_profile import TableProfile
 from lightning_pipe.strategies.refusals import clips_gradients, loss_scaler

@@ -34,7 +34,7 @@ from lightning_pipe.engine import PipelinePlan, PipelineTask, SetupError, TaskSc
 from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
 from lightning_pipe.recsys.dynamic.store.row_files import StoredRows, read_rows, write_rows
 from lightning_pipe.recsys.dynamic.store.row_store import RunPart
-from lightning_pipe.strategies.auto import write_choice
+from lightning_pipe.strategies.plan_finding import write_choice
 from tests.scenarios.checkpoints.disk_recorder import Point, Recording, recorded
 from tests.scenarios.checkpoints.power_cuts import Replay
 from tests.scenarios.recommenders.test_dynamic_embeddings import clicks as dynamic_clicks

@@ -1,4 +1,4 @@
-"""Arguments that strategies do not have: those of former versions, fields of option groups now, and any others."""
+"""Refusals of arguments that strategies do not have: former names, fields of option groups, and unknown ones."""
 
 from __future__ import annotations
 

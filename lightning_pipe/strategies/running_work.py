@@ -1,4 +1,4 @@
-"""What a strategy tells callbacks about the work that it runs, so that callbacks need not know strategies by class.
+"""The answers that a strategy gives callbacks about its work, so that callbacks need not know strategies by class.
 
 Tested in ``tests/callbacks/test_trace.py``.
 """

@@ -1,4 +1,4 @@
-"""What strategies that look for a plan have in common: their arguments, and what they say of what they found.
+"""Arguments, report and saved plan that all strategies share which find a plan themselves.
 
 Tested in ``tests/scenarios/recommenders/test_recsys_auto.py``.
 """

@@ -16,7 +16,7 @@ from lightning_pipe.llm.split.options import SplitOptions
 from lightning_pipe.strategies.language_model.auto import AutoLLMPipelineStrategy
 from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
 from lightning_pipe.strategies.recommender.strategy import RecsysPipelineStrategy
-from lightning_pipe.strategies.renamed import LANGUAGE_MODEL
+from lightning_pipe.strategies.refused_arguments import LANGUAGE_MODEL
 
 FORMER: dict[str, Any] = {
     "pipeline_parallel_size": 2,
