@@ -15,7 +15,8 @@ from rich.text import Text
 from lightning_pipe.cli.training import PipelineCLI, count
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.fitted_table import FittedTable, print_report
-from lightning_pipe.llm.choice.estimate import Refused, parse_size
+from lightning_pipe.engine.common.quantities import parse_size
+from lightning_pipe.llm.choice.estimate import Refused
 from lightning_pipe.llm.choice.schedule_choice import SchedulePrediction
 from lightning_pipe.strategies.language_model.auto import AutoLLMPipelineStrategy
 from lightning_pipe.strategies.language_model.choice_report import named, size, unit_of

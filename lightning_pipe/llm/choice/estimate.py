@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.engine.common.quantities import parse_size
 from lightning_pipe.llm.choice.schedule_choice import (
     Measurements,
     ScheduleCandidate,
@@ -25,7 +24,7 @@ from lightning_pipe.llm.schedules.checks import check_microbatches
 from lightning_pipe.llm.schedules.named import SCHEDULES, count_stages
 from lightning_pipe.llm.split.by_name import split_evenly
 
-__all__ = ["Refused", "compare", "estimate", "operations_of", "parse_size"]
+__all__ = ["Refused", "compare", "estimate", "operations_of"]
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""PyTorch's pipeline schedules by name, and which stages a rank then holds.
+"""PyTorch's pipeline schedules by name, and the stages that each rank holds under them.
 
-No schedule is written here: a name, a class or a file of actions becomes a :class:`ScheduleSpec`, from which the
-neighbouring modules check what is asked for (``schedule_checks``), run it (``schedule_step``) and simulate it
-(``simulation``).
+No schedule is written here: a name, a class or a file of actions becomes a :class:`ScheduleSpec`. From that
+:mod:`~lightning_pipe.llm.schedules.checks` checks the options, :mod:`~lightning_pipe.llm.schedules.step` builds and
+runs the schedule, and :mod:`~lightning_pipe.llm.schedules.simulation` simulates it.
 
 Sources: ``torch.distributed.pipelining.schedules`` of torch 2.13; GPipe (arXiv 1811.06965), 1F1B and interleaved 1F1B
 (arXiv 2104.04473), breadth-first (arXiv 2211.05953), zero bubble and ZBV (arXiv 2401.10241), DualPipe (arXiv

@@ -1,9 +1,10 @@
 """Status of each rank's next batch, a number and a flag, which every rank posts and collects from all.
 
 It is posted at once and collected one batch later, so that no rank waits: through a collective in the background, or,
-if all ranks are on one machine, on a board in memory that they share. Gloo's all-reduce of three numbers wakes
-threads on each rank: with two ranks on two cores it took 0.31, 0.35 and 0.40 ms of processor time per rank and step
-more than the board in three runs, which is 3 to 4 % of a step of 10 ms. The machine had other work, so times on the wall say nothing.
+if all ranks are on one machine, on a board in memory that they share. Gloo's all-reduce of three numbers wakes threads
+on each rank: with two ranks on two cores it took 0.31, 0.35 and 0.40 ms of processor time per rank and step more than
+the board in three runs, which is 3 to 4 % of a step of 10 ms. The machine had other work, so times on the wall say
+nothing.
 """
 
 from __future__ import annotations

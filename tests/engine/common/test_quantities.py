@@ -15,6 +15,9 @@ from lightning_pipe.engine.common.quantities import parse_bandwidth, parse_durat
     [
         (parse_size, "80GB", 80e9),
         (parse_size, " 1.5 MiB ", 1.5 * 2**20),
+        (parse_size, "80 gib", 80 * 2**30),
+        (parse_size, "1.5k", 1500),
+        (parse_size, "2T", 2e12),
         (parse_size, "7", 7),
         *((parse_size, f"3{unit}B", 3 * 10 ** (3 * power)) for power, unit in enumerate("kMGT", 1)),
         *((parse_size, f"3{unit}iB", 3 * 2 ** (10 * power)) for power, unit in enumerate("kMGT", 1)),
@@ -39,7 +42,12 @@ def test_what_a_person_writes_is_read(parse: Callable[[str], float], text: str, 
 @pytest.mark.parametrize(
     ("parse", "text", "needed"),
     [
+        *(
+            (parse_size, text, "a number of bytes above 0, such as 80GB or 512MiB")
+            for text in ("much", "", "1e9", "80GBs")
+        ),
         (parse_size, "80 gigs", "a number of bytes above 0, such as 80GB"),
+        (parse_size, "-5GB", "a number of bytes above 0"),
         (parse_size, str(2**63), "a number of bytes above 0"),
         (parse_size, "0", "a number of bytes above 0"),
         (parse_size, "9" * 20 + "TB", "a number of bytes above 0"),

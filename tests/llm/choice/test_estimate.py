@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.choice.estimate import Refused, compare, estimate, parse_size
+from lightning_pipe.llm.choice.estimate import Refused, compare, estimate
 from lightning_pipe.llm.choice.schedule_choice import ScheduleCandidate, SchedulePrediction
 from lightning_pipe.llm.measure.layer_bench import Pieces
 from lightning_pipe.llm.measure.layer_profile import LayerWork
@@ -34,17 +33,3 @@ def test_every_schedule_is_compared_or_refused() -> None:
     assert "needs at least one for each of the 4 stages" in refused["dualpipev"]
     others = [one.candidate.spec.name for one in found if isinstance(one, SchedulePrediction)]
     assert [*others, "dualpipev"] == list(SCHEDULES)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("80GB", 80 * 10**9), ("80 gib", 80 * 2**30), ("1.5k", 1500), ("512MiB", 2**29), ("7", 7), ("2T", 2 * 10**12)],
-)
-def test_sizes_are_read(text: str, expected: int) -> None:
-    assert parse_size(text) == expected
-
-
-@pytest.mark.parametrize("text", ["much", "-5GB", "", "0", "1e9", "80GBs"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(SetupError, match="needed is a number of bytes above 0, such as 80GB or 512MiB"):
-        parse_size(text)
