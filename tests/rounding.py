@@ -28,11 +28,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -116,23 +116,32 @@ def _tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: torch.as_tensor(value).detach().to(torch.float64, copy=True) for name, value in values.items()}
 
 
+def _size(value: Tensor) -> float:
+    return float(value.abs().max()) if value.numel() else 0.0
+
+
 def _distance(one: Tensor, other: Tensor) -> float:
     if one.shape != other.shape:
         return float("inf")
     return float((one - other).abs().max()) if one.numel() else 0.0
 
 
-@dataclass(frozen=True)
 class Reference:
     """Results of one implementation, and the largest difference allowed to another one.
 
+    One perturbed run is measured at once, the others of `SEEDS` when a difference is larger than the runs so far
+    allow: the bound is a maximum, so that what few runs allow all do. Among ranks, which may all take part in a run,
+    all are measured at once.
+
     Attributes:
         values: tensors by name, in double precision.
-        within: largest absolute difference of each.
     """
 
-    values: dict[str, Tensor]
-    within: dict[str, float]
+    def __init__(self, values: Mapping[str, Tensor], within: Mapping[str, float]) -> None:
+        self.values = dict(values)
+        self._within = dict(within)
+        self._run: Callable[[], Mapping[str, Any]] | None = None
+        self._seeds = iter(range(0))
 
     @classmethod
     def exactly(cls, values: Mapping[str, Any]) -> Reference:
@@ -141,42 +150,80 @@ class Reference:
 
     @classmethod
     def of(cls, run: Callable[[], Mapping[str, Any]]) -> Reference:
-        """Run an implementation as it is and `SEEDS` times perturbed.
+        """Run an implementation as it is and up to `SEEDS` times perturbed.
 
         Args:
-            run: computes all of it from the same seeds; returns tensors, numbers or lists of numbers by name.
+            run: computes all of it from the same seeds, whenever it is called; returns tensors, numbers or lists of
+                numbers by name.
         """
         plain = _tensors(run())
-        spread = dict.fromkeys(plain, 0.0)
-        for seed in range(SEEDS):
-            with Perturbed(seed):
-                perturbed = run()
-            for name, value in _tensors(perturbed).items():
-                spread[name] = max(spread[name], _distance(value, plain[name]))
-        within = {}
-        for name, value in plain.items():
-            size = float(value.abs().max()) if value.numel() else 0.0
-            # At least one last place: a result may have been rounded to the same number in each run.
-            within[name] = SPREADS * spread[name] + torch.finfo(torch.float32).eps * size
-            assert within[name] <= AT_MOST * size, (
-                f"expected rounding to move {name} by at most {AT_MOST:g} of its size {size:.1e}, got a bound of "
-                f"{within[name]:.1e}: compare fewer steps, or a model that amplifies less"
-            )
-        return cls(plain, within)
+        reference = cls(plain, dict.fromkeys(plain, 0.0))
+        reference._run, reference._seeds = run, iter(range(SEEDS))
+        reference._measure_once()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            reference._measure_all()
+        return reference
 
-    def differences(self, found: Mapping[str, Any]) -> list[str]:
+    @property
+    def within(self) -> dict[str, float]:
+        """Largest absolute difference of each result."""
+        self._measure_all()
+        return dict(self._within)
+
+    def differences(self, found: Mapping[str, Any], partly: bool = False) -> list[str]:
         """Names of results that are missing or too far from the reference, each with distance and bound.
 
         Args:
             found: results of the other implementation; those that the reference does not have are ignored.
+            partly: whether results that were not found are ignored, too.
         """
-        problems = []
-        for name, expected in self.values.items():
-            if name not in found:
-                problems.append(f"{name}: missing")
-                continue
-            distance = _distance(_tensors({name: found[name]})[name], expected)
+        distances = {
+            name: _distance(_tensors({name: found[name]})[name], expected)
+            for name, expected in self.values.items()
+            if name in found
+        }
+
+        def too_far(name: str) -> bool:
             # A distance that is no number is a difference as well.
-            if not distance <= self.within[name]:
-                problems.append(f"{name}: expected at most {self.within[name]:.1e} of difference, got {distance:.1e}")
+            return not distances[name] <= self._within[name]
+
+        while any(map(too_far, distances)) and self._measure_once():
+            pass
+        problems = []
+        for name in self.values:
+            if name not in distances:
+                problems += [] if partly else [f"{name}: missing"]
+            elif too_far(name):
+                allowed = f"at most {self._within[name]:.1e} of difference"
+                problems.append(f"{name}: expected {allowed}, got {distances[name]:.1e}")
         return problems
+
+    def _measure_all(self) -> None:
+        while self._measure_once():
+            pass
+
+    def _measure_once(self) -> bool:
+        """One more perturbed run; whether there was one to be had."""
+        seed = next(self._seeds, None)
+        if seed is None or self._run is None:
+            return False
+        with Perturbed(seed):
+            perturbed = _tensors(self._run())
+        for name, value in self.values.items():
+            size = _size(value)
+            # At least one last place: a result may have been rounded to the same number in each run.
+            bound = SPREADS * _distance(perturbed[name], value) + torch.finfo(torch.float32).eps * size
+            assert bound <= AT_MOST * size, (
+                f"expected rounding to move {name} by at most {AT_MOST:g} of its size {size:.1e}, got a bound of "
+                f"{bound:.1e}: compare fewer steps, or a model that amplifies less"
+            )
+            self._within[name] = max(self._within[name], bound)
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What a run was made of stays where it is.
+        self._measure_all()
+        return {**self.__dict__, "_run": None, "_seeds": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _seeds=iter(range(0)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -140,3 +141,27 @@ def test_a_result_that_is_mostly_rounding_is_refused() -> None:
     x = draw(10)
     with pytest.raises(AssertionError, match="expected rounding to move difference by at most"):
         Reference.of(lambda: {"difference": (x * 1e4 + 0.3) - x * 1e4})
+
+
+def test_more_perturbed_runs_are_measured_when_fewer_do_not_decide() -> None:
+    runs = 0
+
+    def run() -> dict[str, Tensor]:
+        nonlocal runs
+        runs += 1
+        return trained()
+
+    reference = Reference.of(run)
+    assert reference.differences(trained()) == []
+    assert runs == 2
+    assert reference.differences(trained(steps=6)) != []
+    assert runs == 1 + rounding.SEEDS
+    assert reference.differences(trained(steps=6)) != []
+    assert runs == 1 + rounding.SEEDS
+
+
+def test_a_reference_that_is_sent_has_all_its_runs() -> None:
+    reference = Reference.of(trained)
+    sent = pickle.loads(pickle.dumps(reference))
+    assert sent.within == reference.within == Reference.of(trained).within
+    assert sent.differences(trained(backwards=True)) == []

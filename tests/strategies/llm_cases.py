@@ -451,9 +451,8 @@ def beyond_rounding(found: Mapping[str, Any], reference: Reference) -> list[str]
         found: what the rank has of the reference's results.
         reference: of one device, whose sums have other orders.
     """
-    held = {name: value for name, value in reference.values.items() if name in found}
-    unknown = [f"{name}: not in the reference" for name in sorted({*found} - {*held})]
-    return Reference(held, reference.within).differences(found) + unknown
+    unknown = [f"{name}: not in the reference" for name in sorted({*found} - {*reference.values})]
+    return reference.differences(found, partly=True) + unknown
 
 
 def ranks_beyond_rounding(ranks: Iterable[Mapping[str, Any]], reference: Reference) -> list[str]:
