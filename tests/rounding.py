@@ -27,7 +27,7 @@ decide nothing, and is an error of the test.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -169,6 +169,12 @@ class Reference:
         """Largest absolute difference of each result."""
         self._measure_all()
         return dict(self._within)
+
+    def bounds(self, name: str) -> Iterator[float]:
+        """Largest difference of one result, after one perturbed run and after each further one."""
+        yield self._within[name]
+        while self._measure_once():
+            yield self._within[name]
 
     def differences(self, found: Mapping[str, Any], partly: bool = False) -> list[str]:
         """Names of results that are missing or too far from the reference, each with distance and bound.

@@ -27,6 +27,8 @@ from tests.strategies.cases import ADAGRAD, PLANS, SGD, Batch, Clicks, adam, loa
 from tests.strategies.cases import trainer as recsys_trainer
 from tests.tiers import sampled
 
+EXACTLY = Reference.exactly({"numbers": 0.0})
+
 
 class Logging:
     """Logs from many hooks, and a metric that gets worse."""
@@ -62,33 +64,46 @@ def record(
     return recorder
 
 
-def assert_same_calls(ours: HookRecorder, theirs: HookRecorder, within: float = 0.0) -> None:
-    different = first_difference(ours.calls, theirs.calls, within)
-    assert different is None, different
+def assert_same_calls(ours: HookRecorder, theirs: HookRecorder, reference: Reference = EXACTLY) -> None:
+    assert_same(ours.calls, theirs.calls, reference)
 
 
-def assert_same_transfers(ours: HookRecorder, theirs: HookRecorder, within: float = 0.0, given_up: int = 0) -> None:
+def assert_same_transfers(
+    ours: HookRecorder, theirs: HookRecorder, reference: Reference = EXACTLY, given_up: int = 0
+) -> None:
     """The batches moved are the same, in the same order; *given_up* more are moved, and not trained.
 
     Args:
         ours: of the pipeline.
         theirs: of Lightning's loop.
-        within: as in ``first_difference``.
+        reference: how far numbers may differ.
         given_up: batches that are in flight when the run stops early.
     """
     assert theirs.transfers
     surplus = len(theirs.transfers) // moved_batches(theirs) * given_up
-    kept = ours.transfers[: len(ours.transfers) - surplus]
-    different = first_difference(kept, theirs.transfers, within)
-    assert different is None, different
+    assert_same(ours.transfers[: len(ours.transfers) - surplus], theirs.transfers, reference)
     assert theirs.evaluated
-    different = first_difference(ours.evaluated, theirs.evaluated, within)
-    assert different is None, different
+    assert_same(ours.evaluated, theirs.evaluated, reference)
 
 
-def rounding_of(run: Callable[[], HookRecorder]) -> float:
-    """How far the numbers of a recording may be from those of another implementation."""
-    return Reference.of(lambda: {"numbers": fractions(run())}).within["numbers"]
+def assert_same(ours: Sequence[Call], theirs: Sequence[Call], reference: Reference) -> None:
+    for within in reference.bounds("numbers"):
+        different = first_difference(ours, theirs, within)
+        if different is None:
+            return
+    raise AssertionError(different)
+
+
+def with_rounding(run: Callable[[], HookRecorder]) -> tuple[HookRecorder, Reference]:
+    """A recording, and how far its numbers may be from those of another implementation."""
+    recorders = []
+
+    def numbers() -> dict[str, Any]:
+        recorders.append(run())
+        return {"numbers": fractions(recorders[-1])}
+
+    reference = Reference.of(numbers)
+    return recorders[0], reference
 
 
 def moved_batches(recorder: HookRecorder) -> int:
@@ -252,13 +267,12 @@ def test_under_every_plan_for_tables_hooks_come_in_lightnings_order(run: str) ->
         module, val = EverythingClicked(**arguments), [loader(8), loader(6)]
         return record(module, recsys_trainer, train(), val, strategy=strategy, **options)
 
-    theirs = recorded("auto")
-    within = rounding_of(lambda: recorded("auto"))
+    theirs, rounding = with_rounding(lambda: recorded("auto"))
     for plan in PLANS:
         ours = recorded(recsys(plan, optimizer=None if "in_backward" in arguments else SGD))
-        assert_same_calls(ours, theirs, within)
+        assert_same_calls(ours, theirs, rounding)
         given_up = AHEAD[plan] if "early stop" in run else 0
-        assert_same_transfers(ours, theirs, within, given_up)
+        assert_same_transfers(ours, theirs, rounding, given_up)
 
 
 # ---------------------------------------------------------------------- stages
@@ -329,8 +343,8 @@ def test_in_stages_hooks_come_in_lightnings_order_but_for_zeroing_gradients(run:
         options = {"max_epochs": 2, **STAGE_RUNS[run]}
         return record(EverythingSaid(), llm_cases.trainer, train, val, strategy=strategy, **options)
 
-    theirs, ours = recorded("auto"), recorded(llm_cases.llm(num_microbatches=2))
+    ours = recorded(llm_cases.llm(num_microbatches=2))
+    theirs, rounding = with_rounding(lambda: recorded("auto"))
     theirs.calls = as_in_stages(theirs.calls)
-    within = rounding_of(lambda: recorded("auto"))
-    assert_same_calls(ours, theirs, within)
-    assert_same_transfers(ours, theirs, within, given_up=1 if "early stop" in run else 0)
+    assert_same_calls(ours, theirs, rounding)
+    assert_same_transfers(ours, theirs, rounding, given_up=1 if "early stop" in run else 0)
