@@ -26,6 +26,7 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.runtime.fork_garbage import keep_garbage_from_forks
 from lightning_pipe.loops.data.batch_source import Uneven
 from lightning_pipe.loops.data.orphaned_workers import ending_with_rank
+from lightning_pipe.loops.data.stateful_loaders import shuffled_over_ranks
 from lightning_pipe.loops.uneven_evaluation import Turn, UnevenEvaluation
 
 
@@ -147,8 +148,8 @@ class DistributedStrategy(DDPStrategy):
                 super().setup_distributed()
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Let the workers of a loader end after this process, however it ends."""
-        return ending_with_rank(super().process_dataloader(dataloader))
+        """Let all ranks shuffle alike, and the workers of a loader end after this process, however it ends."""
+        return ending_with_rank(shuffled_over_ranks(super().process_dataloader(dataloader)))
 
     # ------------------------------------------------------------------ batches that not all ranks have
 

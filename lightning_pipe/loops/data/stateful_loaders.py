@@ -8,7 +8,8 @@ iterator that continues there. Four things are missing from it, which are record
 * A limit, or a hook that skips the rest of an epoch, leaves an iterator that the next epoch replaces.
 * An iterator that has ended within an epoch, of a short loader in a ``CombinedLoader`` of mode "max_size", gives
   nothing more. Continued, the loader would begin its next epoch.
-* An iterator draws from the shared random generators when it is made, and a sampler without a state draws its order.
+* An iterator draws from the shared random generators when it is made, and a sampler without a state draws its order
+  from them or from a generator of its own.
 
 Tested in ``tests/scenarios/checkpoints/test_stateful_loaders.py``.
 """
@@ -18,12 +19,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import SequentialSampler
 
 from lightning_pipe.loops.data.random_streams import (
     States,
@@ -35,6 +38,7 @@ from lightning_pipe.loops.data.random_streams import (
     unpack_states,
 )
 from lightning_pipe.loops.data.resumable_loader import end_of_epoch, is_resumable
+from lightning_pipe.loops.data.sampler_state import SamplerState
 
 __all__ = [
     "IteratorState",
@@ -43,6 +47,7 @@ __all__ = [
     "next_iterators",
     "positions_after",
     "positions_at_end",
+    "shuffled_over_ranks",
     "watch",
 ]
 
@@ -62,6 +67,7 @@ class IteratorState:
         replaced: whether the next epoch, which makes a new iterator, is what comes next.
         made_with: states of the shared random generators just before the iterator was made; None if not known.
         generator: state of the loader's own generator, uint8; None if it has none.
+        samplers: states of the loader's samplers just before the iterator was made, as ``SamplerState`` reads them.
         before_last: where it is replaced, the loader's state before its last batch; None if not known.
     """
 
@@ -69,6 +75,7 @@ class IteratorState:
     replaced: bool = False
     made_with: States | None = None
     generator: torch.Tensor | None = None
+    samplers: list[str] = field(default_factory=list)
     before_last: Any = None
 
     def packed(self) -> dict[str, Any]:
@@ -78,6 +85,7 @@ class IteratorState:
             "replaced": self.replaced,
             "made_with": None if self.made_with is None else pack_states(self.made_with),
             "generator": None if self.generator is None else pack_bytes(self.generator),
+            "samplers": list(self.samplers),
             "before_last": self.before_last,
         }
 
@@ -89,14 +97,16 @@ class IteratorState:
             SetupError: the states of generators are damaged.
             KeyError, RuntimeError, TypeError: anything else.
         """
-        ended, is_replaced = packed["ended"], packed["replaced"]
+        ended, is_replaced, samplers = packed["ended"], packed["replaced"], packed.get("samplers", [])
         if not (isinstance(ended, bool) and isinstance(is_replaced, bool)):
             raise TypeError("expected true or false for whether an iterator has ended and is replaced")
+        if not isinstance(samplers, list) or not all(isinstance(state, str) for state in samplers):
+            raise TypeError("expected a list of text for the states of samplers")
         made_with = None if packed["made_with"] is None else unpack_states(packed["made_with"])
         generator = None if packed["generator"] is None else unpack_bytes(packed["generator"])
         if generator is not None:
             torch.Generator().set_state(generator)
-        return IteratorState(ended, is_replaced, made_with, generator, packed["before_last"])
+        return IteratorState(ended, is_replaced, made_with, generator, samplers, packed["before_last"])
 
 
 def watch(combined: CombinedLoader) -> None:
@@ -178,6 +188,24 @@ def next_iterators(combined: CombinedLoader) -> dict[str, list[Any]]:
     }
 
 
+def shuffled_over_ranks(loader: Any) -> Any:
+    """Return the loader, whose rows Lightning distributes over ranks, with one order for all of them.
+
+    Lightning exchanges PyTorch's ``RandomSampler`` for a ``DistributedSampler``. That of torchdata it wraps: each rank
+    would draw an order of its own and take its part of that, so that rows come twice in an epoch, and others never.
+    """
+    wrapper = getattr(loader, "sampler", None)
+    if isinstance(wrapper, DistributedSamplerWrapper):
+        inner: Any = getattr(wrapper.dataset, "_sampler", None)
+        if (
+            _is_torchdatas(inner)
+            and getattr(inner, "replacement", None) is False
+            and len(inner) == len(inner.data_source)
+        ):
+            wrapper.dataset = type(wrapper.dataset)(SequentialSampler(inner.data_source))
+    return loader
+
+
 class _WatchedLoader:
     """A loader as the combined loader iterates over it."""
 
@@ -185,8 +213,8 @@ class _WatchedLoader:
         self.loader = loader
         self.due: IteratorState | None = None
         self.ended = False
-        self._made_with: States | None = None
-        self._peeked_with: States | None = None
+        self._made_with: tuple[States | None, list[str]] = (None, [])
+        self._peeked_with: tuple[States | None, list[str]] | None = None
         self.loaded: Any = None
 
     def __len__(self) -> int:
@@ -197,15 +225,17 @@ class _WatchedLoader:
         if due is not None:
             continued = self._continued(due)
             if not due.replaced:
-                self.ended, self._made_with = due.ended, due.made_with
+                self.ended, self._made_with = due.ended, (due.made_with, due.samplers)
                 return iter(()) if due.ended else _WatchedIterator(continued, self)
         self.ended = False
-        self._made_with = get_states(_CPU) if self._peeked_with is None else self._peeked_with
+        self._made_with = self._random_states() if self._peeked_with is None else self._peeked_with
         self._peeked_with = None
         return _WatchedIterator(iter(self.loader), self)
 
     def _continued(self, due: IteratorState) -> Any:
         """The iterator that a checkpoint was written with, made again without a trace in the random generators."""
+        if due.samplers and _is_torchdatas(self.loader):
+            SamplerState(self.loader).put(due.samplers)
         with _drawing_from(due.made_with):
             continued = iter(self.loader)
             # What the first batch of an iterator changes in a dataset, it has changed.
@@ -236,14 +266,23 @@ class _WatchedLoader:
         """The states of the iterator that is made next."""
         if self.due is not None:
             return self.loaded, self.due
-        if self._made_with is None:
-            self._peeked_with = get_states(_CPU)  # torchdata's loader makes an iterator for its state
-            return copy.deepcopy(self.loader.state_dict()), replace(self.state(), made_with=self._peeked_with)
+        if self._made_with[0] is None:
+            self._peeked_with = made_with, samplers = self._random_states()
+            # For its state, torchdata's loader makes an iterator.
+            state = copy.deepcopy(self.loader.state_dict())
+            return state, replace(self.state(), made_with=made_with, samplers=samplers)
         return copy.deepcopy(self.loader.state_dict()), replace(self.state(), replaced=True)
 
     def state(self) -> IteratorState:
         generator = _generator(self.loader)
-        return IteratorState(self.ended, False, self._made_with, None if generator is None else generator.get_state())
+        made_with, samplers = self._made_with
+        own = None if generator is None else generator.get_state()
+        return IteratorState(self.ended, False, made_with, own, samplers)
+
+    def _random_states(self) -> tuple[States, list[str]]:
+        # Samplers with an epoch have been told which one it is. Loaders of other kinds may restore theirs themselves.
+        samplers = SamplerState(self.loader).get(at_end=True) if _is_torchdatas(self.loader) else []
+        return get_states(_CPU), samplers
 
 
 class _WatchedIterator(Iterator[Any]):
@@ -291,6 +330,11 @@ def _watched(combined: CombinedLoader) -> list[_WatchedLoader | None]:
 
 def _has_own_state(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") and not is_resumable(loader)
+
+
+def _is_torchdatas(one: Any) -> bool:
+    """Whether something is of a class of torchdata's, or of one derived from it."""
+    return any(base.__module__.startswith("torchdata.") for base in type(one).__mro__)
 
 
 @contextmanager
