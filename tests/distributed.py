@@ -199,7 +199,9 @@ class _Rank:
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process.pid is not None and self._process.exitcode is None:
-            os.kill(self._process.pid, number)
+            # The server that has forked it may not have told its end yet.
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
 
     def _how_it_ended(self) -> str:
         code = self._process.exitcode

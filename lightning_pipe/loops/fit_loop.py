@@ -10,12 +10,14 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipe._compat.lightning import FitLoop, Loop, set_sampler_epoch
-from lightning_pipe.engine.common.safe_text import shown
+from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.engine.common.safe_text import printable, shown
 from lightning_pipe.engine.ranks.together import gather, gather_to_first
 from lightning_pipe.loops.data.random_streams import States, get_states, set_states
 from lightning_pipe.loops.data.resumable_loader import (
@@ -153,7 +155,7 @@ class PipelineFitLoop(FitLoop):
         point = self._resume_point
         if point is not None:
             # Every rank has one, or none has.
-            what = f"the checkpoint's state of rank {self.trainer.global_rank}'s data"
+            what = self._named("data")
             read_on_all_ranks(what, partial(self._load_states_of, point, loader))
             if point.loaders:
                 if self._loader_before is None:
@@ -188,15 +190,19 @@ class PipelineFitLoop(FitLoop):
         return found
 
     def on_save_checkpoint(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().on_save_checkpoint()
-        state.pop("combined_loader", None)
+        # Lightning would ask the loaders, of which torchdata's make an iterator for their state, and draw for it.
+        loader, self._combined_loader = self._combined_loader, None
+        try:
+            state: dict[str, Any] = super().on_save_checkpoint()
+        finally:
+            self._combined_loader = loader
         point = self.epoch_loop.point_of_last_trained()  # type: ignore[attr-defined]
         if point is None:
             # Before the first epoch: loaders begin at their beginning.
             if (before := self._before_data) is not None:
                 state[_KEY] = {"ranks": gather_to_first(ResumePoint([], before).packed(), dist.group.WORLD)}
             return state
-        loader, progress = self._combined_loader, self.epoch_loop.batch_progress.current
+        progress = self.epoch_loop.batch_progress.current
         assert loader is not None
         if progress.ready and self.trainer.lightning_module.automatic_optimization and self._should_accumulate():
             rank_zero_warn(
@@ -219,11 +225,26 @@ class PipelineFitLoop(FitLoop):
         }
         return state
 
+    def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
+        try:
+            super().load_state_dict(state_dict, prefix)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise SetupError(
+                f"The loops' positions in {self._checkpoint} are damaged ({type(error).__name__}:"
+                f" {printable(str(error)[:200])}). Resume from another checkpoint."
+            ) from error
+
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         super().on_load_checkpoint(state_dict)
-        rank = self.trainer.global_rank
-        what = f"the checkpoint's state of rank {rank}'s data and random generators"
-        read_on_all_ranks(what, lambda: self._load_own(state_dict.get(_KEY, {})))
+        read_on_all_ranks(self._named("data and random generators"), lambda: self._load_own(state_dict.get(_KEY, {})))
+
+    @property
+    def _checkpoint(self) -> str:
+        path = self.trainer.ckpt_path
+        return "the checkpoint" if path is None else f"the checkpoint {str(path)!r}"
+
+    def _named(self, part: str) -> str:
+        return f"the state of rank {self.trainer.global_rank}'s {part} in {self._checkpoint}"
 
     def _load_own(self, own: Any) -> None:
         if not isinstance(own, dict):
@@ -239,7 +260,7 @@ class PipelineFitLoop(FitLoop):
         if len(ranks) != world:
             first = ranks[0]
             if getattr(self.trainer.strategy, "ranks_share_data", False) and all(
-                one["loaders"] == first["loaders"] for one in ranks
+                _are_equal(one["loaders"], first["loaders"]) for one in ranks
             ):
                 # All ranks read the same batches, then as now.
                 ranks, world, rank = [first], 1, 0
@@ -256,6 +277,20 @@ class PipelineFitLoop(FitLoop):
             )
             return
         self.epoch_loop.resume_point = ResumePoint.unpacked(ranks[rank])  # type: ignore[attr-defined]
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """True if two states of loaders are equal; those of users' loaders may hold tensors and arrays."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_are_equal(value, other[name]) for name, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    same: Any = one == other
+    return bool(same.all()) if hasattr(same, "all") else bool(same)
 
 
 def _keep_new_samplers(point: ResumePoint, before: CombinedLoader, reloaded: CombinedLoader) -> None:

@@ -29,6 +29,7 @@ from lightning_pipe.loops.programs.default_program import (
 )
 from lightning_pipe.loops.uneven_evaluation import UnevenEvaluation
 from lightning_pipe.strategies.base import DistributedStrategy, reading_plain_types
+from lightning_pipe.strategies.checkpoint_contents import checked_contents
 from lightning_pipe.strategies.gradient_order import gradient_order, settle_gradient_order
 from lightning_pipe.strategies.plan_finding import AUTO, AutoOptions, tell_choice
 
@@ -144,7 +145,7 @@ class PipelineStrategy(DistributedStrategy):
                 f" parameters' names, got {shown(order)}; take another checkpoint"
             )
         self._order_at_save = order
-        return checkpoint
+        return checked_contents(checkpoint, checkpoint_path, self.lightning_module)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Write a checkpoint, with the order in which gradients are summed over ranks."""

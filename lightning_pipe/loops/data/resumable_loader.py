@@ -36,7 +36,7 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.safe_text import printable, shown
 from lightning_pipe.loops.data.random_streams import get_states, pack_states, set_states, unpack_states
 from lightning_pipe.loops.data.sampler_state import SamplerState
-from lightning_pipe.loops.data.shared_order import batches_left, order_of
+from lightning_pipe.loops.data.shared_order import MOST, batches_left, order_of
 
 __all__ = [
     "State",
@@ -337,7 +337,7 @@ def _check(state: Any) -> None:
         names = ("seed", "epoch", "shuffle", "trained")
         found = [state[name] for name in ("rank", "world", "given")] + [state["left"][name] for name in names]
         if (
-            not all(isinstance(one, int) and one >= 0 for one in found)
+            not all(isinstance(one, int) and 0 <= one <= MOST for one in found)
             or not 0 <= state["rank"] < state["world"] <= _RANKS
         ):
             raise ValueError(f"of an epoch that other ranks have begun it has {shown(state)}")
@@ -345,7 +345,7 @@ def _check(state: Any) -> None:
         for where in (state["created"], state["begun"]):
             if where is not None:
                 _texts(_unpack(where)["own"])
-        if state["created"] is None or type(state["given"]) is not int or state["given"] < 0:
+        if state["created"] is None or type(state["given"]) is not int or not 0 <= state["given"] <= MOST:
             raise ValueError(f"it has given {shown(state['given'])} batches")
 
 

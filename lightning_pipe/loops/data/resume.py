@@ -109,7 +109,8 @@ class ResumePoint:
         for name, kind in (("loaders", list), ("common", str), ("streams", dict)):
             if not isinstance(packed, dict) or not isinstance(packed.get(name), kind):
                 raise SetupError(f"expected {name} as a {kind.__name__}, got {shown(packed)}")
-        if packed["streams"] and not {"fetch"} <= set(packed["streams"]) <= _STREAMS:
+        # The other two begin with the first fetch.
+        if set(packed["streams"]) not in (set(), {"fetch"}, _STREAMS):
             raise SetupError(f"expected streams of {', '.join(sorted(_STREAMS))}, got {shown(packed['streams'])}")
         streams = {name: unpack_states(states) for name, states in packed["streams"].items()}
         iterators = packed.get("iterators", [])

@@ -24,6 +24,7 @@ from lightning_pipe.loops.data.random_streams import pack_bytes, unpack_bytes
 __all__ = ["SamplerState"]
 
 _PLAIN = (bool, int, float, str, type(None))
+_MOST = 2**53  # above any count
 # Attribute that a sampler's first counters are kept in: they are needed for as long as it is there.
 _FIRST = "_lightning_pipe_first"
 
@@ -92,8 +93,7 @@ class SamplerState:
 
     def _stateful(self) -> list[Any]:
         """Generators, and samplers that may count; PyTorch's and Lightning's own do not."""
-        own = [one for one in self._samplers if not type(one).__module__.startswith(("torch.", "lightning."))]
-        return [*self._generators, *own]
+        return [*self._generators, *(one for one in self._samplers if not _is_librarys(one))]
 
 
 def _reached(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -113,6 +113,10 @@ def _reached(loader: DataLoader[Any]) -> Iterator[Any]:
         ]
 
 
+def _is_librarys(sampler: Any) -> bool:
+    return type(sampler).__module__.startswith(("torch.", "lightning."))
+
+
 def _counters(sampler: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(sampler).items() if isinstance(value, _PLAIN)}
 
@@ -123,7 +127,9 @@ def _checked(sampler: Any, counters: Any) -> dict[str, Any]:
         raise ValueError(f"expected counters by their names, got {shown(counters)}")
     for name, value in counters.items():
         present = vars(sampler).get(name, getattr(type(sampler), name, None))
-        if name.startswith("__") or name == _FIRST or not _may_become(present, value):
+        # PyTorch's and Lightning's samplers change nothing but the epoch.
+        may_change = name == "epoch" or not _is_librarys(sampler)
+        if name.startswith("__") or name == _FIRST or not may_change or not _may_become(present, value):
             raise SetupError(
                 f"the checkpoint has {shown(value)} for {shown(name)} of the sampler {type(sampler).__name__}, where"
                 f" {shown(present)} is; resume with the sampler that the checkpoint was written with"
@@ -134,6 +140,8 @@ def _checked(sampler: Any, counters: Any) -> dict[str, Any]:
 def _may_become(present: Any, value: Any) -> bool:
     """Whether a counter may have become a value; None is one that was not set."""
     if not isinstance(present, _PLAIN) or not isinstance(value, _PLAIN):
+        return False
+    if isinstance(value, int) and abs(value) > _MOST:
         return False
     # A bool is an int to Python.
     numbers = {type(present), type(value)} <= {int, float}

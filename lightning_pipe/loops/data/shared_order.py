@@ -13,9 +13,12 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-__all__ = ["batches_left", "of_other_ranks", "order_of"]
+from lightning_pipe.engine.common.safe_text import shown
+
+__all__ = ["MOST", "batches_left", "of_other_ranks", "order_of"]
 
 State = dict[str, Any]
+MOST = 2**53  # above any count of samples, and any epoch
 
 
 def order_of(loader: DataLoader[Any]) -> State | None:
@@ -51,7 +54,10 @@ def of_other_ranks(states: Sequence[State | None], rank: int, world: int) -> lis
         if state and "ended" in state:
             found.append({"ended": []})
         elif state and state.get("order") is not None:
-            trained = state["order"].get("trained", 0) + state["given"] * state["order"]["batch"]
+            counts = (state["order"].get("trained", 0), state["given"], state["order"]["batch"])
+            if not all(type(count) is int and 0 <= count <= MOST for count in counts):
+                raise ValueError(f"expected counts of samples and batches, got {shown(counts)}")
+            trained = counts[0] + counts[1] * counts[2]
             found.append({"left": state["order"] | {"trained": trained}, "rank": rank, "world": world, "given": 0})
         else:
             return None

@@ -26,6 +26,7 @@ from lightning_pipe.llm.run.recorder import StageRecorder
 from lightning_pipe.llm.run.runner import PipelineRunner
 from lightning_pipe.llm.schedules.checks import check_microbatches, splits_backward
 from lightning_pipe.llm.schedules.named import ScheduleSpec
+from lightning_pipe.strategies.checkpoint_contents import checked_contents
 from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
 from lightning_pipe.strategies.language_model.options import LLMOptions, option_pairs
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
@@ -221,7 +222,8 @@ class StagedStrategy(FolderCheckpointStrategy):
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self.optimizers if fitting else None
         strict, weights_only = module.strict_loading, self._allowed(weights_only)
-        return load_stage_checkpoint(checkpoint_path, module, optimizers, strict=strict, weights_only=weights_only)
+        found = load_stage_checkpoint(checkpoint_path, module, optimizers, strict=strict, weights_only=weights_only)
+        return checked_contents(found, checkpoint_path, module)
 
     def teardown(self) -> None:
         if self._put_back is not None:

@@ -18,6 +18,7 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.together import on_all_ranks
 from lightning_pipe.recsys.sharding.shard import ShardedModel
 from lightning_pipe.recsys.tasks.table_rates import TableRates
+from lightning_pipe.strategies.checkpoint_contents import checked_contents
 from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
 
 _KIND = "under a recsys plan. Give the path of one, or load the module's state before it is sharded"
@@ -146,7 +147,7 @@ class ShardedCheckpointStrategy(FolderCheckpointStrategy):
         schedule = None if self._rates is None else self._rates.schedule
         if fitting and schedule is not None and "sparse_lr_scheduler" in checkpoint:
             schedule.load_state_dict(checkpoint["sparse_lr_scheduler"])
-        return checkpoint
+        return checked_contents(checkpoint, checkpoint_path, module)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return self.sharded_model.without_dynamic(self.sharded_model.dmp.state_dict())

@@ -111,9 +111,10 @@ def test_statistics_are_the_whole_batchs_as_long_as_the_layer_before_is() -> Non
     pipe = deferred(whole)
     optimizer = torch.optim.SGD(chain(whole.parameters(), pipe.parameters()), lr=0.1)
     inputs, weights = tilted(), torch.rand(16, 3, 8, 8)
+    untrained = copy.deepcopy(whole)
 
     def first_statistics() -> dict[str, Tensor]:
-        layers = copy.deepcopy(whole)
+        layers = copy.deepcopy(untrained)
         layers(inputs)
         return dict(layers[1].named_buffers())
 

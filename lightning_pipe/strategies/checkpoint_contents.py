@@ -1,0 +1,133 @@
+"""Checks of what Lightning reads from a checkpoint: states of callbacks and positions of loops.
+
+Lightning trusts both. ``ModelCheckpoint`` deletes the files that its state names, and a position that is no number
+fails somewhere in training.
+
+Tested in ``tests/strategies/test_checkpoint_contents.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from typing import Any
+
+import lightning.pytorch as pl
+from fsspec.utils import get_protocol
+
+from lightning_pipe.engine import SetupError
+from lightning_pipe.engine.common.safe_text import printable, shown
+
+__all__ = ["checked_contents"]
+
+# Fields of ModelCheckpoint's state with the path of a checkpoint that may be deleted later.
+_PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
+_MOST = 2**53  # above any count of batches
+_DEPTH = 4  # dicts within dicts, of which Lightning has three
+
+
+def checked_contents(checkpoint: dict[str, Any], path: str | Path, module: pl.LightningModule | None) -> dict[str, Any]:
+    """Return a checkpoint that Lightning may read.
+
+    Args:
+        checkpoint: contents of the file or folder.
+        path: where it was read from, for messages.
+        module: module of the trainer that reads it; None where a strategy is used without one.
+
+    Raises:
+        SetupError: a callback's state names a checkpoint outside its folder, or a loop's position is no count.
+    """
+    folders: list[Any] = []
+    if module is not None:
+        trainer = module.trainer
+        folders = [trainer.default_root_dir, *(getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks)]
+    problem = _of_callbacks(checkpoint.get("callbacks"), folders) or _of_loops(checkpoint.get("loops"))
+    if problem is not None:
+        raise SetupError(f"The checkpoint {str(path)!r} is damaged: {problem}. Resume from another checkpoint.")
+    return checkpoint
+
+
+def _of_callbacks(states: Any, folders: list[Any]) -> str | None:
+    if states is None:
+        return None
+    if not isinstance(states, dict):
+        return f"expected callbacks by name in 'callbacks', got {shown(states)}"
+    for name, state in states.items():
+        for field, found in _paths(state):
+            if not isinstance(found, str):
+                return f"expected a path in {field!r} of the callback {shown(name)}, got {shown(found)}"
+            if ".." in PurePath(found).parts or not _may_be_deleted(found, folders):
+                return (
+                    f"{field!r} of the callback {shown(name)} is {shown(found)}, outside the folder of its checkpoints"
+                )
+    return None
+
+
+def _paths(state: Any) -> Iterator[tuple[str, Any]]:
+    """Paths in a state like ModelCheckpoint's, each with its field."""
+    if not isinstance(state, dict):
+        return
+    for field in _PATHS:
+        if state.get(field) is not None:
+            yield field, state[field]
+    best = state.get("best_k_models")
+    if isinstance(best, dict):
+        yield from (("best_k_models", path) for path in best)
+    elif best is not None:
+        yield "best_k_models", best
+
+
+def _may_be_deleted(path: str, folders: list[Any]) -> bool:
+    """True unless Lightning would delete the path wherever it is: it looks at the folder of plain local paths alone."""
+    if get_protocol(path) == "file" and "://" not in path and "::" not in path:
+        return True
+    return any(path.startswith(f"{str(folder).rstrip('/')}/") for folder in folders if folder)
+
+
+def _of_loops(loops: Any) -> str | None:
+    if loops is None:
+        return None
+    if not isinstance(loops, dict) or not isinstance(loops.get("fit_loop", {}), dict):
+        return f"expected states of loops by name in 'loops', got {shown(loops)}"
+    if "fit_loop" not in loops:
+        return f"expected 'fit_loop' in 'loops', got {shown(loops)}"
+    for name, state in loops.items():
+        if not isinstance(state, dict):
+            return f"expected a dict at loops/{printable(str(name))}, got {shown(state)}"
+        for key, value in state.items():
+            problem = _of_state(value, str(key), f"loops/{printable(f'{name}/{key}')}")
+            if problem is not None:
+                return problem
+    return None
+
+
+def _of_state(value: Any, key: str, where: str) -> str | None:
+    """A field of a loop's state; the data of the fit loop has checks of its own."""
+    if key.endswith("progress"):
+        return _of_progress(value, where, 0)
+    if not key.endswith("state_dict"):
+        return None
+    if not isinstance(value, dict):
+        return f"expected a dict at {where}, got {shown(value)}"
+    stepped = value.get("_batches_that_stepped", 0)
+    return None if _is_count(stepped) else f"expected a count at {where}/_batches_that_stepped, got {shown(stepped)}"
+
+
+def _of_progress(value: Any, where: str, depth: int) -> str | None:
+    if not isinstance(value, dict) or depth > _DEPTH:
+        return f"expected counts by name at {where}, got {shown(value)}"
+    for name, found in value.items():
+        here = f"{where}/{printable(str(name))}"
+        if isinstance(found, dict):
+            problem = _of_progress(found, here, depth + 1)
+            if problem is not None:
+                return problem
+        elif not (isinstance(found, bool) or _is_count(found)):
+            return f"expected a count at {here}, got {shown(found)}"
+        elif isinstance(found, bool) != (name == "is_last_batch"):
+            return f"expected {'true or false' if name == 'is_last_batch' else 'a count'} at {here}, got {shown(found)}"
+    return None
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST
