@@ -124,15 +124,25 @@ class PipelineFitLoop(FitLoop):
         if before is None:
             self._before_data = get_states(self.trainer.strategy.root_device)
         if point is None or before is not None:
-            super().setup_data()
+            self._set_up_data()
         else:
             with point.making_iterators(self.trainer.strategy.root_device):
-                super().setup_data()
+                self._set_up_data()
             if self._loaded_in is not None:
                 # So that they are reloaded in the same epochs.
                 self._last_train_dl_reload_epoch = self._loaded_in
         if self._data_fetcher is not fetcher and self.trainer.world_size > 1 and dist.is_initialized():
             self._count_as_the_shortest()
+
+    def _set_up_data(self) -> None:
+        try:
+            super().setup_data()
+        except BaseException:
+            # Lightning's teardown asks a fetcher without iterators for its length, and that error is the one shown.
+            if self._combined_loader is not None and self._data_fetcher is not None:
+                self._combined_loader.reset()
+                self._data_fetcher = None
+            raise
 
     def _count_as_the_shortest(self) -> None:
         """Let all ranks validate, and end, where the one with the fewest batches does."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from fsspec.utils import get_protocol
+from packaging.version import InvalidVersion, Version
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.safe_text import printable, shown
@@ -41,10 +42,30 @@ def checked_contents(checkpoint: dict[str, Any], path: str | Path, module: pl.Li
     if module is not None:
         trainer = module.trainer
         folders = [trainer.default_root_dir, *(getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks)]
-    problem = _of_callbacks(checkpoint.get("callbacks"), folders) or _of_loops(checkpoint.get("loops"))
+    problem = (
+        _of_states(checkpoint)
+        or _of_callbacks(checkpoint.get("callbacks"), folders)
+        or _of_loops(checkpoint.get("loops"))
+    )
     if problem is not None:
         raise SetupError(f"The checkpoint {str(path)!r} is damaged: {problem}. Resume from another checkpoint.")
     return checkpoint
+
+
+def _of_states(checkpoint: dict[str, Any]) -> str | None:
+    version = checkpoint.get("pytorch-lightning_version")
+    try:
+        Version(version)  # type: ignore[arg-type]
+    except (InvalidVersion, TypeError):
+        return f"expected a version in 'pytorch-lightning_version', got {shown(version)}"
+    values = checkpoint.get("state_dict", {})
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        return f"expected tensors by name in 'state_dict', got {shown(values)}"
+    for field, names in (("optimizer_states", {"state", "param_groups"}), ("lr_schedulers", set[str]())):
+        states = checkpoint.get(field, [])
+        if not isinstance(states, list) or not all(isinstance(one, dict) and names <= one.keys() for one in states):
+            return f"expected a list of states in {field!r}, got {shown(states)}"
+    return None
 
 
 def _of_callbacks(states: Any, folders: list[Any]) -> str | None:

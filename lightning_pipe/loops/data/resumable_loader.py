@@ -12,10 +12,12 @@ Tested in ``tests/loops/data/test_shared_order.py``.
 from __future__ import annotations
 
 import copy
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import islice
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch.utils.data import (
@@ -190,6 +192,9 @@ class _Indices:
         self._created: State | None = None
         self._begun: State | None = None
         self._resumed: State | None = None
+        # Checksums of the indices up to each batch that is due, by its position, and what a checkpoint says of them.
+        self._sums: dict[int, int | None] = {}
+        self._expected: int | None = None
 
     def __len__(self) -> int:
         return len(self._inner)
@@ -206,13 +211,14 @@ class _Indices:
         """Begin an iteration of the loader, or go on with one; returns whether it goes on."""
         resume, self._resume = self._resume, None
         self.given, self._resumed, self._left = 0, None, None
+        self._sums, self._expected = {0: 0}, None
         if resume is not None and "left" in resume:
             self._left, self.given = resume, int(resume["given"])
             return False
         goes_on = resume is not None and "ended" not in resume
         if resume is not None and goes_on:
             self._put(_unpack(resume["created"]))
-            self.given = int(resume["given"])
+            self.given, self._expected = int(resume["given"]), resume.get("indices")
             self._resumed = None if resume["begun"] is None else _unpack(resume["begun"])
         elif resume is not None:
             self.held.put(resume["ended"])
@@ -228,12 +234,27 @@ class _Indices:
             self._put(begun)
         self._begun = self._where()
         indices = iter(self._inner)
-        for _ in islice(indices, given):
-            pass
+        total: int | None = 0
+        for one in islice(indices, given):
+            total = _checksum(total, one)
+        if given and None not in (self._expected, total) and total != self._expected:
+            raise SetupError(
+                f"The sampler's first {given} batches are not those of the run that wrote the checkpoint: samples would"
+                " be trained twice, or never. Give the dataloader the same dataset, and a sampler that draws an epoch's"
+                " order when its iteration begins; or resume from a checkpoint written at the end of an epoch."
+            )
+        self._sums[given] = total
         if begun is not None:
             # What comes next in the fetch is not the sampler's, and goes on from where it was.
             set_states(before, _CPU)
-        yield from indices
+        for position, one in enumerate(indices, given + 1):
+            self._sums[position] = total = _checksum(total, one)
+            yield one
+
+    def count(self) -> None:
+        """Note that the loader has given one batch more."""
+        self._sums.pop(self.given, None)
+        self.given += 1
 
     def batches_left(self, state: State) -> list[Any]:
         """Of an epoch that other ranks have begun."""
@@ -251,14 +272,18 @@ class _Indices:
             return lambda: left
         if self._created is None:
             return dict
-        return partial(_state, self._created, self._begun, self.given, order_of(self._loader))
+        total = self._sums.get(self.given)
+        return partial(_state, self._created, self._begun, self.given, order_of(self._loader), total)
 
     def ended(self) -> State:
         return {"ended": self.held.get(at_end=True)}
 
     def resume(self, state: State) -> None:
         try:
-            _check(state)
+            for own in _check(state):
+                self.held.check(own)
+        except SetupError:
+            raise
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             said = f"{type(error).__name__}: {printable(str(error)[:200])}"
             raise SetupError(
@@ -306,7 +331,7 @@ class _Counted(Iterator[Any]):
 
     def __next__(self) -> Any:
         batch = next(self._inner)
-        self._indices.given += 1
+        self._indices.count()
         return batch
 
     def __len__(self) -> int:
@@ -322,17 +347,27 @@ def _resumable_class(base: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
     return made
 
 
-def _state(created: State, begun: State | None, given: int, order: State | None) -> State:
+def _state(created: State, begun: State | None, given: int, order: State | None, indices: int | None) -> State:
     packed = None if begun is None else _pack(begun)
-    return {"created": _pack(created), "begun": packed, "given": given, "order": order}
+    return {"created": _pack(created), "begun": packed, "given": given, "order": order, "indices": indices}
 
 
-def _check(state: Any) -> None:
-    """Read a state as the next iteration will, which is too late to say that it is damaged."""
+def _checksum(total: int | None, indices: Any) -> int | None:
+    """Checksum of indices after that of those before; None once there was one that is no integer."""
+    if total is None:
+        return None
+    try:
+        return crc32(array("q", indices if isinstance(indices, (list, tuple)) else (indices,)), total)
+    except (OverflowError, TypeError):
+        return None
+
+
+def _check(state: Any) -> Iterator[list[str]]:
+    """Read a state as the next iteration will, which is too late to say that it is damaged; gives samplers' states."""
     if not isinstance(state, dict):
         raise TypeError(f"expected its numbers by their names, got {shown(state)}")
     if "ended" in state:
-        _texts(state["ended"])
+        yield _texts(state["ended"])
     elif "left" in state:
         names = ("seed", "epoch", "shuffle", "trained")
         found = [state[name] for name in ("rank", "world", "given")] + [state["left"][name] for name in names]
@@ -344,14 +379,17 @@ def _check(state: Any) -> None:
     elif state:
         for where in (state["created"], state["begun"]):
             if where is not None:
-                _texts(_unpack(where)["own"])
+                yield _texts(_unpack(where)["own"])
         if state["created"] is None or type(state["given"]) is not int or not 0 <= state["given"] <= MOST:
             raise ValueError(f"it has given {shown(state['given'])} batches")
+        if not isinstance(state.get("indices"), int | None):
+            raise TypeError(f"expected a number for its indices, got {shown(state['indices'])}")
 
 
-def _texts(states: Any) -> None:
+def _texts(states: Any) -> list[str]:
     if not isinstance(states, list) or not all(isinstance(one, str) for one in states):
         raise TypeError(f"expected the states of samplers as texts, got {shown(states)}")
+    return states
 
 
 def _pack(where: State) -> State:

@@ -12,6 +12,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,6 +59,15 @@ class SamplerState:
             states.append(json.dumps(changed))
         return states
 
+    def check(self, states: list[str]) -> list[dict[str, Any]]:
+        """Return the counters of each sampler in the states of :meth:`get`; raises as :meth:`put` does."""
+        count = len(self._generators)
+        with _refused():
+            return [
+                _checked(sampler, json.loads(state))
+                for sampler, state in zip(self._samplers, states[count:], strict=False)
+            ]
+
     def put(self, states: list[str]) -> None:
         """Restore generators and counters from what :meth:`get` returned for an equally constructed loader.
 
@@ -67,21 +77,10 @@ class SamplerState:
         Raises:
             SetupError: anything else, or counters that these samplers do not have.
         """
-        try:
-            count = len(self._generators)
-            changed = [
-                _checked(sampler, json.loads(state))
-                for sampler, state in zip(self._samplers, states[count:], strict=False)
-            ]
+        changed = self.check(states)
+        with _refused():
             for generator, state in zip(self._generators, states, strict=False):
                 _unpack(generator, state)
-        except SetupError:
-            raise
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise SetupError(
-                f"the checkpoint's states of samplers are damaged ({type(error).__name__}:"
-                f" {printable(str(error)[:200])}); resume from another checkpoint"
-            ) from error
         for sampler, at_first, counters in zip(self._samplers, self._at_first, changed, strict=False):
             # A sampler that has been used since goes back to where it began; one that is told the epoch has been told.
             unchanged = {} if hasattr(sampler, "set_epoch") else at_first
@@ -94,6 +93,19 @@ class SamplerState:
     def _stateful(self) -> list[Any]:
         """Generators, and samplers that may count; PyTorch's and Lightning's own do not."""
         return [*self._generators, *(one for one in self._samplers if not _is_librarys(one))]
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    try:
+        yield
+    except SetupError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise SetupError(
+            f"the checkpoint's states of samplers are damaged ({type(error).__name__}:"
+            f" {printable(str(error)[:200])}); resume from another checkpoint"
+        ) from error
 
 
 def _reached(loader: DataLoader[Any]) -> Iterator[Any]:

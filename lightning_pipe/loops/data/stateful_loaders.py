@@ -28,6 +28,8 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import SequentialSampler
 
+from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.engine.common.safe_text import printable
 from lightning_pipe.loops.data.random_streams import (
     States,
     get_states,
@@ -202,7 +204,8 @@ def shuffled_over_ranks(loader: Any) -> Any:
             and getattr(inner, "replacement", None) is False
             and len(inner) == len(inner.data_source)
         ):
-            wrapper.dataset = type(wrapper.dataset)(SequentialSampler(inner.data_source))
+            wrapped: Any = type(wrapper.dataset)
+            wrapper.dataset = wrapped(SequentialSampler(inner.data_source))
     return loader
 
 
@@ -237,7 +240,7 @@ class _WatchedLoader:
         if due.samplers and _is_torchdatas(self.loader):
             SamplerState(self.loader).put(due.samplers)
         with _drawing_from(due.made_with):
-            continued = iter(self.loader)
+            continued = self._loaded_iterator()
             # What the first batch of an iterator changes in a dataset, it has changed.
             if due.replaced and due.before_last is not None and next(continued, _NONE) is _NONE:
                 # The last batch was the first of a short loader that had begun again.
@@ -251,6 +254,16 @@ class _WatchedLoader:
                 self.loader.state_dict()  # for which torchdata's loader makes an iterator, and draws
         self._put_generator(due)
         return continued
+
+    def _loaded_iterator(self) -> Any:
+        try:
+            return iter(self.loader)
+        except Exception as error:
+            raise SetupError(
+                f"A {type(self.loader).__name__} cannot continue from its state in the checkpoint"
+                f" ({type(error).__name__}: {printable(str(error)[:200])}). Resume from another checkpoint, or with the"
+                " dataloader that the checkpoint was written with."
+            ) from error
 
     def _put_generator(self, due: IteratorState) -> None:
         if due.generator is not None and (generator := _generator(self.loader)) is not None:

@@ -6,6 +6,7 @@ loader's own state does not say whether its iterator has ended, or is replaced.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -13,12 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
-from torch.utils.data import IterableDataset, RandomSampler
+from torch.utils.data import IterableDataset, RandomSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_pipe.engine import SetupError
+from lightning_pipe.strategies import PipelineStrategy
+from tests.distributed import run_ranks
 from tests.loops.models import Rows, trainer
 from tests.scenarios.checkpoints.test_exact_resume import (
     Augmented,
@@ -118,6 +122,21 @@ def without_a_state() -> Any:
     return shuffled(shuffle=False, sampler=RandomSampler(Augmented(), replacement=True, num_samples=24))
 
 
+class Popping(Sampler[int]):
+    """Has no state, and draws each index when it is asked for it, from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = random.Random(7)
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(24))
+        while left:
+            yield left.pop(self.generator.randrange(len(left)))
+
+
 def combined(long: Any, short: Any, mode: Any) -> CombinedLoader:
     return CombinedLoader({"long": long, "short": short}, mode)
 
@@ -126,6 +145,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "shuffled": shuffled,
     "own generator": own_generator,
     "sampler without a state": without_a_state,
+    "sampler with a generator": lambda: shuffled(shuffle=False, sampler=Popping()),
     "rewinding stream": lambda: stream(Rewinding()),
     "endless stream": lambda: stream(Endless()),
     "user's": Plain,
@@ -155,6 +175,7 @@ EVERY_TIME = {
     ("shuffled", "skipped"),
     ("own generator", "limited"),
     ("sampler without a state", "whole epochs"),
+    ("sampler with a generator", "whole epochs"),
     ("rewinding stream", "whole epochs"),
     ("rewinding stream", "limited"),
     ("endless stream", "skipped"),
@@ -236,6 +257,72 @@ def test_samples_that_workers_load_are_trained_once_in_every_epoch(tmp_path: Pat
         assert after.trained == whole.trained[count:]
 
 
+class Saving(Callback):
+    """Writes checkpoints within epochs and at their end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, used: Any, module: Any, *args: Any) -> None:
+        used.save_checkpoint(self.folder / f"{used.global_step}.ckpt")
+
+    def on_train_epoch_end(self, used: Any, module: Any) -> None:
+        used.save_checkpoint(self.folder / f"epoch {used.current_epoch}.ckpt")
+
+
+@pytest.mark.parametrize("loader", ["shuffled", "longest, beside PyTorch's"])
+def test_a_checkpoint_that_a_continued_run_writes_draws_nothing(loader: str, tmp_path: Path) -> None:
+    def fitted(number: int, path: Path | None = None) -> Resuming:
+        seed(number)
+        module = Resuming(LOADERS[loader])
+        (tmp_path / str(number)).mkdir(exist_ok=True)
+        pipelined(limit_val_batches=0, callbacks=[Saving(tmp_path / str(number))]).fit(
+            module, ckpt_path=path, weights_only=True
+        )
+        return module
+
+    whole = fitted(1)
+    in_epoch = len(whole.trained) // 3
+    # The last batch of an epoch: the end of that epoch is still to come, with its checkpoint.
+    after = fitted(99, tmp_path / "1" / f"{in_epoch}.ckpt")
+    assert after.trained == whole.trained[in_epoch:]
+    assert after.losses == whole.losses[in_epoch:]
+
+
+RANKS: dict[str, Callable[[], Any]] = {
+    "shuffled": lambda: StatefulDataLoader(Rows(24), batch_size=3, shuffle=True),
+    "shuffled, a worker": lambda: StatefulDataLoader(Rows(24), batch_size=3, shuffle=True, num_workers=1),
+    "sampler with a generator": lambda: StatefulDataLoader(Rows(24), batch_size=3, sampler=Popping()),
+}
+
+
+def train_and_resume(rank: int, world_size: int, loader: str, folder: Path) -> tuple[list[Any], dict[str, list[Any]]]:
+    def fitted(number: int, path: Path | None = None) -> list[Any]:
+        seed(number + rank)  # no rank draws what another does
+        module = Resuming(RANKS[loader])
+        saves = [Saving(folder)] if path is None else []
+        used = trainer(
+            max_epochs=2, limit_val_batches=0, callbacks=saves, strategy=PipelineStrategy(), devices=world_size
+        )
+        used.fit(module, ckpt_path=path, weights_only=True)
+        return module.trained
+
+    whole = fitted(1)
+    names = ["1", "3", "4", "epoch 0", "5", "7"]
+    return whole, {name: fitted(50, folder / f"{name}.ckpt") for name in names}
+
+
+@pytest.mark.parametrize("loader", RANKS)
+def test_several_ranks_train_all_rows_once_in_every_epoch_and_continue(loader: str, tmp_path: Path) -> None:
+    found = run_ranks(train_and_resume, 2, loader, tmp_path)
+    for epoch in (0, 1):
+        batches = [batch for whole, _ in found for batch in whole[4 * epoch : 4 * epoch + 4]]
+        assert sorted(row for batch in batches for row in batch) == list(range(24))
+    for whole, resumed in found:
+        for name, trained in resumed.items():
+            assert trained == whole[4 if name == "epoch 0" else int(name) :], name
+
+
 def test_a_split_is_that_of_the_run_before_where_both_are_seeded_alike(tmp_path: Path) -> None:
     def loader() -> Any:
         part, _ = torch.utils.data.random_split(Rows(24), [12, 12])
@@ -252,7 +339,7 @@ def test_a_split_is_that_of_the_run_before_where_both_are_seeded_alike(tmp_path:
     assert fitted(tmp_path / "4.ckpt").trained == whole.trained[4:]
 
 
-@pytest.mark.parametrize("damaged", [{"ended": 1}, {"made_with": "{}"}, {"generator": "AAAA"}, 7])
+@pytest.mark.parametrize("damaged", [{"ended": 1}, {"samplers": [7]}, {"made_with": "{}"}, {"generator": "AAAA"}, 7])
 def test_a_damaged_state_of_an_iterator_is_named(damaged: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     run(1, "own generator", "whole epochs", {("on_train_batch_end", 2): path})
