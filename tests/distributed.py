@@ -324,6 +324,9 @@ def _serve(
     """The life of a rank's process: join the group, call, report, wait for the others, leave."""
     if environment is not None:
         _start_anew(environment)
+    # The rank's own processes, such as a loader's workers, start as those of a user's script do: multiprocessing would
+    # have them start in the way that the rank was started, and import everything again.
+    multiprocessing.set_start_method(None, force=True)
     # A bare descriptor, open until the process is gone: it may crash or hang while it ends.
     file = os.open(stacks, os.O_WRONLY | os.O_CREAT)
     faulthandler.enable(file)

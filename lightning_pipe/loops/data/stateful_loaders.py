@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.utils.data import SequentialSampler
+from torch.utils.data import Dataset, SequentialSampler
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.safe_text import printable
@@ -191,22 +191,45 @@ def next_iterators(combined: CombinedLoader) -> dict[str, list[Any]]:
 
 
 def shuffled_over_ranks(loader: Any) -> Any:
-    """Return the loader, whose rows Lightning distributes over ranks, with one order for all of them.
+    """Return a loader, whose rows Lightning distributes over ranks, with samplers that do so for torchdata's, too.
 
-    Lightning exchanges PyTorch's ``RandomSampler`` for a ``DistributedSampler``. That of torchdata it wraps: each rank
-    would draw an order of its own and take its part of that, so that rows come twice in an epoch, and others never.
+    Lightning replaces PyTorch's ``RandomSampler`` by a ``DistributedSampler``. It wraps torchdata's: each rank would
+    draw its own order and take its part of that, so that some rows are trained twice in an epoch, and others never.
     """
-    wrapper = getattr(loader, "sampler", None)
-    if isinstance(wrapper, DistributedSamplerWrapper):
-        inner: Any = getattr(wrapper.dataset, "_sampler", None)
-        if (
-            _is_torchdatas(inner)
-            and getattr(inner, "replacement", None) is False
-            and len(inner) == len(inner.data_source)
-        ):
-            wrapped: Any = type(wrapper.dataset)
-            wrapper.dataset = wrapped(SequentialSampler(inner.data_source))
+    if _is_torchdatas(loader):
+        for holder in (loader, loader.batch_sampler):
+            wrapper = getattr(holder, "sampler", None)
+            inner: Any = getattr(getattr(wrapper, "dataset", None), "_sampler", None)
+            if not isinstance(wrapper, DistributedSamplerWrapper) or inner is None:
+                continue
+            is_shuffle = _is_torchdatas(inner) and getattr(inner, "replacement", None) is False
+            if is_shuffle and len(inner) == len(inner.data_source):
+                inner = SequentialSampler(inner.data_source)
+            wrapper.dataset = _DrawnWhenUsed(inner)
     return loader
+
+
+class _DrawnWhenUsed(Dataset[Any]):
+    """A sampler's indices, as ``DistributedSamplerWrapper`` takes them.
+
+    Lightning's own draws when an iteration begins. A torchdata loader that continues begins two, and uses one.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self._indices: list[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getitem__(self, index: int) -> Any:
+        if self._indices is None:
+            self._indices = list(self._sampler)
+        return self._indices[index]
+
+    def reset(self) -> None:
+        """Draw again at the next index."""
+        self._indices = None
 
 
 class _WatchedLoader:
