@@ -1,4 +1,8 @@
-"""Lightning callbacks that measure and show what the strategies do."""
+"""Lightning callbacks that measure and show what the strategies do.
+
+A callback asks its strategy about the work through ``strategies/running_work`` and imports no strategy's class.
+Functions that several callbacks need are in ``common``.
+"""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""What callbacks that measure have in common: what they look at, whom they ask, where they write.
+"""Functions that several callbacks need: the loop and its pipeline, a process group, logged values, paths of files.
 
 Tested in ``tests/callbacks/test_monitor.py``.
 """

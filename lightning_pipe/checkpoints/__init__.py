@@ -1,5 +1,5 @@
-"""Checkpoints as folders: written whole, read safely, saved in the background, exported.
+"""Checkpoints as folders: written whole, read safely, saved in the background, exported; without Lightning.
 
-A checkpoint format belongs here. Nothing here needs Lightning, and nothing here knows what a model looks like:
-strategies say which tensors a checkpoint holds.
+A format belongs here; ``strategies`` decides which tensors it has. Other rooms import ``background_save``, ``export``,
+``folder_reading``, ``folder_writing``, ``inert_values``, ``named_optimizer``, ``stage_layout`` and ``whole_folder``.
 """

@@ -1,4 +1,7 @@
-"""Tasks say what to compute, a plan says when and where, one engine runs them. Pure PyTorch."""
+"""Tasks say what to compute, a plan says when and where, one engine runs them. Pure PyTorch.
+
+Sub-packages, lowest first: ``common``, ``plans``, ``observe``, ``ranks``, ``runtime``, ``planning``, ``profiling``.
+"""
 
 from lightning_pipe.engine.common.errors import InputError, PipelineError, PlanError, SetupError, TaskError
 from lightning_pipe.engine.observe.trace import TaskSpan

@@ -1,7 +1,7 @@
 """TorchRec recommenders: sharding, the rewrite, the tasks, their plans, and a train pipeline without Lightning.
 
-What needs TorchRec is imported when it is asked for: an environment whose packages clash then says so, and how to mend
-it, and plans can be built and shown without TorchRec.
+Sub-packages, lowest first: ``plans``, ``kernels``, ``batches``, ``modules``, ``dense``, ``balancing``, ``dynamic``,
+``sharding``, ``rewrite``, ``tasks``.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ __all__ = [
     "token_weighted_mean",
 ]
 
+# Imported on first use: in an environment whose packages clash, the error names the fix; plans need no TorchRec.
 _MODULES = {
     "BatchBalancer": "balancing.balancer",
     "CheckOptions": "tasks.options",

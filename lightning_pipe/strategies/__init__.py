@@ -1,4 +1,8 @@
-"""Thin Lightning strategies: set-up, sharding or splitting, checkpoints, teardown; and their names."""
+"""Thin Lightning strategies: set-up, sharding or splitting, checkpoints, teardown; and their names.
+
+Code belongs here only if it needs Lightning and one of the rooms below. ``recommender``, ``language_model`` and
+``in_process`` do not know each other. Callbacks import ``running_work`` only.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

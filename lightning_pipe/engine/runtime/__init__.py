@@ -1,4 +1,5 @@
-"""Runs a plan: threads, streams, order of submission, replays of tasks.
+"""Runs a plan: threads, streams, order of submission, replays of tasks. Plans are built and checked in ``plans``.
 
-Whatever happens while a plan runs belongs here. Building and checking plans is in ``plans``.
+``pipeline`` is the entry, public as ``SWPipeline``. Other rooms also import ``captured``, ``devices``,
+``fork_garbage``, ``record_use``, ``thread_state`` and ``worker``.
 """

@@ -1,4 +1,5 @@
-"""Runs the stages of a rank over the micro-batches of a batch.
+"""Runs the stages of a rank over the micro-batches of a batch: ``preparation`` makes them, ``runner`` trains them.
 
-The order in which a schedule runs them is in ``schedules``.
+The tasks of an iteration and their plan are in ``training_tasks``. The order of a step's micro-batches is the
+schedule's, in ``schedules``.
 """

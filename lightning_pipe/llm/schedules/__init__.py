@@ -1,4 +1,4 @@
-"""Schedules by name, their checks, steps and simulation.
+"""PyTorch's schedules by name: find, check, build, run, simulate.
 
-A schedule belongs here, unless PyTorch has it.
+A new one is a class of PyTorch's kind with an entry in ``named.SCHEDULES``. The measured bubble is in ``bubble``.
 """

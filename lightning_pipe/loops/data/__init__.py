@@ -1,4 +1,5 @@
 """The source of batches: loaders, samplers, the ledger, resume, random streams.
 
-A rule for loaders or samplers belongs here. Code that runs a batch is in ``programs``.
+A rule for loaders or samplers belongs here: ``resumable_loader`` is for map-style datasets, ``stateful_loaders`` for a
+``state_dict`` of their own. Other rooms import it, ``batch_source``, ``orphaned_workers`` and ``random_streams``.
 """

@@ -1,4 +1,5 @@
 """Rows on disk: stores, versions, commits, exports.
 
-A row store belongs here. Nothing here knows tensors on a device.
+A store derives from ``row_store.RowStore``, and ``open_store`` in ``tables/opening`` opens it. Its keys and records are
+NumPy arrays.
 """

@@ -1,4 +1,4 @@
-"""Embedding modules without a fixed size, over a cache and a store.
+"""Embedding modules without a fixed size, over a cache and a store, and the mixing that spreads ids over ranks.
 
 Reading and writing rows is in ``cache`` and ``store``.
 """
