@@ -81,7 +81,7 @@ FAULTS = [
     ),
     Fault(
         "loops/data/shared_order.py",
-        'trained = state["order"].get("trained", 0) + ',
+        "trained = counts[0] + ",
         "trained = ",
         "loops/data/test_shared_order.py::test_trainers_on_2_3_and_1_ranks_train_an_epoch_together",
     ),

@@ -201,11 +201,12 @@ class PipelineFitLoop(FitLoop):
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         # Lightning would ask the loaders, of which torchdata's make an iterator for their state, and draw for it.
-        loader, self._combined_loader = self._combined_loader, None
+        loader = self._combined_loader
+        vars(self)["_combined_loader"] = None
         try:
             state: dict[str, Any] = super().on_save_checkpoint()
         finally:
-            self._combined_loader = loader
+            vars(self)["_combined_loader"] = loader
         point = self.epoch_loop.point_of_last_trained()  # type: ignore[attr-defined]
         if point is None:
             # Before the first epoch: loaders begin at their beginning.

@@ -2,8 +2,6 @@
 
 Lightning trusts both. ``ModelCheckpoint`` deletes the files that its state names, and a position that is no number
 fails somewhere in training.
-
-Tested in ``tests/strategies/test_checkpoint_contents.py``.
 """
 
 from __future__ import annotations

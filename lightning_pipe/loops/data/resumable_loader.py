@@ -371,10 +371,8 @@ def _check(state: Any) -> Iterator[list[str]]:
     elif "left" in state:
         names = ("seed", "epoch", "shuffle", "trained")
         found = [state[name] for name in ("rank", "world", "given")] + [state["left"][name] for name in names]
-        if (
-            not all(isinstance(one, int) and 0 <= one <= MOST for one in found)
-            or not 0 <= state["rank"] < state["world"] <= _RANKS
-        ):
+        counted = all(isinstance(one, int) and 0 <= one <= MOST for one in found)
+        if not counted or not state["rank"] < state["world"] <= _RANKS:
             raise ValueError(f"of an epoch that other ranks have begun it has {shown(state)}")
     elif state:
         for where in (state["created"], state["begun"]):

@@ -212,19 +212,20 @@ def shuffled_over_ranks(loader: Any) -> Any:
 class _DrawnWhenUsed(Dataset[Any]):
     """A sampler's indices, as ``DistributedSamplerWrapper`` takes them.
 
-    Lightning's own draws when an iteration begins. A torchdata loader that continues begins two, and uses one.
+    Lightning's own one draws when an iteration begins. A torchdata loader that continues begins two, and uses one.
     """
 
     def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
+        self.sampler = sampler
+        vars(self)["_sampler"] = sampler  # as Lightning's wrapper calls it
         self._indices: list[Any] | None = None
 
     def __len__(self) -> int:
-        return len(self._sampler)
+        return len(self.sampler)
 
     def __getitem__(self, index: int) -> Any:
         if self._indices is None:
-            self._indices = list(self._sampler)
+            self._indices = list(self.sampler)
         return self._indices[index]
 
     def reset(self) -> None:
