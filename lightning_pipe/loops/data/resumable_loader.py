@@ -5,8 +5,6 @@ its sampler begins; with that, the batches given since are skipped in the sample
 becomes one that Lightning takes for stateful, and that gives the very batches that it would have given.
 
 What a dataset draws in worker processes begins anew where training is taken up: workers are.
-
-Tested in ``tests/loops/data/test_shared_order.py``.
 """
 
 from __future__ import annotations

@@ -130,6 +130,7 @@ def test_loaders_share_what_is_in_the_same_objects() -> None:
         '{"epoch": "2"}',
         '{"epoch": true}',
         '{"epoch": [2]}',
+        '{"epoch": 18014398509481984}',
         '{"new": [2]}',
         "[1]",
         "3",
