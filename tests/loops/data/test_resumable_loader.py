@@ -42,7 +42,7 @@ def first_values(batches: Any) -> list[list[int]]:
 
 
 def after_two_batches(dataset: Rows, **options: Any) -> tuple[dict[str, Any], list[list[int]]]:
-    """The state of a loader after two batches, and the samples of the batches that follow; the generator is put back."""
+    """The state of a loader after two batches, and the samples that follow; the generator is put back."""
     loader: Any = resumable(DataLoader(dataset, batch_size=3, **options))
     batches = iter(loader)
     next(batches), next(batches)
