@@ -365,7 +365,8 @@ def test_a_damaged_state_of_the_data_is_an_error_in_words(tmp_path: Path) -> Non
     for damage in damaged:
         found["lightning_pipe"] = damage
         torch.save(checkpoint, tmp_path / "b.ckpt")
-        with pytest.raises(SetupError, match=r"state of rank 0's data( and random generators)? is damaged"):
+        named = r"state of rank 0's data( and random generators)? in the checkpoint '.*b\.ckpt' is damaged"
+        with pytest.raises(SetupError, match=named):
             run(tmp_path / "b.ckpt", **NONE)
 
 
