@@ -1,4 +1,4 @@
-"""Applies the parallel dimensions to the stages of a rank that have their values, in the required order."""
+"""Applies the parallel dimensions to a rank's materialised stages, in the required order."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = ["StageParallelism"]
 
 @dataclass(frozen=True)
 class StageParallelism:
-    """How a rank's stages are shared with other ranks, and how their layers are run.
+    """Parallel dimensions of a rank's stages, and the execution options of their layers.
 
     Attributes:
-        meshes: of all ranks; None for one rank alone.
-        activation_checkpoint: layers that compute again in backward; None for no layer.
-        compile_options: options of ``torch.compile`` for each layer; None not to compile.
+        meshes: device meshes over all ranks; None for a single rank.
+        activation_checkpoint: selection of layers that are recomputed in backward; None for no layer.
+        compile_options: options of ``torch.compile`` for each layer; None to leave layers uncompiled.
     """
 
     meshes: StageMeshes | None = None
@@ -39,14 +39,17 @@ class StageParallelism:
 
     @property
     def dimensions(self) -> ParallelDims:
-        """Sizes of the meshes, and how parameters and sequences are shared over them."""
+        """Sizes of the meshes and the options of each dimension."""
         return ParallelDims(pp=1) if self.meshes is None else self.meshes.dimensions
 
     def check(self, model: nn.Module, config: ModuleConfig) -> TensorPlan:
-        """See, on the unsplit model, that it can be done; the plan of tensor parallelism, where there is any.
+        """Check that the unsplit model supports these dimensions, and derive its tensor-parallel plan.
+
+        Returns:
+            The plan of tensor parallelism; empty if ``tp`` is 1.
 
         Raises:
-            SetupError: the same on every rank.
+            SetupError: a dimension that the model does not support. Every rank raises the same error.
         """
         sizes, checkpoint = self.dimensions, self.activation_checkpoint
         if sizes.cp > 1 and sizes.cp_method == "ring":
@@ -56,9 +59,9 @@ class StageParallelism:
         selective = checkpoint is not None and checkpoint.mode == "selective"
         if selective and self.meshes is not None and self.meshes.expert_data is not None:
             raise SetupError(
-                "activation_checkpoint.mode is 'selective', and experts are shared by fewer ranks than have their data,"
-                " so that FSDP works inside of the layers, which selective checkpointing cannot run again; use 'full',"
-                " or as many ranks in parallel.ep as share a stage's data"
+                "activation_checkpoint.mode is 'selective', but parallel.ep is smaller than the number of ranks that"
+                " share a stage's data, so FSDP runs inside the layers and selective checkpointing cannot recompute"
+                " them. Use mode 'full', or set parallel.ep to the number of ranks that share a stage's data"
             )
         if sizes.tp == 1:
             return {}
@@ -67,26 +70,26 @@ class StageParallelism:
         return plan
 
     def refuse_traced(self) -> None:
-        """Refuse what needs the model's own code, of which a trace has only the operations.
+        """Refuse dimensions that need the model's modules, which a traced model no longer has.
 
         Raises:
-            SetupError: tensor, context or expert parallelism.
+            SetupError: tensor, context or expert parallelism is enabled.
         """
         sizes = self.dimensions
         if max(sizes.tp, sizes.cp, sizes.ep) > 1:
             raise SetupError(
                 f"parallel.tp is {sizes.tp}, parallel.cp is {sizes.cp} and parallel.ep is {sizes.ep}, but the model is"
-                " cut by tracing it, which leaves operations in the place of modules; expected 1 for all three, or a"
-                " model that is cut by its layers (get_pp_module_config)"
+                " split by tracing, which replaces modules by operations; expected 1 for all three. Set them to 1, or"
+                " use a model that is split by its layers (get_pp_module_config)"
             )
 
     def apply(self, stage: StageModule, config: ModuleConfig, plan: TensorPlan) -> None:
-        """Do it to a stage, in place.
+        """Apply all dimensions to a stage, in place.
 
         Args:
-            stage: with its values.
-            config: of the unsplit model.
-            plan: that :meth:`check` gave.
+            stage: stage with materialised parameters.
+            config: module config of the unsplit model.
+            plan: tensor-parallel plan returned by :meth:`check`.
         """
         meshes = self.meshes
         if meshes is not None and meshes.tensor is not None:
@@ -98,7 +101,7 @@ class StageParallelism:
         self.apply_to_layers(stage, config.layers)
 
     def apply_to_layers(self, stage: StageModule, layers: tuple[str, ...]) -> None:
-        """The part of it that needs to know the names of layers only."""
+        """Apply checkpointing, compilation and data parallelism, which only need the layers' names."""
         self.checkpoint(stage, layers)
         if self.compile_options is not None:
             compile_layers(stage, layers, **self.compile_options)
@@ -107,10 +110,10 @@ class StageParallelism:
             parallelise_stage(stage, layers, self.meshes.data, reshard_after_forward=reshard)
 
     def checkpoint(self, stage: StageModule, layers: tuple[str, ...]) -> None:
-        """Let layers compute again in backward what they would keep."""
+        """Enable activation checkpointing for the selected layers."""
         if self.activation_checkpoint is not None:
             checkpoint_layers(stage, layers, self.activation_checkpoint.mode, self.activation_checkpoint.every)
 
     def is_checkpointed(self, index: int) -> bool:
-        """Whether a layer does so, by its index in the whole model."""
+        """Return True if the layer at this index of the whole model is checkpointed."""
         return self.activation_checkpoint is not None and index % self.activation_checkpoint.every == 0

@@ -1,7 +1,7 @@
-"""The calls of ``scaled_dot_product_attention`` in a model, handed to somebody else, and checked before.
+"""Intercepts and checks the calls of ``scaled_dot_product_attention`` in a model.
 
-It is the one function through which tokens meet that layers of Hugging Face's and of plain PyTorch have in common; a
-function mode sees it wherever it is called.
+Layers of Hugging Face and of plain PyTorch share this one function in which tokens interact. A function mode sees its
+calls wherever they are made.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_pipe.llm.parallel.context_parallel import chunk_positions
 
 __all__ = ["AttentionMode", "CheckedAttention", "OwnMasks", "check_call", "check_mask_heads"]
 
-# Nothing in them goes from one token to another.
+# Modules that treat each token independently.
 _TOKENWISE = (
     nn.Dropout,
     nn.Embedding,
@@ -34,14 +34,14 @@ _TOKENWISE = (
     nn.SiLU,
     PassThrough,
 )
-# In Hugging Face's configs: tokens attend to some of those before them only. A mask of a chunk does not show it.
+# Keys of Hugging Face configs that limit the tokens a token attends to. A chunk's mask may not show the limit.
 _WINDOWS = ("sliding_window", "attention_chunk_size")
-# Rotary frequencies that follow the largest position, of which a rank would take its own chunk's.
+# Rotary frequencies that depend on the largest position; a rank only sees the largest of its chunk.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 class AttentionMode(TorchFunctionMode):
-    """Hands calls of ``scaled_dot_product_attention`` over, and refuses attention that hides them."""
+    """Redirects calls of ``scaled_dot_product_attention`` to :meth:`attend`; refuses attention that bypasses them."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -50,8 +50,8 @@ class AttentionMode(TorchFunctionMode):
             return self.attend(*args, **(kwargs or {}))
         if func is F.multi_head_attention_forward:
             raise SetupError(
-                "the model uses torch.nn.MultiheadAttention, which computes attention out of reach of context"
-                " parallelism; needed is a layer that calls torch.nn.functional.scaled_dot_product_attention itself"
+                "the model uses torch.nn.MultiheadAttention, whose attention context parallelism cannot intercept."
+                " Replace it by a layer that calls torch.nn.functional.scaled_dot_product_attention"
             )
         return func(*args, **(kwargs or {}))
 
@@ -65,21 +65,21 @@ class AttentionMode(TorchFunctionMode):
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        """In place of ``scaled_dot_product_attention``, with its arguments."""
+        """Replacement of ``scaled_dot_product_attention``, with its arguments."""
         raise NotImplementedError
 
 
 class OwnMasks:
-    """Masks that a model made itself for its chunk: they give way to the whole one, and so may say nothing else.
+    """Check of the masks that a model builds for its chunk: they are replaced, so they must match the whole mask.
 
-    A mask is looked at once for each chunk's length. What it says of other chunks it does not show: a window that is
-    longer than a chunk goes unseen.
+    One mask is checked for each chunk length. A chunk's mask does not show the pattern between chunks: a window longer
+    than a chunk goes unnoticed.
 
     Args:
-        whole: of the whole sequences, (rows or 1, 1, length, length); None where tokens attend to all before them.
-        rank: in the context dimension.
-        size: ranks in that dimension.
-        balanced: how sequences are cut.
+        whole: mask of the whole sequences, (rows or 1, 1, length, length); None for causal attention.
+        rank: rank in the context dimension.
+        size: number of ranks in the context dimension.
+        balanced: as in :func:`~lightning_pipe.llm.parallel.context_parallel.chunk_positions` (default False).
     """
 
     _seen: ClassVar[set[tuple[int, bool]]] = set()
@@ -89,10 +89,10 @@ class OwnMasks:
         self._rank, self._size, self._balanced = rank, size, balanced
 
     def check(self, mask: Tensor | None) -> None:
-        """See that a mask of (..., length / size, length / size) says what the whole one does of these tokens.
+        """Check that a mask of (..., length / size, length / size) equals the whole mask on the chunk's tokens.
 
         Raises:
-            SetupError: it does not.
+            SetupError: they differ.
         """
         if mask is not None and mask.dtype == torch.bool:
             self._compare(mask)
@@ -107,37 +107,39 @@ class OwnMasks:
             expected = own[:, None] >= own
         else:
             expected = self._whole.index_select(-2, own).index_select(-1, own)
-        # Of pieces that do not follow on from each other a model may make documents.
+        # The two pieces of a balanced chunk are not adjacent, and a model may treat them as documents.
         pieces = torch.arange(part, device=mask.device) * (2 if self._balanced else 1) // part
         differs = (mask != expected) & (pieces[:, None] == pieces)
         if bool(differs.any()):
             raise SetupError(
-                "the model calls scaled_dot_product_attention with a mask of its own, a sliding window say, which lets"
-                " tokens attend to others than what the batch says of the whole sequences does: to all before them, but"
-                " for padding and other documents; needed for context parallelism is that mask in the batch, as an"
-                " attention_mask of (rows or 1, heads or 1, length, length)"
+                "the model calls scaled_dot_product_attention with its own mask, such as a sliding window, which"
+                " differs"
+                " from the attention pattern of the batch (causal, except for padding and documents). Put that mask"
+                " into"
+                " the batch, as an attention_mask of (rows or 1, heads or 1, length, length)"
             )
         self._seen.add((part, self._whole is None))
 
 
 class CheckedAttention(nn.Module):
-    """A stage, whose forwards show whether context parallelism sees all of its attention.
+    """Stage whose forwards check that context parallelism intercepts all of its attention.
 
-    For the forwards without data that shapes are found by: every rank runs them for all stages, before any stage runs
-    with data. An error there is one on every rank, and leaves no neighbour waiting.
+    It is used for the forwards on fake tensors that infer shapes. Every rank runs these for all stages, before any
+    stage runs with data, so an error is raised on every rank and no neighbour is left waiting.
 
     Args:
-        stage: of the model, with fake parameters.
-        layers: FQNs of the whole model's layers. Each calls ``scaled_dot_product_attention``, unless all in it are
-            modules of PyTorch's that treat tokens one by one.
-        size: ranks that sequences are cut over.
-        method: ``ulysses``, in which those ranks share the heads, or ``ring``, in which attention has no dropout.
-        tensor_size: ranks that share a layer's heads before.
+        stage: stage of the model, with fake parameters.
+        layers: FQNs of the whole model's layers. Each layer must call ``scaled_dot_product_attention``, unless it
+            consists of PyTorch modules that treat each token independently.
+        size: number of ranks that sequences are cut over.
+        method: ``ulysses`` (default), which shares the heads among these ranks, or ``ring``, which has no attention
+            dropout.
+        tensor_size: number of ranks that tensor parallelism shares a layer's heads among (default 1).
 
     Raises:
-        SetupError: a Hugging Face config with a sliding window, with rotary frequencies that depend on the length, or
-            with dropout that the method has not.
-            Forward raises it for attention that is not seen, does not fit, or would be another than the model's.
+        SetupError: a Hugging Face config with a sliding window or with rotary frequencies that depend on the length.
+            Forward raises it for attention that is not intercepted, cannot be shared among the ranks, or would give
+            other results than on one device.
     """
 
     def __init__(
@@ -151,7 +153,7 @@ class CheckedAttention(nn.Module):
         super().__init__()
         if is_causal_lm(stage.module):
             _check_config(stage.module.config)
-        # As in training, so that dropout shows.
+        # Training mode, so that dropout is visible.
         self.stage = stage.train()
         self._size = size if method == "ulysses" else 1
         self._dropout = method == "ulysses"
@@ -168,9 +170,10 @@ class CheckedAttention(nn.Module):
         square = isinstance(mask, Tensor) and mask.ndim == 4
         if isinstance(mask, Tensor) and square and mask.shape[1] > 1 and self._tensor_size > 1:
             raise SetupError(
-                f"the batch's attention_mask has {mask.shape[1]} heads, which parallel.tp={self._tensor_size}"
-                " shares out, and a rank does not know which are its own; needed is a mask of (rows or 1, 1, length,"
-                " length), the same for all heads"
+                f"the batch's attention_mask has {mask.shape[1]} heads, which parallel.tp={self._tensor_size} shares"
+                " out, and a rank cannot select its heads of the mask. Use one mask for all heads: (rows or 1, 1,"
+                " length,"
+                " length)"
             )
         with _Watch(self._size, square, self._dropout, self._count):
             return self.stage(*args, **kwargs)
@@ -185,17 +188,18 @@ class CheckedAttention(nn.Module):
         def check(layer: nn.Module, args: Any, output: Any) -> None:
             if self._calls == 0:
                 raise SetupError(
-                    f"layer {name} ({type(layer).__name__}) does not call scaled_dot_product_attention, through which"
-                    " alone tokens of different context ranks meet; needed is a call in every layer: choose that"
-                    " implementation of attention (for Hugging Face models attn_implementation='sdpa'), and make a"
-                    " layer without attention part of one that has it"
+                    f"layer {name} ({type(layer).__name__}) does not call scaled_dot_product_attention; expected a call"
+                    " in"
+                    " every layer, since context parallelism exchanges tokens only there. Choose that implementation of"
+                    " attention (for Hugging Face models attn_implementation='sdpa'), and merge a layer without"
+                    " attention into one with attention"
                 )
 
         return check
 
 
 class _Watch(AttentionMode):
-    """Checks calls, and counts them."""
+    """Checks and counts the calls."""
 
     def __init__(self, size: int, square: bool, dropout: bool, count: Callable[[], None]) -> None:
         super().__init__()
@@ -220,15 +224,15 @@ class _Watch(AttentionMode):
 
 
 def check_mask_heads(mask: Tensor | None, query: Tensor) -> None:
-    """See that a mask of (rows or 1, heads or 1, ...) has the heads of the query.
+    """Check that a mask of (rows or 1, heads or 1, ...) has 1 head or those of the query.
 
     Raises:
-        SetupError: it has others.
+        SetupError: another number of heads.
     """
     if mask is not None and mask.shape[1] not in (1, query.shape[1]):
         raise SetupError(
-            f"the batch's attention_mask has {mask.shape[1]} heads, and attention {query.shape[1]} on this rank; needed"
-            " is a mask with as many, or with 1 for all of them"
+            f"the batch's attention_mask has {mask.shape[1]} heads, and attention {query.shape[1]} on this rank. Use a"
+            " mask with the same number of heads, or with 1 head"
         )
 
 
@@ -241,49 +245,49 @@ def check_call(
     square: bool,
     dropout: float = 0.0,
 ) -> None:
-    """See that a call can be made over several ranks.
+    """Check that a call can be computed over several ranks.
 
     Args:
-        query: of a chunk, as are the others: (rows, heads, length / c, width).
-        key: the same, with as many heads or fewer.
-        attn_mask: the model's.
-        is_causal: the model's.
-        size: ranks that share the heads.
-        square: the batch has a mask of (rows or 1, heads or 1, length, length), which counts.
-        dropout: where it cannot be done.
+        query: query of a chunk, (rows, heads, length / c, width).
+        key: key of the same chunk, with the same number of heads or fewer.
+        attn_mask: the call's argument.
+        is_causal: the call's argument.
+        size: number of ranks that share the heads.
+        square: True if the batch has a mask of (rows or 1, heads or 1, length, length), which is used instead of the
+            call's.
+        dropout: dropout probability, if the method does not support dropout (default 0.0).
 
     Raises:
-        SetupError: it cannot.
+        SetupError: a call that is not supported.
     """
     if dropout:
         raise SetupError(
-            f"scaled_dot_product_attention is called with dropout_p={dropout}, and attention over a ring has none;"
-            " needed is 0.0, or parallel.cp_method='ulysses'"
+            f"scaled_dot_product_attention is called with dropout_p={dropout}, which ring attention does not support;"
+            " expected 0.0. Disable attention dropout, or set parallel.cp_method='ulysses'"
         )
     if query.ndim != 4 or key.ndim != 4 or query.shape[-2] != key.shape[-2]:
         raise SetupError(
             f"scaled_dot_product_attention is called with a query of {tuple(query.shape)} and a key of"
-            f" {tuple(key.shape)}; needed for context parallelism is (rows, heads, length, width) of one sequence that"
-            " attends to itself"
+            f" {tuple(key.shape)}; expected (rows, heads, length, width) of one length for both. Use self-attention,"
+            " since context parallelism supports no cross-attention"
         )
     if query.shape[1] % size:
         raise SetupError(
-            f"attention has {query.shape[1]} heads, which parallel.cp={size} does not divide; needed is a"
-            " multiple of it: choose a smaller size (tensor parallelism divides the heads, too), or"
-            " parallel.cp_method='ring'"
+            f"attention has {query.shape[1]} heads, which parallel.cp={size} does not divide. Choose a smaller"
+            " parallel.cp (tensor parallelism divides the heads, too), or parallel.cp_method='ring'"
         )
     if square:
         return
     if attn_mask is None and not is_causal and query.shape[-2] > 1:
         raise SetupError(
             "scaled_dot_product_attention is called without a mask and with is_causal=False, so that all tokens attend"
-            " to all; sequences that are cut over context ranks are causal: set is_causal=True, or give an"
+            " to all; expected causal attention for sequences that are cut over ranks. Set is_causal=True, or give an"
             " attention_mask of (rows, 1, length, length)"
         )
     if attn_mask is not None and attn_mask.is_floating_point():
         raise SetupError(
             f"scaled_dot_product_attention is called with an attn_mask of {attn_mask.dtype}, which may be a bias"
-            " (ALiBi, say) that a rank knows of its own chunk only; needed is a mask of bool, or is_causal=True, or an"
+            " (such as ALiBi) that a rank only has for its own chunk. Use a bool mask, is_causal=True, or an"
             " attention_mask of (rows, heads or 1, length, length) in the batch"
         )
 
@@ -292,13 +296,15 @@ def _check_config(config: Any) -> None:
     for name in _WINDOWS:
         if isinstance(window := getattr(config, name, None), int):
             raise SetupError(
-                f"the model's config has {name}={window}, so that layers attend to some tokens only, and ranks of"
-                f" context parallelism to all; needed is {name}=None, which is the same for sequences that fit into it"
+                f"the model's config has {name}={window}, which limits attention to some tokens, and context"
+                " parallelism"
+                f" does not support that. Set {name}=None, which gives the same results for sequences"
+                " that fit into it"
             )
     scaling = getattr(config, "rope_scaling", None) or {}
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind in _LENGTH_DEPENDENT_ROPE:
         raise SetupError(
-            f"the model's config has rope_scaling of type {kind!r}, whose frequencies follow the sequence's length,"
-            " which ranks of context parallelism do not see; needed is another type, such as 'linear' or 'yarn'"
+            f"the model's config has rope_scaling of type {kind!r}, whose frequencies depend on the sequence length,"
+            " which a rank of context parallelism does not see. Use another type, such as 'linear' or 'yarn'"
         )

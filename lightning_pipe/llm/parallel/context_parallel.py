@@ -1,15 +1,15 @@
-"""Sequences cut over the ranks of a mesh's context dimension, so that each holds a part of every sequence.
+"""Cuts sequences over the ranks of the context dimension, so that each rank holds a chunk of every sequence.
 
-All those ranks read the same batch, and each keeps its chunk of a padded micro-batch::
+All ranks of the context dimension read the same batch, and each keeps its chunk of a padded micro-batch::
 
-    tokens     0 1 2 3 | 4 5 6 7        what belongs to a token is cut: tokens, labels, positions
-               rank 0  | rank 1         what says who attends to whom is kept whole, beside it: FullAttention
+    tokens     0 1 2 3 | 4 5 6 7        values per token are cut: tokens, labels, positions
+               rank 0  | rank 1         the description of attention stays whole: FullAttention
 
-    balanced   0 1 | 2 3 4 5 | 6 7      where ranks keep their queries, and the first tokens attend to few others
-            rank 0 | rank 1  | rank 0
+    balanced   0 1 | 2 3 4 5 | 6 7      for the ring, where queries stay on their rank: early tokens attend to few
+            rank 0 | rank 1  | rank 0   others, so each rank also gets late ones
 
-Attention is the one place where tokens meet (``ulysses``, ``ring_attention``). Losses are sums over the rank's own
-labels, so they and the gradients add up over context ranks as over data-parallel ones.
+Tokens of different chunks only meet in attention (``ulysses``, ``ring_attention``). Losses are sums over the rank's own
+labels, so losses and gradients add up over context ranks as they do over data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ _DOCUMENTS = {"cu_seq_lens_q": "max_length_q", "cu_seq_lens_k": "max_length_k"}
 
 @dataclass(frozen=True)
 class FullAttention:
-    """Which tokens of the uncut sequences attend to which: to themselves and those before, but for what is said here.
+    """Attention pattern of the uncut sequences: causal, restricted by the fields that are set.
 
-    It is kept as small as it came, since the micro-batches of a step are made together, and a mask is (length, length).
+    The fields keep the size in which the batch has them: all micro-batches of a step are prepared together, and a full
+    mask is (length, length).
 
     Attributes:
-        mask: (rows or 1, heads or 1, length, length), query by key, bool or additive: all there is to say, causality
-            included.
-        real: (rows, length), bool: False for a token that none attends to, padding.
-        documents: (rows or 1, length), integers: tokens attend to those of the same number only.
+        mask: complete query-by-key mask, causality included; bool or additive; (rows or 1, heads or 1, length, length).
+        real: False for padding tokens, which no token attends to; bool, (rows, length).
+        documents: document number of each token; tokens attend within their document only; integers, (rows or 1,
+            length).
     """
 
     mask: Tensor | None = None
@@ -57,7 +58,7 @@ class FullAttention:
     documents: Tensor | None = None
 
     def as_mask(self) -> Tensor | None:
-        """For ``scaled_dot_product_attention``: (rows or 1, heads or 1, length, length); None if merely causal."""
+        """Mask for ``scaled_dot_product_attention``: (rows or 1, heads or 1, length, length); None if only causal."""
         if self.mask is not None:
             return self.mask
         said = self.documents if self.real is None else self.real
@@ -73,14 +74,15 @@ class FullAttention:
 
 
 def chunk_positions(rank: int, size: int, length: int, *, balanced: bool = False) -> Tensor:
-    """Which tokens of a sequence a rank holds: (length / size), int64, on the CPU, ascending.
+    """Positions of the tokens that a rank holds: (length / size), int64, on the CPU, ascending.
 
     Args:
-        rank: in the context dimension.
-        size: ranks in that dimension.
-        length: tokens of the whole sequence, a multiple of ``size``; of twice that if balanced.
-        balanced: of ``2 * size`` pieces the rank holds one counted from the beginning and one from the end, so that
-            causal attention of all ranks' queries costs as much. Otherwise it holds one of ``size``.
+        rank: rank in the context dimension.
+        size: number of ranks in the context dimension.
+        length: tokens of the whole sequence; a multiple of ``size``, or of ``2 * size`` if balanced.
+        balanced: True to divide the sequence into ``2 * size`` pieces and give each rank one piece counted from the
+            beginning and one from the end, which balances the cost of causal attention over ranks. False (default) for
+            one of ``size`` contiguous pieces.
     """
     pieces = torch.arange(length).chunk(2 * size if balanced else size)
     return torch.cat([pieces[rank], pieces[-1 - rank]]) if balanced else pieces[rank]
@@ -94,31 +96,31 @@ def cut_sequence(
     *,
     balanced: bool = False,
 ) -> tuple[dict[str, Any], FullAttention]:
-    """One rank's chunk of a micro-batch, and who attends to whom in the whole of it.
+    """One rank's chunk of a micro-batch, and the attention pattern of the whole micro-batch.
 
-    Of the micro-batch's description of attention, the first of these counts:
+    The pattern is taken from the first of these that the micro-batch contains:
 
-    - an ``attention_mask`` of (rows or 1, heads or 1, length, length), as it is;
-    - ``cu_seq_lens_q/k``, the documents of a packed row;
-    - ``position_ids`` that do not go on by one: where they jump, a document begins, and a (rows, length) mask, whose
-      zeros none attends to, and between which and other tokens positions may jump.
+    - an ``attention_mask`` of (rows or 1, heads or 1, length, length), used unchanged;
+    - ``cu_seq_lens_q/k``, the document boundaries of a packed row;
+    - ``position_ids``, where a new document begins wherever they do not increase by one, and a mask of (rows, length),
+      whose zeros mark padding. No token attends to padding, and positions may jump next to it.
 
     Args:
-        micro_batch: padded, on any device.
-        rank: in the context dimension.
-        size: ranks in that dimension.
-        keys: what is (rows, length, ...) and is cut; everything else stays as it is.
+        micro_batch: padded micro-batch, on any device.
+        rank: rank in the context dimension.
+        size: number of ranks in the context dimension.
+        keys: keys of the values of (rows, length, ...) that are cut; all other values stay unchanged.
         balanced: see :func:`chunk_positions`.
 
     Returns:
-        The micro-batch with chunks of (rows, length / size, ...), and with the chunk's own ``position_ids`` (rows,
-        length / size), counted from the beginning of the whole document, where it had none. A model's own masks are
-        to have the chunk's shape, so a square mask is cut on both dimensions, and ``cu_seq_lens`` are those of the
+        The micro-batch with chunks of (rows, length / size, ...). If it has no ``position_ids``, it gets those of the
+        chunk, (rows, length / size), counted from the beginning of each whole document. A model's own masks must have
+        the chunk's shape, so a square mask is cut in both dimensions, and ``cu_seq_lens`` become the boundaries of the
         documents' parts in the chunk.
 
     Raises:
-        InputError: a length that the ranks do not divide, sequences of several lengths or none at all, a mask of
-            another shape, or masks and documents that may contradict each other.
+        InputError: a length that the ranks do not divide, no sequences or sequences of several lengths, a mask of
+            another shape, or both a mask and documents, which may contradict each other.
     """
     sequences = _sequences(micro_batch, keys)
     rows, length = _rows_and_length(sequences)
@@ -127,7 +129,7 @@ def cut_sequence(
         twice = ", twice, for the ring" if balanced else ""
         raise InputError(
             f"the micro-batch has {length} tokens a row, which parallel.cp={size} does not divide{twice};"
-            f" needed is a multiple of {multiple}: pad to one (pad_to_multiple_of)"
+            f" expected a multiple of {multiple}. Pad to one (pad_to_multiple_of)"
         )
     attention = attention_of(micro_batch, length)
     own = chunk_positions(rank, size, length, balanced=balanced)
@@ -153,10 +155,10 @@ def cut_sequence(
 
 
 def check_sequence(micro_batch: Mapping[str, Any], keys: SequenceKeys | None = None) -> None:
-    """See that a micro-batch can be cut, once it is padded to a length that can.
+    """Check that a micro-batch can be cut, apart from its length, which padding changes.
 
     Raises:
-        InputError: as :func:`cut_sequence`, but for the length.
+        InputError: as :func:`cut_sequence`, except for the length.
     """
     _, length = _rows_and_length(_sequences(micro_batch, keys))
     attention_of(micro_batch, length)
@@ -166,8 +168,8 @@ def join_sequence(part: Tensor, group: dist.ProcessGroup, *, balanced: bool = Fa
     """Outputs for whole sequences, on every context rank; no gradients flow through it.
 
     Args:
-        part: (rows, length / size, ...), contiguous or not: this rank's; alike on all ranks.
-        group: the ranks that hold the chunks, in their order.
+        part: this rank's outputs, contiguous or not; (rows, length / size, ...), the same shape on all ranks.
+        group: ranks that hold the chunks, in the order of the chunks.
         balanced: how they were cut.
 
     Returns:
@@ -193,28 +195,30 @@ def _rows_and_length(sequences: Mapping[str, Tensor]) -> tuple[int, int]:
     mask = shapes.get(_MASK)
     if mask is not None and len(mask) != 2 and (len(mask) != 4 or mask[2] != mask[3]):
         raise InputError(
-            f"the micro-batch's {_MASK!r} has the shape {mask}; needed is (rows, length), or (rows or 1, heads or 1,"
-            " length, length), for sequences that are cut over context ranks"
+            f"the micro-batch's {_MASK!r} has the shape {mask}; expected (rows, length) or (rows or 1, heads or 1,"
+            " length, length). Give one of these, since parallel.cp cuts sequences over ranks"
         )
     lengths = {key: shape[-1] if key == _MASK else shape[1] for key, shape in shapes.items()}
     if len(set(lengths.values())) != 1:
         raise InputError(
-            f"the micro-batch's sequences have the lengths {lengths}; needed is one length, of at least one of the keys"
-            " that are cut over context ranks: name others by batching.pad_values"
+            f"the micro-batch's sequences have the lengths {lengths}; expected one length for all keys that are cut"
+            " over"
+            " context ranks, and at least one key. Name other keys in batching.pad_values"
         )
     # A mask, or positions, may be the same for all rows.
     return max(shape[0] for shape in shapes.values()), next(iter(lengths.values()))
 
 
 def attention_of(micro_batch: Mapping[str, Any], length: int) -> FullAttention:
-    """What a micro-batch says about attention; see :func:`cut_sequence`.
+    """Attention pattern that a micro-batch describes; see :func:`cut_sequence`.
 
     Args:
-        micro_batch: of which sequences have this length.
+        micro_batch: micro-batch whose sequences have this length.
         length: tokens of a row.
 
     Raises:
-        InputError: masks and documents that may contradict each other.
+        InputError: both a mask and documents, which may contradict each other, or ``cu_seq_lens_q`` and
+            ``cu_seq_lens_k`` that differ.
     """
     mask, positions = micro_batch.get(_MASK), micro_batch.get(_POSITIONS)
     ends = [micro_batch[key] for key in _DOCUMENTS if isinstance(micro_batch.get(key), Tensor)]
@@ -224,14 +228,14 @@ def attention_of(micro_batch: Mapping[str, Any], length: int) -> FullAttention:
     if real is not None and ends:
         raise InputError(
             f"the micro-batch has both a {_MASK!r} of (rows, length) and the documents of a packed row"
-            " (cu_seq_lens), and models differ in which of them they heed; needed is one: leave the mask out"
+            " (cu_seq_lens); expected one, since models differ in which one they use. Leave the mask out"
         )
     documents = None
     if ends:
         if not torch.equal(ends[0], ends[-1]):
             raise InputError(
                 f"the micro-batch's cu_seq_lens_q are {ends[0].tolist()} and its cu_seq_lens_k {ends[-1].tolist()};"
-                " needed are the same: tokens of one sequence attend to each other"
+                " expected equal boundaries. Use the same for both, since tokens of one sequence attend to each other"
             )
         tokens = torch.arange(length, device=ends[0].device)
         documents = torch.bucketize(tokens, ends[0][1:].to(tokens.dtype), right=True)[None]
@@ -242,15 +246,15 @@ def attention_of(micro_batch: Mapping[str, Any], length: int) -> FullAttention:
             jumps = jumps & real[:, 1:] & real[:, :-1]
         documents = torch.nn.functional.pad(jumps.cumsum(1), (1, 0))
     if documents is not None and not (documents != documents[:, :1]).any():
-        documents = None  # what is merely causal needs no mask
+        documents = None  # one document a row: causal attention without a mask
     return FullAttention(real=None if real is None or real.all() else real, documents=documents)
 
 
 def positions_of(documents: Tensor) -> Tensor:
-    """Each token's position in its document, from 0: (rows or 1, length), int64.
+    """Position of each token in its document, from 0: (rows or 1, length), int64.
 
     Args:
-        documents: as :class:`FullAttention` has them.
+        documents: document numbers, as in :class:`FullAttention`.
     """
     places = torch.arange(documents.shape[1], device=documents.device)
     begins = torch.nn.functional.pad(documents.diff(dim=1) != 0, (1, 0), value=True)

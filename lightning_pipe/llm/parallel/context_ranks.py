@@ -1,4 +1,4 @@
-"""The two ways in which ranks share sequences: how they cut them, and how attention sees the whole."""
+"""The two methods of context parallelism: cutting the sequences, and attention over whole sequences."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ ModelInputs = Callable[[Mapping[str, Any]], tuple[tuple[Any, ...], dict[str, Any
 
 @dataclass(frozen=True)
 class ContextRanks:
-    """The ranks that share the sequences of the same batch.
+    """The ranks that share the sequences of one batch.
 
     Attributes:
-        group: of these ranks, in the order of their chunks.
-        method: ``ulysses`` exchanges heads for tokens, ``ring`` sends keys and values round.
-        causal_lm: the model is one of Hugging Face's, which makes masks itself of what it is given.
-        leaves_masks_out: of a mask of ones it makes none.
+        group: process group of these ranks, in the order of their chunks.
+        method: ``ulysses`` (default) exchanges heads for tokens; ``ring`` passes keys and values around the ranks.
+        causal_lm: True for a Hugging Face causal LM, which builds its own masks.
+        leaves_masks_out: True if that model builds no mask from a mask of ones.
     """
 
     group: dist.ProcessGroup
@@ -45,11 +45,11 @@ class ContextRanks:
 
     @staticmethod
     def of(group: dist.ProcessGroup, method: ContextMethod, model: nn.Module) -> ContextRanks:
-        """For a model, or the part of it that a rank has."""
+        """Build it for a model, or for the part of it that a rank holds."""
         if not is_causal_lm(model):
             return ContextRanks(group, method)
         code = sys.modules.get(type(base_model(model)).__module__)
-        # What older code makes of a mask depends on its values, which are not there where shapes are found.
+        # Older code branches on the values of the mask, and shapes are inferred without values.
         return ContextRanks(group, method, causal_lm=True, leaves_masks_out=hasattr(code, "create_causal_mask"))
 
     @property
@@ -59,36 +59,36 @@ class ContextRanks:
     def cut(
         self, micro_batch: Mapping[str, Any], keys: SequenceKeys
     ) -> tuple[dict[str, Any], Callable[[], AbstractContextManager[Any]]]:
-        """This rank's chunk of a padded micro-batch, and what its forwards run within; see :func:`cut_sequence`."""
+        """This rank's chunk of a padded micro-batch, and the context for its forwards; see :func:`cut_sequence`."""
         ring = self.method == "ring"
         part, attention = cut_sequence(micro_batch, self.group.rank(), self.size, keys, balanced=ring)
         return part, partial(RingAttention if ring else Ulysses, self.group, attention)
 
     def check(self, micro_batch: Mapping[str, Any], keys: SequenceKeys) -> None:
-        """See, before it is padded for all, that a micro-batch can be cut.
+        """Check that a micro-batch can be cut, before all ranks pad to a common length.
 
         Raises:
-            InputError: it cannot (see :func:`cut_sequence`).
+            InputError: it cannot be cut (see :func:`cut_sequence`).
         """
         check_sequence(micro_batch, keys)
 
     def inputs(self, part: dict[str, Any], model_inputs: ModelInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The model's arguments and keywords for this rank's chunk.
 
-        A causal LM of Hugging Face's gets the chunk's ``position_ids``, asked for or not, and a mask that masks
-        nothing, or none, but for a square one: it repeats heads of keys where it has to make a mask, and ranks whose
-        chunks differ in that would send each other tensors of several sizes. Who attends to whom is not its to say.
+        A Hugging Face causal LM always gets the chunk's ``position_ids``. Unless the mask is square, it gets a mask of
+        ones or no mask: a model that builds a mask repeats the heads of keys, and ranks that differ in this would send
+        each other tensors of different shapes. The attention pattern comes from the batch, not from the model.
 
         Args:
-            part: of :meth:`cut`.
-            model_inputs: gives the model's arguments and keywords for a micro-batch.
+            part: chunk returned by :meth:`cut`.
+            model_inputs: function from a micro-batch to the model's arguments and keywords.
 
         Raises:
-            InputError: another model is not given the positions, and would count from 0 in every chunk.
+            InputError: a model of another kind does not get the positions, so it would count from 0 in every chunk.
         """
         positions, watched = part["position_ids"], _Watched(part)
         given = model_inputs(watched)
-        # Where it hands on the micro-batch itself, it hands on a plain one.
+        # If it passes the micro-batch itself to the model, pass a plain dict.
         arguments, keywords = tree_map(lambda one: dict(one) if isinstance(one, _Watched) else one, given)
         if self.causal_lm:
             keywords = {"position_ids": positions} | keywords
@@ -99,19 +99,19 @@ class ContextRanks:
                 )
         elif not (watched.positions_seen or any(one is positions for one in tree_leaves((arguments, keywords)))):
             raise InputError(
-                f"with parallel.cp={self.size} a rank has a part of each sequence, and model_inputs does not"
-                " look at the micro-batch's 'position_ids', so that the model cannot know which; needed is a model"
-                " that takes positions from its inputs, and a model_inputs that hands them on"
+                f"with parallel.cp={self.size} a rank holds a part of each sequence, and model_inputs does not"
+                " read the micro-batch's 'position_ids', so that the model cannot know which part; expected a model"
+                " that takes positions as input. Pass micro_batch['position_ids'] to the model in model_inputs"
             )
         return arguments, keywords
 
     def join(self, part: Tensor) -> Tensor:
-        """Of this rank's (rows, length / size, ...) and the others' the whole; see :func:`join_sequence`."""
+        """Whole outputs from the ranks' parts of (rows, length / size, ...); see :func:`join_sequence`."""
         return join_sequence(part, self.group, balanced=self.method == "ring")
 
 
 class _Watched(dict[str, Any]):
-    """A micro-batch that knows whether anybody has asked for its positions."""
+    """A micro-batch that records if its positions are read."""
 
     positions_seen = False
 

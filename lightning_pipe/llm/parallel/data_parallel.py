@@ -1,7 +1,7 @@
-"""Data parallelism of single stages: FSDP2 where parameters are sharded, its ``replicate`` where they are whole.
+"""Data parallelism of a stage: FSDP2 for sharded parameters, its ``replicate`` for replicated ones.
 
-PyTorch's schedules know both: gradients are reduced once a step, after the last micro-batch. They do not know
-DistributedDataParallel, under which they give wrong gradients.
+PyTorch's schedules support both: gradients are reduced once a step, after the last micro-batch. They do not support
+DistributedDataParallel, which would produce wrong gradients.
 
 Tested in ``tests/llm/parallel/test_tensor_parallel.py``.
 """
@@ -25,22 +25,22 @@ __all__ = ["parallelise_stage"]
 def parallelise_stage(
     stage: StageModule, layers: Iterable[str], mesh: DeviceMesh, *, reshard_after_forward: bool = False
 ) -> None:
-    """Give every data-parallel rank its part of a stage, in place; gradients are then summed over the ranks.
+    """Shard or replicate a stage over data-parallel ranks, in place; gradients are then summed over the ranks.
 
     Args:
-        stage: what ``PipelineStage`` is going to run: the root, so that schedules find it.
-        layers: FQNs of the whole model's layers, which are gathered one by one.
-        mesh: of the ranks that hold this stage: dimensions ``replicate`` and ``shard``, or one of them.
-        reshard_after_forward: whether gathered layers are let go after each forward, and gathered again for backward:
-            less memory, more communication. Without sharding there is nothing to let go.
+        stage: module that ``PipelineStage`` runs. It becomes the FSDP root, where schedules look for it.
+        layers: FQNs of the whole model's layers, each of which is gathered separately.
+        mesh: mesh of the ranks that hold this stage: dimensions ``replicate`` and ``shard``, or one of them.
+        reshard_after_forward: release gathered parameters after each forward, and gather them again for backward
+            (default False): less memory, more communication. It has no effect without sharding.
     """
     own = [layer for layer in map(stage.module.get_submodule, layers) if not isinstance(layer, PassThrough)]
     spread = spread_parameters(stage)
-    # Sums of half precision are made in float32.
+    # Half-precision gradients are reduced in float32.
     halves = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in stage.parameters())
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if halves else None)
     sharded = "shard" in (mesh.mesh_dim_names or ())
-    # Backward gathers and frees by layer; the schedule gathers a stage as a whole before its first forward.
+    # Backward gathers and frees layer by layer; the schedule gathers the whole stage before its first forward.
     for part in [*own, stage]:
         if sharded:
             fully_shard(

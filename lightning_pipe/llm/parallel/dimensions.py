@@ -1,4 +1,4 @@
-"""How the ranks of a job are laid out: by stages, by their part of the data, of a sequence, of a tensor, of experts."""
+"""Layout of a job's ranks over pipeline, data, context, tensor and expert parallelism."""
 
 from __future__ import annotations
 
@@ -25,21 +25,23 @@ class ParallelDims:
     Ranks are laid out stages first, tensors last: with ``pp=2`` and ``dp_shard=2``, ranks 0 and 1 hold stage 0.
 
     Args:
-        pp: pipeline parallelism: ranks that hold different stages; -1 (default) takes all that the others leave.
-        dp_replicate: data parallelism: replicas of each stage, sharded or not.
-        dp_shard: data parallelism: ranks over which the parameters, gradients and optimizer state of each stage are
-            sharded (FSDP2).
-        cp: context parallelism: ranks that share each sequence. Lengths are rounded up to a multiple of it. Attention
-            must call ``scaled_dot_product_attention``.
-        tp: tensor parallelism: ranks that share the matrices of each layer. The model says how, by its Hugging Face
-            config or by ``get_tensor_parallel_plan()``.
-        ep: expert parallelism: ranks, among those of ``dp_shard`` times ``cp``, that share the experts of
-            :class:`~lightning_pipe.llm.model.moe.MoE` layers.
-        cp_method: attention exchanges heads for tokens (``ulysses``, which needs a multiple of ``cp`` heads), or sends
-            keys and values round (``ring``, for any number of ranks; lengths are rounded up to a multiple of twice
-            ``cp``). With masks of padding or documents the ring gathers keys and values.
-        reshard_after_forward: release gathered parameters after the forward of each micro-batch: less memory for more
-            communication. By default they stay until the end of the step. Zero-bubble schedules refuse it.
+        pp: pipeline parallelism: number of ranks that hold different stages (default -1: all ranks that the other
+            dimensions leave).
+        dp_replicate: data parallelism: number of replicas of each stage, sharded or not (default 1).
+        dp_shard: data parallelism: number of ranks over which the parameters, gradients and optimizer state of each
+            stage are sharded with FSDP2 (default 1).
+        cp: context parallelism: number of ranks that share each sequence (default 1). Lengths are rounded up to a
+            multiple of it. Attention must call ``scaled_dot_product_attention``.
+        tp: tensor parallelism: number of ranks that share the matrices of each layer (default 1). The plan comes from
+            the model's Hugging Face config or its ``get_tensor_parallel_plan()``.
+        ep: expert parallelism: number of ranks that share the experts of
+            :class:`~lightning_pipe.llm.model.moe.MoE` layers (default 1). It must divide ``dp_shard`` times ``cp``.
+        cp_method: method of context parallelism (default ``ulysses``). ``ulysses`` exchanges heads for tokens and needs
+            a multiple of ``cp`` heads. ``ring`` passes keys and values around any number of ranks; lengths are rounded
+            up to a multiple of twice ``cp``. With masks of padding or documents the ring gathers keys and values.
+        reshard_after_forward: release gathered parameters after the forward of each micro-batch (default False: they
+            stay until the end of the step). It trades less memory for more communication. Zero-bubble schedules refuse
+            it.
 
     Raises:
         SetupError: a size below 1, or an unknown method.
@@ -63,52 +65,51 @@ class ParallelDims:
 
     @property
     def length_multiple(self) -> int:
-        """Number that sequence lengths must be a multiple of, so that ``cp`` ranks can share them, in tokens."""
+        """Number of tokens that sequence lengths must be a multiple of, for ``cp`` ranks to share them."""
         return 2 * self.cp if self.cp_method == "ring" and self.cp > 1 else self.cp
 
     def fit(self, world_size: int) -> ParallelDims:
         """The same dimensions with the size of the pipeline filled in.
 
         Raises:
-            SetupError: sizes whose product is not the world size, or experts that do not divide the ranks that share
-                them.
+            SetupError: the product of the sizes is not the world size, or ``ep`` does not divide ``dp_shard * cp``.
         """
         others = math.prod(getattr(self, name) for name in _WORLD[1:])
         fitted = self if self.pp != -1 else replace(self, pp=max(world_size // others, 1))
         if fitted.pp * others != world_size:
             sizes = ", ".join(f"parallel.{name}={getattr(self, name)}" for name in _WORLD)
             raise SetupError(
-                f"{sizes} do not make the {world_size} ranks that the trainer has: devices times nodes must be their"
-                " product"
+                f"{sizes} do not make the {world_size} ranks that the trainer has. Set devices times nodes to the"
+                " product of these sizes"
             )
         among = self.dp_shard * self.cp
         if among % self.ep:
             raise SetupError(
                 f"parallel.ep={self.ep} does not divide the {among} ranks that share a stage's data"
-                f" (parallel.dp_shard={self.dp_shard} times parallel.cp={self.cp}); expected a divisor of that: experts"
-                " are spread over these ranks"
+                f" (parallel.dp_shard={self.dp_shard} times parallel.cp={self.cp}). Set parallel.ep to a divisor"
+                " of that number, since experts are sharded over these ranks"
             )
         return fitted
 
 
 class StageMeshes:
-    """Device meshes over all ranks, by what they are for; making them is collective.
+    """Device meshes over all ranks, one for each purpose; constructing them is collective.
 
     Args:
-        dimensions: fitted to the number of ranks.
-        device_type: of the ranks' devices.
+        dimensions: dimensions fitted to the number of ranks.
+        device_type: type of the ranks' devices.
 
     Attributes:
-        dimensions: as given.
-        root: dimensions ``pipeline``, ``replicate``, ``shard`` and ``tensor``. Ranks that share sequences share
-            parameters, where these are sharded, and are replicas otherwise.
-        data: of the root, the ranks that hold the same parameters, or share them: ``replicate`` and ``shard``, or one
-            of them; None for one rank alone.
-        context: of one dimension, or None.
-        tensor: likewise, of the root.
-        expert: likewise.
-        expert_data: of the ranks that hold the same experts: ``replicate`` and ``shard``, or one of them, or None.
-        same_batch: the ranks that train the same batches, for each part of the data.
+        dimensions: dimensions fitted to the number of ranks.
+        root: mesh of the dimensions ``pipeline``, ``replicate``, ``shard`` and ``tensor``. The ranks that share a
+            sequence belong to ``shard`` if parameters are sharded, and to ``replicate`` otherwise.
+        data: part of the root with the ranks that replicate or shard the same parameters: ``replicate`` and ``shard``,
+            or one of them; None for a single rank.
+        context: one-dimensional mesh of the ranks that share sequences, or None.
+        tensor: one-dimensional part of the root with the ranks that share matrices, or None.
+        expert: one-dimensional mesh of the ranks that share experts, or None.
+        expert_data: mesh of the ranks that hold the same experts: ``replicate`` and ``shard``, or one of them, or None.
+        same_batch: lists of the ranks that train on the same batches, one for each part of the data.
     """
 
     def __init__(self, dimensions: ParallelDims, device_type: str) -> None:
@@ -126,7 +127,7 @@ class StageMeshes:
         if context > 1:
             self.context = mesh(before=pipeline * replicate * shard, context=context, after=tensor)["context"]
         if expert > 1:
-            # Where the rest is replicated, experts are: FSDP's two kinds do not go together.
+            # Experts are replicated if the rest is: `fully_shard` and `replicate` cannot be combined.
             left = shard * context // expert
             copies, sharing = (replicate, left) if shard > 1 else (replicate * left, 1)
             experts = mesh(pipeline=pipeline, replicate=copies, shard=sharing, expert=expert, tensor=tensor)
@@ -136,6 +137,6 @@ class StageMeshes:
 
 
 def _used(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
-    """Of these dimensions, those with more than one rank."""
+    """Submesh of the named dimensions that have more than one rank; None if all have one."""
     used = tuple(name for name in names if mesh[name].size() > 1)
     return mesh[used] if used else None

@@ -1,8 +1,8 @@
-"""Experts spread over ranks: each keeps some of every layer's, and tokens travel to where their experts are.
+"""Expert parallelism: each rank holds some experts of every layer, and tokens are sent to the ranks of their experts.
 
-    tokens by expert ──► all-to-all ──► experts that are here ──► all-to-all ──► results by expert, as the tokens were
+    tokens by expert ──► all-to-all ──► local experts ──► all-to-all ──► results by expert, in the tokens' order
 
-How many tokens go where differs from call to call, so the ranks tell each other first.
+The number of tokens sent to each rank differs between calls, so ranks exchange the splits first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["check_experts", "parallelise_experts", "spread_parameters"]
 
 
 def check_experts(model: nn.Module, size: int) -> None:
-    """See that the experts of a whole model, on any device, can be spread over ``size`` ranks.
+    """Check that the experts of a whole model, on any device, can be sharded over ``size`` ranks.
 
     Raises:
         SetupError: a model without :class:`~lightning_pipe.llm.model.moe.MoE` layers, or a number of experts that
@@ -32,32 +32,34 @@ def check_experts(model: nn.Module, size: int) -> None:
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     if not layers:
         raise SetupError(
-            f"parallel.ep is {size}, but {type(model).__name__} has no experts; needed are layers of the class"
-            " lightning_pipe.llm.model.moe.MoE: make it of those, or leave parallel.ep at 1"
+            f"parallel.ep is {size}, but {type(model).__name__} has no experts; expected layers of the class"
+            " lightning_pipe.llm.model.moe.MoE. Build the model from them, or leave parallel.ep at 1"
         )
     for name, layer in layers.items():
         if layer.num_experts % size:
             raise SetupError(
-                f"{name} has {layer.num_experts} experts, which parallel.ep={size} does not divide; needed are"
-                " as many for every rank"
+                f"{name} has {layer.num_experts} experts, which parallel.ep={size} does not divide; expected the same"
+                " number of experts on every rank. Set parallel.ep to a divisor, or change the number of experts"
             )
 
 
 def parallelise_experts(
     stage: nn.Module, mesh: DeviceMesh, data_mesh: DeviceMesh | None = None, *, reshard_after_forward: bool = False
 ) -> None:
-    """Keep this rank's experts of each of a stage's layers, in place. Before the stage's other data parallelism.
+    """Keep only this rank's experts of each layer of a stage, in place. Call it before data parallelism of the stage.
 
-    The experts' parameters become DTensors, sharded by expert over ``mesh``, and over ``data_mesh`` where that shards.
-    Their gradients are sums over the tokens of all ranks that send some. ``force_sum_reduction`` of the stage, as
-    ``parallelise_stage`` does at its end, lets the reduction over ``data_mesh`` be a sum, too.
+    The experts' parameters become DTensors, sharded by expert over ``mesh``, and also over ``data_mesh`` if it has a
+    ``shard`` dimension. Their gradients are sums over the tokens of all ranks that send any. The reduction over
+    ``data_mesh`` becomes a sum, too, once ``force_sum_reduction`` is called on the stage, as ``parallelise_stage`` does
+    at its end.
 
     Args:
-        stage: with its values, all experts'.
-        mesh: of the ranks that share the experts, one dimension.
-        data_mesh: of the ranks that hold the same experts, of one root with ``mesh``: dimensions ``replicate`` and
-            ``shard``, or one of them. A root that ``replicate`` manages takes ``replicate`` here too. None for none.
-        reshard_after_forward: as for the stage's other parts; where ``data_mesh`` shards.
+        stage: stage with the materialised parameters of all experts.
+        mesh: one-dimensional mesh of the ranks that share the experts.
+        data_mesh: mesh of the ranks that hold the same experts, from the same root mesh as ``mesh``: dimensions
+            ``replicate`` and ``shard``, or one of them. If ``replicate`` manages the rest of the stage, the experts
+            need a ``replicate`` mesh, too. None if no other rank holds the same experts.
+        reshard_after_forward: as for the rest of the stage (default False); used if ``data_mesh`` has ``shard``.
 
     Raises:
         SetupError: as :func:`check_experts`; experts whose widths cannot be sharded evenly over ``shard``.
@@ -69,7 +71,7 @@ def parallelise_experts(
         layer.exchange = _TokenExchange(mesh.get_group())
         if data_mesh is not None and sharded:
             _check_widths(layer.experts, data_mesh["shard"].size())
-            # By width: the ranks of `mesh` have cut the first dimension.
+            # Sharded by width: the first dimension is already sharded over `mesh`.
             fully_shard(
                 layer.experts,
                 mesh=data_mesh,
@@ -81,7 +83,7 @@ def parallelise_experts(
 
 
 def spread_parameters(stage: nn.Module) -> set[nn.Parameter]:
-    """Parameters that :func:`parallelise_experts` has dealt with: the rest's data parallelism must leave them alone."""
+    """Parameters sharded by :func:`parallelise_experts`, which data parallelism of the stage must ignore."""
     layers = (module for module in stage.modules() if isinstance(module, MoE) and module.exchange is not None)
     return {parameter for layer in layers for parameter in layer.experts.parameters()}
 
@@ -98,22 +100,22 @@ def _check_widths(experts: Experts, size: int) -> None:
     if any(width % size for width in widths):
         raise SetupError(
             f"experts of the widths {' and '.join(map(str, sorted(widths)))} cannot be sharded over {size} ranks;"
-            f" needed are multiples of {size}: change dim and hidden_dim, or raise parallel.ep, which leaves"
-            " fewer ranks with the same experts"
+            f" expected multiples of {size}. Change dim and hidden_dim, or raise parallel.ep, so that fewer ranks hold"
+            " the same experts"
         )
 
 
 class _TokenExchange:
-    """Runs the experts of all ranks of a group on the tokens of all, each rank calling it with its own."""
+    """Runs the experts of all ranks of a group; each rank calls it with its own tokens."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def __call__(self, experts: Experts, tokens: Tensor, counts: Tensor) -> Tensor:
-        """As :class:`Experts`, with the counts of all experts."""
+        """As :class:`Experts`, with the token counts of the experts of all ranks."""
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=self._group)
-        # Here tokens arrive by rank, and by expert within.
+        # Tokens arrive sorted by source rank, then by expert.
         of_rank = arriving.view(self._group.size(), -1)
         sent, received = torch.stack([counts.view_as(of_rank).sum(1), of_rank.sum(1)]).tolist()
         here = _travel(tokens, sent, received, self._group)
@@ -124,6 +126,6 @@ class _TokenExchange:
 
 
 def _travel(tokens: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Rows to other ranks and from them; their gradients travel back."""
+    """All-to-all of rows; backward sends their gradients back."""
     arrived: Tensor = wait_tensor(all_to_all_single_autograd(tokens, received, sent, group))
     return arrived

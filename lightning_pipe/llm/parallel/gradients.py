@@ -1,7 +1,7 @@
-"""Gradients as one model's, although stages and shards hold them: their norm, clipping and scaling.
+"""Norm, clipping and scaling of the gradients of one model whose stages and shards are on several ranks.
 
-Each function takes parameters that are plain tensors or DTensors (FSDP2, tensor parallel) and works on the part that
-this rank holds; what all ranks must know is exchanged, and is the same to the bit on each.
+Each function takes parameters that are plain tensors or DTensors (FSDP2, tensor parallel), and works on the part that
+this rank holds. Ranks exchange the values that all need, which are bitwise equal on every rank.
 """
 
 from __future__ import annotations
@@ -21,28 +21,31 @@ from lightning_pipe.engine.common.errors import SetupError
 
 __all__ = ["GradientNorm", "clip_by_norm", "force_sum_reduction", "scale_gradients"]
 
-# Types of gradients as they are told to other stages. 0 says that there is no gradient.
+# Types of gradients, sent to other stages as 1 + index. 0 means no gradient.
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class GradientNorm:
-    """The norm over the gradients of all stages and shards, as one device with the whole model would have it.
+    """Norm over the gradients of all stages and shards, equal to that of one device with the whole model.
 
-    The total is ``torch.nn.utils.get_total_norm``'s: a norm of the norms of single gradients, in the optimiser's
-    order. So the stages tell each other the norms of their gradients, and each computes the total from all of them:
-    without sharding that is the single-device value to the bit, with it within the rounding of the shards' sums.
+    The total is computed as in ``torch.nn.utils.get_total_norm``: a norm of the norms of single gradients, in the
+    optimiser's order. The stages exchange the norms of their gradients, and each computes the total from all of them.
+    Without sharding the result equals the single-device value bitwise; with sharding it differs by the rounding of the
+    shards' sums.
 
-    Every rank of the pipeline makes one, which compares what they hold, and calls it together with the others. Ranks
-    that share a sharded parameter all have its gradient or none has, as FSDP2 sees to.
+    Every rank of the pipeline constructs one, which compares the parameters they hold, and all ranks call it together.
+    Among ranks that share a sharded parameter, either all have its gradient or none, which FSDP2 ensures.
 
     Args:
-        order: names of all parameters of the unsplit model, in the order in which one device's optimiser has them.
-        parameters: this rank's, by those names. Of a parameter that several stages hold (tied embeddings) only one
-            stage hands in its copy, so that it counts once.
-        group: the ranks that together hold the model's stages, one of each; None where this rank holds them all.
+        order: names of all parameters of the unsplit model, in the order of a single-device optimiser.
+        parameters: this rank's parameters, by these names. A parameter that several stages hold (tied embeddings) must
+            be passed by one stage only, so that it counts once.
+        group: process group of the ranks that together hold the model's stages, one rank of each; None if this rank
+            holds all stages.
 
     Raises:
-        SetupError: on every rank, if their orders differ, or a parameter is in none of the stages or in several.
+        SetupError: raised on every rank: orders that differ between ranks, or a parameter passed by no stage or by
+            several.
     """
 
     def __init__(
@@ -59,34 +62,34 @@ class GradientNorm:
 
     @torch.no_grad()
     def __call__(self, norm_type: float = 2.0) -> Tensor:
-        """The total norm of the gradients there are now; 0 where there are none. Every rank of the group calls it.
+        """Total norm of the current gradients; 0 if there are no gradients. Every rank of the group must call it.
 
         Args:
-            norm_type: p of the p-norm, above 0; infinity for the largest absolute value.
+            norm_type: p of the p-norm, above 0 (default 2.0); infinity for the largest absolute value.
 
         Returns:
-            A scalar on the device of this rank's parameters, in the type that ``get_total_norm`` gives.
+            A scalar on the device of this rank's parameters, with the dtype of ``get_total_norm``'s result.
         """
         if not norm_type > 0:
-            raise SetupError(f"the gradient norm's type is {norm_type}; needed is a number above 0, such as 2.0 or inf")
+            raise SetupError(f"norm_type must be a number above 0, got {norm_type}. Use 2.0 or inf, for example")
         own = torch.zeros(2, self._count, dtype=torch.float64, device=self._device)
         norms = _norms(self._parameters, norm_type)
         if norms:
-            # Exact: every type fits into float64, and into what several types are promoted to.
+            # Exact: float64 represents every value of these types, and so does the type they are promoted to.
             own[0, list(norms)] = torch.stack([norm.to(self._device) for norm in norms.values()]).to(own)
             own[1, list(norms)] = torch.tensor([1 + _TYPES.index(norm.dtype) for norm in norms.values()]).to(own)
         if self._group is not None:
-            # Each position is one rank's and 0 elsewhere, so the sum is a copy of it, whatever the order.
+            # Each position is non-zero on one rank only, so the sum copies its value exactly, in any order.
             dist.all_reduce(own, group=self._group)
         home = next((parameter.device for parameter in self._parameters.values()), self._device)
         types = [int(code) for code in own[1].tolist()]
         typed = {code: own[0].to(home, _TYPES[code - 1]).unbind() for code in set(types) if code}
-        # The norm of one number is that number, so this goes on where get_total_norm itself has the norms.
+        # The norm of a scalar is its absolute value, so get_total_norm of the norms is the total norm.
         every = [typed[code][position] for position, code in enumerate(types) if code]
         return torch.nn.utils.get_total_norm(every, norm_type).to(home)
 
     def _check_orders(self, order: Sequence[str], unknown: list[str]) -> None:
-        """All ranks raise or none: the exchange of norms takes the same length and meaning on each."""
+        """Check, on all ranks alike, that the orders agree: the exchange of norms relies on equal positions."""
         digest = int.from_bytes(hashlib.sha256("\n".join(order).encode()).digest()[:7], "big")
         found = torch.tensor([digest, -digest, len(unknown)], device=self._device)
         if self._group is not None:
@@ -94,14 +97,14 @@ class GradientNorm:
         largest, smallest, unknowns = found.tolist()
         if unknowns:
             raise SetupError(
-                f"a rank hands in {unknowns} parameter(s) that the order of {self._count} lacks (this rank:"
-                f" {unknown}); needed are the names of the whole, unsplit model, in the order and in each stage"
+                f"a rank passes {unknowns} parameter(s) that the order of {self._count} lacks (this rank: {unknown})."
+                " Use the parameter names of the unsplit model for the order and for each stage"
             )
         if largest != -smallest:
             raise SetupError(
-                f"the ranks of a pipeline give different orders of parameters (this one {self._count}, from"
-                f" {order[0] if order else None!r} on); needed is the unsplit model's on each: build the same model and"
-                " optimiser everywhere"
+                f"the ranks of a pipeline have different orders of parameters (this one {self._count}, starting with"
+                f" {order[0] if order else None!r}); expected the unsplit model's order on every rank. Build the same"
+                " model and optimiser on all ranks"
             )
 
     def _check_holders(self, order: Sequence[str], held: list[int]) -> None:
@@ -112,9 +115,10 @@ class GradientNorm:
         for name, count in zip(order, holders.tolist(), strict=True):
             if count != 1:
                 raise SetupError(
-                    f"the parameter {name!r} is handed in by {count} ranks of the pipeline; needed is one, so that it"
-                    " counts once in the gradient norm: give each parameter of the order to one stage, and of tied"
-                    " copies all but one to none"
+                    f"the parameter {name!r} is passed by {count} ranks of the pipeline; expected one, so that it"
+                    " counts"
+                    " once in the gradient norm. Pass each parameter of the order on one stage, and of tied copies only"
+                    " one"
                 )
 
 
@@ -122,13 +126,13 @@ class GradientNorm:
 def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, total_norm: Tensor) -> None:
     """Scale gradients down, in place, to a total norm of at most ``max_norm``.
 
-    By the same factor as ``torch.nn.utils.clip_grads_with_norm_``, and to the bit the same gradients: those are
-    multiplied also where the factor is 1, which spares the device a wait.
+    The factor is that of ``torch.nn.utils.clip_grads_with_norm_``, and the gradients are bitwise the same. They are
+    multiplied even if the factor is 1, which avoids synchronising with the device.
 
     Args:
-        parameters: this rank's; those without a gradient are passed over.
-        max_norm: the norm to clip to, in the gradients' own unit.
-        total_norm: scalar, of all stages and shards: :class:`GradientNorm`'s.
+        parameters: this rank's parameters; those without a gradient are skipped.
+        max_norm: norm to clip to, in the unit of the gradients.
+        total_norm: total norm over all stages and shards, from :class:`GradientNorm`; scalar.
     """
     factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
     for gradients in _alike(_local(parameters)):
@@ -137,10 +141,10 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, total_norm
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiply every gradient in place, each once: to the bit what ``grad.mul_(factor)`` gives."""
+    """Multiply every gradient in place, once each; bitwise equal to ``grad.mul_(factor)``."""
     for gradients in _alike(_local(parameters)):
         if gradients[0].device.type == "cpu":
-            # There the multiplication of a list is a loop too, but one that first rounds the factor to half precision.
+            # On the CPU the foreach kernel is a loop, too, and it first rounds the factor to half precision.
             for gradient in gradients:
                 gradient.mul_(factor)
         else:
@@ -148,13 +152,13 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
 
 
 def force_sum_reduction(module: nn.Module) -> None:
-    """Let FSDP2 and composable ``replicate`` sum gradients over ranks; by default they average.
+    """Make FSDP2 and composable ``replicate`` sum gradients over ranks; by default they average.
 
-    A loss that is a sum over tokens has gradients that add up, to be divided once by the number of all tokens. The
-    divide factor alone is not enough: it asks for a reduction that Gloo does not have.
+    A loss that is a sum over tokens has gradients that add up, and they are divided once by the number of all tokens.
+    Setting the divide factor alone is not enough: it requests a reduction that Gloo does not support.
 
     Args:
-        module: a module with sharded or replicated modules in it, or none.
+        module: module that may contain sharded or replicated modules.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):
@@ -163,7 +167,7 @@ def force_sum_reduction(module: nn.Module) -> None:
 
 
 def _norms(parameters: Mapping[int, nn.Parameter], norm_type: float) -> dict[int, Tensor]:
-    """The norm of each whole gradient, by position; shards' are joined over the meshes that they are sharded on."""
+    """Norm of each whole gradient, by position; norms of shards are combined over the meshes they are sharded on."""
     gradients = {
         position: _reduced(parameter.grad) for position, parameter in parameters.items() if parameter.grad is not None
     }
@@ -183,7 +187,7 @@ def _norms(parameters: Mapping[int, nn.Parameter], norm_type: float) -> dict[int
 
 
 def _part_norms(parts: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-    """The norm of each tensor, in their order; 0 of one without elements, as a shard may be."""
+    """Norm of each tensor, in order; 0 for a tensor without elements, such as an empty shard."""
     norms = {id(part): part.new_zeros(()) for part in parts}
     for alike in _alike([part for part in parts if part.numel()]):
         norms |= zip(map(id, alike), torch._foreach_norm(alike, norm_type), strict=True)
@@ -191,11 +195,11 @@ def _part_norms(parts: Sequence[Tensor], norm_type: float) -> list[Tensor]:
 
 
 def _join(norms: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:
-    """Norms of vectors whose parts are on the ranks of a group, from the norms of the parts."""
+    """Combine the norms of the parts that are on the ranks of a group."""
     if group.size() == 1:
         return norms
     if norm_type == torch.inf:
-        # A maximum over ranks may lose a NaN, a sum does not.
+        # MAX over ranks may drop a NaN; SUM keeps it.
         unknown = norms.isnan().to(norms)
         dist.all_reduce(unknown, group=group)
         largest = norms.nan_to_num(nan=0.0, posinf=torch.inf)
@@ -207,29 +211,29 @@ def _join(norms: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:
 
 
 def _sharding_dimensions(gradient: DTensor) -> tuple[int, ...]:
-    """Dimensions of the mesh over which the gradient is spread; over the others each rank has the same."""
+    """Mesh dimensions over which the gradient is sharded; it is replicated over the others."""
     return tuple(index for index, placement in enumerate(gradient.placements) if not placement.is_replicate())
 
 
 def _reduced(gradient: Tensor) -> Tensor:
-    """The gradient with what tensor parallelism has left to be summed over ranks summed."""
+    """The gradient, with partial sums that tensor parallelism left summed over ranks."""
     if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
         return gradient.redistribute(placements=[Replicate() if p.is_partial() else p for p in gradient.placements])
     return gradient
 
 
 def _part(gradient: Tensor) -> Tensor:
-    """What this rank has of a gradient, sharing its memory."""
+    """This rank's part of a gradient, sharing its memory."""
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _local(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """This rank's parts of the gradients that there are."""
+    """This rank's parts of the existing gradients."""
     return [_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
 def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Groups of one device and type: only such a list is one kernel."""
+    """Groups of one device and dtype, each of which a foreach operation handles in one kernel."""
     groups: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         groups[tensor.device, tensor.dtype].append(tensor)

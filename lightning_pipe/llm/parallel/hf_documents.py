@@ -1,10 +1,11 @@
-"""Documents of packed rows, kept apart in the causal language models of Hugging Face.
+"""Separates the documents of packed rows in Hugging Face causal language models.
 
-A row holds several documents where ``cu_seq_lens_q/k`` say so, or ``position_ids`` that begin again. What a model makes
-of it differs by family and by implementation of attention: ``flash_attention_2`` takes both, ``sdpa`` and ``eager``
-ignore ``cu_seq_lens``. Most families find documents in ``position_ids`` where there is no mask. Others only heed a mask
-of (rows, 1, length, length), and layers with a recurrence or a convolution mix all tokens of a row. Here each family
-gets what it heeds. A family that is not known to keep documents apart is refused.
+A row contains several documents if ``cu_seq_lens_q/k`` give boundaries, or if ``position_ids`` restart within it. The
+effect of these inputs depends on the model family and the attention implementation: ``flash_attention_2`` uses both,
+``sdpa`` and ``eager`` ignore ``cu_seq_lens``. Most families find documents in ``position_ids`` if they get no mask.
+Others only follow a mask of (rows, 1, length, length), and layers with a recurrence or a convolution mix all tokens of
+a row. This module gives each family the input that it follows. A family that is not known to separate documents is
+refused.
 
 Tested in ``tests/scenarios/language_models/test_hf_documents.py``.
 """
@@ -94,11 +95,11 @@ _DESCRIPTION = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
 
 
 class HFDocuments:
-    """What keeps documents apart in one model.
+    """Inputs that separate documents in one model.
 
     Args:
-        config: the model's.
-        dtype: of its parameters.
+        config: Hugging Face config of the model.
+        dtype: dtype of its parameters.
     """
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
@@ -110,21 +111,21 @@ class HFDocuments:
 
     @staticmethod
     def of(model: nn.Module) -> HFDocuments | None:
-        """For a model, or the part of it that a rank has; None where it is not one of Hugging Face's."""
+        """Build it for a model, or for a rank's part of one; None if it is not a Hugging Face causal LM."""
         if not is_causal_lm(model) or not hasattr(model.config, "model_type"):
             return None
         kinds = (one.dtype for one in model.parameters() if one.is_floating_point())
         return HFDocuments(model.config, next(kinds, torch.get_default_dtype()))
 
     def check(self, micro_batch: Mapping[str, Any]) -> None:
-        """See that the documents of a micro-batch, where it has several, are kept apart.
+        """Check that the model separates the documents of a micro-batch, if its rows have several.
 
         Args:
-            micro_batch: as the user gave it, with ``input_ids`` of (rows, length).
+            micro_batch: micro-batch from the user, with ``input_ids`` of (rows, length).
 
         Raises:
-            InputError: the model's family is not known to do it, nor this implementation of its attention; or
-                ``cu_seq_lens`` and ``position_ids`` contradict each other.
+            InputError: the model's family, or its attention implementation, is not known to separate documents;
+                documents longer than a sliding window; ``cu_seq_lens`` and ``position_ids`` that contradict each other.
         """
         documents = self._documents(micro_batch)
         if documents is None:
@@ -132,38 +133,39 @@ class HFDocuments:
         fix = "give each row one document, padded (an attention_mask masks padding)"
         if self._family not in BY_POSITIONS | BY_MASK:
             raise InputError(
-                "the micro-batch has several documents a row (cu_seq_lens, or position_ids that begin again), which"
-                f" {self._family!r} models are not known to keep apart; {fix}, or train a model of one of the families"
-                f" {', '.join(sorted(BY_POSITIONS | BY_MASK))}"
+                "the micro-batch has several documents a row (cu_seq_lens, or position_ids that restart), which"
+                f" {self._family!r} models are not known to keep apart. To fix it, {fix}, or train a model of one of"
+                " the"
+                f" families {', '.join(sorted(BY_POSITIONS | BY_MASK))}"
             )
         positions = micro_batch.get("position_ids")
         if isinstance(positions, Tensor) and _boundaries(documents).gt(positions.diff(dim=1) != 1).any():
             raise InputError(
-                "the micro-batch's position_ids go on where cu_seq_lens begin a document; needed are positions that"
-                " begin again with each document: leave position_ids out, and they are made so"
+                "the micro-batch's position_ids continue where cu_seq_lens begin a document; expected positions that"
+                " restart with each document. Leave position_ids out to have them computed"
             )
         if not self._masks(micro_batch):
             return
         if self._implementation.startswith(("flash", "flex")):
             raise InputError(
                 "the micro-batch has several documents a row, which the attention"
-                f" {self._implementation!r} of {self._family!r} models does not keep apart; use attention='sdpa' or"
+                f" {self._implementation!r} of {self._family!r} models does not keep apart. Use attention='sdpa' or"
                 f" 'eager', or {fix}"
             )
         longest = int(positions_of(documents).max()) + 1
         if self._window is not None and longest > self._window:
             raise InputError(
                 f"the micro-batch has several documents a row, of up to {longest} tokens, and {self._family!r} models"
-                f" cannot be given documents beside a sliding window of {self._window}; {fix}, or cut documents to the"
-                " window"
+                f" do not support documents together with a sliding window of {self._window}. To fix it, {fix}, or cut"
+                " documents to the window"
             )
 
     def keywords(self, micro_batch: Mapping[str, Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's keywords for a micro-batch, by which it keeps documents apart.
+        """The model's keywords for a micro-batch, with the inputs that separate its documents.
 
         Args:
-            micro_batch: padded; :meth:`check` was content with it.
-            keywords: as the user's ``model_inputs`` has them.
+            micro_batch: padded micro-batch that passed :meth:`check`.
+            keywords: keywords from the user's ``model_inputs``.
         """
         documents = self._documents(micro_batch)
         if documents is None or self._family not in BY_POSITIONS | BY_MASK:
@@ -183,23 +185,23 @@ class HFDocuments:
         return attention_of(micro_batch, tokens.shape[1]).documents
 
     def _masks(self, micro_batch: Mapping[str, Any]) -> bool:
-        """Whether the model is given a mask, and not positions alone."""
+        """Return True if the model gets a mask in addition to positions."""
         if self._family in BY_MASK:
             return True
         mask = micro_batch.get("attention_mask")
-        # What only pads the end is before no token that counts.
+        # Padding at the end needs no mask: causal attention of real tokens does not reach it.
         return isinstance(mask, Tensor) and bool((mask.diff(dim=1) > 0).any())
 
     def _mask(self, micro_batch: Mapping[str, Any]) -> Tensor:
         tokens = micro_batch["input_ids"]
         attends = attention_of(micro_batch, tokens.shape[1]).as_mask()
         assert attends is not None
-        # A row of nothing but masked keys has no softmax.
+        # The softmax of a row is undefined if all its keys are masked.
         attends = attends | torch.eye(tokens.shape[1], dtype=torch.bool, device=attends.device)
         lowest = torch.finfo(self._dtype).min
         return torch.zeros(attends.shape, dtype=self._dtype, device=attends.device).masked_fill(~attends, lowest)
 
 
 def _boundaries(documents: Tensor) -> Tensor:
-    """(rows, length - 1): whether the next token begins a document."""
+    """True where the next token begins a document: bool, (rows, length - 1)."""
     return documents.diff(dim=1) != 0

@@ -1,11 +1,12 @@
-"""Attention over sequences that are cut over ranks: keys and values go round, queries stay where they are.
+"""Ring attention over sequences that are cut over ranks: keys and values move around the ranks, queries stay.
 
-What is merely causal runs through PyTorch's ring (``torch.distributed.tensor.experimental``; Ring Attention, arXiv
-2310.01889), which merges the results for the keys of one rank after the other. Its public ``context_parallel`` has no
-way to the CPU's kernel; the functions behind it take any kernel that gives the logarithm of its sums.
+Purely causal attention runs through PyTorch's ring (``torch.distributed.tensor.experimental``; Ring Attention, arXiv
+2310.01889), which merges the results for the keys of one rank after another. PyTorch's public ``context_parallel``
+cannot use the CPU's kernel; its internal functions accept any kernel that returns the logarithm of its sums.
 
-Padding and packed documents need masks, which the ring has none for: keys and values of the whole sequences are then
-gathered, and each rank attends with its own rows of the whole mask (as Llama 3 was trained, arXiv 2407.21783, 3.3.2).
+Padding and packed documents need masks, which the ring does not support. For them the keys and values of the whole
+sequences are gathered, and each rank attends with its own rows of the whole mask (as Llama 3 was trained, arXiv
+2407.21783, 3.3.2).
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ __all__ = ["RingAttention", "check_ring"]
 aten = torch.ops.aten
 _LENGTH = 2  # of (rows, heads, length, width)
 _HALF = (torch.float16, torch.bfloat16)
-# CUDA's kernel for other types gives sums for a multiple of this many queries, and wants as many back.
+# CUDA's kernel for other types pads the sums to a multiple of this number of queries, and expects them back padded.
 _SUMS = 32
 _NEEDED = ("_templated_ring_attention", "_templated_ring_attention_backward", "_cp_options", "_RotateMethod")
 
 
 def check_ring() -> None:
-    """See that this PyTorch has what the ring is made of.
+    """Check that this PyTorch has the functions that the ring is built from.
 
     Raises:
-        SetupError: it has not; those functions are not public.
+        SetupError: one of these functions, which are not public, is missing.
     """
     try:
         from torch.distributed.tensor.experimental import _context_parallel
@@ -51,20 +52,20 @@ def check_ring() -> None:
     if missing:
         raise SetupError(
             f"parallel.cp_method is 'ring', and PyTorch {torch.__version__} is without {', '.join(missing)} in"
-            " torch.distributed.tensor.experimental._context_parallel; needed is PyTorch 2.13, or"
+            " torch.distributed.tensor.experimental._context_parallel. Install PyTorch 2.13, or set"
             " parallel.cp_method='ulysses'"
         )
 
 
 class RingAttention(AttentionMode):
-    """While it is entered, ``scaled_dot_product_attention`` of balanced chunks is that of the whole sequences.
+    """While entered, computes ``scaled_dot_product_attention`` of balanced chunks over the whole sequences.
 
-    Every rank of the group enters it around the same forward, as it does
-    :class:`~lightning_pipe.llm.parallel.ulysses.Ulysses`. Any number of heads will do. Attention has no dropout.
+    Every rank of the group enters it around the same forward, as with
+    :class:`~lightning_pipe.llm.parallel.ulysses.Ulysses`. It supports any number of heads, and no attention dropout.
 
     Args:
-        group: the ranks that hold the chunks, in their order.
-        attention: who attends to whom in the whole sequences; causal where None.
+        group: ranks that hold the chunks, in the order of the chunks.
+        attention: attention pattern of the whole sequences; None (default) for causal attention.
     """
 
     def __init__(self, group: dist.ProcessGroup, attention: FullAttention | None = None) -> None:
@@ -76,7 +77,7 @@ class RingAttention(AttentionMode):
         if mask is not None:
             own = chunk_positions(group.rank(), group.size(), mask.shape[-1], balanced=True)
             self._mask = mask.index_select(-2, own.to(mask.device))
-        # Of a batch that brings masks the model's are parts.
+        # If the batch brings its own mask, the model's masks are cuts of it and need no check.
         self._own = None if self._square else OwnMasks(mask, group.rank(), group.size(), balanced=True)
 
     def attend(
@@ -96,10 +97,10 @@ class RingAttention(AttentionMode):
         if self._own is not None:
             self._own.check(attn_mask)
         device = query.device.type
-        if torch.is_autocast_enabled(device):  # as the function would itself
+        if torch.is_autocast_enabled(device):  # as scaled_dot_product_attention does
             half = torch.get_autocast_dtype(device)
             query, key, value = (tensor.to(half) for tensor in (query, key, value))
-        with torch._C.DisableTorchFunction():  # the same mode may be entered further out
+        with torch._C.DisableTorchFunction():  # an outer context may be in the same mode
             if self._mask is None:
                 return _round(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, self._group)
             mask = self._mask.to(query.dtype) if self._mask.is_floating_point() else self._mask
@@ -111,9 +112,9 @@ class RingAttention(AttentionMode):
 
 @torch.compiler.disable
 def _round(query: Tensor, key: Tensor, value: Tensor, scale: float, group: dist.ProcessGroup) -> Tensor:
-    """Not compiled, as its kernel is compiled code already, and what merges its results is beyond Dynamo (2.13)."""
+    """Ring attention; not compiled: its kernel is compiled already, and Dynamo (2.13) cannot trace the merge."""
     widths = [tensor.shape[-1] for tensor in (query, key, value)]
-    # Kernels ask for one width, those of CUDA for a multiple of 8, which the function itself fills up to.
+    # Kernels need one width, CUDA's a multiple of 8; scaled_dot_product_attention pads in the same way.
     width = max(widths) if query.device.type == "cpu" else -(-max(widths) // 8) * 8
     filled = (F.pad(tensor, (0, width - own)) for tensor, own in zip((query, key, value), widths, strict=True))
     attended: Tensor = _Ring.apply(*filled, scale, group)
@@ -121,7 +122,7 @@ def _round(query: Tensor, key: Tensor, value: Tensor, scale: float, group: dist.
 
 
 def _gathered(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Of all ranks, in the order of the whole sequences; backward adds up the gradients of each rank's own."""
+    """Keys and values of the whole sequences, in order; backward sums the gradients of each rank's chunk."""
     both = torch.cat([key, value], -1).movedim(_LENGTH, 0).contiguous()
     whole: Tensor = wait_tensor(all_gather_single_autograd(both, 0, group))
     size = group.size()
@@ -132,7 +133,7 @@ def _gathered(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Ten
 
 
 class _Ring(torch.autograd.Function):
-    """PyTorch's ring, there and back; where keys have fewer heads, those go round and are repeated for the kernel."""
+    """PyTorch's ring with its backward; keys with fewer heads are sent unrepeated and repeated for the kernel."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, group: dist.ProcessGroup) -> Tensor:
@@ -189,7 +190,7 @@ def _add_up(gradient: Tensor, repeats: int) -> Tensor:
 
 @contextmanager
 def _ring(dtype: torch.dtype) -> Generator[Any]:
-    """PyTorch's module, set to what chunks are cut for, sums in float32 at least; its options are the process's."""
+    """PyTorch's module with the options that balanced chunks need, restored afterwards; they are process-wide."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
     options: Any = ring._cp_options
@@ -203,7 +204,7 @@ def _ring(dtype: torch.dtype) -> Generator[Any]:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> tuple[Any, ...]:
-    """Output, logarithms of the sums, and what else backward needs; without dropout."""
+    """Output, logarithms of the sums, and the other values that backward needs; without dropout."""
     if query.device.type == "cpu":
         return tuple(aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale))
     if query.dtype in _HALF:
@@ -227,6 +228,6 @@ def _attend_backward(
         return tuple(backward(gradient, *saved, *ends_and_lengths, 0.0, is_causal, seed, offset, scale=scale))
     backward = aten._scaled_dot_product_efficient_attention_backward
     *others, sums = saved
-    sums = F.pad(sums, (0, -sums.shape[-1] % _SUMS), value=float("inf"))  # of queries that there are not
+    sums = F.pad(sums, (0, -sums.shape[-1] % _SUMS), value=float("inf"))  # padding queries
     inputs, wanted = (*others[:3], None, others[3], sums), (True, True, True, False)
     return tuple(backward(gradient, *inputs, *rest, 0.0, wanted, is_causal, scale=scale)[:3])

@@ -1,14 +1,15 @@
-"""Tensor parallelism inside a stage: ranks share the matrices of each layer, and hold all else whole.
+"""Tensor parallelism inside a stage: ranks shard the matrices of each layer, and replicate all other parameters.
 
-A layer's first matrices are cut by columns, so that each rank computes some heads or features, the last by rows, and
-the ranks' sums are added::
+A layer's first matrices are cut by columns, so that each rank computes some heads or features. The last one is cut by
+rows, and an all-reduce adds the ranks' partial sums::
 
     hidden states ──► colwise ──► some heads, features ──► rowwise ──► all-reduce ──► hidden states
      (all ranks)                 (those of each rank)                                  (all ranks)
 
-Between the two a rank sees a part of the activations. Whole parameters that are used there (Qwen3's norms of queries
-and keys, in the width of one head) get a part of their gradient on each rank, which :class:`TensorGradients` sums. All
-others get the same gradient on every rank, since that of the hidden states is reduced where it leaves a matrix.
+Between the two, a rank sees a part of the activations. Whole parameters that are used there (Qwen3's norms of queries
+and keys, whose width is one head) get a partial gradient on each rank, which :class:`TensorGradients` sums. All other
+parameters get the same gradient on every rank, since the gradient of the hidden states is reduced where it leaves a
+matrix.
 
 Sources: Megatron-LM (arXiv 1909.08053), ``torch.distributed.tensor.parallel``, and for the words of plans
 ``transformers.integrations.tensor_parallel``.
@@ -33,38 +34,42 @@ from lightning_pipe.llm.parallel.tensor_plan import PARTIAL_GRADIENT, TensorPlan
 
 __all__ = ["TensorGradients", "parallelise_tensors"]
 
-_MARK = "_tensor_parallel_partial_gradients"  # on a module whose own parameters are used on a part of activations
-_SAME = 0.01  # norms that differ by a smaller part are one gradient, computed by kernels that are not deterministic
+_MARK = "_tensor_parallel_partial_gradients"  # on a module whose own parameters see a part of the activations
+_SAME = 0.01  # a smaller relative difference of norms is attributed to non-deterministic kernels
 
 
 def parallelise_tensors(stage: StageModule, config: ModuleConfig, mesh: DeviceMesh, plan: TensorPlan) -> None:
-    """Leave a rank its part of each matrix of a stage's layers, in place. Nothing is sent: each rank cuts its own.
+    """Keep this rank's part of each matrix of a stage's layers, in place, without communication.
 
-    Before activation checkpointing, compilation and data parallelism. What was cut becomes a DTensor on the mesh, other
-    parameters stay as they are. The stage takes and gives whole hidden states, the same on every rank of the mesh.
+    Call it before activation checkpointing, compilation and data parallelism. Sharded parameters become DTensors on the
+    mesh, other parameters stay unchanged. The stage takes and returns whole hidden states, the same on every rank of
+    the mesh.
 
     The words of a plan are Hugging Face's:
 
-    - ``colwise``: cut by columns (a linear layer's output features); the output is the rank's part.
-    - ``rowwise``: cut by rows (its input features); takes a rank's part, gives the whole.
-    - ``colwise_rep``: as ``colwise``, with the parts of the output gathered.
+    - ``colwise``: cut by columns (a linear layer's output features); returns the rank's part of the output.
+    - ``rowwise``: cut by rows (a linear layer's input features); takes the rank's part and returns the whole output.
+    - ``colwise_rep``: as ``colwise``, with the output gathered.
     - ``rowwise_rep``: as ``rowwise``, from a whole input.
     - ``replicate``: stays whole.
-    - ``partial_gradient`` (ours): the module's own parameters stay whole, but see a part of the activations.
+    - ``partial_gradient`` (added by this project): the module's own parameters stay whole, but see a part of the
+      activations.
 
-    A forward must take the number of heads or features from what it is given, as Hugging Face's models do
-    (``view(..., -1, head_dim)``), and a matrix that holds several must have each head's parts side by side. Dropout
-    between ``colwise`` and ``rowwise`` is drawn by each rank for its part; dropout elsewhere must be the same on all,
-    so the ranks' random states must be.
+    A forward must infer the number of heads or features from its input, as Hugging Face's models do (``view(..., -1,
+    head_dim)``), and in a fused matrix the parts of one head must be adjacent. Dropout between ``colwise`` and
+    ``rowwise`` is drawn by each rank for its part. Dropout elsewhere must be the same on all ranks, so their random
+    states must be equal.
 
     Args:
-        stage: with its values, the same on every rank of the mesh.
-        config: of the whole model.
-        mesh: the ranks that share the stage: one named dimension, of the mesh that data parallelism takes its own from.
-        plan: of the unsplit model, checked by :func:`~lightning_pipe.llm.parallel.tensor_plan.resolve_tensor_plan`.
+        stage: stage with materialised parameters, equal on every rank of the mesh.
+        config: module config of the whole model.
+        mesh: mesh of the ranks that share the stage: one named dimension, from the same root mesh as the one of data
+            parallelism.
+        plan: plan of the unsplit model, checked by
+            :func:`~lightning_pipe.llm.parallel.tensor_plan.resolve_tensor_plan`.
 
     Raises:
-        SetupError: what that raises, but for names that are of no module; a mesh of several dimensions.
+        SetupError: as ``resolve_tensor_plan``, except for names that match no module; a mesh of several dimensions.
     """
     _check_mesh(mesh)
     model = stage.module
@@ -80,8 +85,9 @@ class TensorGradients:
     """Completes the gradients of whole parameters after a step's last backward: one all-reduce of a few small vectors.
 
     Args:
-        model: what holds the stages' modules after :func:`parallelise_tensors`, data parallelism and all else.
-        mesh: that of :func:`parallelise_tensors`.
+        model: module that holds the stages' modules, after :func:`parallelise_tensors`, data parallelism and all other
+            changes.
+        mesh: mesh given to :func:`parallelise_tensors`.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
@@ -94,14 +100,14 @@ class TensorGradients:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Sum what each rank has a part of. Once for each optimiser step, before gradients are scaled or measured.
+        """Sum the partial gradients over the mesh. Call it once each optimiser step, before scaling and clipping.
 
-        After the data-parallel reduction, and after all batches that are accumulated, or what is summed would be summed
-        again. The first time (that has no NaN or infinity in it), the ranks compare their gradients.
+        Call it after the data-parallel reduction and after all accumulated batches; otherwise gradients would be summed
+        twice. The first time that no gradient contains NaN or infinity, the ranks compare their gradients.
 
         Raises:
-            SetupError: on every rank of the mesh: a parameter that the plan leaves whole has another gradient on
-                another rank, or one that it calls partial has the same.
+            SetupError: raised on every rank of the mesh: a parameter that the plan leaves whole has different gradients
+                on the ranks, or one that it marks as partial has equal gradients.
         """
         whole: dict[str, Tensor] = {}
         incomplete: dict[str, Tensor] = {}
@@ -110,7 +116,7 @@ class TensorGradients:
                 continue
             gradient = parameter.grad
             if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
-                # A style of the user's own that has left the sum to be done.
+                # A user's own ParallelStyle may leave a partial sum.
                 gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
                 parameter.grad = gradient
             found = gradient.to_local() if isinstance(gradient, DTensor) else gradient
@@ -127,7 +133,7 @@ class TensorGradients:
                 gradient.copy_(summed.view_as(gradient))
 
     def _uncut(self) -> Iterator[tuple[str, nn.Parameter, bool]]:
-        """Trained parameters that every rank of the mesh holds whole, or the same shard of; and if they are partial."""
+        """Trained parameters that are not sharded over the mesh, and True if their gradients are partial."""
         for prefix, module in self._model.named_modules():
             for key, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad and not self._is_cut(parameter):
@@ -140,7 +146,7 @@ class TensorGradients:
         return self._dimension in names and not parameter.placements[names.index(self._dimension)].is_replicate()
 
     def _compare(self, whole: Mapping[str, Tensor], incomplete: Mapping[str, Tensor]) -> bool:
-        """Whether the ranks' gradients could be compared; then those of the first are alike, of the second are not."""
+        """Check that the whole gradients agree and the partial ones differ; False if NaN or infinity prevents it."""
         names = [*whole, *incomplete]
         if not names:
             return True
@@ -159,15 +165,15 @@ class TensorGradients:
             if name in whole and high[index] - low[index] > _SAME * high[index]:
                 raise SetupError(
                     f"the gradient of {name} has norms from {low[index]:.6g} to {high[index]:.6g} on the ranks that"
-                    " share its layer; needed is the same on each, since the tensor-parallel plan leaves it whole. If"
-                    f" it is used between matrices that are cut, give its module {PARTIAL_GRADIENT!r} in the plan; if"
-                    " not, the ranks got other batches or drew other random numbers"
+                    " share its layer; expected equal norms, since the tensor-parallel plan leaves it whole. If it is"
+                    f" used between sharded matrices, give its module {PARTIAL_GRADIENT!r} in the plan; otherwise check"
+                    " that the ranks get the same batches and draw the same random numbers"
                 )
             same = high[index] == low[index] and high_sum[index] == low_sum[index]
             if name in incomplete and same and high[index] > 0:
                 raise SetupError(
                     f"the gradient of {name} is the same on all ranks that share its layer, so it is complete, but"
-                    f" the tensor-parallel plan says {PARTIAL_GRADIENT!r}; needed is 'replicate' for its module, or no"
+                    f" the tensor-parallel plan has {PARTIAL_GRADIENT!r}. Use 'replicate' for its module, or remove the"
                     " entry"
                 )
         return True
@@ -176,6 +182,6 @@ class TensorGradients:
 def _check_mesh(mesh: DeviceMesh) -> None:
     if mesh.ndim != 1 or not mesh.mesh_dim_names:
         raise SetupError(
-            f"the mesh for tensor parallelism has the dimensions {mesh.mesh_dim_names or mesh.ndim}; needed is one,"
-            " with a name: give mesh['tensor'] of the mesh of all ranks"
+            f"the mesh for tensor parallelism has the dimensions {mesh.mesh_dim_names or mesh.ndim}; expected one named"
+            " dimension. Give mesh['tensor'] of the mesh of all ranks"
         )

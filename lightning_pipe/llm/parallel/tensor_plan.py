@@ -1,7 +1,7 @@
-"""Plans of tensor parallelism: which modules of a model's layers several ranks share, and how.
+"""Plans of tensor parallelism: the modules of a model's layers that ranks share, and the style of each.
 
-A plan is a model's own, or comes from its Hugging Face config; it is checked here, before any rank has its part, and
-carried out by ``tensor_parallel``.
+A plan comes from the model itself or from its Hugging Face config. It is checked here, before any rank shards its
+stages, and applied by ``tensor_parallel``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["PARTIAL_GRADIENT", "TensorPlan", "derive_tensor_plan", "resolve_tens
 TensorPlan = Mapping[str, str | ParallelStyle]
 
 PARTIAL_GRADIENT = "partial_gradient"
-# What the words of a plan do to a module; None: nothing, it stays whole.
+# Parallel style of each word of a plan; None for modules that stay whole.
 _STYLES: dict[str, Callable[[], ParallelStyle] | None] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -33,7 +33,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle] | None] = {
     "replicate": None,
     PARTIAL_GRADIENT: None,
 }
-# The dimension of the weight that is cut.
+# Sharded dimension of the weight.
 _CUT: dict[tuple[type[nn.Module], type[ParallelStyle]], int] = {
     (nn.Linear, ColwiseParallel): 0,
     (nn.Linear, RowwiseParallel): 1,
@@ -44,35 +44,36 @@ _HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_hea
 
 
 def derive_tensor_plan(model: nn.Module, config: ModuleConfig) -> dict[str, str | ParallelStyle]:
-    """How a model's layers are shared out: as its ``get_tensor_parallel_plan()`` says, or its Hugging Face config.
+    """Derive the plan from a model's ``get_tensor_parallel_plan()``, or from its Hugging Face config.
 
-    Of the latter's ``base_model_tp_plan`` the entries of layers are taken; embedding, last norm and head stay whole on
-    every rank. Parameters between the matrices, which that plan leaves out, are added as ``partial_gradient``.
+    Only the layers' entries of the config's ``base_model_tp_plan`` are used; embedding, last norm and head stay whole
+    on every rank. Modules with parameters between sharded matrices, which that plan leaves out, are added as
+    ``partial_gradient``.
 
     Args:
-        model: the unsplit one; its parameters may be fake.
-        config: what it is made of.
+        model: unsplit model; its parameters may be fake.
+        config: module config of the model.
 
     Returns:
         A plan for :func:`~lightning_pipe.llm.parallel.tensor_parallel.parallelise_tensors`.
 
     Raises:
-        SetupError: the model does not say, or nothing in its layers is named by what it says.
+        SetupError: the model has no plan, or its plan names no module of its layers.
     """
     needed = (
-        "needed is get_tensor_parallel_plan() on the model, which returns a dict from names of its modules, such as"
+        "Add get_tensor_parallel_plan() to the model; it returns a dict from module names, such as"
         f" '{_any_layer(config)}.mlp.up_proj', to {', '.join(_STYLES)} or PyTorch's ParallelStyle objects"
     )
     kind = type(model).__name__
     if callable(own := getattr(model, "get_tensor_parallel_plan", None)):
         given = own()
         if not isinstance(given, Mapping) or not given:
-            raise SetupError(f"get_tensor_parallel_plan() of {kind} returned {given!r}; {needed}")
+            raise SetupError(f"get_tensor_parallel_plan() of {kind} returned {given!r}, which is not a plan. {needed}")
         return dict(given)
     words = getattr(model.config, "base_model_tp_plan", None) if is_causal_lm(model) else None
     if not words:
-        raise SetupError(f"{kind} does not say how tensor parallelism cuts its layers; {needed}")
-    # The plan's names are those of the module that holds the list of layers.
+        raise SetupError(f"{kind} has no plan for tensor parallelism. {needed}")
+    # The plan's names are relative to the module that holds the list of layers.
     prefix = config.layer_prefix.rpartition(".")[0]
     prefix = f"{prefix}." if prefix else ""
     plan: dict[str, str | ParallelStyle] = {
@@ -81,7 +82,7 @@ def derive_tensor_plan(model: nn.Module, config: ModuleConfig) -> dict[str, str 
         if any(_is_in_layer(name, config) for name in _matches(prefix + pattern, model))
     }
     if not plan:
-        raise SetupError(f"base_model_tp_plan of {kind} names none of the modules in its layers; {needed}")
+        raise SetupError(f"base_model_tp_plan of {kind} names none of the modules in its layers. {needed}")
     for name in _between(model, config, plan):
         plan.setdefault(_of_any_layer(name, config), PARTIAL_GRADIENT)
     return plan
@@ -90,23 +91,23 @@ def derive_tensor_plan(model: nn.Module, config: ModuleConfig) -> dict[str, str 
 def resolve_tensor_plan(
     model: nn.Module, config: ModuleConfig, plan: TensorPlan, size: int
 ) -> dict[str, str | ParallelStyle]:
-    """What a plan says of each module, checked. Of the unsplit model, it is the same on all ranks: all raise, or none.
+    """Resolve a plan to the style of each module, and check it. On the unsplit model every rank gets the same result.
 
     Args:
-        model: the unsplit one, or a stage's; its parameters may be fake.
-        config: what the unsplit one is made of.
-        plan: from names of the unsplit model's modules, in which ``*`` stands for a part between dots, to a word or a
-            ``ParallelStyle``. For the words see
+        model: unsplit model, or one of its stages; its parameters may be fake.
+        config: module config of the unsplit model.
+        plan: dict from names of the unsplit model's modules, in which ``*`` stands for one part between dots, to a
+            word or a ``ParallelStyle``. For the words see
             :func:`~lightning_pipe.llm.parallel.tensor_parallel.parallelise_tensors`.
         size: number of ranks that share a layer.
 
     Returns:
-        By the names of modules that are there: PyTorch's style, ``replicate`` or ``partial_gradient``.
+        PyTorch's style, ``replicate`` or ``partial_gradient``, by name of each module that the model holds.
 
     Raises:
-        SetupError: an entry that names no module of the unsplit model, or one outside of the layers; a style that is
-            unknown, or that the module cannot be cut by; widths, heads or key and value heads that are not divisible
-            by the size.
+        SetupError: an entry that names no module of the unsplit model, or a module outside the layers; an unknown
+            style, or one that the module does not support; widths, heads or key-value heads that are not divisible by
+            the size.
     """
     is_whole = not any(isinstance(module, PassThrough) for module in model.modules())
     found: dict[str, str | ParallelStyle] = {}
@@ -115,19 +116,18 @@ def resolve_tensor_plan(
         names = _matches(pattern, model)
         if not names and is_whole:
             raise SetupError(
-                f"the tensor-parallel plan names {pattern}, which {type(model).__name__} does not have; needed are"
-                f" names of modules in its layers, such as {_some_names(model, config)}, with * for any index"
+                f"the tensor-parallel plan names {pattern}, which {type(model).__name__} does not have; expected names"
+                " of"
+                f" modules in its layers. Use names such as {_some_names(model, config)}, with * for any index"
             )
         for name in names:
             if style != "replicate" and not _is_in_layer(name, config):
                 raise SetupError(
-                    f"the tensor-parallel plan cuts {name}, which is in no layer; needed are modules in"
-                    f" {_any_layer(config)}: embedding, norm and head stay whole, so leave it out of the plan"
+                    f"the tensor-parallel plan cuts {name}, which is in no layer; expected modules in"
+                    f" {_any_layer(config)}. Remove it from the plan: embedding, norm and head stay whole"
                 )
             if name in found:
-                raise SetupError(
-                    f"the tensor-parallel plan has two entries for {name}; needed is one: remove {pattern}"
-                )
+                raise SetupError(f"the tensor-parallel plan has two entries for {name}; expected one. Remove {pattern}")
             found[name] = style
     for name, module_style in found.items():
         _check_module(name, model.get_submodule(name), module_style, size)
@@ -140,8 +140,8 @@ def _style(pattern: str, given: object) -> str | ParallelStyle:
         return given
     if not isinstance(given, str) or given not in _STYLES:
         raise SetupError(
-            f"the tensor-parallel plan says {given!r} for {pattern}; needed is one of {', '.join(_STYLES)}, or one of"
-            " PyTorch's ParallelStyle objects: give a plan of your own as the model's get_tensor_parallel_plan()"
+            f"the tensor-parallel plan has {given!r} for {pattern}; expected one of {', '.join(_STYLES)}, or one of"
+            " PyTorch's ParallelStyle objects. Return another plan from the model's get_tensor_parallel_plan()"
         )
     make = _STYLES[given]
     return given if make is None else make()
@@ -154,23 +154,23 @@ def _check_module(name: str, module: nn.Module, style: str | ParallelStyle, size
     weight = getattr(module, "weight", None)
     if not cut or not isinstance(weight, Tensor):
         raise SetupError(
-            f"the tensor-parallel plan says {type(style).__name__} for {name}, a {type(module).__name__}; needed is an"
-            " nn.Linear or nn.Embedding: name those inside it, or leave it out of the plan"
+            f"the tensor-parallel plan has {type(style).__name__} for {name}, a {type(module).__name__}; expected an"
+            " nn.Linear or nn.Embedding. Name those inside it, or remove it from the plan"
         )
     if isinstance(weight, DTensor):
         raise SetupError(
-            f"{name} is sharded already (placements {weight.placements}); needed are plain parameters: cut matrices"
-            " once, before data parallelism"
+            f"{name} is sharded already (placements {weight.placements}); expected plain parameters. Apply tensor"
+            " parallelism once, before data parallelism"
         )
     if weight.shape[cut[0]] % size:
         raise SetupError(
             f"{name} has {weight.shape[cut[0]]} {'columns' if isinstance(style, ColwiseParallel) else 'rows'}, which"
-            f" {size} ranks cannot share evenly; needed is a multiple of parallel.tp: change either"
+            f" {size} ranks cannot share evenly; expected a multiple of parallel.tp. Change the width or parallel.tp"
         )
 
 
 def _check_heads(model: nn.Module, styles: Mapping[str, str | ParallelStyle], size: int) -> None:
-    """A head is never cut: the model's forward would take what a rank has of it for another number of heads."""
+    """Check that no head is cut: from a part of a head, the model's forward would infer a wrong number of heads."""
     for name, style in styles.items():
         if not isinstance(style, ColwiseParallel) or style.output_layouts != (Shard(-1),):
             continue
@@ -184,15 +184,16 @@ def _check_heads(model: nn.Module, styles: Mapping[str, str | ParallelStyle], si
                 count = getattr(source, key, None)
                 if isinstance(count, int) and count % size:
                     raise SetupError(
-                        f"{key} is {count}, and {name} is cut among {size} ranks; needed is a multiple of"
-                        " parallel.tp, so that each has whole heads: change either"
+                        f"{key} is {count}, and {name} is cut among {size} ranks; expected a multiple of parallel.tp,"
+                        " so"
+                        f" that each rank has whole heads. Change one of them"
                     )
 
 
 def _between(model: nn.Module, config: ModuleConfig, plan: TensorPlan) -> list[str]:
-    """Modules with parameters of their own that see what a ``colwise`` module gives, before a ``rowwise`` one takes it.
+    """Modules with parameters between a ``colwise`` and a ``rowwise`` module, which see a part of the activations.
 
-    Those are, beside such a module, in the smallest module that holds both of them.
+    They are the remaining modules of the smallest module that contains both.
     """
     styles = {name: word for pattern, word in plan.items() for name in _matches(pattern, model)}
     blocks = set()
@@ -214,7 +215,7 @@ def _between(model: nn.Module, config: ModuleConfig, plan: TensorPlan) -> list[s
 
 
 def _matches(pattern: str, model: nn.Module) -> list[str]:
-    """Names of the modules that are there, and that a pattern is for: each part between dots matches by itself."""
+    """Names of the model's modules that match a pattern; each part between dots is matched separately."""
     parts = pattern.split(".")
     return [
         name

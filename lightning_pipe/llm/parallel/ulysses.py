@@ -1,12 +1,12 @@
-"""Attention over sequences that are cut over ranks: each takes some of the heads, for the whole length.
+"""Ulysses attention over sequences that are cut over ranks: each rank computes some heads for the whole length.
 
-An all-to-all before attention gives a rank the whole sequences of its share of heads, one behind it gives the heads of
-its chunk back (DeepSpeed-Ulysses, arXiv 2309.14509)::
+An all-to-all before attention gives a rank the whole sequences of its heads. An all-to-all after attention returns all
+heads of its chunk (DeepSpeed-Ulysses, arXiv 2309.14509)::
 
     (rows, heads, length / c, width) ──► (rows, heads / c, length, width) ──► attention ──► and back
 
-It works for any model that calls ``scaled_dot_product_attention``, as it is: a function mode sees those calls. What a
-rank's chunk alone tells a model of who attends to whom is not the truth, so its mask gives way to the whole one.
+It works unchanged for any model that calls ``scaled_dot_product_attention``, since a function mode intercepts those
+calls. A model that sees only a chunk cannot build the right mask, so its mask is replaced by the whole one.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ __all__ = ["Ulysses"]
 
 
 class Ulysses(AttentionMode):
-    """While it is entered, ``scaled_dot_product_attention`` of chunks is that of the whole sequences.
+    """While entered, computes ``scaled_dot_product_attention`` of chunks over the whole sequences.
 
-    Every rank of the group enters it around the same forward. It holds nothing of a call, so that it may be entered
-    again, inside itself or when activation checkpointing runs a forward once more; backward needs no mode.
+    Every rank of the group enters it around the same forward. It keeps no state between calls, so it may be nested, or
+    entered again when activation checkpointing recomputes a forward. Backward does not need the mode.
 
-    Query heads are a multiple of the ranks. Key and value heads need not be: fewer than that are repeated first, as far
-    as needed. A mask that the model built from its chunk is replaced, whatever it says. Under dropout of attention
-    each rank draws for its own heads: as random as on one device, but not the same numbers.
+    The number of query heads must be a multiple of the number of ranks. Key and value heads need not be: they are
+    repeated first, as far as necessary. A mask that the model built from its chunk is replaced. Attention dropout is
+    drawn by each rank for its own heads: equally random as on one device, but with other numbers.
 
     Args:
-        group: the ranks that hold the chunks, in their order.
-        attention: who attends to whom in the whole sequences; causal where None.
+        group: ranks that hold the chunks, in the order of the chunks.
+        attention: attention pattern of the whole sequences; None (default) for causal attention.
     """
 
     def __init__(self, group: dist.ProcessGroup, attention: FullAttention | None = None) -> None:
         super().__init__()
         self._group = group
-        # Made once, and the same for all layers, since autograd keeps it for each until backward.
+        # Built once and shared by all layers, since autograd keeps each layer's mask until backward.
         self._mask = None if attention is None else attention.as_mask()
         self._square = attention is not None and attention.mask is not None
-        # Of a batch that brings masks the model's are parts.
+        # If the batch brings its own mask, the model's masks are cuts of it and need no check.
         self._own = None if self._square else OwnMasks(self._mask, group.rank(), group.size())
 
     def attend(
@@ -71,7 +71,7 @@ class Ulysses(AttentionMode):
             key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
         query, key, value = _heads_to_ranks([query, key, value], self._group)
         mask = self._of_own_heads(query)
-        with torch._C.DisableTorchFunction():  # the same mode may be entered further out
+        with torch._C.DisableTorchFunction():  # an outer context may be in the same mode
             attended = F.scaled_dot_product_attention(query, key, value, mask, dropout_p, mask is None, **options)
         return _chunks_to_ranks(attended, self._group)
 
@@ -86,9 +86,9 @@ class Ulysses(AttentionMode):
 
 
 def _heads_to_ranks(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """Each (rows, heads, length / c, width) becomes (rows, heads / c, length, width): its heads of all chunks."""
+    """Exchange (rows, heads, length / c, width) for (rows, heads / c, length, width): own heads of all chunks."""
     size = group.size()
-    # In front comes the rank that it goes to, and afterwards the one that it came from.
+    # The first dimension is the destination rank before the exchange, and the source rank after it.
     parts = [tensor.reshape(len(tensor), size, -1, *tensor.shape[2:]).movedim(1, 0) for tensor in tensors]
     received = _all_to_all(torch.cat([part.flatten(1) for part in parts], 1), group)
     pieces = received.split([part[0].numel() for part in parts], 1)
@@ -96,12 +96,12 @@ def _heads_to_ranks(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list
 
 
 def _chunks_to_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(rows, heads / c, length, width) becomes (rows, heads, length / c, width): its chunk of all heads."""
+    """Exchange (rows, heads / c, length, width) for (rows, heads, length / c, width): own chunk of all heads."""
     parts = tensor.reshape(*tensor.shape[:2], group.size(), -1, tensor.shape[-1]).movedim(2, 0)
     return _all_to_all(parts, group).movedim(0, 1).flatten(1, 2)
 
 
 def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """parts[i] goes to rank i; the result's [i] came from it. Backward sends gradients back."""
+    """Send parts[i] to rank i, and receive result[i] from it; backward sends the gradients back."""
     received: Tensor = wait_tensor(all_to_all_single_autograd(parts.contiguous(), None, None, group))
     return received
