@@ -170,7 +170,7 @@ def join_sequence(part: Tensor, group: dist.ProcessGroup, *, balanced: bool = Fa
     Args:
         part: this rank's outputs, contiguous or not; (rows, length / size, ...), the same shape on all ranks.
         group: ranks that hold the chunks, in the order of the chunks.
-        balanced: how they were cut.
+        balanced: True if the chunks were cut with ``balanced=True`` (default False).
 
     Returns:
         (rows, length, ...).

@@ -1,9 +1,9 @@
-"""The bubble of a pipeline: how long its ranks are idle, measured, and simulated from what was measured.
+"""Bubble of a pipeline, the time in which its ranks are idle: measured, and simulated from measured durations.
 
-A step is as long as its longest rank took, from what it first did or waited for to the end of what it last did. Ranks
-are not compared by their clocks, which differ between machines: it is taken that all begin a step at once.
+A step takes the time of its longest rank, from its first work or wait to the end of its last work. Clocks of different
+machines differ, so times of different ranks are never compared: all ranks are assumed to begin a step at the same time.
 
-Source of the textbook's share: GPipe (arXiv 1811.06965), section 2.3; 1F1B has the same (arXiv 2104.04473).
+Source of the textbook formula: GPipe (arXiv 1811.06965), section 2.3; 1F1B has the same (arXiv 2104.04473).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["BubbleReport", "RankTimes", "StepBubble", "measure_step", "summarise
 
 
 class RankTimes(NamedTuple):
-    """What became of one rank's time in a step; seconds, which add up to the step's.
+    """Breakdown of one rank's time in a step; seconds that add up to the step's duration.
 
     Attributes:
         busy: forwards, the loss, and backwards.
-        wait_forward: waits for the stage before.
-        wait_backward: waits for the stage after.
-        other: between those: sends that are waited for, the schedule's own work.
-        done: from the end of what it last did to the end of the step's longest rank.
+        wait_forward: waits for the preceding stage.
+        wait_backward: waits for the following stage.
+        other: time between those: waits for sends, and the schedule's own work.
+        done: time from the end of the rank's last work to the end of the step's longest rank.
     """
 
     busy: float
@@ -41,7 +41,7 @@ class RankTimes(NamedTuple):
 
     @property
     def step(self) -> float:
-        """All of it."""
+        """Duration of the step."""
         return self.busy + self.wait_forward + self.wait_backward + self.other + self.done
 
 
@@ -49,12 +49,12 @@ class StepBubble(NamedTuple):
     """One step of a pipeline, or the medians of several.
 
     Attributes:
-        ranks: what became of the time of each rank of the pipeline, in order.
-        measured: the share of all ranks' time in which they are not busy.
-        step: seconds that the step took.
-        simulated: the same share as ``measured``, of a step in which each forward and backward takes the median of what
-            those of its stage took, and communication nothing; None for a schedule that lists no actions.
-        bound: seconds that such a step takes.
+        ranks: breakdown of the time of each rank of the pipeline, in order.
+        measured: share of all ranks' time in which they are not busy.
+        step: duration of the step in seconds.
+        simulated: the same share in a simulated step, in which each forward and backward takes the median time of its
+            stage and communication takes no time; None for a schedule that lists no actions.
+        bound: duration of the simulated step in seconds, or None.
     """
 
     ranks: tuple[RankTimes, ...]
@@ -66,15 +66,14 @@ class StepBubble(NamedTuple):
 
 @dataclass(frozen=True)
 class BubbleReport:
-    """The bubble of a schedule, measured and expected.
+    """Bubble of a schedule, measured and expected.
 
     Attributes:
-        schedule: its name.
-        num_microbatches: of a step.
-        steps: how many were measured.
-        medians: over those steps, each number by itself.
-        textbook: (P - 1) / (m + P - 1) where the schedule is one for which this holds, of stages that take as long as
-            each other; None for others.
+        schedule: name of the schedule.
+        num_microbatches: number of micro-batches in a step.
+        steps: number of measured steps.
+        medians: medians over those steps, taken separately for each number.
+        textbook: (P - 1) / (m + P - 1), for schedules and even stages for which it holds; None for other schedules.
     """
 
     schedule: str
@@ -85,22 +84,22 @@ class BubbleReport:
 
 
 def measure_step(events: Sequence[Sequence[Bar]], actions: Actions) -> StepBubble:
-    """What became of the time of a step's ranks, beside a simulation from the durations in it.
+    """Break down the time of a step's ranks, and simulate the step from its durations.
 
     Args:
-        events: of one step, for each rank of the pipeline in order: what its stages noted, in their order. Only times
-            of one rank are subtracted from each other.
-        actions: what each rank computes, as ``simulation.actions_of`` gives it for this schedule; may be empty.
+        events: bars of one step, for each rank of the pipeline in order, each in the order of recording. Only times of
+            the same rank are subtracted from each other.
+        actions: actions of each rank, from ``simulation.actions_of`` for this schedule; may be empty.
 
     Raises:
         InputError: a rank without events.
-        SetupError: actions that the events do not cover.
+        SetupError: an action without a recorded duration.
     """
     silent = [rank for rank, row in enumerate(events) if not row]
     if silent or not events:
         raise InputError(
-            f"rank(s) {silent} of a pipeline of {len(events)} noted nothing in this step; needed are the events of"
-            " every rank: set record_events on every rank's runner before the step"
+            f"rank(s) {silent} of a pipeline of {len(events)} recorded nothing in this step; expected events of every"
+            " rank. Set record_events on every rank's runner before the step"
         )
     spans = [row[-1].end - row[0].start for row in events]
     step = max(spans)
@@ -109,7 +108,7 @@ def measure_step(events: Sequence[Sequence[Bar]], actions: Actions) -> StepBubbl
     if not actions:
         return StepBubble(ranks, measured, step, None, None)
     durations = median_durations(event for row in events for event in row)
-    timeline = simulate(actions, cast(Mapping[tuple[int, Kind], float], durations))  # and waits, which nobody looks up
+    timeline = simulate(actions, cast(Mapping[tuple[int, Kind], float], durations))  # has waits, too, which are unused
     return StepBubble(ranks, measured, step, timeline.bubble_fraction, timeline.makespan)
 
 
@@ -126,25 +125,25 @@ def _times(events: Sequence[Bar], span: float, step: float) -> RankTimes:
 
 
 def textbook_bubble(spec: ScheduleSpec, pp_size: int, num_microbatches: int) -> float | None:
-    """(P - 1) / (m + P - 1) for GPipe and 1F1B; None for every other schedule, where it does not hold."""
+    """Bubble (P - 1) / (m + P - 1) for GPipe and 1F1B; None for other schedules, where it does not hold."""
     if spec.name not in ("gpipe", "1f1b"):
         return None
     return (pp_size - 1) / (num_microbatches + pp_size - 1)
 
 
 def summarise(spec: ScheduleSpec, num_microbatches: int, steps: Sequence[StepBubble]) -> BubbleReport:
-    """The medians of some steps of one schedule.
+    """Medians over steps of one schedule.
 
     Args:
-        spec: the schedule.
-        num_microbatches: of a step.
-        steps: at least one, of a pipeline of as many ranks each.
+        spec: schedule.
+        num_microbatches: number of micro-batches in a step.
+        steps: measured steps, at least one, all with the same number of ranks.
 
     Raises:
         InputError: no steps.
     """
     if not steps:
-        raise InputError("no step was measured; needed is at least one: train more batches, or begin to measure sooner")
+        raise InputError("no step was measured; expected at least one. Train more batches, or start measuring earlier")
 
     def median(values: Iterable[float | None]) -> float | None:
         known = [value for value in values if value is not None]
@@ -152,6 +151,6 @@ def summarise(spec: ScheduleSpec, num_microbatches: int, steps: Sequence[StepBub
 
     ranks, *others = zip(*steps, strict=True)
     of_ranks = (RankTimes(*map(statistics.median, zip(*same, strict=True))) for same in zip(*ranks, strict=True))
-    medians = StepBubble(tuple(of_ranks), *map(median, others))  # type: ignore[arg-type]  # those that every step has
+    medians = StepBubble(tuple(of_ranks), *map(median, others))  # type: ignore[arg-type]  # same in every step
     textbook = textbook_bubble(spec, len(steps[0].ranks), num_microbatches)
     return BubbleReport(spec.name, num_microbatches, len(steps), medians, textbook)

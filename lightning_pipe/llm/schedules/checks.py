@@ -1,4 +1,4 @@
-"""What a schedule needs, asked before it runs: PyTorch would hang, or train on wrong gradients, without an error."""
+"""Checks of a schedule before it runs, for cases in which PyTorch would hang or compute wrong gradients silently."""
 
 from __future__ import annotations
 
@@ -30,30 +30,31 @@ Sharding = Literal["fsdp", "replicate", "ddp"]
 def check_microbatches(
     spec: ScheduleSpec, num_microbatches: int, pp_size: int, stages_per_rank: int | None = None
 ) -> None:
-    """Refuse a number of micro-batches that the schedule cannot run in training; for evaluation any number will do.
+    """Refuse a number of micro-batches that the schedule cannot train with; evaluation works with any number.
 
     Args:
-        spec: the schedule.
-        num_microbatches: of a step.
-        pp_size: ranks of the pipeline.
-        stages_per_rank: None for the schedule's own number.
+        spec: schedule.
+        num_microbatches: number of micro-batches in a step.
+        pp_size: number of ranks of the pipeline.
+        stages_per_rank: number of stages of each rank; None (default) for the schedule's default.
 
     Raises:
-        SetupError: too few or not divisible; whatever a user's class refuses; a file whose actions do not fit together.
+        SetupError: too few micro-batches, or a number that is not divisible as required; any error of a user's class; a
+            file of actions that do not fit together.
     """
     name, count = spec.name, num_microbatches
     if count < 1:
-        raise SetupError(f"num_microbatches is {count}; needed is at least 1")
+        raise SetupError(f"num_microbatches must be at least 1, got {count}")
     if spec.path is not None:
         _check_file(spec, count, pp_size)
     elif issubclass(spec.schedule_class, Schedule1F1B) and count < pp_size:
         raise SetupError(
-            f"num_microbatches is {count}; schedule {name} needs at least one for each of the {pp_size} stages: use"
+            f"num_microbatches is {count}; schedule {name} needs at least one for each of the {pp_size} stages. Use"
             f" {pp_size} or more, or schedule gpipe"
         )
     elif issubclass(spec.schedule_class, ScheduleDualPipeV) and count < 2 * pp_size:
         raise SetupError(
-            f"num_microbatches is {count}; schedule {name} needs at least one for each of the {2 * pp_size} stages: use"
+            f"num_microbatches is {count}; schedule {name} needs at least one for each of the {2 * pp_size} stages. Use"
             f" {2 * pp_size} or more, or schedule zbv_zero_bubble"
         )
     elif issubclass(spec.schedule_class, ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble) and not _in_rounds(
@@ -63,7 +64,7 @@ def check_microbatches(
         more = next(m for m in range(count, 2 * count + pp_size) if _in_rounds(m, pp_size))
         raise SetupError(
             f"num_microbatches is {count}; schedule {name} needs a multiple of its rounds, {count // pp_size}, which is"
-            f" {count} // {pp_size} ranks: use {less} or {more}"
+            f" {count} // {pp_size} ranks. Use {less} or {more}"
         )
     actions = actions_of(spec, pp_size, count, stages_per_rank)
     _check_last_stage(spec, actions, pp_size * count_stages(spec, pp_size, stages_per_rank) - 1)
@@ -74,7 +75,7 @@ def _in_rounds(num_microbatches: int, pp_size: int) -> bool:
 
 
 def _check_last_stage(spec: ScheduleSpec, actions: Actions, last: int) -> None:
-    """PyTorch finds the loss of micro-batch i as the i-th that was computed."""
+    """Check that the last stage computes in ascending order: PyTorch takes the i-th computed loss for micro-batch i."""
     forward = _ComputationType.FORWARD
     row = [a for rank in actions.values() for a in rank if a.stage_index == last and a.computation_type is forward]
     found = [action.microbatch_index for action in row]
@@ -92,13 +93,13 @@ def _check_file(spec: ScheduleSpec, num_microbatches: int, pp_size: int) -> None
     found = 1 + max(a.microbatch_index or 0 for row in actions.values() for b in row for a in b.sub_actions or (b,))
     if found != num_microbatches:
         raise SetupError(
-            f"num_microbatches is {num_microbatches}; the schedule in {spec.path} is for {found}: use {found}"
+            f"num_microbatches is {num_microbatches}; the schedule in {spec.path} is for {found}. Use {found}"
         )
     if any(not action.is_compute_op for row in actions.values() for action in row):
         _check_messages(spec.path, actions, place_stages(spec.placement, pp_size, num_stages))
 
 
-# For what is received: how the neighbour's stage sends it, how much lower or higher that stage is, and what needs it.
+# For each receive: the neighbour's send, the offset of the neighbour's stage, and the computations that need it.
 _RECEIVED = {
     _ComputationType.RECV_F: (_ComputationType.SEND_F, -1, (_ComputationType.FORWARD,)),
     _ComputationType.RECV_B: (
@@ -114,7 +115,7 @@ _COMPUTED = {
 
 
 def _check_messages(path: Path, actions: Actions, ranks: Mapping[int, int]) -> None:
-    """A file with communication: two ranks' messages are matched by order alone, so each must be what is waited for."""
+    """Check a file with communication: messages between two ranks match by order only, so orders must agree."""
     sent: dict[tuple[int, int], list[str]] = {}
     expected: dict[tuple[int, int], list[str]] = {}
     for rank, row in actions.items():
@@ -144,8 +145,8 @@ def _check_messages(path: Path, actions: Actions, ranks: Mapping[int, int]) -> N
             )
             raise SetupError(
                 f"the schedule in {path} sends from rank {pair[0]} to rank {pair[1]}, as message {place},"
-                f" {_at(out, place)}, where {_at(into, place)} is received: one would be taken for the other. Receive"
-                " in the order of sending"
+                f" {_at(out, place)}, where {_at(into, place)} is received, so tensors would be mixed up. List the"
+                " receives in the order of the sends"
             )
 
 
@@ -160,7 +161,7 @@ def _at(messages: Sequence[str], place: int) -> str:
 def check_combination(
     spec: ScheduleSpec, *, sharding: Sharding | None, reshard_after_forward: bool | None, compiled: bool
 ) -> None:
-    """Refuse what would train on wrong gradients, or fail in the first step.
+    """Refuse combinations that would compute wrong gradients, or fail in the first step.
 
     ==================================  ==========  ==========================  ==========================
     schedule                            DDP         FSDP2 or replicate          compiled layers
@@ -172,19 +173,21 @@ def check_combination(
     ==================================  ==========  ==========================  ==========================
 
     Args:
-        spec: the schedule. In two parts, for inputs and for weights, run the backwards of the zero-bubble schedules, of
-            DualPipeV, and of files and classes that list such actions.
-        sharding: what each stage is wrapped in, if anything: FSDP2's ``fully_shard``, its ``replicate``, or DDP.
-        reshard_after_forward: of ``fully_shard``; None where it is left to be chosen (it is then false).
-        compiled: whether ``torch.compile`` is used on layers.
+        spec: schedule. Backwards run in two parts, for inputs and for weights, in the zero-bubble schedules, in
+            DualPipeV,
+            and in files and classes that list such actions.
+        sharding: wrapper of each stage: FSDP2's ``fully_shard``, its ``replicate``, or DDP; None for no wrapper.
+        reshard_after_forward: option of ``fully_shard``; None for the default, which is False here.
+        compiled: True if layers are compiled with ``torch.compile``.
 
     Raises:
-        SetupError: with what to use in its place.
+        SetupError: a refused combination; the message names an alternative.
     """
     if sharding == "ddp":
         raise SetupError(
-            "stages are wrapped in DistributedDataParallel, which reduces other gradients than a pipeline's schedule"
-            " accumulates; use replicate (torch.distributed._composable) in its place"
+            "stages are wrapped in DistributedDataParallel, whose gradient reduction does not work with the gradient"
+            " accumulation of a pipeline's schedule. For replicated stages use replicate"
+            " (torch.distributed._composable)"
         )
     if sharding is not None:
         _check_reduction(spec)
@@ -194,24 +197,26 @@ def check_combination(
     if split is not False and sharding == "fsdp" and reshard_after_forward:
         reason = "lists no actions, so it may run" if split is None else "runs"
         raise SetupError(
-            f"parallel.reshard_after_forward is true, and schedule {spec.name} {reason} backwards in two parts, whose"
-            " gradients are then wrong; set reshard_after_forward to false, or use 1f1b or interleaved_1f1b"
+            f"parallel.reshard_after_forward is true, and schedule {spec.name} {reason} backwards in two parts, which"
+            " gives wrong gradients with it. Disable it: set reshard_after_forward to false, or use 1f1b or"
+            " interleaved_1f1b"
         )
     if split and compiled and torch._functorch.config.donated_buffer:
         raise SetupError(
-            f"layers are compiled, and schedule {spec.name} runs backwards in two parts, which need a graph's buffers"
-            " twice; set torch._functorch.config.donated_buffer to False, and compile layers in place (Module.compile)"
+            f"layers are compiled, and schedule {spec.name} runs backwards in two parts, which use a graph's buffers"
+            " twice. For this, set torch._functorch.config.donated_buffer to False, and compile layers in place"
+            " (Module.compile)"
         )
 
 
 def _check_reduction(spec: ScheduleSpec) -> None:
-    """Gradients are reduced over the ranks of a stage by an action of its own, which not every schedule has."""
+    """Check that the schedule has the separate action that reduces gradients over the ranks of a stage."""
     if issubclass(spec.schedule_class, PipelineScheduleMulti) and not issubclass(
         spec.schedule_class, _PipelineScheduleRuntime
     ):
         raise SetupError(
-            f"schedule {spec.name} derives from PipelineScheduleMulti alone, which never reduces gradients over the"
-            " ranks that share a stage; derive it from _PipelineScheduleRuntime"
+            f"schedule {spec.name} derives from PipelineScheduleMulti, which never reduces gradients over the ranks"
+            " that share a stage. Derive it from _PipelineScheduleRuntime"
         )
     actions = read_actions(spec.path) if spec.path is not None else {}
     if any(not action.is_compute_op for row in actions.values() for action in row):
@@ -221,17 +226,17 @@ def _check_reduction(spec: ScheduleSpec) -> None:
             if stages - have:
                 raise SetupError(
                     f"the schedule in {spec.path} has no {kind.value} for stage(s) {sorted(stages - have)}; stages that"
-                    " are sharded or replicated need one each. Leave all communication out, and PyTorch adds it"
+                    " are sharded or replicated need one each. Add it, or remove all communication and PyTorch adds it"
                 )
 
 
 def splits_backward(spec: ScheduleSpec) -> bool | None:
-    """Whether it has backwards in two parts, for inputs and for weights; None where that is not listed."""
+    """Return True if backwards run in two parts, for inputs and for weights; None if the schedule lists no actions."""
     if spec.path is not None:
         actions: Actions = read_actions(spec.path)
     else:
         try:
-            actions = actions_of(spec, 2, 4)  # the smallest case that every schedule of PyTorch's can have
+            actions = actions_of(spec, 2, 4)  # the smallest case that all of PyTorch's schedules support
         except SetupError:
             return None
     parts = (_ComputationType.BACKWARD_INPUT, _ComputationType.BACKWARD_WEIGHT)

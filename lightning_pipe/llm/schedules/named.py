@@ -1,8 +1,8 @@
 """PyTorch's pipeline schedules by name, and the stages that each rank holds under them.
 
-No schedule is written here: a name, a class or a file of actions becomes a :class:`ScheduleSpec`. From that
-:mod:`~lightning_pipe.llm.schedules.checks` checks the options, :mod:`~lightning_pipe.llm.schedules.step` builds and
-runs the schedule, and :mod:`~lightning_pipe.llm.schedules.simulation` simulates it.
+This module implements no schedule: it resolves a name, a class or a file of actions to a :class:`ScheduleSpec`. From
+that, :mod:`~lightning_pipe.llm.schedules.checks` checks the options, :mod:`~lightning_pipe.llm.schedules.step` builds
+and runs the schedule, and :mod:`~lightning_pipe.llm.schedules.simulation` simulates it.
 
 Sources: ``torch.distributed.pipelining.schedules`` of torch 2.13; GPipe (arXiv 1811.06965), 1F1B and interleaved 1F1B
 (arXiv 2104.04473), breadth-first (arXiv 2211.05953), zero bubble and ZBV (arXiv 2401.10241), DualPipe (arXiv
@@ -50,7 +50,7 @@ __all__ = [
     "stages_of_rank",
 ]
 
-# Far above any pipeline. All of a file's actions are made before they are compared: some 40 MB of them.
+# Far above any pipeline. All actions of a file are constructed before they are compared: about 40 MB at this limit.
 _MOST_FIELDS = 2**18
 _MOST = 2**16  # stages, micro-batches
 _LONGEST = 200  # characters of an action
@@ -63,10 +63,10 @@ class ScheduleSpec:
     """A schedule that PyTorch can run.
 
     Attributes:
-        name: ours for PyTorch's own schedules, the class's for a user's, the path for a file.
-        schedule_class: what is constructed.
-        placement: which stages a rank r of P holds: "single" r; "loop" r, r + P, r + 2 P, ...; "v" r and 2 P - 1 - r.
-        path: of the CSV file with the actions, where that is what was given.
+        name: key of :data:`SCHEDULES`, the name of a user's class, or the path of a file.
+        schedule_class: class that is constructed.
+        placement: stages of rank r of P: "single" r; "loop" r, r + P, r + 2 P, ...; "v" r and 2 P - 1 - r.
+        path: path of the CSV file of actions; None (default) for a schedule that is not from a file.
     """
 
     name: str
@@ -90,17 +90,20 @@ SCHEDULES: dict[str, ScheduleSpec] = {
 
 
 def find_schedule(given: str | type | Path) -> ScheduleSpec:
-    """The schedule that is meant.
+    """Find the schedule of a name, class or file.
 
     Args:
-        given: a name of :data:`SCHEDULES`; PyTorch's name of a schedule's class, with or without "Schedule", in any
-            case; a class derived from PyTorch's ``PipelineScheduleSingle`` (placed as "single"),
-            ``ScheduleZBVZeroBubble`` or ``ScheduleDualPipeV`` ("v"), or ``PipelineScheduleMulti`` ("loop"); the path
-            of a CSV file with a row of actions a rank, as PyTorch writes it, with communication or without. Where
-            a file places stages is read out of it.
+        given: one of:
+
+            - a name of :data:`SCHEDULES`, or PyTorch's class name of a schedule, with or without "Schedule", in any
+              case;
+            - a class derived from PyTorch's ``PipelineScheduleSingle`` (placed as "single"), ``ScheduleZBVZeroBubble``
+              or ``ScheduleDualPipeV`` ("v"), or ``PipelineScheduleMulti`` ("loop");
+            - the path of a CSV file with a row of actions for each rank, as PyTorch writes it, with communication or
+              without. The placement is inferred from the file.
 
     Raises:
-        SetupError: there is no such schedule, or the file does not say one.
+        SetupError: an unknown schedule, or a file without a valid one.
     """
     if isinstance(given, type):
         return _of_class(given)
@@ -110,8 +113,8 @@ def find_schedule(given: str | type | Path) -> ScheduleSpec:
     spec = by_name.get(_plain(given).removeprefix("schedule"))
     if spec is None:
         raise SetupError(
-            f"schedule is {given!r}; needed is one of {', '.join(SCHEDULES)}, a class derived from PyTorch's"
-            " PipelineScheduleSingle or PipelineScheduleMulti, or the path of a .csv file of actions"
+            f"schedule is {given!r}; expected one of {', '.join(SCHEDULES)}. Choose one of these, a class derived from"
+            " PyTorch's PipelineScheduleSingle or PipelineScheduleMulti, or the path of a .csv file of actions"
         )
     return spec
 
@@ -126,9 +129,10 @@ def _of_class(given: type) -> ScheduleSpec:
             return spec
     if not issubclass(given, PipelineScheduleSingle | PipelineScheduleMulti) or inspect.isabstract(given):
         raise SetupError(
-            f"schedule is the class {given.__qualname__}; needed is one that derives from PyTorch's"
-            " PipelineScheduleSingle or PipelineScheduleMulti, with _step_microbatches, or one of the names"
-            f" {', '.join(SCHEDULES)}"
+            f"schedule is the class {given.__qualname__}; expected one that derives from PyTorch's"
+            " PipelineScheduleSingle or PipelineScheduleMulti and implements _step_microbatches. Choose such a class,"
+            " or"
+            f" one of the names {', '.join(SCHEDULES)}"
         )
     placement: Placement = "loop"
     if issubclass(given, PipelineScheduleSingle):
@@ -147,15 +151,16 @@ def _of_file(path: Path) -> ScheduleSpec:
             return ScheduleSpec(str(path), _PipelineScheduleRuntime, placement, path)
     raise SetupError(
         f"the schedule in {path} has its stages {', '.join(f'{s} on rank {r}' for s, r in sorted(ranks.items()))};"
-        f" needed is, for rank r of {pp_size}, stage r; or r, r + {pp_size}, ...; or r and {2 * pp_size - 1} - r"
+        f" expected, for rank r of {pp_size}, stage r; or r, r + {pp_size}, ...; or r and {2 * pp_size - 1} - r. Place"
+        " the stages in one of these ways"
     )
 
 
 def read_actions(path: Path) -> dict[int, list[_Action]]:
-    """The actions of each rank in a CSV file of PyTorch's; empty fields, which stand for idling, are left out.
+    """Read the actions of each rank from a CSV file in PyTorch's format; empty fields, which mean idling, are skipped.
 
     Raises:
-        SetupError: the file cannot be read, or has what is not an action.
+        SetupError: a file that cannot be read, or that contains an invalid action.
     """
     try:
         text = read_text(path, str(path), "name a file of actions")
@@ -166,13 +171,14 @@ def read_actions(path: Path) -> dict[int, list[_Action]]:
         actions = {rank: [a for text in row if (a := _action(text))] for rank, row in enumerate(rows)}
     except (RuntimeError, ValueError, csv.Error) as error:
         raise SetupError(
-            f"the schedule in {path} cannot be read: {printable(str(error)[:500])}. Needed is a row for each rank, of"
-            " actions like 0F0, 1B2 or 3SEND_F1: stage, what it does, micro-batch"
+            f"the schedule in {path} cannot be read: {printable(str(error)[:500])}. Write one row for each rank, with"
+            " actions such as 0F0, 1B2 or 3SEND_F1: stage, kind of action, micro-batch"
         ) from error
     idle = [rank for rank, row in actions.items() if not row]
     if idle or not actions:
         raise SetupError(
-            f"the schedule in {path} has no actions for rank(s) {idle or 0}; needed is a row for each rank"
+            f"the schedule in {path} has no actions for rank(s) {idle or 0}; expected actions for every rank. Add a row"
+            " for each rank"
         )
     return actions
 
@@ -188,7 +194,7 @@ def _action(text: str) -> _Action | None:
 
 
 def _ranks_in(path: Path) -> dict[int, int]:
-    """For every stage of a file the rank whose row has it."""
+    """Rank of each stage in a file."""
     ranks: dict[int, int] = {}
     for rank, row in read_actions(path).items():
         for action in row:
@@ -196,37 +202,41 @@ def _ranks_in(path: Path) -> dict[int, int]:
                 if ranks.setdefault(one.stage_index, rank) != rank:
                     raise SetupError(
                         f"the schedule in {path} has stage {one.stage_index} on ranks {ranks[one.stage_index]} and"
-                        f" {rank}; needed is each stage on one rank"
+                        f" {rank}; expected each stage on one rank. Move its actions to one row"
                     )
     missing = sorted(set(range(max(ranks) + 1)) - set(ranks))
     if missing:
-        raise SetupError(f"the schedule in {path} lacks stage(s) {missing}; needed are all from 0 to {max(ranks)}")
+        raise SetupError(f"the schedule in {path} lacks stage(s) {missing}; expected all from 0 to {max(ranks)}")
     return ranks
 
 
 def place_stages(placement: Placement, pp_size: int, num_stages: int) -> dict[int, int]:
-    """For every stage the rank that holds it."""
+    """Rank of each stage."""
     return generate_stage_to_rank_mapping(pp_size, num_stages, style="v" if placement == "v" else "loop")
 
 
 def count_stages(spec: ScheduleSpec, pp_size: int, stages_per_rank: int | None = None) -> int:
-    """How many stages each rank holds.
+    """Number of stages that each rank holds.
 
     Args:
-        spec: the schedule.
-        pp_size: ranks of the pipeline.
-        stages_per_rank: what is asked for; None for one stage with placement "single", else two, or what a file says.
+        spec: schedule.
+        pp_size: number of ranks of the pipeline.
+        stages_per_rank: requested number; None (default) for one stage with placement "single", else two, or the number
+            in the file.
 
     Raises:
-        SetupError: the schedule cannot have as many.
+        SetupError: a number of stages that the schedule does not support.
     """
     wanted, why = {"single": (1, "one stage"), "v": (2, "two stages"), "loop": (None, "")}[spec.placement]
     if spec.path is not None:
         ranks = _ranks_in(spec.path)
         rows = max(ranks.values()) + 1
         if rows != pp_size:
-            raise SetupError(f"the schedule in {spec.path} is for {rows} ranks, and the pipeline has {pp_size}")
-        wanted, why = len(ranks) // rows, f"{len(ranks) // rows} stage(s), as the file says"
+            raise SetupError(
+                f"the schedule in {spec.path} is for {rows} ranks, and the pipeline has {pp_size}. Use a file with a row"
+                " for each rank"
+            )
+        wanted, why = len(ranks) // rows, f"{len(ranks) // rows} stage(s), as in the file"
     count = stages_per_rank if stages_per_rank is not None else wanted or 2
     if count < 1 or count != (wanted or count):
         raise SetupError(
@@ -236,17 +246,17 @@ def count_stages(spec: ScheduleSpec, pp_size: int, stages_per_rank: int | None =
 
 
 def stages_of_rank(spec: ScheduleSpec, rank: int, pp_size: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
-    """The stages that a rank holds, first to last.
+    """Stages that a rank holds, first to last.
 
     Args:
-        spec: the schedule.
-        rank: in the pipeline, from 0.
-        pp_size: ranks of the pipeline.
+        spec: schedule.
+        rank: rank in the pipeline, from 0.
+        pp_size: number of ranks of the pipeline.
         stages_per_rank: as in :func:`count_stages`.
 
     Raises:
-        SetupError: the schedule cannot have as many stages a rank. With other stages than these, zero-bubble V and
-            DualPipeV would wait for each other forever.
+        SetupError: a number of stages per rank that the schedule does not support. With another number, the ranks of
+            zero-bubble V and DualPipeV would wait for each other forever.
     """
     num_stages = pp_size * count_stages(spec, pp_size, stages_per_rank)
     return tuple(stage for stage, holder in place_stages(spec.placement, pp_size, num_stages).items() if holder == rank)
@@ -255,16 +265,16 @@ def stages_of_rank(spec: ScheduleSpec, rank: int, pp_size: int, stages_per_rank:
 def construct_schedule(
     spec: ScheduleSpec, stages: Sequence[Any], num_microbatches: int, loss_fn: Callable[..., Any] | None = None
 ) -> _PipelineSchedule:
-    """PyTorch's schedule object, which leaves gradients unscaled.
+    """Construct PyTorch's schedule object, with unscaled gradients.
 
     Args:
-        spec: the schedule.
-        stages: this rank's ``PipelineStage``, first to last.
-        num_microbatches: of a step.
-        loss_fn: from the last stage's output and a target to the loss of a micro-batch.
+        spec: schedule.
+        stages: this rank's ``PipelineStage`` objects, first to last.
+        num_microbatches: number of micro-batches in a step.
+        loss_fn: function from the last stage's output and a target to the loss of a micro-batch; None for no loss.
 
     Raises:
-        SetupError: whatever the constructor refuses.
+        SetupError: any error of the schedule's constructor.
     """
     make: Callable[..., Any] = spec.schedule_class
     held = stages[0] if issubclass(spec.schedule_class, PipelineScheduleSingle) else list(stages)
@@ -276,7 +286,7 @@ def construct_schedule(
             _part_overlapped(schedule)
     except Exception as error:
         raise SetupError(
-            f"schedule {spec.name} cannot be had with {num_microbatches} micro-batches and {stages[0].num_stages}"
+            f"schedule {spec.name} cannot be built with {num_microbatches} micro-batches and {stages[0].num_stages}"
             f" stages: {type(error).__name__}: {error}"
         ) from error
     assert isinstance(schedule, _PipelineSchedule)
@@ -284,10 +294,10 @@ def construct_schedule(
 
 
 def _part_overlapped(schedule: Any) -> None:
-    """Let a forward's output be sent before the backward that is listed as one action with it.
+    """Split overlapped actions, so that a forward's output is sent before the backward of the same action.
 
-    PyTorch runs the two of such an action one behind the other, and sends what both give when both are done, so that
-    neighbours would wait for a backward that they do not need. The order is the same.
+    PyTorch runs the two parts of such an action one after the other, and sends the outputs of both when both are done,
+    so neighbours would wait for a backward that they do not need. The order of computations stays the same.
     """
     parted = {
         rank: [one for action in row for one in (action.sub_actions or (action,) if action is not None else (None,))]

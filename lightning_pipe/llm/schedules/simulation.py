@@ -1,8 +1,8 @@
-"""What a schedule does when, without running it: its actions, and their timeline if each took as long as is said.
+"""Actions of a schedule, and their simulated timeline for given durations, without running them.
 
-Where communication and overhead are not said a timeline is a bound: what is lost against it are those two. It is not
-the simulator of ``engine/planning``: ranks that share no resource and do a fixed list of actions once need no clock and
-no steady state, but one pass over the actions.
+Without times for messages and overhead, the timeline is a lower bound: the difference to a real step is the cost of
+these two. It is not the simulator of ``engine/planning``: the ranks share no resource and run a fixed list of actions
+once, so one pass over the actions is enough, without a clock or a steady state.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ KINDS: dict[_ComputationType, Kind] = {
 
 
 class _StandIn:
-    """As much of a stage as a schedule's constructor looks at; a real one needs a process group."""
+    """Stub with the attributes of a stage that schedules' constructors read; a real stage needs a process group."""
 
     def __init__(self, stage_index: int, num_stages: int, pp_size: int) -> None:
         self.stage_index = stage_index
@@ -61,19 +61,19 @@ class _StandIn:
 def actions_of(
     spec: ScheduleSpec, pp_size: int, num_microbatches: int, stages_per_rank: int | None = None
 ) -> dict[int, list[_Action]]:
-    """What each rank computes, in order: forwards and backwards only. Needs no process group.
+    """Forwards and backwards of each rank, in order. It needs no process group.
 
     Args:
-        spec: the schedule.
-        pp_size: ranks of the pipeline.
-        num_microbatches: of a step.
-        stages_per_rank: None for the schedule's own number.
+        spec: schedule.
+        pp_size: number of ranks of the pipeline.
+        num_microbatches: number of micro-batches in a step.
+        stages_per_rank: number of stages of each rank; None (default) for the schedule's default.
 
     Returns:
-        By rank; empty for a user's class of one stage a rank that does not list its actions.
+        Actions by rank; empty for a user's single-stage class that does not list its actions.
 
     Raises:
-        SetupError: the schedule cannot be constructed, or one of several stages a rank lists no actions.
+        SetupError: a schedule that cannot be constructed, or a multi-stage class that lists no actions.
     """
     num_stages = pp_size * count_stages(spec, pp_size, stages_per_rank)
     stages = [_StandIn(index, num_stages, pp_size) for index in stages_of_rank(spec, 0, pp_size, stages_per_rank)]
@@ -81,7 +81,7 @@ def actions_of(
     listed = read_actions(spec.path) if spec.path is not None else _listed(spec, schedule)
     computed = {rank: list(_computations(actions)) for rank, actions in listed.items()}
     if isinstance(schedule, Schedule1F1B):
-        # What runs begins with micro-batch 0 everywhere; the list of torch 2.13 says 1 to m for the last rank.
+        # Every rank runs micro-batches from 0; torch 2.13 lists 1 to m for the last rank.
         computed = {rank: _count_forwards(actions) for rank, actions in computed.items()}
     return computed
 
@@ -90,7 +90,7 @@ def _listed(spec: ScheduleSpec, schedule: _PipelineSchedule) -> Mapping[int, Seq
     listed: Mapping[int, Sequence[_Action | None]] = getattr(schedule, "pipeline_order", None) or {}
     if not listed and isinstance(schedule, PipelineScheduleMulti):
         raise SetupError(
-            f"schedule {spec.name} lists no actions, and would do nothing; set pipeline_order in its constructor"
+            f"schedule {spec.name} lists no actions, so it would do nothing. Set pipeline_order in its constructor"
         )
     return listed
 
@@ -102,7 +102,7 @@ def _computations(actions: Iterable[_Action | None]) -> Iterable[_Action]:
 
 
 def _count_forwards(actions: Sequence[_Action]) -> list[_Action]:
-    """The same with forwards numbered in their order; they are of one stage."""
+    """The same actions of one stage, with forwards numbered in order."""
     count = iter(range(len(actions)))
     forward = _ComputationType.FORWARD
     return [a._replace(microbatch_index=next(count)) if a.computation_type is forward else a for a in actions]
@@ -110,38 +110,38 @@ def _count_forwards(actions: Sequence[_Action]) -> list[_Action]:
 
 @dataclass(frozen=True)
 class ScheduleTimeline:
-    """When each rank does what; it begins at 0.
+    """Simulated timeline of all ranks, starting at 0.
 
     Attributes:
-        spans: by rank, in order; times are in the unit of the durations.
+        spans: bars of each rank, in order; in the unit of the durations.
     """
 
     spans: Mapping[int, Sequence[Bar]]
 
     @property
     def makespan(self) -> float:
-        """From 0 to the end of the last action of any rank."""
+        """Time from 0 to the end of the last action of any rank."""
         return max((spans[-1].end for spans in self.spans.values() if spans), default=0.0)
 
     def busy(self, rank: int) -> float:
-        """How long a rank computes."""
+        """Time in which a rank computes."""
         return sum(span.end - span.start for span in self.spans[rank])
 
     def idle(self, rank: int) -> float:
-        """How long a rank does not compute, until the last of all ranks is done."""
+        """Time in which a rank does not compute, until the last rank finishes."""
         return self.makespan - self.busy(rank)
 
     @property
     def bubble_fraction(self) -> float:
-        """The share of all ranks' time that they are idle: for GPipe and 1F1B of even stages (P - 1) / (m + P - 1)."""
+        """Idle share of all ranks' time: (P - 1) / (m + P - 1) for GPipe and 1F1B with even stages."""
         total = len(self.spans) * self.makespan
         return sum(self.idle(rank) for rank in self.spans) / total if total else 0.0
 
     def peak_live(self, rank: int) -> int:
-        """The most micro-batches whose activations a rank holds at a time: m for GPipe, P - rank for 1F1B.
+        """Maximum number of micro-batches whose activations a rank holds: m for GPipe, P - rank for 1F1B.
 
         A micro-batch counts once for each stage of the rank, from the start of its forward to the end of the backward
-        that computes its weights' gradients.
+        that computes the gradients of its weights.
         """
         steps = {"forward": 1, "input_backward": 0}
         return max(accumulate(steps.get(span.kind, -1) for span in self.spans[rank]), default=0)
@@ -153,18 +153,19 @@ def simulate(
     messages: Mapping[tuple[int, int], float] | None = None,
     overhead: float = 0.0,
 ) -> ScheduleTimeline:
-    """The timeline of actions done as early as can be, each rank in its order.
+    """Simulate actions that start as early as possible, in the order of each rank.
 
     Args:
-        actions: by rank, as :func:`actions_of` gives them.
-        durations: of each stage's forward, backward, input_backward and weight_backward, as far as they occur, in any
-            unit. A schedule that splits the backward does all of it on stage 0 in weight_backward.
-        messages: from one rank to another, how long what a stage gives is on its way, in the same unit. Neither rank
-            is busy with it. By default no time at all.
-        overhead: how long a rank does something else before each action.
+        actions: actions by rank, from :func:`actions_of`.
+        durations: duration of each stage's forward, backward, input_backward and weight_backward, as far as the
+            schedule uses them, in any unit. A schedule that splits the backward runs the whole backward of stage 0 in
+            weight_backward.
+        messages: transfer time of a stage's output between two ranks, in the same unit (default: no time). Neither rank
+            is busy during a transfer.
+        overhead: time in which a rank is not computing before each action (default 0.0).
 
     Raises:
-        SetupError: a duration is missing, or the ranks wait for each other in a circle.
+        SetupError: a missing duration, or ranks that wait for each other in a cycle.
     """
     rank_of = {action.stage_index: rank for rank, row in actions.items() for action in row}
     num_stages, on_its_way = 1 + max(rank_of, default=0), messages or {}
@@ -189,9 +190,9 @@ def simulate(
         if left == before:
             stuck = {rank: str(row[len(spans[rank])]) for rank, row in actions.items() if len(spans[rank]) < len(row)}
             raise SetupError(
-                "the schedule cannot go on: "
+                "the schedule deadlocks: "
                 + ", ".join(f"rank {rank} waits with {action}" for rank, action in stuck.items())
-                + ". Each needs what a neighbour would do later; reorder the actions"
+                + ". Each action depends on a later action of a neighbour. Reorder the actions"
             )
     return ScheduleTimeline(spans)
 
@@ -199,7 +200,7 @@ def simulate(
 def _arrivals(
     stage: int, kind: Kind, microbatch: int, num_stages: int, ends: Mapping[tuple[int, Kind, int], float]
 ) -> list[tuple[int, float]] | None:
-    """Of everything that an action needs, on which stage and when it was done; None while something has not been."""
+    """Stage and end of each dependency of an action; None while a dependency is not done."""
     needs: list[tuple[int, tuple[Kind, ...]]] = []
     if kind == "forward":
         if stage > 0:
@@ -217,6 +218,7 @@ def _arrivals(
 def _duration(durations: Mapping[tuple[int, Kind], float], stage: int, kind: Kind) -> float:
     if (stage, kind) not in durations:
         raise SetupError(
-            f"durations lack ({stage}, {kind!r}), which the schedule does; there are {', '.join(map(str, durations))}"
+            f"durations lack ({stage}, {kind!r}), which the schedule runs; they have {', '.join(map(str, durations))}."
+            " Add the missing duration"
         )
     return durations[stage, kind]

@@ -1,8 +1,8 @@
-"""Schedules built over a rank's stages, and their steps run: the one place that calls PyTorch's ``_step_microbatches``.
+"""Builds schedules over a rank's stages and runs their steps: the only caller of PyTorch's ``_step_microbatches``.
 
-PyTorch's public ``step`` cuts every tensor among the keywords along dimension 0, also those that are not of the batch,
-like the boundaries of packed documents. What runs here takes the micro-batches as they are, and afterwards lets go of
-them: PyTorch keeps outputs, and the gradients of what was received, until the next step.
+PyTorch's public ``step`` cuts every tensor among the keywords along dimension 0, including those without a batch
+dimension, such as the boundaries of packed documents. This module passes the micro-batches unchanged. It also releases
+them afterwards: PyTorch keeps outputs, and the gradients of received tensors, until the next step.
 """
 
 from __future__ import annotations
@@ -42,18 +42,20 @@ Stages = Sequence[PipelineStage]
 def build_schedule(
     spec: ScheduleSpec, stages: Stages, num_microbatches: int, loss_fn: Callable[..., Tensor]
 ) -> _PipelineSchedule:
-    """A schedule for training. Gradients are neither scaled nor averaged.
+    """Build a schedule for training, in which gradients are neither scaled nor averaged.
 
     Args:
-        spec: the schedule, with a number of micro-batches that ``check_microbatches`` has found right.
-        stages: this rank's, first to last, in use by no other schedule. Each has ``input_args`` and ``output_args``, so
-            that PyTorch runs nothing to find shapes; those that gradients flow through require them.
-        num_microbatches: of a step.
-        loss_fn: from the last stage's output and a micro-batch's target to its loss; called on the last stage's rank.
+        spec: schedule, with a number of micro-batches that passed ``check_microbatches``.
+        stages: this rank's stages, first to last, used by no other schedule. Each needs ``input_args`` and
+            ``output_args``, so that PyTorch runs nothing to infer shapes; tensors with gradients must have
+            ``requires_grad`` set.
+        num_microbatches: number of micro-batches in a step.
+        loss_fn: function from the last stage's output and a micro-batch's target to its loss; called on the last
+            stage's rank.
 
     Raises:
-        SetupError: stages that are not this rank's, lack shapes, or share parameters within themselves where PyTorch
-            cannot differentiate that; what the constructor refuses.
+        SetupError: stages that are not this rank's, have no shapes, or share a parameter internally under a schedule
+            that splits the backward; any error of the schedule's constructor.
     """
     _check_stages(spec, stages, has_backward=True)
     check_shared_parameters(spec, {stage.stage_index: stage.submod for stage in stages})
@@ -66,20 +68,20 @@ def build_evaluation(
     num_microbatches: int,
     result_of: Callable[..., Any] | None = None,
 ) -> _PipelineSchedule:
-    """A schedule of forwards only, for stages that are placed as the training schedule's.
+    """Build a schedule of forwards only, for stages placed as in the training schedule.
 
-    PyTorch's own evaluation runs the training schedule with its backwards skipped: it allocates buffers anew at each
-    change between the two, keeps every micro-batch's output, and fails for schedules in V order.
+    PyTorch's own evaluation runs the training schedule without its backwards: it reallocates buffers at each change
+    between the two, keeps every micro-batch's output, and fails for schedules in V order.
 
     Args:
-        spec: the schedule of training; where it places stages is all that matters here.
-        stages: this rank's, others than training has, over the same modules.
-        num_microbatches: of a step; any number.
-        result_of: from the last stage's output and a micro-batch's target to anything, which :func:`run_schedule` puts
-            into ``losses``; the outputs then need not be kept.
+        spec: training schedule; only its placement of stages is used.
+        stages: this rank's evaluation stages, separate from those of training, over the same modules.
+        num_microbatches: number of micro-batches in a step; any number.
+        result_of: function from the last stage's output and a micro-batch's target to any result, which
+            :func:`run_schedule` puts into ``losses``. The outputs need not be kept then. None (default) for no results.
 
     Raises:
-        SetupError: stages that are not this rank's, or lack shapes.
+        SetupError: stages that are not this rank's, or have no shapes.
     """
     _check_stages(spec, stages, has_backward=False)
     return _Evaluation(list(stages), num_microbatches, spec, result_of and _timed(stages, result_of))
@@ -94,29 +96,29 @@ def run_schedule(
     losses: list[Any] | None = None,
     return_outputs: bool = False,
 ) -> list[Any] | None:
-    """One step over all micro-batches, in step with the other ranks of the pipeline.
+    """Run one step over all micro-batches, together with the other ranks of the pipeline.
 
     Args:
-        schedule: of :func:`build_schedule` or :func:`build_evaluation`; the latter runs without gradients.
-        arg_mbs: for each micro-batch what the first stage takes; not looked at on ranks without it.
-        kwarg_mbs: for each micro-batch the keywords of every stage of this rank.
-        target_mbs: for each micro-batch the target; not looked at on ranks without the last stage.
-        losses: becomes the losses, or an evaluation's results, of the micro-batches in their order, detached; stays as
-            it is on ranks without the last stage.
-        return_outputs: whether the last stage's outputs are kept.
+        schedule: from :func:`build_schedule` or :func:`build_evaluation`; the latter runs without gradients.
+        arg_mbs: inputs of the first stage for each micro-batch; ignored on ranks without it.
+        kwarg_mbs: keywords of all of this rank's stages for each micro-batch.
+        target_mbs: target of each micro-batch; ignored on ranks without the last stage.
+        losses: list that is filled with the losses, or an evaluation's results, of the micro-batches in order,
+            detached; unchanged on ranks without the last stage.
+        return_outputs: True to return the last stage's outputs (default False), which keeps them in memory.
 
     Returns:
-        The last stage's outputs of the micro-batches in their order, detached, if asked for; else, and on ranks without
-        it, None.
+        The last stage's outputs of the micro-batches in order, detached, if ``return_outputs`` is set and the rank
+        holds the last stage; otherwise None.
 
     Raises:
-        SetupError: a schedule for training is run without gradients.
+        SetupError: a training schedule that is run without gradients.
     """
     stages = _stages(schedule)
     if schedule._has_backward and not torch.is_grad_enabled():
         raise SetupError(
-            "a schedule for training is run under no_grad or inference_mode; use build_evaluation's, with stages of its"
-            " own, for evaluation"
+            "a schedule for training is run under no_grad or inference_mode. For evaluation use build_evaluation's,"
+            " with separate stages"
         )
     for stage in stages:
         stage.has_backward = schedule._has_backward
@@ -124,13 +126,13 @@ def run_schedule(
     try:
         with ExitStack() as context:
             if not schedule._has_backward:
-                # What FSDP gathers into under inference mode could not be trained with afterwards.
+                # Buffers that FSDP allocates under inference mode could not be used for training later.
                 context.enter_context(torch.inference_mode(False))
                 context.enter_context(torch.no_grad())
             schedule._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs)
         outputs = [list(stage.output_chunks) for stage in stages if stage.is_last]
     except RuntimeError as error:
-        # PyTorch says which tensors it was about, and hides what users raised, and expect to catch.
+        # PyTorch's error names the tensors, but wraps the user's exception, which callers expect to catch.
         cause = error.__cause__
         if not (isinstance(cause, Exception) and str(error).lstrip().startswith("Failed to run stage backward")):
             raise
@@ -155,11 +157,11 @@ def _stages(schedule: _PipelineSchedule) -> list[_PipelineStageBase]:
 
 
 def _forget_batch(schedule: _PipelineSchedule, stages: Sequence[_PipelineStageBase]) -> None:
-    """Lets go of what PyTorch would keep until the next step."""
+    """Release the tensors that PyTorch would keep until the next step."""
     schedule._internal_losses.clear()
     for stage in stages:
         stage.clear_runtime_states()  # outputs, an evaluation's inputs, gradients of receive buffers
-        stage.bwd_cache.clear()  # the first stage's gradients of its inputs, which nobody fetches
+        stage.bwd_cache.clear()  # the first stage's gradients of its inputs, which are unused
         stage.backward_state.clear()
         stage.dw_runner.clear()
 
@@ -176,39 +178,38 @@ def _check_stages(spec: ScheduleSpec, stages: Stages, *, has_backward: bool) -> 
     for stage in stages:
         if InferenceMode.needs_dynamic(stage._user_meta, has_backward):
             raise SetupError(
-                f"stage {stage.stage_index} is without input_args or output_args; needed are both, on the meta device,"
-                " or PyTorch runs the first micro-batch once more to find them, and clears FSDP's gradients"
+                f"stage {stage.stage_index} is without input_args or output_args. Give both, on the meta device;"
+                " otherwise PyTorch runs the first micro-batch an extra time to infer them, and clears FSDP's gradients"
             )
 
 
 def check_shared_parameters(spec: ScheduleSpec, stages: Mapping[int, nn.Module]) -> None:
-    """Refuse what PyTorch cannot differentiate in two parts.
+    """Refuse shared parameters that PyTorch cannot differentiate in two parts.
 
     Args:
-        spec: the schedule.
+        spec: schedule.
         stages: this rank's modules, by stage.
 
     Raises:
-        SetupError: a stage has one parameter in two places.
+        SetupError: a stage uses one parameter in two places.
     """
     if not splits_backward(spec):
         return
     for index, module in stages.items():
         if index == 0:
-            continue  # runs its backwards whole
+            continue  # its backward is never split
         names: dict[int, str] = {}
         for name, parameter in _used_parameters(module):
             other = names.setdefault(id(parameter), name)
             if other != name and parameter.requires_grad:
                 raise SetupError(
                     f"{other} and {name} of stage {index} are one parameter, and schedule {spec.name} runs"
-                    " backwards in two parts, the second of which passes each parameter once; use 1f1b or"
-                    " interleaved_1f1b"
+                    " backwards in two parts, which does not support shared parameters. Use 1f1b or interleaved_1f1b"
                 )
 
 
 def _used_parameters(module: nn.Module, prefix: str = "") -> Iterable[tuple[str, nn.Parameter]]:
-    """All by all their names, but for the names that modules of other stages have them under."""
+    """All parameters under all their names, except in modules that other stages run."""
     if not isinstance(module, PassThrough):
         yield from ((f"{prefix}{name}", value) for name, value in module.named_parameters(recurse=False))
         for name, child in module._modules.items():
@@ -217,13 +218,13 @@ def _used_parameters(module: nn.Module, prefix: str = "") -> Iterable[tuple[str,
 
 
 def _timed(stages: Stages, function: Callable[..., Any]) -> Callable[..., Any]:
-    """What is computed from the last stage's output, counted as part of its forward."""
+    """The function, timed as part of the last stage's forward if the stage records times."""
     last = stages[-1]
     return last.extend_forward(function) if isinstance(last, TimedStage) and last.is_last else function
 
 
 class _Evaluation(_PipelineScheduleRuntime):
-    """All micro-batches' forwards of one stage, then of the rank's next: what LoopedBFS does before its backwards."""
+    """Forwards of all micro-batches of one stage, then of the rank's next, as LoopedBFS before its backwards."""
 
     def __init__(
         self,
@@ -258,4 +259,4 @@ class _Evaluation(_PipelineScheduleRuntime):
     ) -> None:
         super()._maybe_compute_loss(stage, output, target_mbs, mb_index, loss_kwargs)
         if stage.is_last:
-            del stage.fwd_cache[mb_index]  # else a backward's: without one, all outputs would be kept until the end
+            del stage.fwd_cache[mb_index]  # PyTorch frees it in backward, so all outputs would stay until the end

@@ -1,4 +1,4 @@
-"""A pipeline stage that notes when it did what, the same for every schedule, and that every schedule can run."""
+"""Pipeline stage that records the times of its work, for every schedule."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ __all__ = ["TimedStage", "median_durations"]
 
 
 class TimedStage(PipelineStage):
-    """PyTorch's stage, which notes its forwards and backwards, and the waits before them.
+    """PyTorch's stage, with recording of its forwards and backwards and of the waits before them.
 
-    Schedules wait in places of their own, for what the stage only made operations for. So a wait is measured between
-    two calls of stages: it begins when the rank's last forward or backward ended, or, if that was later, when this
-    stage was asked what to receive; it ends when the forward or backward begins that needs what was received. In it are
-    microseconds of the schedule's own, and an FSDP stage's wait for its gathered parameters. Waits until neighbours
-    have taken what was sent are counted only where a schedule waits for both together, as 1F1B does.
+    Schedules wait on operations that the stage only creates, so a wait is measured between two calls of stages. It
+    begins when the rank's last forward or backward ended, or, if that was later, when the schedule asked this stage for
+    its receive operations. It ends when the forward or backward that needs the received tensors begins. It includes
+    microseconds of the schedule's own work, and the wait of an FSDP stage for its gathered parameters. Waits until
+    neighbours have received a message are only included if the schedule waits for sends and receives together, as 1F1B
+    does.
 
-    On an accelerator each time is taken after the work in the current stream is done, so that what is noted is true;
-    this costs the overlap of launching with running, while events are recorded.
+    On an accelerator each time is taken after synchronising with the current stream, so that times are exact. While
+    events are recorded, this costs the overlap of launching kernels with running them.
 
     Args:
-        args: PyTorch's.
-        events: what is noted goes here, appended; one list for all stages of a rank. Times are seconds of
-            ``time.perf_counter``; the stage does not know its rank and pipeline, which are 0 in its bars.
-        recording: whether to note anything, asked before each forward or backward.
-        on_failure: told what a forward has raised. The stage then goes on with zeros, since neighbours wait for its
-            output; in the last stage's place, for a loss. None to let it be raised.
-        kwargs: PyTorch's.
+        args: arguments of PyTorch's stage.
+        events: list that recorded bars are appended to; one list for all stages of a rank. Times are seconds of
+            ``time.perf_counter``. The stage does not know its rank and pipeline, which are 0 in its bars.
+        recording: function that returns True while events are recorded, called before each forward or backward.
+        on_failure: function called with an exception of a forward. The stage then continues with zeros, since
+            neighbours wait for its output; the last stage returns a zero in place of the loss. None (default) to raise
+            the exception.
+        kwargs: keywords of PyTorch's stage.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class TimedStage(PipelineStage):
         self._asked = 0.0
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Nothing: PyTorch's drops gradients that FSDP accumulates, as if a real step had been run to find shapes."""
+        """Do nothing: PyTorch's method drops FSDP's gradients, as if a real step had been run to infer shapes."""
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -68,7 +70,7 @@ class TimedStage(PipelineStage):
             return self._zeros(args)
 
     def _zeros(self, args: tuple[Any, ...]) -> Any:
-        """An output that gradients flow through, to the inputs there are."""
+        """A zero output through which gradients flow to the inputs."""
         likes = (torch.zeros(()),) if self.is_last else self._outputs_like
         outputs = []
         for like in likes:
@@ -108,8 +110,9 @@ class TimedStage(PipelineStage):
             super(TimedStage, self).backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
         if not full_backward and self.has_backward and not self.is_first:
-            # PyTorch detaches in place what a backward for inputs began with, which a view refuses: the output of a
-            # linear layer over sequences is one.
+            # PyTorch detaches the output of a backward for inputs in place, which fails for a view, such as the output
+            # of
+            # a linear layer over sequences.
             output, inputs = self.fwd_cache[bwd_chunk_id]
             self.fwd_cache[bwd_chunk_id] = tuple(map(_not_a_view, output)), inputs
             loss = _not_a_view(loss)
@@ -125,7 +128,7 @@ class TimedStage(PipelineStage):
         self._note("weight_backward", bwd_chunk_id, None, backward)
 
     def extend_forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, counted as part of the forward that it is called after: on the last stage, the loss."""
+        """Wrap a function whose time counts as part of the preceding forward, such as the loss on the last stage."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             value = function(*args, **kwargs)
@@ -149,7 +152,7 @@ class TimedStage(PipelineStage):
     def _now(self) -> float:
         device = torch.device(self.device)
         if device.type != "cpu":
-            # Only this stream: others may hold receives that are posted ahead, for which neighbours wait for this rank.
+            # Only this stream: others may hold receives posted ahead, whose senders wait for this rank.
             torch.accelerator.current_stream(device).synchronize()
         return time.perf_counter()
 
@@ -159,7 +162,7 @@ def _not_a_view(value: Any) -> Any:
 
 
 def median_durations(events: Iterable[Bar]) -> dict[tuple[int, str], float]:
-    """Seconds that each stage's forward, backward, ... took, the median over micro-batches: what ``simulate`` takes."""
+    """Median seconds of each stage's kinds of work over micro-batches, in the format that ``simulate`` takes."""
     taken: dict[tuple[int, str], list[float]] = {}
     for event in events:
         assert event.stage is not None
