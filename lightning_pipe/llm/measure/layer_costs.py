@@ -1,7 +1,7 @@
-"""What each layer of a model costs, in seconds or bytes: what ``split_by_cost`` deals out to stages by.
+"""Cost of each layer of a model, in seconds or bytes, by which ``split_by_cost`` distributes layers over stages.
 
-One number a piece, made of what ``layer_profile`` finds; what a stage without modules costs, building a mask, say, is
-taken off.
+Each piece gets one number, computed from the results of ``layer_profile``. The cost of a stage without modules, such as
+building a mask, is subtracted.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ CostUnit = Literal["time", "memory"]
 
 
 def time_costs(work: Pieces[LayerWork]) -> Pieces[float]:
-    """Forward and backward of each piece."""
+    """Time of forward and backward of each piece."""
     return _beyond_empty(Pieces.of(lambda one: one.forward + one.backward, work))
 
 
 def memory_costs(footprints: Pieces[Footprint], states: Pieces[int], kept: int) -> Pieces[float]:
-    """Parameters, gradients, buffers and optimizer states of each piece, and what its forwards keep for backwards.
+    """Memory of each piece: parameters, gradients, buffers, optimizer states, and activations kept for backward.
 
-    What a piece hands on counts to it, not to the next one.
+    A piece's output counts for the piece itself, not for the next one.
 
     Args:
-        footprints: of one micro-batch.
+        footprints: footprints for one micro-batch.
         states: bytes of optimizer states.
-        kept: number of micro-batches that a stage keeps at a time.
+        kept: maximum number of micro-batches whose activations a stage keeps.
     """
 
     def cost(one: Footprint, of_optimizer: int) -> float:

@@ -1,4 +1,4 @@
-"""How long a message between neighbouring ranks of a pipeline is on its way, measured with a few."""
+"""Measures the transfer time of messages between neighbouring ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _ROUND_TRIPS = 11
 
 @dataclass(frozen=True)
 class Link:
-    """Between two ranks, in either direction.
+    """Link between two ranks, the same in both directions.
 
     Attributes:
-        latency: seconds of a message of no bytes.
-        seconds_per_byte: of each more.
+        latency: seconds for an empty message.
+        seconds_per_byte: additional seconds for each byte.
     """
 
     latency: float
     seconds_per_byte: float
 
     def seconds(self, size: int) -> float:
-        """Of a message of so many bytes."""
+        """Seconds for a message of ``size`` bytes."""
         return self.latency + size * self.seconds_per_byte
 
 
 def neighbours(pp_size: int) -> list[tuple[int, int]]:
-    """The pairs of ranks that schedules send messages between: in a ring, since loops go from the last to the first."""
+    """Pairs of ranks that exchange messages: a ring, since looped schedules send from the last rank to the first."""
     ring = [(rank, (rank + 1) % pp_size) for rank in range(pp_size)]
     return ring if pp_size > 2 else ring[: pp_size - 1]
 
@@ -44,18 +44,18 @@ def neighbours(pp_size: int) -> list[tuple[int, int]]:
 def measure_links(
     group: dist.ProcessGroup, device: torch.device, clock: Callable[[], float] = time.perf_counter
 ) -> dict[tuple[int, int], Link]:
-    """Send messages to and fro; every rank of the group calls this.
+    """Measure round trips of messages; every rank of the group calls this.
 
-    A message takes half of the median round trip. The group is the one that the pipeline sends in, so what setting its
-    connections up costs, the first time, is not measured.
+    A message takes half of the median round trip. The group is the one that the pipeline uses, so its connections exist
+    and their setup is not measured.
 
     Args:
-        group: of the pipeline.
-        device: of what is sent.
-        clock: seconds.
+        group: process group of the pipeline.
+        device: device of the messages.
+        clock: function that returns seconds.
 
     Returns:
-        By pair of :func:`neighbours` that begins with this rank.
+        The link of each pair of :func:`neighbours` that starts with this rank.
     """
     rank, found = dist.get_rank(group), {}
     small, large = (torch.zeros(size, dtype=torch.uint8, device=device) for size in (_SMALL, _LARGE))
@@ -83,7 +83,7 @@ def _one_way(group: dist.ProcessGroup, data: Tensor, begins: bool, other: int, c
 
 
 def median_links(found: Sequence[Mapping[tuple[int, int], Link]]) -> dict[tuple[int, int], Link]:
-    """Of the ranks of several pipelines: by pair, each number's median."""
+    """Medians of the links of several pipelines, by pair of ranks."""
     pairs = {pair: [one[pair] for one in found if pair in one] for one in found for pair in one}
     return {
         pair: Link(

@@ -1,6 +1,6 @@
-"""Counts the bytes of tensors that a rank holds during a step, and which forward made them.
+"""Counts the bytes of tensors that a rank holds during a step, by the forward that created them.
 
-What a process is given by its operating system says little of this: allocators keep memory that no tensor uses.
+The memory of the process is a poor measure of this: allocators keep memory that no tensor uses.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ Forward = tuple[int, int]
 
 
 class LiveBytes(TorchDispatchMode):
-    """While entered, counts the bytes of tensors that are made, until they are gone.
+    """While entered, counts the bytes of created tensors until they are freed.
 
-    Counted are storages, once each, whatever views of them there are: those that come out of an operation and did not
-    go into it. So parameters and buffers that were there before are not counted, nor is what an operation uses within
-    itself. A storage belongs to the forward that made it: what is left of it after that forward is its activations,
-    kept for the backward, and its output.
+    It counts each storage once, regardless of its views, if it is an output of an operation and not one of its inputs.
+    So it excludes parameters and buffers that existed before, and temporary memory within an operation. A storage
+    belongs to the forward that created it: those that remain after a forward are its activations, kept for backward,
+    and its output.
 
-    Run a step before: what is made but once, such as PyTorch's receive buffers, would count.
+    Run one step before: tensors that are created only once, such as PyTorch's receive buffers, would be counted.
 
     Args:
-        stages: this rank's modules, by stage, as the pipeline calls them; each call is one micro-batch's forward, and
-            calls are in the order of micro-batches.
+        stages: this rank's modules, by stage, as the pipeline calls them. Each call is the forward of one micro-batch,
+            and calls are in the order of micro-batches.
 
     Attributes:
-        now: bytes at present.
-        peak: the most that there were, at the end of any operation.
-        of_forwards: bytes at present that were made in the forward of a stage and a micro-batch, without those of which
-            nothing is left.
-        after_forwards: what ``of_forwards`` was at the end of each forward, in their order.
+        now: current number of bytes.
+        peak: maximum number of bytes at the end of any operation.
+        of_forwards: current bytes created in each forward, by stage and micro-batch; forwards without remaining bytes
+            are omitted.
+        after_forwards: value of ``of_forwards`` at the end of each forward, in order.
     """
 
     def __init__(self, stages: Mapping[int, nn.Module]) -> None:

@@ -1,7 +1,7 @@
-"""How many bytes each rank of a pipeline needs, from what each piece of its stages does.
+"""Estimates the memory of each rank of a pipeline from the footprints of the pieces of its stages.
 
-What is there in a step is found by going through the rank's actions in their order: a forward adds what it keeps, a
-backward takes it away, and each needs something more while it runs. Times do not matter to that.
+The peak of a step is found by following the rank's actions in order: a forward adds the tensors it keeps, a backward
+releases them, and each needs temporary memory while it runs. Durations do not matter.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Sharing:
-    """How many ranks share what a stage has.
+    """Numbers of ranks that share a stage.
 
     Attributes:
-        shard: its parameters, gradients and optimiser states (FSDP2).
-        tensor: the matrices of its layers.
-        context: the sequences.
-        gathered: whether a whole stage's sharded parameters are there at a time; else those of one piece.
+        shard: ranks that share its parameters, gradients and optimiser states with FSDP2 (default 1).
+        tensor: ranks that share the matrices of its layers (default 1).
+        context: ranks that share the sequences (default 1).
+        gathered: True (default) if the gathered parameters of a whole stage exist at the same time; False if only those
+            of one piece do.
     """
 
     shard: int = 1
@@ -40,16 +41,16 @@ class Sharing:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank.
+    """Memory of one rank, in bytes.
 
     Attributes:
-        parameters: with those gathered from other ranks.
-        gradients: at the end of a step.
-        optimizer: states of optimisers.
-        buffers: of the model.
-        messages: buffers of what is received, and what is kept of what was sent until the step's end.
-        activations: the most that forwards keep for backwards at a time, and that computations need beside it.
-        live: most micro-batches that forwards keep something of, once for each stage.
+        parameters: parameters, including those gathered from other ranks.
+        gradients: gradients at the end of a step.
+        optimizer: optimiser states.
+        buffers: buffers of the model.
+        messages: receive buffers, and sent tensors that are kept until the end of the step.
+        activations: peak of the activations kept for backward, and of temporary memory of computations.
+        live: maximum number of micro-batches with kept activations; a micro-batch counts once for each stage.
     """
 
     parameters: int
@@ -62,13 +63,13 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Total number of bytes."""
         return self.parameters + self.gradients + self.optimizer + self.buffers + self.messages + self.activations
 
 
 @dataclass(frozen=True)
 class _StageMemory:
-    """Of one stage and micro-batch: what its actions leave, and the most that they need beyond what is there."""
+    """Memory of one stage and micro-batch: bytes its actions leave, and peaks beyond the memory already in use."""
 
     kept: int
     held: int
@@ -81,7 +82,7 @@ class _StageMemory:
 
 
 def pieces_of_stage(pieces: Pieces[T], layers_per_stage: Sequence[int], stage: int) -> list[T]:
-    """What a stage is made of, in the order of its forward."""
+    """Pieces of a stage, in the order of its forward."""
     first = sum(layers_per_stage[:stage])
     found = list(pieces.layers[first : first + layers_per_stage[stage]])
     before = [pieces.input] if stage == 0 and pieces.input is not None else []
@@ -96,23 +97,24 @@ def estimate_memory(
     *,
     sharing: Sharing | None = None,
 ) -> list[RankMemory]:
-    """What each rank needs.
+    """Estimate the memory of each rank.
 
     Args:
-        actions: by rank, as ``simulation.actions_of`` gives them.
-        layers_per_stage: of all stages.
-        pieces: of one micro-batch.
-        optimizer_bytes: states that optimisers keep for the parameters of each piece.
-        sharing: of each stage, with other ranks. Layers are taken to be shared evenly, by tensor parallelism wholly;
-            what layers keep is not.
+        actions: actions by rank, from ``simulation.actions_of``.
+        layers_per_stage: number of layers of each stage.
+        pieces: footprints for one micro-batch.
+        optimizer_bytes: bytes of optimiser states for the parameters of each piece.
+        sharing: numbers of ranks that share each stage; None (default) for no sharing. Parameters are assumed to be
+            shared evenly, and layers to be sharded completely by tensor parallelism; activations of layers are assumed
+            not to be sharded by it.
 
     Returns:
-        By rank of the pipeline.
+        The memory of each rank of the pipeline, in order.
     """
     shared = sharing or Sharing()
     microbatches = 1 + max((action.microbatch_index or 0 for row in actions.values() for action in row), default=0)
     stages = [_stage_memory(pieces, layers_per_stage, stage, shared) for stage in range(len(layers_per_stage))]
-    # Of each piece: itself, its optimiser's states, how many ranks share its matrices.
+    # For each piece: its footprint, the bytes of its optimiser states, and the number of ranks that share its matrices.
     sharers = Pieces(1, 1, (shared.tensor,) * len(pieces.layers), 1)
     owned: Pieces[tuple[Footprint, int, int]] = Pieces.of(lambda *parts: parts, pieces, optimizer_bytes, sharers)
     found = []
@@ -146,12 +148,12 @@ def _stage_memory(
     for one in parts:
         in_forward = max(in_forward, kept + one.in_forward)
         kept += one.kept
-        # A backward begins behind: what later pieces kept is gone when it comes to this one.
+        # Backward starts at the last piece, so activations of later pieces are released before it reaches this one.
         in_backward = max(in_backward, kept + one.in_backward)
         in_first = max(in_first, kept + one.in_input_backward)
         held += one.held
         in_second = max(in_second, one.in_weight_backward)
-    # The first part of a backward frees little before it has been through all pieces: what is held builds up.
+    # The first part of a backward frees little until it has passed all pieces, so the held memory adds up.
     in_first = max(in_first, held)
     first = next(iter(parts), pieces.empty)
     received = 0 if stage == 0 else _hidden(pieces, layers_per_stage, stage)
@@ -161,17 +163,17 @@ def _stage_memory(
 
 
 def _hidden(pieces: Pieces[Footprint], layers_per_stage: Sequence[int], stage: int) -> int:
-    """Bytes of what a stage after the first receives."""
+    """Bytes of the hidden states that a stage after the first receives."""
     before = pieces_of_stage(pieces, layers_per_stage, stage - 1)
     return before[-1].output if before else pieces.empty.output
 
 
 def _peak(row: Sequence[_Action], stages: Sequence[_StageMemory]) -> tuple[int, int]:
-    """The most bytes, and the most micro-batches, once for each stage."""
+    """Peak number of bytes and of live micro-batches, which count once for each stage."""
     now = most = live = most_live = 0
     for action in row:
         stage, kind = stages[action.stage_index], KINDS[action.computation_type]
-        whole_at_once = action.stage_index == 0  # no gradients for inputs: a first part does nothing
+        whole_at_once = action.stage_index == 0  # stage 0 has no input gradients, so the first part does nothing
         if kind == "forward":
             most = max(most, now + stage.in_forward)
             now, live = now + stage.kept, live + 1
@@ -189,10 +191,10 @@ def _peak(row: Sequence[_Action], stages: Sequence[_StageMemory]) -> tuple[int, 
 
 
 def _messages(stages: Sequence[_StageMemory], stage: int, stages_of_rank: int) -> int:
-    """Of one micro-batch: buffers for hidden states and their gradients, and what is sent, while PyTorch keeps it."""
+    """Bytes per micro-batch: buffers for hidden states and their gradients, and sent tensors that PyTorch keeps."""
     last = stage == len(stages) - 1
     received = stages[stage].received + (0 if last else stages[stage].output)
-    # Gradients of what was received stay in the buffers; of several stages a rank, outputs stay where they were sent.
+    # Gradients of received tensors are kept; with several stages a rank, sent outputs are kept, too.
     kept = stages[stage].received + (0 if last or stages_of_rank == 1 else stages[stage].output)
     return received + kept
 

@@ -1,15 +1,15 @@
-"""Optimiser state that rests in the host's memory, and is on the accelerator for its own part of a step only.
+"""Offloading of optimiser state: it stays in host memory, and is on the accelerator only while it is stepped.
 
-The step stays where the parameters are, with the same kernels, so results do not change. It is run for some parameters
-at a time::
+The step runs on the parameters' device with the same kernels, so results do not change. It runs for one bucket of
+parameters at a time::
 
-    for each bucket:   host ──► device   state of the bucket        (first step: there is none yet)
-                       step of the bucket's parameters alone
+    for each bucket:   host ──► device   state of the bucket        (none yet in the first step)
+                       step of the bucket's parameters
                        device ──► host   state of the bucket
 
-The optimiser is the user's own, and stays what schedulers, checkpoints and Lightning know: its groups, its state and
-its ``state_dict`` have the same keys, only that tensors are the host's. Where FSDP's ``CPUOffloadPolicy`` is used,
-parameters, gradients and state are the host's anyway, and there is nothing to move.
+The optimiser remains the user's own object, which schedulers, checkpoints and Lightning refer to. Its groups, state and
+``state_dict`` keep their keys, but state tensors are on the host. With FSDP's ``CPUOffloadPolicy``, parameters,
+gradients and state are on the host already, so nothing is moved.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ __all__ = ["OffloadedState"]
 
 
 class OffloadedState:
-    """Keeps an optimiser's state on the host, from now on until :meth:`close`.
+    """Keeps an optimiser's state on the host, from construction until :meth:`close`.
 
-    While a bucket is stepped its state is on the device, and that of no other. Optimisers of ``torch.optim`` step each
-    parameter by itself, so nothing changes for them; of another's, which may look at all parameters together, all
-    state is moved at once. A closure runs before any state is moved.
+    While a bucket is stepped, only its state is on the device. Optimisers of ``torch.optim`` step each parameter
+    independently, so results do not change. Other optimisers may combine parameters, so all of their state is moved
+    together. A closure runs before any state is moved.
 
     Args:
-        optimizer: over parameters of any device, DTensors included. State on the host already (a count of steps, say)
-            stays there during the step, too.
-        bucket_bytes: how many bytes of this rank's parameters make a bucket; a larger one is a bucket by itself. AdamW
-            in 32 bits has twice these in state.
+        optimizer: optimiser over parameters on any device, DTensors included. State that is on the host already (such
+            as a step count) stays there during the step.
+        bucket_bytes: size of a bucket in bytes of this rank's parameters (default 2**28); a larger parameter is a
+            bucket of one. The state of AdamW in 32 bits takes twice as much. Larger buckets mean fewer synchronisations
+            and more device memory.
 
     Raises:
         SetupError: the optimiser is LBFGS, which evaluates its closure in the middle of a step.
@@ -49,8 +50,8 @@ class OffloadedState:
     def __init__(self, optimizer: Optimizer, bucket_bytes: int = 2**28) -> None:
         if isinstance(optimizer, LBFGS):
             raise SetupError(
-                "the state of LBFGS cannot be offloaded, since it runs forward and backward in the middle of its step;"
-                " needed is an optimiser that steps with gradients that are there, such as AdamW"
+                "the state of LBFGS cannot be offloaded, since it runs forward and backward in the middle of its step."
+                " Use an optimiser that steps with existing gradients, such as AdamW"
             )
         self._optimizer = optimizer
         self._bucket_bytes = bucket_bytes if type(optimizer).__module__.startswith("torch.optim.") else float("inf")
@@ -65,12 +66,12 @@ class OffloadedState:
         self.rest()
 
     def rest(self) -> None:
-        """Move to the host whatever state is elsewhere: once something else than a step has put it there."""
+        """Move all state to the host, after other code than a step has put it on the device."""
         self._move(list(self._optimizer.state), self._to_host)
         self._finish_copies()
 
     def close(self) -> None:
-        """Let the optimiser go on by itself, with its state on its parameters' devices."""
+        """Stop offloading: remove the hooks, and move the state to the parameters' devices."""
         self._show_all()
         for handle in self._handles:
             handle.remove()
@@ -80,16 +81,16 @@ class OffloadedState:
     # ------------------------------------------------------------------ the step
 
     def _step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do all of the step, before the one that was called: which then finds no parameters, and does nothing."""
+        """Run the whole step ahead of the called one, which then has no parameters and does nothing."""
         if self._all is not None:
-            return None  # a step that calls its base class's
+            return None  # called from within a step, by a subclass
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         step = type(optimizer).step
-        step = getattr(step, "__wrapped__", step)  # without hooks, which run around the step that was called
+        step = getattr(step, "__wrapped__", step)  # without the hooks, which run around the called step
         try:
             for bucket in list(self._buckets()):
                 with self._only(bucket):
@@ -128,7 +129,7 @@ class OffloadedState:
             self._show_all()
 
     def _show(self, shown: Sequence[Tensor]) -> None:
-        """Let the optimiser's groups have these parameters only."""
+        """Restrict the optimiser's groups to these parameters."""
         groups = self._optimizer.param_groups
         self._all = [group["params"] for group in groups]
         ids = set(map(id, shown))
@@ -165,13 +166,13 @@ class OffloadedState:
         return [value if home is None else home for value, home in zip(values, homes, strict=True)]
 
     def _finish_copies(self) -> None:
-        """The host may read what the device has been asked to copy."""
+        """Wait until the copies to the host are complete."""
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
 
 
 def _home(value: Any, before: Tensor | None) -> Tensor | None:
-    """The host's copy of a tensor on a device; None for what is the host's own."""
+    """Host copy of a tensor on a device; None for a value that belongs on the host."""
     if not isinstance(value, Tensor) or value.device.type == "cpu":
         return before if value is before else None
     if before is None or (before.shape, before.dtype) != (value.shape, value.dtype):

@@ -13,14 +13,14 @@ __all__ = ["refuse_fused"]
 
 
 def refuse_fused(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that look for overflow by themselves, each on its own rank's gradients.
+    """Refuse optimizers that check for overflow on their own rank's gradients only. Call it if losses are scaled.
 
     Raises:
-        SetupError: one does; to be raised only where losses are scaled.
+        SetupError: such an optimizer.
     """
     for optimizer in optimizers:
         if looks_for_overflow(optimizer):
             raise SetupError(
-                f"precision is '16-mixed' and {type(optimizer).__name__} is fused, so each rank would decide by itself"
-                " whether gradients overflowed; make the optimiser with fused=False, or use 'bf16-mixed'"
+                f"precision is '16-mixed' and {type(optimizer).__name__} is fused, so each rank would decide on its own"
+                " whether gradients overflowed. Construct the optimiser with fused=False, or use 'bf16-mixed'"
             )

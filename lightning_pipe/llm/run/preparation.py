@@ -1,9 +1,9 @@
-"""From a loader's batch to the micro-batches of one step, ahead of it.
+"""Prepares the micro-batches of a step from a loader's batch, ahead of the step.
 
-Ranks tell each other a few numbers of each batch, while an earlier one trains::
+Ranks exchange a few numbers of each batch while an earlier batch trains::
 
-    begin    cut into micro-batches, count its tokens, measure its length ──► gather (rows, length, tokens) of all ranks
-    finish   wait; compare; the longest of the pipeline's ranks is the length to pad to; the tokens of all are summed
+    begin    cut into micro-batches, count tokens, measure lengths ──► gather (rows, length, tokens) of all ranks
+    finish   wait; compare; pad to the longest length of the pipeline's ranks; sum the tokens of all ranks
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ MicroBatch = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Lengths:
-    """What sequences are padded to.
+    """Lengths that sequences are padded to.
 
     Args:
-        variable: to the longest of the step; else always to ``maximum``.
-        multiple_of: rounded up to a multiple of this.
-        maximum: the most that the model takes; None for no limit.
-        buckets: rounded up to the next of these.
+        variable: pad to the longest sequence of the step (default True); if False, always to ``maximum``.
+        multiple_of: number that lengths are rounded up to a multiple of (default 1).
+        maximum: maximum length that the model supports; None (default) for no limit.
+        buckets: lengths of which the next larger one is used; None (default) for no buckets.
     """
 
     variable: bool = True
@@ -47,18 +47,18 @@ class Lengths:
     buckets: tuple[int, ...] | None = None
 
     def up_to(self, maximum: int | None) -> Lengths:
-        """The same, with this maximum where there was none."""
+        """The same lengths, with this maximum if there was none."""
         return self if self.maximum is not None else replace(self, maximum=maximum)
 
     def of(self, longest: int) -> int:
-        """The length to pad to, where *longest* is the longest of all."""
+        """Length to pad to, for a longest sequence of ``longest`` tokens."""
         target = target_length(longest, self.multiple_of, self.maximum, self.buckets)
         return target if self.variable or self.maximum is None else self.maximum
 
 
 @dataclass
 class PreparedBatch:
-    """A batch on its way: its numbers are being gathered."""
+    """A batch whose numbers are being gathered."""
 
     batch: Any
     cut: MicroBatches | None
@@ -68,7 +68,7 @@ class PreparedBatch:
     seen: Sequence[tuple[Any, int]] = ()
 
     def is_of(self, batch: Any) -> bool:
-        """Whether it was prepared from this batch, as it is now."""
+        """Return True if it was prepared from this batch, and the batch has not changed since."""
         if self.batch is not batch:
             return False
         now = _contents(batch)
@@ -79,14 +79,14 @@ class PreparedBatch:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What one schedule step takes.
+    """Inputs of one schedule step.
 
     Attributes:
-        micro_batches: of the stages.
-        tokens: loss tokens of all data-parallel ranks together.
-        cut: how the batch was cut, for joining outputs.
-        length: that all sequences were padded to, those of other context ranks included.
-        lengths: of each micro-batch before that.
+        micro_batches: inputs of the stages for each micro-batch.
+        tokens: total number of loss tokens of all data-parallel ranks.
+        cut: division of the batch into micro-batches, for joining outputs.
+        length: length that all sequences are padded to, over all context ranks.
+        lengths: length of each micro-batch before padding.
     """
 
     micro_batches: list[StageInputs]
@@ -100,19 +100,20 @@ class BatchPreparation:
     """Cuts batches and agrees on their lengths; every rank calls the same methods for its batches in the same order.
 
     Args:
-        model_inputs: gives arguments and keywords of the model for a micro-batch.
-        loss_tokens: counts a micro-batch's loss tokens.
-        group: of all ranks, on the CPU; used by nothing else that runs beside it.
-        pipelines: the ranks of each pipeline in that group; all of one pipeline have the same batch.
-        num_microbatches: of a batch that is not a list of micro-batches already.
-        lengths: what sequences are padded to.
-        keys: which values are padded.
-        strict: whether rows that do not fill the micro-batches are an error.
-        ignore_index: of labels that do not count.
-        context: the ranks that share this one's sequences; None for this one alone.
-        compare: whether ranks of one pipeline compare their batches, tensor by tensor.
-        documents: keeps the documents of packed rows apart, where no other ranks share the sequences; None where that
-            is the model's own.
+        model_inputs: function from a micro-batch to the model's arguments and keywords.
+        loss_tokens: function that counts a micro-batch's loss tokens.
+        group: CPU process group of all ranks, not used concurrently for other communication.
+        pipelines: ranks of each pipeline in that group; all ranks of a pipeline have the same batch.
+        num_microbatches: number of micro-batches of a batch, unless it is a list of micro-batches already.
+        lengths: lengths that sequences are padded to.
+        keys: keys of the values that are padded.
+        strict: True to refuse rows that do not fill the micro-batches (default False).
+        ignore_index: label that does not count in the loss (default -100).
+        context: ranks that share this rank's sequences; None (default) if sequences are not shared.
+        compare: True to compare the batches of a pipeline's ranks tensor by tensor (default False), which costs a hash
+            of every batch.
+        documents: inputs that separate the documents of packed rows, used without context parallelism; None (default)
+            to leave documents to the model.
     """
 
     def __init__(
@@ -146,11 +147,11 @@ class BatchPreparation:
         self._documents = documents
 
     def begin(self, batch: Any, *, counts: bool = True) -> PreparedBatch:
-        """Cut a batch and send its numbers on their way.
+        """Cut a batch and start gathering its numbers.
 
         Args:
-            batch: a loader's batch.
-            counts: False to leave its tokens out of the total, for a batch of another pipeline.
+            batch: batch of a loader.
+            counts: False to exclude its tokens from the total, for a batch of another pipeline (default True).
         """
         cut, error = None, None
         numbers = [0, 0, 0, 0, 0]
@@ -160,7 +161,7 @@ class BatchPreparation:
             self._check_added_rows(cut)
             sizes = [self._size(item) for item in cut.items]
             for item, (_, length) in zip(cut.items, sizes, strict=True):
-                # Changes nothing yet, but refuses what cannot be padded, or cut.
+                # The result is discarded: this only refuses values that cannot be padded or cut.
                 padded = pad_microbatch(item, length, self._keys)
                 if self._context is not None:
                     self._context.check(padded, self._keys)
@@ -169,7 +170,7 @@ class BatchPreparation:
             digest = _digest(cut.items) if self._compare else 0
             longest = max(length for _, length in sizes)
             numbers = [1, max(rows for rows, _ in sizes), longest, tokens if counts else 0, digest]
-        except Exception as caught:  # of whatever kind: the other ranks wait for this one's numbers
+        except Exception as caught:  # any exception: the other ranks wait for this rank's numbers
             error = caught
         gathered = torch.zeros(self._group.size(), len(numbers), dtype=torch.int64)
         work = dist.all_gather_single(gathered, torch.tensor([numbers]), group=self._group, async_op=True)
@@ -178,11 +179,13 @@ class BatchPreparation:
     def _count(self, micro_batch: MicroBatch) -> int:
         tokens = self._loss_tokens(micro_batch)
         if not isinstance(tokens, int):
-            raise InputError(f"loss_tokens gave {tokens!r}; needed is an int, how many tokens the loss sums over")
+            raise InputError(
+                f"loss_tokens gave {tokens!r}; expected an int. Return the number of tokens that the loss sums over"
+            )
         return tokens
 
     def _check_added_rows(self, cut: MicroBatches) -> None:
-        """No loss may see the copies that fill up micro-batches."""
+        """Check that the loss ignores the copied rows that fill up micro-batches."""
         left = cut.padded_rows
         for item in reversed(cut.items):
             if not left:
@@ -195,9 +198,10 @@ class BatchPreparation:
             }
             if (added < rows and self._count(part)) or (added == rows and self._count(item)):
                 raise InputError(
-                    f"the batch's {cut.rows} rows do not fill {len(cut.items)} micro-batches, and in the copies that"
-                    f" fill them loss_tokens counts tokens: only 'labels' are set to {self._ignore_index} there. Name"
-                    " the labels so, or make all batches fill their micro-batches (drop_last=True)"
+                    f"the batch's {cut.rows} rows do not fill {len(cut.items)} micro-batches, and loss_tokens counts"
+                    " tokens in the copied rows that fill them: only 'labels' are set to"
+                    f" {self._ignore_index} there. Rename the labels to 'labels', or make all batches fill their"
+                    " micro-batches (drop_last=True)"
                 )
             left -= added
 
@@ -208,10 +212,10 @@ class BatchPreparation:
         return (shape[0], shape[1]) if len(shape) > 1 else (0, 0)
 
     def finish(self, prepared: PreparedBatch) -> StepInputs:
-        """Wait for all ranks' numbers, and pad.
+        """Wait for the numbers of all ranks, and pad.
 
         Raises:
-            InputError: on every rank: a batch that cannot be cut or is too long, or ranks of one pipeline with
+            InputError: raised on every rank: a batch that cannot be cut or is too long, or ranks of one pipeline with
                 different batches.
         """
         prepared.work.wait()
@@ -220,19 +224,21 @@ class BatchPreparation:
             raise prepared.error
         failed = [rank for rank, (is_cut, *_) in enumerate(table) if not is_cut]
         if failed:
-            raise InputError(f"rank(s) {', '.join(map(str, failed))} could not use their batch; their errors say why")
+            raise InputError(
+                f"rank(s) {', '.join(map(str, failed))} could not use their batch. See the errors of these ranks"
+            )
         for ranks in self._pipelines:
             found = {rank: table[rank][1:] for rank in ranks}
             if len({(rows, *rest) for rows, _, *rest in found.values()}) > 1:
                 raise InputError(
                     "ranks of one pipeline have different batches: (rows, length, loss tokens, digest) are"
                     f" {', '.join(f'{tuple(numbers)} on rank {rank}' for rank, numbers in found.items())}. All stages"
-                    " need the same batches in the same order: let Lightning put in its distributed sampler, or shard"
-                    " data by the strategy's distributed_sampler_kwargs"
+                    " need the same batches in the same order. Let Lightning insert its distributed sampler, or shard"
+                    " data with the strategy's distributed_sampler_kwargs"
                 )
         assert prepared.cut is not None
         longest = [max(table[rank][2] for rank in ranks) for ranks in self._pipelines]
-        # Of all pipelines, so that too long a sequence is an error on every rank.
+        # For all pipelines, so that a sequence that is too long raises on every rank.
         targets = [self._lengths.of(length) for length in longest]
         length = targets[self._pipelines.index(self._mine)]
         padded = [pad_microbatch(item, length, self._keys) for item in prepared.cut.items]
@@ -252,13 +258,13 @@ class BatchPreparation:
 
 
 def _contents(batch: Any) -> list[tuple[Any, int]]:
-    """The values of a batch, and how often each tensor has been written to."""
+    """Values of a batch, each with its tensor's version counter, which counts in-place writes."""
     leaves = tree_leaves(batch)
     return [(one, one._version if isinstance(one, Tensor) and not one.is_inference() else 0) for one in leaves]
 
 
 def _digest(micro_batches: Sequence[MicroBatch]) -> int:
-    """Of all tensors' contents, 63 bits; the same for the same batch."""
+    """Hash of all tensors' contents, 63 bits."""
     state = hashlib.sha256()
     for item in micro_batches:
         for key in sorted(item):

@@ -1,4 +1,4 @@
-"""Records what the stages of a rank do with micro-batches.
+"""Records the work of a rank's stages on micro-batches.
 
 Tested in ``tests/callbacks/test_trace.py``.
 """
@@ -18,14 +18,14 @@ __all__ = ["StageRecorder"]
 
 
 class StageRecorder:
-    """Records the events of this rank's stages from the moment it is made until :meth:`stop`.
+    """Records the events of this rank's stages from construction until :meth:`stop`.
 
-    Somebody else may have asked the runner for events before; these events stay with the runner.
+    If other code has enabled the runner's events before, these events stay with the runner.
 
     Args:
-        runner: of this rank's stages.
-        mesh: all ranks; the first dimension is the pipeline, the others are several pipelines.
-        keep: the number of events to keep; the latest are kept.
+        runner: runner of this rank's stages.
+        mesh: mesh of all ranks; the first dimension is the pipeline, the others are several pipelines.
+        keep: maximum number of events to keep; older events are dropped.
     """
 
     def __init__(self, runner: PipelineRunner, mesh: DeviceMesh, keep: int) -> None:
@@ -35,7 +35,7 @@ class StageRecorder:
         runner.record_events = True
 
     def batch_done(self) -> None:
-        """Take the runner's new events."""
+        """Collect the runner's new events."""
         events = self._runner.events
         self._events.extend(events[self._taken :])
         if self._wanted:
@@ -44,10 +44,10 @@ class StageRecorder:
             del events[self._taken :]
 
     def stop(self, tasks: Sequence[Bar], rank: int) -> list[Bar]:
-        """Stop recording; returns a bar for each forward, backward and wait of a micro-batch.
+        """Stop recording, and return a bar for each forward, backward and wait of a micro-batch.
 
         Args:
-            tasks: bars of the tasks that ran meanwhile, each for its iteration.
+            tasks: bars of the tasks that ran in the same time, which determine the iterations.
             rank: this rank.
         """
         self.batch_done()

@@ -1,10 +1,10 @@
 """Runs a rank's stages over the micro-batches of a batch, under one of PyTorch's schedules.
 
-PyTorch's stages and schedules are made for one number of micro-batches and one shape, over the same modules each time::
+PyTorch's stages and schedules are built for one number of micro-batches and one shape, over the same modules::
 
-    micro-batches ──► number and shapes ──► schedule and stages, made or found ──► run ──► losses or outputs
+    micro-batches ──► number and shapes ──► schedule and stages, built or cached ──► run ──► losses or outputs
 
-They hold the buffers that neighbours' tensors arrive in, so the least recently used are let go beyond some bytes.
+They hold the buffers for receiving tensors, so the least recently used are released above a limit of bytes.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ ResultOf = Callable[[Tensor, Any], Any]
 
 @dataclass(frozen=True)
 class StageInputs:
-    """What one micro-batch feeds to the stages.
+    """Inputs of the stages for one micro-batch.
 
     Attributes:
-        args: of the first stage: tensors.
-        kwargs: of every stage.
-        target: of the loss, on the last stage.
-        contexts: made, and entered around each stage's forward.
+        args: tensors for the first stage.
+        kwargs: keywords for every stage.
+        target: target of the loss, on the last stage.
+        contexts: factories of context managers that are entered around each stage's forward.
     """
 
     args: tuple[Any, ...]
@@ -56,24 +56,24 @@ class _Made:
 
 
 class PipelineRunner:
-    """One rank's part in a pipeline; every rank of the group calls the same methods with micro-batches as large.
+    """One rank's part of a pipeline; all ranks of the group call the same methods with micro-batches of the same size.
 
     Args:
         stages: this rank's :class:`~lightning_pipe.llm.model.stage_module.StageModule` s, by stage.
-        num_stages: of all ranks together.
-        spec: the schedule.
-        group: the ranks of the pipeline; neighbours send to each other in it.
-        device: where the stages are.
-        shapes: of all stages.
-        cache_bytes: the most that the buffers of schedules not in use may take, on the rank that needs most. At least
-            one schedule is kept in any case.
-        carry_failures: go on to the end of a run in which a stage's forward fails, with zeros, since its neighbours
-            wait. Not where a stage's parameters are gathered from other ranks, which wait in the middle of it.
+        num_stages: number of stages of all ranks together.
+        spec: schedule.
+        group: process group of the pipeline's ranks, in which neighbours send to each other.
+        device: device of the stages.
+        shapes: shapes of all stages.
+        cache_bytes: limit in bytes for the buffers of cached schedules, on the rank that needs most (default 2**30). At
+            least one schedule is always kept. Raise it if rebuilding schedules for changing lengths takes time.
+        carry_failures: True (default) to finish a run with zeros after a stage's forward fails, since its neighbours
+            wait. Set it to False if a stage's parameters are gathered from other ranks, which wait within the forward.
 
     Attributes:
-        events: what the stages append what they did to, while ``record_events`` is on.
-        failure: why a forward of this rank's, or a result, could not be computed, or was refused, in the last run. That
-            goes to its end all the same, since the other ranks are in it: raise it when all know.
+        events: list that the stages append bars to while ``record_events`` is set.
+        failure: first exception of a forward or a result of this rank in the last run, or None. The run is completed
+            regardless, since the other ranks take part in it: raise the exception once all ranks know of it.
     """
 
     def __init__(
@@ -105,11 +105,12 @@ class PipelineRunner:
         """Forward and backward of every micro-batch; gradients are added to the parameters' ``.grad``.
 
         Args:
-            micro_batches: as many as the schedule needs, all of one shape.
-            loss_of: from the last stage's output and the micro-batch's target: a scalar, summed over tokens.
+            micro_batches: the number of micro-batches that the schedule needs, all of one shape.
+            loss_of: function from the last stage's output and the micro-batch's target to the loss: a scalar, summed
+                over tokens.
 
         Returns:
-            The losses of the micro-batches in their order, detached; none on a rank without the last stage.
+            The losses of the micro-batches in order, detached; empty on a rank without the last stage.
         """
         return self._run(micro_batches, loss_of, train=True)
 
@@ -118,11 +119,12 @@ class PipelineRunner:
 
         Args:
             micro_batches: any number, all of one shape.
-            result_of: from the last stage's output and the micro-batch's target: what is wanted. Called at once, so
-                that no two micro-batches' outputs need exist.
+            result_of: function from the last stage's output and the micro-batch's target to the result. It is called
+                right
+                after each forward, so that only one micro-batch's output exists at a time.
 
         Returns:
-            The results in the order of micro-batches; none on a rank without the last stage.
+            The results in the order of micro-batches; empty on a rank without the last stage.
         """
         return self._run(micro_batches, result_of, train=False)
 
@@ -151,7 +153,7 @@ class PipelineRunner:
         def result(output: Tensor, target: Any) -> Tensor:
             try:
                 return check(result_of(output, target))
-            except Exception as error:  # of whatever kind: the other ranks are in the middle of the schedule
+            except Exception as error:  # any exception: the other ranks are in the middle of the schedule
                 self._note_failure(error)
                 return _zero_of(output)
 
@@ -161,13 +163,13 @@ class PipelineRunner:
         self.failure = self.failure or error
 
     def _find(self, micro_batches: Sequence[StageInputs], *, train: bool) -> _Made:
-        """The schedule for this number and shape, made if need be: on every rank alike, or neighbours would wait."""
+        """Cached or new schedule for this number and shape; ranks must agree, or neighbours would deadlock."""
         first = micro_batches[0]
         signatures = [_shapes(one.args) for one in micro_batches]
         if any(signature != signatures[0] for signature in signatures):
             raise InputError(
                 f"the micro-batches of one step have the shapes {', '.join(map(str, dict.fromkeys(signatures)))};"
-                " neighbours exchange tensors of one shape: pad them to one length"
+                " expected one shape, since neighbours exchange tensors of one shape. To fix it, pad them to one length"
             )
         shapes = self._shapes.of(first.args, first.kwargs)
         key = (train, len(micro_batches), *((_shapes(shape.inputs), _shapes(shape.outputs)) for shape in shapes))
@@ -185,7 +187,7 @@ class PipelineRunner:
             schedule = build_schedule(self._spec, stages, count, _output)
         else:
             schedule = build_evaluation(self._spec, stages, count, _output)
-        # Each rank counts all stages, so that all let go of the same: the largest pair of buffers, for every stage.
+        # Each rank counts the largest pair of buffers of all stages, so that all ranks release the same schedules.
         largest = max(sum(map(_bytes, shape.inputs)) + train * sum(map(_bytes, shape.outputs)) for shape in shapes)
         return _Made(schedule, count * largest * len(stages))
 
@@ -208,7 +210,7 @@ class PipelineRunner:
 
 
 def _output(output: Any, target: Any) -> Any:
-    """The last stage has made of its output what is wanted."""
+    """Return the output: the last stage has already computed the loss or result from it."""
     return output
 
 
@@ -216,7 +218,7 @@ def _check_loss(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
         found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) and loss.dim() else repr(loss)
         raise InputError(
-            f"the loss of a micro-batch is {found}; needed is a scalar tensor with a gradient: the sum over its"
+            f"the loss of a micro-batch is {found}; expected a scalar tensor with a gradient. Return the sum over its"
             " tokens, which is divided later, once, by the number of all tokens"
         )
     return loss
@@ -231,8 +233,8 @@ def _check_result(result: Any) -> Any:
     if not leaves or not all(isinstance(one, Tensor) for one in leaves):
         kinds = sorted({type(one).__name__ for one in leaves if not isinstance(one, Tensor)})
         raise InputError(
-            f"a micro-batch came to a {type(result).__name__}{f' of {kinds}' if kinds else ''}; expected a tensor, or"
-            " tuples, lists and dicts of tensors: return one from prediction()"
+            f"the result of a micro-batch is a {type(result).__name__}{f' of {kinds}' if kinds else ''}; expected a"
+            " tensor, or tuples, lists and dicts of tensors. Return one from prediction()"
         )
     return result
 

@@ -1,4 +1,4 @@
-"""Gradients of a model in stages, made whole: what ranks have parts or copies of is summed, and measured once.
+"""Completes the gradients of a model in stages: sums partial and copied ones, and counts each once in the norm.
 
 Tested in ``tests/strategies/language_model/test_strategy.py``.
 """
@@ -23,15 +23,15 @@ __all__ = ["StageGradients"]
 
 
 class StageGradients:
-    """Between the last backward of a step and its optimisers; every rank makes one, and makes the same calls.
+    """Gradient work between the last backward of a step and its optimisers; all ranks make the same calls.
 
     Args:
         split: this rank's part of the model.
-        meshes: of all ranks.
-        rank_of_stage: the rank, in the pipeline, of each stage.
+        meshes: meshes of all ranks.
+        rank_of_stage: pipeline rank of each stage.
 
     Raises:
-        SetupError: one rank would hold two copies of one parameter, and share them with others.
+        SetupError: a rank would hold two copies of one parameter under data parallelism.
     """
 
     def __init__(self, split: SplitModel, meshes: StageMeshes, rank_of_stage: Mapping[int, int]) -> None:
@@ -41,9 +41,9 @@ class StageGradients:
         for one in split.tied:
             if len(self._holders(one)) < len(one.stages) and meshes.data is not None:
                 raise SetupError(
-                    f"stages {' and '.join(map(str, one.stages))} hold {' and '.join(one.names)}, one parameter, and"
-                    " one rank holds them both, where data parallelism makes two of it. Use a schedule that places"
-                    " stages in a loop (interleaved_zero_bubble), data-parallel sizes of 1, or untie the two"
+                    f"stages {' and '.join(map(str, one.stages))} hold {' and '.join(one.names)}, one tied parameter,"
+                    " and are on one rank, where data parallelism would make two parameters of it. Use a schedule that"
+                    " places stages in a loop (interleaved_zero_bubble), data-parallel sizes of 1, or untie the two"
                 )
         copies = [one for one in split.tied if len(self._holders(one)) > 1]
         held = dict(split.kept.named_parameters())
@@ -53,10 +53,10 @@ class StageGradients:
         self._norm: GradientNorm | None = None
 
     def check_copies(self, optimizers: Sequence[Optimizer]) -> None:
-        """See that all copies of a parameter are trained alike; every rank calls this when it has its optimisers.
+        """Check that all copies of a parameter are trained alike. Every rank calls it once it has its optimisers.
 
         Raises:
-            SetupError: on every rank: one copy is frozen, or is in another group, or in none.
+            SetupError: raised on every rank: only some copies are frozen, or they are in different groups or in none.
         """
         held = dict(self._split.kept.named_parameters())
         own = {}
@@ -79,21 +79,21 @@ class StageGradients:
             if len(said) > 1:
                 raise SetupError(
                     f"{name} is one parameter of which two ranks hold copies, and configure_optimizers treats them in"
-                    f" different ways: {' - and - '.join(sorted(said))}. Needed is one for both: choose by the names of"
+                    f" different ways: {' - and - '.join(sorted(said))}. Select parameters by their names in"
                     " named_parameters(), which are the same for all copies, and not by the class of the module"
                 )
 
     def finish(self) -> None:
-        """Once for each step, when all batches of it are in, before gradients are scaled."""
+        """Complete the gradients; called once per step, after all its batches and before gradients are scaled."""
         if self._tensors is not None:
             self._tensors.finish()
         self._tied.sum()
 
     def clip(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip by the norm over all stages, in the place of a precision plugin's ``clip_grad_by_norm``."""
+        """Clip by the norm over all stages, instead of a precision plugin's ``clip_grad_by_norm``."""
         held: dict[str, nn.Parameter] = dict(self._split.kept.named_parameters())
         if self._norm is None:
-            # Of copies, the first counts.
+            # Only the first copy of a tied parameter counts in the norm.
             own = self._pipeline.get_local_rank()
             copies = {one.names[0] for one in self._split.tied if self._holders(one)[0] != own}
             counted = {name: value for name, value in held.items() if name not in copies}
@@ -101,5 +101,5 @@ class StageGradients:
         clip_by_norm(held.values(), clip_val, self._norm())
 
     def _holders(self, one: TiedParameter) -> list[int]:
-        """The ranks, in the pipeline, that hold a copy."""
+        """Pipeline ranks that hold a copy."""
         return sorted({self._rank_of_stage[stage] for stage in one.stages})

@@ -1,8 +1,8 @@
 """The tasks of a language model's training iteration, and their plan.
 
-Unlike a recommender's, most of an iteration is one task: a schedule's step, in which neighbours wait for each other. It
-is not cut further here, since the order inside it is the schedule's. None of the tasks can be replayed, so none can be
-profiled by :class:`~lightning_pipe.engine.profiling.profiler.TaskProfiler` but for its own time.
+Most of an iteration is one task, unlike a recommender's: a schedule's step, in which neighbours wait for each other. It
+is not divided further, since the schedule determines the order inside it. No task can be replayed, so
+:class:`~lightning_pipe.engine.profiling.profiler.TaskProfiler` can only measure the task's own time.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ __all__ = ["llm_evaluation_plan", "llm_plan"]
 PARAMETERS = State("parameters")
 GRADIENTS = State("gradients")
 
-_EXCHANGES = "the ranks that have the neighbouring stages would wait for what it sends"
+_EXCHANGES = "the ranks with the neighbouring stages would wait for its messages"
 
 
 class LLMContext(TrainingContext):
-    """Context of an iteration in stages.
+    """Context of an iteration over pipeline stages.
 
     Attributes:
-        prepared: the batch cut into micro-batches, with what ranks agree on for it; None for a batch that is None.
+        prepared: batch cut into micro-batches, with the numbers that ranks exchange; None if the batch is None.
     """
 
     prepared: PreparedBatch | None
@@ -36,21 +36,23 @@ def llm_plan(
     prepare: Callable[[Any], Any],
     hand_over: Callable[[PreparedBatch | None], None] | None = None,
 ) -> PipelinePlan:
-    """Copy and preparation of the next batch run ahead of this one's step.
+    """Training plan in which the next batch is copied and prepared ahead of the current batch's step.
 
-    ``ScheduleStep`` calls the context's ``training_step``, ``ScaleGradients`` its ``run_backward``, both set by the
-    caller; ``OptimStep`` is the caller's work between ``begin_task`` and ``end_task``.
+    ``ScheduleStep`` calls the context's ``training_step``, and ``ScaleGradients`` its ``run_backward``; the caller sets
+    both. ``OptimStep`` is the caller's work between ``begin_task`` and ``end_task``.
 
     Args:
-        transfer: moves a batch to the device.
-        prepare: cuts a batch and begins what ranks agree on for it; its result is the context's ``prepared``.
-        hand_over: called with that before the training step, which runs the batch, and with None after it.
+        transfer: function that moves a batch to the device.
+        prepare: function that cuts a batch and starts the exchange between ranks; its result becomes the context's
+            ``prepared``.
+        hand_over: function called with the prepared batch before the training step, which runs that batch, and with
+            None after the step (default None: not called).
     """
 
     give = hand_over or (lambda _: None)
 
     def step(ctx: LLMContext) -> None:
-        # A batch that a hook skips comes here without one.
+        # If a hook skips the batch, the context has no training_step.
         try:
             give(ctx.take("prepared"))
             ctx.output = ctx.training_step() if ctx.has("training_step") else None
@@ -78,26 +80,26 @@ def llm_plan(
             scale,
             reads=("output", "run_backward", GRADIENTS),
             writes=(GRADIENTS,),
-            not_replayable="it divides gradients that a schedule has just made, by what ranks agree on",
+            not_replayable="it divides the gradients of the last schedule step, and a replay would divide them again",
         ),
         PipelineTask(
             "OptimStep",
             optimize,
             reads=(GRADIENTS,),
             writes=(PARAMETERS,),
-            not_replayable="Lightning makes the step, with its hooks, outside of the task's function",
+            not_replayable="Lightning runs the step and its hooks outside the task's function",
         ),
     ]
     return PipelinePlan({**_ahead(transfer, prepare), **dict.fromkeys(tasks, TaskSchedule())}, name="llm")
 
 
 def llm_evaluation_plan(transfer: Callable[[Any], Any], prepare: Callable[[Any], Any], name: str) -> PipelinePlan:
-    """Copy and preparation of the next batch run ahead of this one's way through the stages.
+    """Evaluation plan in which the next batch is copied and prepared ahead of the current batch's forward.
 
     Args:
-        transfer: as of :func:`llm_plan`.
-        prepare: see there.
-        name: of the plan.
+        transfer: as in :func:`llm_plan`.
+        prepare: as in :func:`llm_plan`.
+        name: name of the plan.
     """
 
     def forward(ctx: LLMContext) -> None:
@@ -121,13 +123,13 @@ def _ahead(transfer: Callable[[Any], Any], prepare: Callable[[Any], Any]) -> dic
         copy,
         reads=("batch",),
         writes=("batch",),
-        not_replayable="the loop counts the batches that are moved, and a replay moves none",
+        not_replayable="the loop counts the batches that are moved, and a replay moves no batch",
     )
     prepare_task = PipelineTask(
         "Prepare",
         cut,
         reads=("batch",),
         writes=("prepared",),
-        not_replayable="what it begins with the other ranks can be waited for once",
+        not_replayable="its exchange with the other ranks can only be waited for once",
     )
     return {move: TaskSchedule(stage=1, stream="memcpy"), prepare_task: TaskSchedule(stage=1)}

@@ -233,8 +233,8 @@ def count_stages(spec: ScheduleSpec, pp_size: int, stages_per_rank: int | None =
         rows = max(ranks.values()) + 1
         if rows != pp_size:
             raise SetupError(
-                f"the schedule in {spec.path} is for {rows} ranks, and the pipeline has {pp_size}. Use a file with a row"
-                " for each rank"
+                f"the schedule in {spec.path} is for {rows} ranks, and the pipeline has {pp_size}. Use a file with a"
+                " row for each rank"
             )
         wanted, why = len(ranks) // rows, f"{len(ranks) // rows} stage(s), as in the file"
     count = stages_per_rank if stages_per_rank is not None else wanted or 2
