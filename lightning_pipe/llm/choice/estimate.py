@@ -1,7 +1,7 @@
-"""Whether a way to train in stages fits the memory, and what its bubble will be, without running anything.
+"""Estimates the memory and the bubble of training in stages, without running the model.
 
-What takes how long is not known without a run; how many floating-point operations it has is. A bubble is a share of
-time, so it comes out alike where all operations are about as fast.
+Durations are unknown without a run, but numbers of floating-point operations are not. A bubble is a share of time, so
+the estimate is right if all operations run at about the same speed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Refused:
     """A schedule that cannot be used.
 
     Attributes:
-        schedule: its name.
-        reason: why not.
+        schedule: name of the schedule.
+        reason: message of the error that refused it.
     """
 
     schedule: str
@@ -41,7 +41,7 @@ class Refused:
 
 
 def operations_of(footprints: Pieces[Footprint]) -> Pieces[LayerWork]:
-    """Floating-point operations of each piece, in the place of seconds."""
+    """Floating-point operations of each piece, used instead of seconds."""
     return Pieces.of(lambda one: one.operations, footprints)
 
 
@@ -52,17 +52,18 @@ def estimate(
     optimizer_bytes: Pieces[int],
     sharing: Sharing | None = None,
 ) -> SchedulePrediction:
-    """Memory of each rank, and the bubble of ranks that do as many operations a second, with messages for nothing.
+    """Estimate the memory of each rank, and the bubble for ranks of equal speed and messages that take no time.
 
     Args:
-        candidate: a way to train.
-        pp_size: ranks of the pipeline.
-        footprints: of one of its micro-batches.
-        optimizer_bytes: states of optimisers for each piece.
-        sharing: of stages, with other ranks.
+        candidate: way to train.
+        pp_size: number of ranks of the pipeline.
+        footprints: footprints for one of its micro-batches.
+        optimizer_bytes: bytes of optimiser states for each piece.
+        sharing: numbers of ranks that share each stage; None (default) for no sharing.
 
     Returns:
-        With ``seconds`` that are operations of a rank, those during which it waits counted as if it worked.
+        A prediction whose ``seconds`` is a number of operations of one rank, including those it could run while it
+        waits.
     """
     count = candidate.num_microbatches
     known = Measurements(
@@ -79,7 +80,7 @@ def compare(
     optimizer_bytes: Pieces[int],
     sharing: Sharing | None = None,
 ) -> list[SchedulePrediction | Refused]:
-    """The same of all of PyTorch's schedules, each with its own number of stages, of as many layers as can be."""
+    """Estimate all of PyTorch's schedules, each with its default number of stages and layers split evenly."""
     found: list[SchedulePrediction | Refused] = []
     for spec in SCHEDULES.values():
         try:

@@ -1,9 +1,10 @@
-"""Which schedule, stages, micro-batches and split train a batch fastest, by simulating each schedule's actions.
+"""Chooses the schedule, stages, micro-batches and split that train a batch fastest, by simulating schedules.
 
     schedules x stages a rank x micro-batches x splits ──► those that fit the memory ──► simulated, fastest first
-                                                                 a few run for real ──► calibration, and again
+                                                                a few run for real ──► calibration, and again
 
-What is measured comes from elsewhere (``layer_profile``, ``links``, real steps); nothing here runs or communicates.
+Measurements come from other modules (``layer_profile``, ``links``, real steps). This module runs no model and does not
+communicate.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ __all__ = [
     "stage_durations",
 ]
 
-# Micro-batches, by ranks: with fewer most ranks are idle, with more each is small, and the bubble as good as gone.
+# Micro-batches per rank: with fewer, most ranks are idle; with more, each is small and the bubble negligible.
 _LEAST, _MOST = 1, 8
 _COUNTS = 5  # numbers of micro-batches to measure
 _MOST_STAGES = 4  # of a rank
@@ -54,13 +55,13 @@ _KINDS: tuple[Kind, ...] = ("forward", "backward", "input_backward", "weight_bac
 
 @dataclass(frozen=True)
 class ScheduleCandidate:
-    """A way to train.
+    """Way to train: a schedule with its numbers of stages, micro-batches and layers.
 
     Attributes:
-        spec: the schedule.
-        stages_per_rank: how many stages each rank holds.
-        num_microbatches: of a batch.
-        layers_per_stage: of each stage, in order.
+        spec: schedule.
+        stages_per_rank: number of stages of each rank.
+        num_microbatches: number of micro-batches of a batch.
+        layers_per_stage: number of layers of each stage, in order.
     """
 
     spec: ScheduleSpec
@@ -71,14 +72,14 @@ class ScheduleCandidate:
 
 @dataclass(frozen=True)
 class Measurements:
-    """What is known of a model, for each number of micro-batches.
+    """Measurements of a model, for each number of micro-batches.
 
     Attributes:
         work: seconds (or any unit) of each piece.
         footprints: bytes of each piece.
-        optimizer_bytes: states of optimisers for each piece.
-        links: between neighbouring ranks; none for messages that take no time.
-        sharing: of stages, with other ranks.
+        optimizer_bytes: bytes of optimiser states for each piece.
+        links: links between neighbouring ranks; empty (default) if messages take no time.
+        sharing: numbers of ranks that share each stage.
     """
 
     work: Mapping[int, Pieces[LayerWork]]
@@ -90,12 +91,12 @@ class Measurements:
 
 @dataclass(frozen=True)
 class Calibration:
-    """How real steps differ from what pieces measured one by one say.
+    """Corrections of simulated steps by real ones.
 
     Attributes:
-        scales: by kind of work, how much longer it takes among the rest of a step.
+        scales: slowdown of each kind of work in a real step, relative to pieces measured separately.
         overhead: seconds between two actions of a rank.
-        fixed: seconds of a step beside the schedule's.
+        fixed: seconds of a step outside its schedule.
     """
 
     scales: Mapping[Kind, float] = field(default_factory=dict)
@@ -105,14 +106,14 @@ class Calibration:
 
 @dataclass(frozen=True)
 class SchedulePrediction:
-    """What comes of a candidate.
+    """Predicted step of a candidate, and its measured times.
 
     Attributes:
-        candidate: that is meant.
-        seconds: of a step, without the optimiser's.
-        bubble: the share of all ranks' time that they do not compute.
-        memory: of each rank of the pipeline.
-        times: seconds of a real step in each round; none where it was not run.
+        candidate: predicted candidate.
+        seconds: duration of a step, without the optimiser's step.
+        bubble: share of all ranks' time in which they do not compute.
+        memory: memory of each rank of the pipeline.
+        times: seconds of a real step in each round; empty (default) if it was not run.
     """
 
     candidate: ScheduleCandidate
@@ -123,29 +124,30 @@ class SchedulePrediction:
 
     @property
     def measured(self) -> float | None:
-        """Seconds of a typical real step; None where none was run."""
+        """Seconds of a typical real step; None if no real step was run."""
         return typical(self.times) if self.times else None
 
     @cached_property
     def peak(self) -> int:
-        """Bytes of the rank that needs most."""
+        """Bytes of the rank that needs the most memory."""
         return max(one.total for one in self.memory)
 
 
 def microbatch_counts(rows: int, pp_size: int) -> list[int]:
-    """Numbers of micro-batches that divide a batch and are worth a try, ascending.
+    """Numbers of micro-batches that divide a batch and are worth trying, ascending.
 
-    Between once and eight times the ranks; of many, five that are spread evenly, twice the ranks among them.
+    They range from one to eight times the number of ranks. If there are more than five, it selects five that are spread
+    evenly, and twice the number of ranks.
 
     Raises:
-        SetupError: there is none.
+        SetupError: no number in this range divides the batch.
     """
     found = [count for count in range(_LEAST * pp_size, _MOST * pp_size + 1) if rows % count == 0]
     if not found:
         raise SetupError(
             f"the batch has {rows} row(s), which no number of micro-batches from {_LEAST * pp_size} to"
-            f" {_MOST * pp_size} divides (once to eight times the {pp_size} ranks of a pipeline); needed is another"
-            f" batch size, such as {max(1, round(rows / (2 * pp_size))) * 2 * pp_size}, or num_microbatches"
+            f" {_MOST * pp_size} divides (one to eight times the {pp_size} ranks of a pipeline). Use another batch"
+            f" size, such as {max(1, round(rows / (2 * pp_size))) * 2 * pp_size}, or set num_microbatches"
         )
     if len(found) > _COUNTS:
         places = {round(place * (len(found) - 1) / (_COUNTS - 1)) for place in range(_COUNTS)}
@@ -162,16 +164,16 @@ def list_candidates(
     by_memory: bool,
     allowed: Callable[[ScheduleSpec], bool] = lambda spec: True,
 ) -> list[ScheduleCandidate]:
-    """All that there are of PyTorch's schedules, numbers of stages and micro-batches, and splits.
+    """List all candidates: PyTorch's schedules, numbers of stages and micro-batches, and splits.
 
-    Splits are by time, as many layers a stage, and where memory is scarce by memory.
+    Layers are split by time, evenly, and, if memory is scarce, by memory.
 
     Args:
-        config: what the model is made of.
-        pp_size: ranks of the pipeline.
-        measured: for the numbers of micro-batches that are wanted.
-        by_memory: whether memory is scarce.
-        allowed: whether a schedule may be used.
+        config: module config of the model.
+        pp_size: number of ranks of the pipeline.
+        measured: measurements for the numbers of micro-batches to try.
+        by_memory: True if memory is scarce.
+        allowed: function that returns True for a schedule that may be used (default: all).
     """
     found: dict[ScheduleCandidate, None] = {}
     for spec in filter(allowed, SCHEDULES.values()):
@@ -203,17 +205,17 @@ def _splits(
 
     costs = time_costs(work)
     found = [layer_counts(config, split_by_cost(config, num_stages, costs.layers, costs.input or 0.0, costs.output))]
-    with suppress(SetupError):  # fewer layers than its weights take off
+    with suppress(SetupError):  # the weights of input and output modules exceed the layers
         found.append(layer_counts(config, split_evenly(config, num_stages)))
     if by_memory:
-        # What a stage in the middle of 1F1B's keeps.
+        # Micro-batches that a stage in the middle of 1F1B keeps.
         kept = min(count, 1 + num_stages // 2)
         found.append(layers_by_memory(config, num_stages, footprints, measured.optimizer_bytes, kept))
     yield from dict.fromkeys(found)
 
 
 def layer_counts(config: ModuleConfig, stages: Sequence[Sequence[str]]) -> tuple[int, ...]:
-    """How many layers each stage has, from the names of what it holds."""
+    """Number of layers of each stage, from the names of its modules."""
     layers = set(config.layers)
     return tuple(sum(name in layers for name in stage) for stage in stages)
 
@@ -221,14 +223,14 @@ def layer_counts(config: ModuleConfig, stages: Sequence[Sequence[str]]) -> tuple
 def layers_by_memory(
     config: ModuleConfig, num_stages: int, footprints: Pieces[Footprint], optimizer_bytes: Pieces[int], kept: int
 ) -> tuple[int, ...]:
-    """How many layers each stage has, where the one that needs most memory is to need the least.
+    """Number of layers of each stage that minimises the memory of the stage that needs most.
 
     Args:
-        config: what the model is made of.
-        num_stages: of all ranks.
-        footprints: of one micro-batch.
-        optimizer_bytes: states of optimisers for each piece.
-        kept: how many micro-batches a stage keeps at a time.
+        config: module config of the model.
+        num_stages: number of stages of all ranks.
+        footprints: footprints for one micro-batch.
+        optimizer_bytes: bytes of optimiser states for each piece.
+        kept: maximum number of micro-batches whose activations a stage keeps.
     """
     costs = memory_costs(footprints, optimizer_bytes, kept)
     return layer_counts(config, split_by_cost(config, num_stages, costs.layers, costs.input or 0.0, costs.output))
@@ -237,12 +239,12 @@ def layers_by_memory(
 def stage_durations(
     pieces: Pieces[LayerWork], layers_per_stage: Sequence[int], scales: Mapping[Kind, float] | None = None
 ) -> dict[tuple[int, Kind], float]:
-    """What each stage's work takes: the sum of its pieces', and once that of a stage without any.
+    """Duration of each stage's work: the sum over its pieces, plus the duration of an empty stage once.
 
     Args:
-        pieces: of one micro-batch.
-        layers_per_stage: of all stages.
-        scales: by kind, factors.
+        pieces: work of the pieces for one micro-batch.
+        layers_per_stage: number of layers of each stage.
+        scales: factor for each kind of work; None (default) for 1.0.
     """
     factors = scales or {}
     found: dict[tuple[int, Kind], float] = {}
@@ -251,7 +253,7 @@ def stage_durations(
         for kind in _KINDS:
             base: float = getattr(pieces.empty, kind)
             own = sum(max(getattr(one, kind) - base, 0.0) for one in parts)
-            # The first part of a backward has nothing to do on stage 0, whose inputs are data: all is in the second.
+            # The inputs of stage 0 are data, so the second part of a backward does all of its work.
             if stage == 0 and kind == "weight_backward":
                 own = sum(max(one.backward - base, 0.0) for one in parts)
             elif stage == 0 and kind == "input_backward":
@@ -263,13 +265,13 @@ def stage_durations(
 def predict(
     candidate: ScheduleCandidate, pp_size: int, measured: Measurements, calibration: Calibration | None = None
 ) -> SchedulePrediction:
-    """What a step of a candidate takes.
+    """Predict the duration, bubble and memory of a candidate's step.
 
     Args:
-        candidate: that is asked for.
-        pp_size: ranks of the pipeline.
-        measured: of the model.
-        calibration: from real steps.
+        candidate: candidate to predict.
+        pp_size: number of ranks of the pipeline.
+        measured: measurements of the model.
+        calibration: corrections from real steps; None (default) for no corrections.
     """
     known = calibration or Calibration()
     actions = actions_of(candidate.spec, pp_size, candidate.num_microbatches, candidate.stages_per_rank)
@@ -300,12 +302,13 @@ def calibrate(
     pp_size: int,
     measured: Measurements,
 ) -> Calibration:
-    """From real steps what the pieces, measured one by one, do not say.
+    """Derive corrections from real steps, for effects that measurements of single pieces do not show.
 
     Args:
-        runs: candidates; what the ranks of their pipeline noted in a step, in order; seconds that the step took.
-        pp_size: ranks of the pipeline.
-        measured: of the model.
+        runs: for each real step: its candidate, the bars recorded by each rank of the pipeline in order, and the
+            seconds of the step.
+        pp_size: number of ranks of the pipeline.
+        measured: measurements of the model.
     """
     scales: dict[Kind, list[float]] = {}
     overheads: list[float] = []
@@ -337,12 +340,12 @@ def calibrate(
 
 
 def finalists(predictions: Sequence[SchedulePrediction], most: int, of_a_schedule: int = 2) -> list[SchedulePrediction]:
-    """The fastest, of no schedule more than so many: where one is taken for too slow, its like are too.
+    """Fastest candidates, at most ``of_a_schedule`` of each schedule, since their prediction errors are similar.
 
     Args:
-        predictions: of all candidates.
-        most: how many in all.
-        of_a_schedule: how many of each.
+        predictions: predictions of all candidates.
+        most: maximum number of candidates.
+        of_a_schedule: maximum number of candidates of each schedule (default 2).
     """
     kept: list[SchedulePrediction] = []
     for one in sorted(predictions, key=lambda one: one.seconds):
@@ -353,7 +356,7 @@ def finalists(predictions: Sequence[SchedulePrediction], most: int, of_a_schedul
 
 
 def median_pieces(found: Sequence[Pieces[LayerWork]]) -> Pieces[LayerWork]:
-    """Each number's median over ranks that measured the same."""
+    """Median of each number over ranks that measured the same pieces."""
 
     def median(*works: LayerWork) -> LayerWork:
         return LayerWork(*(statistics.median(column) for column in zip(*works, strict=True)))

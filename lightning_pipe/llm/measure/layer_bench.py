@@ -1,8 +1,8 @@
-"""The pieces of a model run one by one: the modules before its layers, each layer, and those after.
+"""Runs the pieces of a model one at a time: the input modules, each layer, and the output modules.
 
-A piece is run as the stage that would hold nothing else, over stand-ins of the model's tensors: a model that is
-deferred stays so, and no rank holds more than a piece. What a piece costs is taken not to depend on values. What is
-asked of a piece (``layer_costs``, ``layer_profile``) is a function.
+A piece runs as a stage that holds nothing else, with placeholder tensors of small values: a deferred model stays
+deferred, and no rank holds more than one piece. Costs are assumed not to depend on values. The measurement itself is a
+function, given by ``layer_costs`` and ``layer_profile``.
 
 Tested in ``tests/llm/measure/test_layer_profile.py``.
 """
@@ -30,14 +30,14 @@ LossOf = Callable[[Any, nn.Module], Tensor]
 
 @dataclass(frozen=True)
 class LayerPiece:
-    """Something to measure.
+    """Piece of a model to measure.
 
     Attributes:
-        stage: that holds nothing else.
-        modules: what it holds.
-        run: forward, from inputs to output; for the last, to the loss.
-        inputs: of it.
-        batch: tensors that are there in any case.
+        stage: stage that holds only this piece.
+        modules: modules of the piece.
+        run: forward from inputs to output; for the last piece, to the loss.
+        inputs: inputs of ``run``.
+        batch: tensors of the micro-batch, which exist regardless of the piece.
     """
 
     stage: StageModule
@@ -49,13 +49,13 @@ class LayerPiece:
 
 @dataclass(frozen=True)
 class Pieces(Generic[T]):
-    """What was found of each piece.
+    """Results for the pieces of a model.
 
     Attributes:
-        empty: of a stage without modules.
-        input: of the modules before the layers, together; None where there are none.
-        layers: of each layer.
-        output: of the modules after them, together, and the loss.
+        empty: result for a stage without modules.
+        input: result for all modules before the layers; None if the model has none.
+        layers: result for each layer.
+        output: result for all modules after the layers, and the loss.
     """
 
     empty: T
@@ -65,7 +65,7 @@ class Pieces(Generic[T]):
 
     @staticmethod
     def of(function: Callable[..., R], *given: Pieces[Any]) -> Pieces[R]:
-        """Apply a function, piece by piece, to what was found of one model: several times, or of several kinds."""
+        """Apply a function, piece by piece, to one or more results for the same model."""
         return Pieces(
             function(*(one.empty for one in given)),
             None if given[0].input is None else function(*(one.input for one in given)),
@@ -75,17 +75,19 @@ class Pieces(Generic[T]):
 
 
 class LayerBench:
-    """Makes the pieces of a model.
+    """Builds and measures the pieces of a model.
 
     Args:
-        model: the unsplit one, real or deferred; it is left as it is.
-        config: what it is made of.
-        args: what it is called with for one micro-batch, on ``device``.
-        kwargs: its keywords.
-        device: where to run.
-        prepare: what else is done to each piece's stage.
-        varies: what of a layer's index matters to that.
-        within: entered to make a piece's stand-ins, to run it and to ask it; not to cut the model.
+        model: unsplit model, real or deferred; it is not changed.
+        config: module config of the model.
+        args: arguments of the model for one micro-batch, on ``device``.
+        kwargs: keywords of the model for one micro-batch.
+        device: device to run on.
+        prepare: function applied to each piece's stage (default: none).
+        varies: function from a layer's index to a value that ``prepare`` depends on; layers with equal values may share
+            a measurement (default: no dependence).
+        within: context manager entered while a piece's placeholders are made, and while it runs and is measured; not
+            while the model is cut.
     """
 
     def __init__(
@@ -109,11 +111,12 @@ class LayerBench:
         self._within = within
 
     def ask(self, loss_of: LossOf, question: Callable[[LayerPiece], T]) -> Pieces[T]:
-        """Ask each piece; layers that are alike, by class, tensors, plain attributes and inputs, are asked once.
+        """Measure each piece; layers with equal class, tensors, plain attributes and inputs are measured once.
 
         Args:
-            loss_of: from the last piece's output, and the part of the model that gave it, the loss: a scalar.
-            question: to each piece.
+            loss_of: function from the last piece's output, and the part of the model that computed it, to the loss: a
+                scalar.
+            question: measurement of a piece.
         """
         config = self._config
         inputs, first = self._args, None
@@ -135,7 +138,7 @@ class LayerBench:
         return Pieces(empty, first, tuple(layers), last)
 
     def _ask(self, piece: LayerPiece, question: Callable[[LayerPiece], T]) -> tuple[T, Tensor]:
-        """The answer, and something like the piece's output."""
+        """Measurement of a piece, and a placeholder of its output."""
         with self._within():
             return question(piece), _hidden_like(piece.run(*piece.inputs))
 
@@ -146,7 +149,7 @@ class LayerBench:
         inputs: tuple[Any, ...],
         loss_of: LossOf | None = None,
     ) -> LayerPiece:
-        """A stage of three: the input modules', a layer's or the output modules'."""
+        """Build one of three stages: of the input modules, of a layer, or of the output modules."""
         stage = make_stage(shallow_copy(self._model), self._config, names, stage_index, 3).train()
         with self._within():
             stand_in(stage, self._device)
@@ -163,12 +166,12 @@ class LayerBench:
 
 
 def stand_in(stage: nn.Module, device: torch.device) -> None:
-    """Give a stage, in place, tensors of its own, like those it had in all but values: small ones, not all alike."""
+    """Replace a stage's tensors, in place, by placeholders that differ only in their values: small and varied."""
     made: dict[int, Any] = {}
 
     def like(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
-            # Those that are not trained may be variances or frequencies.
+            # Buffers may be variances or frequencies, so their values are positive.
             bare = _some_values(tensor, device, *((-0.1, 0.1) if isinstance(tensor, nn.Parameter) else (0.1, 1.0)))
             made[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
         found: Tensor = made[id(tensor)]
@@ -191,7 +194,7 @@ def _hidden_like(output: Tensor) -> Tensor:
 
 
 def _described(layers: Sequence[nn.Module]) -> list[Any]:
-    """For each layer, what decides what it costs; a number that is each one's own index does not."""
+    """Description of each layer that determines its cost; attributes that equal the layer's index are ignored."""
     plain = [
         {
             (name, key): value

@@ -64,28 +64,32 @@ def measure_costs(
     group: dist.ProcessGroup | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Pieces[float]:
-    """Measure the modules before the layers, each layer and those after, with one micro-batch.
+    """Measure the cost of the input modules, of each layer and of the output modules, with one micro-batch.
 
     Arguments as for :func:`~lightning_pipe.llm.measure.layer_profile.measure_work`, and:
 
     Args:
-        model: see there.
-        config: see there.
-        args: see there.
-        kwargs: see there.
-        loss_of: see there.
-        unit: "time", in seconds, or "memory", in bytes.
-        microbatches: how many micro-batches' activations a stage keeps at a time, for memory.
-        optimizer_states: how many tensors of a parameter's size the optimiser keeps for each, for memory: Adam 2.
-        group: ranks that need the same costs: the first measures, and tells the others. Each has to call this.
-        clock: see there.
+        model: as in ``measure_work``.
+        config: as in ``measure_work``.
+        args: as in ``measure_work``.
+        kwargs: as in ``measure_work``.
+        loss_of: as in ``measure_work``.
+        unit: "time" (default), in seconds, or "memory", in bytes.
+        microbatches: maximum number of micro-batches whose activations a stage keeps, for memory (default 1).
+        optimizer_states: number of tensors of a parameter's size that the optimiser keeps for it, for memory (default
+            2, as Adam).
+        group: ranks that need the same costs; the first rank measures and broadcasts them, and each rank must make this
+            call. None (default) to measure on this rank.
+        clock: as in ``measure_work``.
 
     Raises:
-        SetupError: another unit; a model that cannot be cut as the config says; on every rank, where the first could
+        SetupError: an unknown unit; a model that cannot be cut as the config describes; on every rank, if the first
+            rank
+            could not measure.
             not measure.
     """
     if unit not in ("time", "memory"):
-        raise SetupError(f"the unit of costs is {unit!r}; needed is 'time' or 'memory'")
+        raise SetupError(f"the unit of costs is {unit!r}; expected 'time' or 'memory'")
 
     def measured() -> Pieces[float]:
         if unit == "time":

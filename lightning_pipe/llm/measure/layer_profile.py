@@ -1,8 +1,8 @@
-"""What each kind of work of a schedule costs in each layer: seconds, measured; or operations and bytes, without memory.
+"""Cost of each kind of work in each layer: measured seconds; or operations and bytes, found on fake tensors.
 
-A schedule's actions are a forward, and a backward in one or in two parts; PyTorch's own functions for the parts are
-called here, as its stages call them. A simulation asks for all of these; a split by one number a layer, which
-``layer_costs`` makes of them.
+A schedule's actions are a forward, and a backward in one or in two parts. The parts are computed by the functions of
+PyTorch that its stages call. A simulation uses all of these numbers; a split by cost uses one number a layer, which
+``layer_costs`` derives from them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning_pipe.llm.model.stage_module import StageModule
 __all__ = ["Footprint", "LayerWork", "measure_footprints", "measure_work"]
 
 _CPU = torch.device("cpu")
-# Operations that the registry lacks, by others of as many.
+# Operators that the registry lacks, mapped to operators with the same number of operations.
 _LIKE = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
@@ -43,13 +43,14 @@ _RUNS = 5
 
 
 class LayerWork(NamedTuple):
-    """What each kind of work takes, in one unit.
+    """Cost of each kind of work, in one unit.
 
     Attributes:
-        forward: with the loss, of what is last.
-        backward: for inputs and weights in one.
-        input_backward: the first of two parts. Where no gradient goes to the inputs, all is in the second.
-        weight_backward: the second.
+        forward: forward, including the loss for the last piece.
+        backward: backward for inputs and weights together.
+        input_backward: first part of a split backward; 0 if no gradient goes to the inputs, as then the second part
+            does all of it.
+        weight_backward: second part of a split backward.
     """
 
     forward: float
@@ -60,19 +61,19 @@ class LayerWork(NamedTuple):
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of a piece of a model, and operations; all without what goes in.
+    """Bytes and operations of a piece of a model, excluding its inputs.
 
     Attributes:
-        parameters: of all parameters.
-        gradients: of those that are trained.
-        buffers: of its buffers.
-        output: of what it hands on.
-        kept: made in the forward, and there after it: for the backward, and the output.
-        held: there between the two parts of a backward.
-        in_forward: the most that there was in the forward, beyond what was there before.
-        in_backward: the same in the backward, beyond what was kept.
-        in_input_backward: the same in its first part.
-        in_weight_backward: the same in its second part, beyond what was held.
+        parameters: bytes of all parameters.
+        gradients: bytes of the trained parameters' gradients.
+        buffers: bytes of the buffers.
+        output: bytes of the output.
+        kept: bytes that remain after the forward: activations for backward, and the output.
+        held: bytes that remain between the two parts of a backward.
+        in_forward: peak in the forward, beyond the bytes in use before it.
+        in_backward: peak in the backward, beyond ``kept``.
+        in_input_backward: peak in the first part of a backward, beyond ``kept``.
+        in_weight_backward: peak in the second part of a backward, beyond ``held``.
         operations: floating-point operations of matrix products, convolutions and attention.
     """
 
@@ -102,24 +103,24 @@ def measure_work(
     parts: bool = True,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Pieces[LayerWork]:
-    """Seconds that each piece takes for one micro-batch: medians of five runs, after two that do not count.
+    """Measure the seconds of each piece for one micro-batch: medians of five runs, after two warm-up runs.
 
-    Autocast holds as it is set around the call. Random states stay as they are.
+    It runs under the autocast mode of the caller. Random states are preserved.
 
     Args:
-        model: the unsplit one, real or deferred; it is left as it is.
-        config: what it is made of.
-        args: what it is called with for one micro-batch, with values, on ``device``.
-        kwargs: its keywords.
-        loss_of: from the model's output, and the part of the model that gave it, the loss: a scalar.
-        device: where to measure.
-        prepare: done to each piece's stage: activation checkpointing, say.
-        varies: what of a layer's index matters to that.
-        parts: whether to measure a backward in two parts too; else it counts as all in the second.
-        clock: seconds.
+        model: unsplit model, real or deferred; it is not changed.
+        config: module config of the model.
+        args: arguments of the model for one micro-batch, with values, on ``device``.
+        kwargs: keywords of the model for one micro-batch.
+        loss_of: function from the model's output, and the part of the model that computed it, to the loss: a scalar.
+        device: device to measure on (default CPU).
+        prepare: function applied to each piece's stage, such as activation checkpointing (default: none).
+        varies: function from a layer's index to a value that ``prepare`` depends on (default: no dependence).
+        parts: True (default) to measure a backward in two parts, too; False to count it as the second part.
+        clock: function that returns seconds.
 
     Raises:
-        SetupError: a model that cannot be cut as the config says.
+        SetupError: a model that cannot be cut as the config describes.
     """
     watch = _LayerWatch(clock, device, parts)
     bench = LayerBench(model, config, args, kwargs, device, prepare, varies)
@@ -168,16 +169,16 @@ def measure_footprints(
     prepare: Callable[[StageModule], object] = lambda stage: None,
     varies: Callable[[int], Any] = lambda index: None,
 ) -> Pieces[Footprint]:
-    """Bytes and operations of each piece for one micro-batch, found by running it on tensors without memory.
+    """Find the bytes and operations of each piece for one micro-batch, by running it on tensors without memory.
 
-    What an operation uses within itself is not seen. A model that asks for the values of its tensors is run with some,
-    on the CPU. Arguments as for :func:`measure_work`; tensors may be on any device, the meta device too (then without
-    values), and count as tensors of the CPU.
+    Temporary memory within an operation is not seen. A model that reads the values of its tensors is run with values,
+    on the CPU. Arguments as for :func:`measure_work`; tensors may be on any device, including the meta device (then
+    without values), and count as CPU tensors.
 
     Raises:
-        SetupError: a model that cannot be cut as the config says.
+        SetupError: a model that cannot be cut as the config describes.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)  # what the loss compares with
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # targets of the loss
 
     @contextmanager
     def without_memory() -> Iterator[None]:
@@ -195,7 +196,7 @@ def measure_footprints(
 
     try:
         return weighed(_without_memory, without_memory)
-    except Exception as error:  # of whatever class: code that gets no values may do anything
+    except Exception as error:  # any exception: code may fail in any way without values
         given = tree_leaves((args, dict(kwargs)))
         if isinstance(error, SetupError) or any(isinstance(one, Tensor) and one.is_meta for one in given):
             raise
@@ -246,7 +247,7 @@ def _run_parts(piece: LayerPiece) -> tuple[int, int, int, float, float]:
         groups = _input_backward(piece, output, inputs)
         in_first, first = live.peak - kept, operations() - forward
         for one in inputs:
-            one.grad = None  # what is sent is counted elsewhere
+            one.grad = None  # sent gradients are counted elsewhere
         del output
         held, live.peak = live.now, live.now
         _weight_backward(piece, groups)
@@ -255,14 +256,14 @@ def _run_parts(piece: LayerPiece) -> tuple[int, int, int, float, float]:
 
 @contextmanager
 def _counted() -> Iterator[tuple[LiveBytes, Callable[[], float]]]:
-    """Bytes, and operations so far."""
-    # Entered for forward and backward together: what selective checkpointing sees must be the same in both.
+    """Count bytes, and operations so far."""
+    # Entered for forward and backward together: selective checkpointing must see the same modes in both.
     with LiveBytes({}) as live, _Operations() as operations:
         yield live, lambda: operations.total
 
 
 class _Operations(TorchDispatchMode):
-    """Counts as ``FlopCounterMode`` does, whose hooks for modules do not go together with a backward in parts."""
+    """Counts as ``FlopCounterMode``, whose module hooks do not work with a backward in parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +281,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _forward(piece: LayerPiece) -> tuple[Tensor, tuple[Any, ...]]:
-    """Output and inputs; those are like what a stage receives: leaves, whose gradients nothing is in yet."""
+    """Output and inputs of a forward; the inputs are leaves without gradients, as a stage receives them."""
     inputs = tuple(
         one.detach().requires_grad_(one.requires_grad) if isinstance(one, Tensor) else one for one in piece.inputs
     )
@@ -293,12 +294,12 @@ def _backward(output: Tensor) -> None:
 
 
 def _has_parts(piece: LayerPiece, inputs: tuple[Any, ...]) -> bool:
-    """Whether there are gradients for inputs, and modules that make something of them."""
+    """Return True if the piece has modules and inputs that require gradients."""
     return bool(piece.modules) and any(isinstance(one, Tensor) and one.requires_grad for one in inputs)
 
 
 def _input_backward(piece: LayerPiece, output: Tensor, inputs: tuple[Any, ...]) -> list[dict[str, Any]]:
-    whole = output.clone() if is_view(output) else output  # PyTorch detaches it in place; ``TimedStage`` has the same
+    whole = output.clone() if is_view(output) else output  # PyTorch detaches it in place; see ``TimedStage``
     gradients = [torch.ones_like(whole)] if whole.dim() else None
     _, groups = stage_backward_input([whole], gradients, list(inputs), piece.stage.parameters())
     return groups

@@ -9,7 +9,7 @@ parameters at a time::
 
 The optimiser remains the user's own object, which schedulers, checkpoints and Lightning refer to. Its groups, state and
 ``state_dict`` keep their keys, but state tensors are on the host. With FSDP's ``CPUOffloadPolicy``, parameters,
-gradients and state are on the host already, so nothing is moved.
+gradients and state are on the host already, and offloading has no effect.
 """
 
 from __future__ import annotations
