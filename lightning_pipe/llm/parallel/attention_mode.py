@@ -113,10 +113,8 @@ class OwnMasks:
         if bool(differs.any()):
             raise SetupError(
                 "the model calls scaled_dot_product_attention with its own mask, such as a sliding window, which"
-                " differs"
-                " from the attention pattern of the batch (causal, except for padding and documents). Put that mask"
-                " into"
-                " the batch, as an attention_mask of (rows or 1, heads or 1, length, length)"
+                " differs from the attention pattern of the batch (causal, except for padding and documents). Put that"
+                " mask into the batch, as an attention_mask of (rows or 1, heads or 1, length, length)"
             )
         self._seen.add((part, self._whole is None))
 
@@ -172,8 +170,7 @@ class CheckedAttention(nn.Module):
             raise SetupError(
                 f"the batch's attention_mask has {mask.shape[1]} heads, which parallel.tp={self._tensor_size} shares"
                 " out, and a rank cannot select its heads of the mask. Use one mask for all heads: (rows or 1, 1,"
-                " length,"
-                " length)"
+                " length, length)"
             )
         with _Watch(self._size, square, self._dropout, self._count):
             return self.stage(*args, **kwargs)
@@ -189,9 +186,8 @@ class CheckedAttention(nn.Module):
             if self._calls == 0:
                 raise SetupError(
                     f"layer {name} ({type(layer).__name__}) does not call scaled_dot_product_attention; expected a call"
-                    " in"
-                    " every layer, since context parallelism exchanges tokens only there. Choose that implementation of"
-                    " attention (for Hugging Face models attn_implementation='sdpa'), and merge a layer without"
+                    " in every layer, since context parallelism exchanges tokens only there. Choose that implementation"
+                    " of attention (for Hugging Face models attn_implementation='sdpa'), and merge a layer without"
                     " attention into one with attention"
                 )
 
@@ -297,9 +293,8 @@ def _check_config(config: Any) -> None:
         if isinstance(window := getattr(config, name, None), int):
             raise SetupError(
                 f"the model's config has {name}={window}, which limits attention to some tokens, and context"
-                " parallelism"
-                f" does not support that. Set {name}=None, which gives the same results for sequences"
-                " that fit into it"
+                f" parallelism does not support that. Set {name}=None, which gives the same results for sequences that"
+                " fit into it"
             )
     scaling = getattr(config, "rope_scaling", None) or {}
     kind = scaling.get("rope_type", scaling.get("type"))

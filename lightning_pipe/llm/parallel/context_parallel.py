@@ -202,8 +202,7 @@ def _rows_and_length(sequences: Mapping[str, Tensor]) -> tuple[int, int]:
     if len(set(lengths.values())) != 1:
         raise InputError(
             f"the micro-batch's sequences have the lengths {lengths}; expected one length for all keys that are cut"
-            " over"
-            " context ranks, and at least one key. Name other keys in batching.pad_values"
+            " over context ranks, and at least one key. Name other keys in batching.pad_values"
         )
     # A mask, or positions, may be the same for all rows.
     return max(shape[0] for shape in shapes.values()), next(iter(lengths.values()))

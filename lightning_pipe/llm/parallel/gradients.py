@@ -116,9 +116,8 @@ class GradientNorm:
             if count != 1:
                 raise SetupError(
                     f"the parameter {name!r} is passed by {count} ranks of the pipeline; expected one, so that it"
-                    " counts"
-                    " once in the gradient norm. Pass each parameter of the order on one stage, and of tied copies only"
-                    " one"
+                    " counts once in the gradient norm. Pass each parameter of the order on one stage, and of tied"
+                    " copies only one"
                 )
 
 

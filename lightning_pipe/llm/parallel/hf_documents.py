@@ -135,8 +135,7 @@ class HFDocuments:
             raise InputError(
                 "the micro-batch has several documents a row (cu_seq_lens, or position_ids that restart), which"
                 f" {self._family!r} models are not known to keep apart. To fix it, {fix}, or train a model of one of"
-                " the"
-                f" families {', '.join(sorted(BY_POSITIONS | BY_MASK))}"
+                f" the families {', '.join(sorted(BY_POSITIONS | BY_MASK))}"
             )
         positions = micro_batch.get("position_ids")
         if isinstance(positions, Tensor) and _boundaries(documents).gt(positions.diff(dim=1) != 1).any():
@@ -148,9 +147,8 @@ class HFDocuments:
             return
         if self._implementation.startswith(("flash", "flex")):
             raise InputError(
-                "the micro-batch has several documents a row, which the attention"
-                f" {self._implementation!r} of {self._family!r} models does not keep apart. Use attention='sdpa' or"
-                f" 'eager', or {fix}"
+                f"the micro-batch has several documents a row, which the attention {self._implementation!r} of"
+                f" {self._family!r} models does not keep apart. Use attention='sdpa' or 'eager', or {fix}"
             )
         longest = int(positions_of(documents).max()) + 1
         if self._window is not None and longest > self._window:

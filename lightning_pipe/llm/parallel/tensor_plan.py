@@ -117,8 +117,7 @@ def resolve_tensor_plan(
         if not names and is_whole:
             raise SetupError(
                 f"the tensor-parallel plan names {pattern}, which {type(model).__name__} does not have; expected names"
-                " of"
-                f" modules in its layers. Use names such as {_some_names(model, config)}, with * for any index"
+                f" of modules in its layers. Use names such as {_some_names(model, config)}, with * for any index"
             )
         for name in names:
             if style != "replicate" and not _is_in_layer(name, config):
@@ -185,8 +184,7 @@ def _check_heads(model: nn.Module, styles: Mapping[str, str | ParallelStyle], si
                 if isinstance(count, int) and count % size:
                     raise SetupError(
                         f"{key} is {count}, and {name} is cut among {size} ranks; expected a multiple of parallel.tp,"
-                        " so"
-                        f" that each rank has whole heads. Change one of them"
+                        " so that each rank has whole heads. Change one of them"
                     )
 
 

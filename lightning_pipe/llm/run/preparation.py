@@ -199,9 +199,8 @@ class BatchPreparation:
             if (added < rows and self._count(part)) or (added == rows and self._count(item)):
                 raise InputError(
                     f"the batch's {cut.rows} rows do not fill {len(cut.items)} micro-batches, and loss_tokens counts"
-                    " tokens in the copied rows that fill them: only 'labels' are set to"
-                    f" {self._ignore_index} there. Rename the labels to 'labels', or make all batches fill their"
-                    " micro-batches (drop_last=True)"
+                    f" tokens in the copied rows that fill them: only 'labels' are set to {self._ignore_index} there."
+                    " Rename the labels to 'labels', or make all batches fill their micro-batches (drop_last=True)"
                 )
             left -= added
 

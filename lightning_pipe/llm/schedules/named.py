@@ -131,8 +131,7 @@ def _of_class(given: type) -> ScheduleSpec:
         raise SetupError(
             f"schedule is the class {given.__qualname__}; expected one that derives from PyTorch's"
             " PipelineScheduleSingle or PipelineScheduleMulti and implements _step_microbatches. Choose such a class,"
-            " or"
-            f" one of the names {', '.join(SCHEDULES)}"
+            f" or one of the names {', '.join(SCHEDULES)}"
         )
     placement: Placement = "loop"
     if issubclass(given, PipelineScheduleSingle):
