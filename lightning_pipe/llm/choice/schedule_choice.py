@@ -136,8 +136,8 @@ class SchedulePrediction:
 def microbatch_counts(rows: int, pp_size: int) -> list[int]:
     """Numbers of micro-batches that divide a batch and are worth trying, ascending.
 
-    They range from one to eight times the number of ranks. If there are more than five, it selects five that are spread
-    evenly, and twice the number of ranks.
+    They range from one to eight times the number of ranks. If more than five divide the batch, it selects five that are
+    spread evenly, and twice the number of ranks if that divides the batch.
 
     Raises:
         SetupError: no number in this range divides the batch.

@@ -84,9 +84,7 @@ def measure_costs(
 
     Raises:
         SetupError: an unknown unit; a model that cannot be cut as the config describes; on every rank, if the first
-            rank
-            could not measure.
-            not measure.
+            rank could not measure.
     """
     if unit not in ("time", "memory"):
         raise SetupError(f"the unit of costs is {unit!r}; expected 'time' or 'memory'")

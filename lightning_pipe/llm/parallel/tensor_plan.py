@@ -96,8 +96,8 @@ def resolve_tensor_plan(
     Args:
         model: unsplit model, or one of its stages; its parameters may be fake.
         config: module config of the unsplit model.
-        plan: dict from names of the unsplit model's modules, in which ``*`` stands for one part between dots, to a
-            word or a ``ParallelStyle``. For the words see
+        plan: dict from names of the unsplit model's modules, in which ``*`` stands for one part between dots, to a word
+            or a ``ParallelStyle``. For the words see
             :func:`~lightning_pipe.llm.parallel.tensor_parallel.parallelise_tensors`.
         size: number of ranks that share a layer.
 

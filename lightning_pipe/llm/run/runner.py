@@ -120,8 +120,7 @@ class PipelineRunner:
         Args:
             micro_batches: any number, all of one shape.
             result_of: function from the last stage's output and the micro-batch's target to the result. It is called
-                right
-                after each forward, so that only one micro-batch's output exists at a time.
+                right after each forward, so that only one micro-batch's output exists at a time.
 
         Returns:
             The results in the order of micro-batches; empty on a rank without the last stage.

@@ -174,8 +174,7 @@ def check_combination(
 
     Args:
         spec: schedule. Backwards run in two parts, for inputs and for weights, in the zero-bubble schedules, in
-            DualPipeV,
-            and in files and classes that list such actions.
+            DualPipeV, and in files and classes that list such actions.
         sharding: wrapper of each stage: FSDP2's ``fully_shard``, its ``replicate``, or DDP; None for no wrapper.
         reshard_after_forward: option of ``fully_shard``; None for the default, which is False here.
         compiled: True if layers are compiled with ``torch.compile``.
