@@ -49,7 +49,7 @@ __all__ = [
 # Micro-batches per rank: with fewer, most ranks are idle; with more, each is small and the bubble negligible.
 _LEAST, _MOST = 1, 8
 _COUNTS = 5  # numbers of micro-batches to measure
-_MOST_STAGES = 4  # of a rank
+_MOST_STAGES = 4  # stages of a rank
 _KINDS: tuple[Kind, ...] = ("forward", "backward", "input_backward", "weight_backward")
 
 
@@ -356,7 +356,7 @@ def finalists(predictions: Sequence[SchedulePrediction], most: int, of_a_schedul
 
 
 def median_pieces(found: Sequence[Pieces[LayerWork]]) -> Pieces[LayerWork]:
-    """Median of each number over ranks that measured the same pieces."""
+    """Medians of measurements of the same pieces by several ranks."""
 
     def median(*works: LayerWork) -> LayerWork:
         return LayerWork(*(statistics.median(column) for column in zip(*works, strict=True)))

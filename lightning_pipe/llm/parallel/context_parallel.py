@@ -204,7 +204,7 @@ def _rows_and_length(sequences: Mapping[str, Tensor]) -> tuple[int, int]:
             f"the micro-batch's sequences have the lengths {lengths}; expected one length for all keys that are cut"
             " over context ranks, and at least one key. Name other keys in batching.pad_values"
         )
-    # A mask, or positions, may be the same for all rows.
+    # A mask or positions may have one row for all rows.
     return max(shape[0] for shape in shapes.values()), next(iter(lengths.values()))
 
 
@@ -241,7 +241,7 @@ def attention_of(micro_batch: Mapping[str, Any], length: int) -> FullAttention:
     elif isinstance(positions, Tensor):
         jumps = positions.diff(dim=1) != 1
         if real is not None:
-            # Positions of padding may be anything.
+            # Positions of padding are arbitrary.
             jumps = jumps & real[:, 1:] & real[:, :-1]
         documents = torch.nn.functional.pad(jumps.cumsum(1), (1, 0))
     if documents is not None and not (documents != documents[:, :1]).any():

@@ -142,7 +142,7 @@ class OffloadedState:
                 group["params"] = parameters
             self._all = None
 
-    # ------------------------------------------------------------------ where state is
+    # ------------------------------------------------------------------ moving state
 
     def _move(self, parameters: Sequence[Any], how: Callable[[Tensor, list[Any]], list[Any]]) -> None:
         state = self._optimizer.state

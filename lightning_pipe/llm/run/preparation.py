@@ -205,7 +205,7 @@ class BatchPreparation:
             left -= added
 
     def _size(self, micro_batch: MicroBatch) -> tuple[int, int]:
-        """Rows and length."""
+        """Rows and length of a micro-batch; (0, 0) if it has no sequences."""
         sequences = (micro_batch.get(key) for key in self._keys.values())
         shape = next((tuple(value.shape) for value in sequences if isinstance(value, Tensor)), ())
         return (shape[0], shape[1]) if len(shape) > 1 else (0, 0)

@@ -64,7 +64,7 @@ def llm_plan(
             ctx.run_backward()
 
     def optimize(ctx: LLMContext) -> None:
-        """The caller's part."""
+        """Do nothing: the caller runs the optimiser step."""
 
     tasks = [
         PipelineTask(
@@ -103,7 +103,7 @@ def llm_evaluation_plan(transfer: Callable[[Any], Any], prepare: Callable[[Any],
     """
 
     def forward(ctx: LLMContext) -> None:
-        """The caller's part, between begin_task and end_task."""
+        """Do nothing: the caller runs the forward between begin_task and end_task."""
 
     forward_task = PipelineTask(
         "ScheduleForward", forward, reads=("batch", "prepared", PARAMETERS), not_replayable=_EXCHANGES

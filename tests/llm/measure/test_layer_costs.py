@@ -204,7 +204,7 @@ def test_costs_are_what_a_split_takes() -> None:
 
 
 def test_another_unit_is_refused() -> None:
-    with pytest.raises(SetupError, match="the unit of costs is 'energy'; needed is 'time' or 'memory'"):
+    with pytest.raises(SetupError, match="the unit of costs is 'energy'; expected 'time' or 'memory'"):
         measure(Model(), unit="energy")
 
 

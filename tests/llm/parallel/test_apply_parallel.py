@@ -44,7 +44,7 @@ def test_experts_that_other_ranks_share_too_are_not_recomputed_selectively(
     if not refused:
         assert asked.check(model, config) == {}
         return
-    with pytest.raises(SetupError, match=r"activation_checkpoint.mode is 'selective'.*use 'full'"):
+    with pytest.raises(SetupError, match=r"activation_checkpoint.mode is 'selective'.*Use mode 'full'"):
         asked.check(model, config)
 
 

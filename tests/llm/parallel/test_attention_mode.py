@@ -132,7 +132,7 @@ def test_a_mask_of_the_models_own_may_say_only_what_the_whole_one_says(whole: Te
     OwnMasks._seen.clear()
     for rank in (0, 1):
         masks = OwnMasks(whole, rank, 2, balanced=balanced)
-        with pytest.raises(SetupError, match="a sliding window say"):
+        with pytest.raises(SetupError, match="its own mask, such as a sliding window"):
             masks.check(window(8, 3))
         masks.check(None)
         masks.check(torch.zeros(8, 8))  # a bias is not looked at here
@@ -145,7 +145,7 @@ def test_a_model_may_take_pieces_that_do_not_follow_on_for_documents() -> None:
     apart[4:, :4] = False
     OwnMasks(None, 0, 2, balanced=True).check(apart)
     OwnMasks._seen.clear()
-    with pytest.raises(SetupError, match="a sliding window say"):
+    with pytest.raises(SetupError, match="its own mask, such as a sliding window"):
         OwnMasks(None, 0, 2).check(apart[None])
 
 

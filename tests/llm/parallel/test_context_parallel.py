@@ -152,14 +152,14 @@ def test_a_length_that_a_ring_does_not_divide_is_refused() -> None:
     ("micro_batch", "size", "message"),
     [
         (tokens_of(1, 6), 4, "6 tokens a row, which parallel.cp=4 does not divide; .* multiple of 4"),
-        ({"name": "a"}, 2, "lengths {}; needed is one length"),
+        ({"name": "a"}, 2, "lengths {}; expected one length"),
         (tokens_of(1, 4) | {"labels": torch.ones(1, 6)}, 2, "'input_ids': 4, 'labels': 6"),
         (tokens_of(2, 4) | {"attention_mask": torch.ones(2, 4, 4)}, 2, r"shape \(2, 4, 4\)"),
         (tokens_of(2, 4) | {"attention_mask": torch.ones(2, 1, 2, 4)}, 2, r"shape \(2, 1, 2, 4\)"),
         (
             tokens_of(1, 4) | {"attention_mask": torch.ones(1, 4), "cu_seq_lens_q": torch.tensor([0, 2, 4])},
             2,
-            "leave the mask out",
+            "Leave the mask out",
         ),
         (
             tokens_of(1, 4) | {"cu_seq_lens_q": torch.tensor([0, 2, 4]), "cu_seq_lens_k": torch.tensor([0, 1, 4])},

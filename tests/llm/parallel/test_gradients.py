@@ -178,8 +178,8 @@ def test_each_call_is_of_the_gradients_there_are_then(stages: list[dict[str, Any
         ("other orders", "different orders of parameters"),
         ("other lengths", "different orders of parameters"),
         ("unknown on one", "1 parameter(s) that the order of 2 lacks"),
-        ("two holders", "'a' is handed in by 2 ranks of the pipeline; needed is one"),
-        ("no holder", "'c' is handed in by 0 ranks of the pipeline; needed is one"),
+        ("two holders", "'a' is passed by 2 ranks of the pipeline; expected one"),
+        ("no holder", "'c' is passed by 0 ranks of the pipeline; expected one"),
     ],
 )
 def test_every_rank_says_which_parameter_is_not_one_stages(
@@ -193,14 +193,14 @@ def test_one_rank_with_the_whole_model_needs_no_group() -> None:
     parameters = whole_model("plain")
     norm = GradientNorm(GROUPED, parameters, None)
     assert torch.equal(norm(), get_total_norm([cast(Tensor, parameters[name].grad) for name in GROUPED]))
-    with pytest.raises(SetupError, match=r"'b' is handed in by 0 ranks"):
+    with pytest.raises(SetupError, match=r"'b' is passed by 0 ranks"):
         GradientNorm(("a", "b"), {"a": nn.Parameter(torch.ones(1))}, None)
     assert GradientNorm((), {}, None)() == 0
 
 
 @pytest.mark.parametrize("norm_type", [0.0, -1.0, float("nan")])
 def test_the_norms_type_is_above_zero(norm_type: float) -> None:
-    with pytest.raises(SetupError, match=r"needed is a number above 0"):
+    with pytest.raises(SetupError, match=r"norm_type must be a number above 0, got"):
         GradientNorm(tuple(SHAPES), whole_model("plain"), None)(norm_type)
 
 

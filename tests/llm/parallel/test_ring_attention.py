@@ -121,7 +121,7 @@ def with_dropout(rank: int, size: int) -> None:
     group = dist.group.WORLD
     assert group is not None
     query = torch.zeros(1, 1, 2, 4)
-    with pytest.raises(SetupError, match=r"dropout_p=0.5, .* needed is 0.0"), RingAttention(group):
+    with pytest.raises(SetupError, match=r"dropout_p=0.5, .* expected 0.0"), RingAttention(group):
         F.scaled_dot_product_attention(query, query, query, dropout_p=0.5, is_causal=True)
 
 

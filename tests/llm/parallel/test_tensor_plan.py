@@ -90,17 +90,17 @@ def test_a_model_that_says_nothing_is_told_how() -> None:
     [
         (
             {"model.layers.*.mlp.up_proj": "sideways"},
-            "'sideways' for model.layers.*.mlp.up_proj; needed is one of colwise",
+            "'sideways' for model.layers.*.mlp.up_proj; expected one of colwise",
         ),
         (
             {"model.layers.*.mlp.upward": "colwise"},
-            "LlamaForCausalLM does not have; needed are names of modules in its layers, such as"
+            "LlamaForCausalLM does not have; expected names of modules in its layers. Use names such as"
             " model.layers.*.self_attn.q_proj",
         ),
         ({"layers.*.mlp.up_proj": "colwise"}, "which LlamaForCausalLM does not have"),
         ({"model.embed_tokens": "rowwise"}, "cuts model.embed_tokens, which is in no layer"),
-        ({"model.layers.*.input_layernorm": "colwise"}, "a LlamaRMSNorm; needed is an nn.Linear or nn.Embedding"),
-        ({"model.layers.*.mlp": RowwiseParallel()}, "a LlamaMLP; needed is an nn.Linear or nn.Embedding"),
+        ({"model.layers.*.input_layernorm": "colwise"}, "a LlamaRMSNorm; expected an nn.Linear or nn.Embedding"),
+        ({"model.layers.*.mlp": RowwiseParallel()}, "a LlamaMLP; expected an nn.Linear or nn.Embedding"),
         (
             {"model.layers.*.mlp.up_proj": "colwise", "model.layers.1.mlp.up_proj": "colwise"},
             "two entries for model.layers.1.mlp.up_proj",

@@ -161,9 +161,9 @@ def test_evaluation_takes_any_number_of_micro_batches_and_gives_what_is_wanted(f
     ("name", "kind", "says"),
     [
         ("raising", "KeyError", "no such label"),
-        ("vector", "InputError", "the loss of a micro-batch is shape (2,); needed is a scalar"),
+        ("vector", "InputError", "the loss of a micro-batch is shape (2,); expected a scalar"),
         ("words", "InputError", "the loss of a micro-batch is 'words'"),
-        ("constant", "InputError", "needed is a scalar tensor with a gradient"),
+        ("constant", "InputError", "expected a scalar tensor with a gradient"),
     ],
 )
 def test_a_loss_that_fails_leaves_the_schedule_to_end_on_every_rank_and_is_kept(

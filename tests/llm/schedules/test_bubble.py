@@ -95,7 +95,7 @@ def test_the_simulated_step_takes_medians_and_no_communication() -> None:
 
 
 def test_a_rank_that_noted_nothing_is_an_error_that_names_it() -> None:
-    with pytest.raises(InputError, match=r"rank\(s\) \[1\] of a pipeline of 2 noted nothing"):
+    with pytest.raises(InputError, match=r"rank\(s\) \[1\] of a pipeline of 2 recorded nothing"):
         measure_step([[microbatch_bar(0, "forward", 0, 0, 1)], []], {})
 
 

@@ -52,12 +52,12 @@ def test_just_those_numbers_of_microbatches_are_taken_that_pytorch_can_run(name:
                 # PyTorch's own refusal, of what these rules let pass, has other words.
                 words = "" if needed(name, m, pp_size) else f"num_microbatches is {m}; schedule {name} needs"
                 assert refusal(name, m, pp_size, stages_per_rank)[: len(words) or None] == words
-    with pytest.raises(SetupError, match="num_microbatches is 0; needed is at least 1"):
+    with pytest.raises(SetupError, match="num_microbatches must be at least 1, got 0"):
         check_microbatches(SCHEDULES[name], 0, 2)
 
 
 def test_a_refusal_names_numbers_that_are_taken() -> None:
-    with pytest.raises(SetupError, match=r"needs a multiple of its rounds, 2, .* use 8 or 10"):
+    with pytest.raises(SetupError, match=r"needs a multiple of its rounds, 2, .* Use 8 or 10"):
         check_microbatches(SCHEDULES["interleaved_1f1b"], 9, 4)
     for m in (8, 10):
         check_microbatches(SCHEDULES["interleaved_1f1b"], m, 4)
@@ -125,7 +125,7 @@ def test_a_file_that_pytorch_wrote_is_taken(
     spec = find_schedule(write(tmp_path / "own.csv", rows_of(name)))
     assert spec.placement == SCHEDULES[name].placement
     check_microbatches(spec, 4, 2)
-    with pytest.raises(SetupError, match=r"num_microbatches is 8; the schedule in .* is for 4: use 4"):
+    with pytest.raises(SetupError, match=r"num_microbatches is 8; the schedule in .* is for 4. Use 4"):
         check_microbatches(spec, 8, 2)
 
 
@@ -232,7 +232,7 @@ def test_schedules_that_never_reduce_gradients_are_refused_where_stages_are_shar
     for spec, message in (
         (unreduced, r"no REDUCE_GRAD for stage\(s\) \[0, 1, 2, 3\]"),
         (sharded, r"no UNSHARD for stage\(s\) \[3\]"),
-        (find_schedule(ListsNothing), "derive it from _PipelineScheduleRuntime"),
+        (find_schedule(ListsNothing), "Derive it from _PipelineScheduleRuntime"),
     ):
         check(spec, None)
         for sharding in ("fsdp", "replicate"):

@@ -58,7 +58,7 @@ def test_a_schedule_is_found_by_our_name_pytorchs_name_and_its_class(name: str) 
 
 
 def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
-    with pytest.raises(SetupError, match="'2f2b'; needed is one of gpipe, 1f1b, looped_bfs") as caught:
+    with pytest.raises(SetupError, match="'2f2b'; expected one of gpipe, 1f1b, looped_bfs") as caught:
         find_schedule("2f2b")
     assert all(name in str(caught.value) for name in SCHEDULES)
 
@@ -71,7 +71,7 @@ def test_a_class_of_the_users_own_is_placed_as_the_one_it_derives_from(given: ty
 
 @pytest.mark.parametrize("given", [dict, PipelineScheduleSingle])
 def test_a_class_that_is_no_schedule_is_refused(given: type) -> None:
-    with pytest.raises(SetupError, match=f"class {given.__name__}; needed is one that derives from"):
+    with pytest.raises(SetupError, match=f"class {given.__name__}; expected one that derives from"):
         find_schedule(given)
 
 
@@ -94,8 +94,8 @@ def test_the_placement_of_a_file_is_read_out_of_it(tmp_path: Path, name: str, pl
         ("", r"has no actions for rank\(s\) 0"),
         ("0F0,0B0\n\n", r"has no actions for rank\(s\) \[1\]"),
         ("0F0,0B0\n0F0,1B0\n", "has stage 0 on ranks 0 and 1"),
-        ("0F0,0B0\n2F0,2B0\n", r"lacks stage\(s\) \[1\]; needed are all from 0 to 2"),
-        ("1F0,1B0\n0F0,0B0\n", "has its stages 0 on rank 1, 1 on rank 0; needed is"),
+        ("0F0,0B0\n2F0,2B0\n", r"lacks stage\(s\) \[1\]; expected all from 0 to 2"),
+        ("1F0,1B0\n0F0,0B0\n", "has its stages 0 on rank 1, 1 on rank 0; expected, for rank r of"),
         ("0F0,1F0,1B0,0B0\n2F0,2B0\n", "has its stages 0 on rank 0, 1 on rank 0, 2 on rank 1"),
     ],
 )
@@ -145,7 +145,7 @@ def test_a_file_is_for_its_own_number_of_ranks_and_stages(tmp_path: Path) -> Non
     assert count_stages(spec, 2) == 2
     with pytest.raises(SetupError, match="is for 2 ranks, and the pipeline has 4"):
         count_stages(spec, 4)
-    with pytest.raises(SetupError, match=r"stages_per_rank is 1; .* needs 2 stage\(s\), as the file says"):
+    with pytest.raises(SetupError, match=r"stages_per_rank is 1; .* needs 2 stage\(s\), as in the file"):
         count_stages(spec, 2, 1)
 
 

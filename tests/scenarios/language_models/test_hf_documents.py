@@ -139,7 +139,7 @@ def test_a_packed_row_gives_what_its_documents_give_one_by_one(family: str) -> N
         if family in BY_POSITIONS:
             assert difference(windowed, "position_ids") < WITHIN
         else:
-            with pytest.raises(InputError, match=r"cannot be given documents beside a sliding window of 3"):
+            with pytest.raises(InputError, match=r"do not support documents together with a sliding window of 3"):
                 difference(windowed, "position_ids")
 
 
@@ -173,7 +173,7 @@ def test_masked_padding_may_be_beside_documents_and_before_them() -> None:
 
 def test_positions_that_go_on_across_documents_contradict_them() -> None:
     row = packed(LENGTHS, "cu_seq_lens") | {"position_ids": torch.arange(sum(LENGTHS))[None]}
-    with pytest.raises(InputError, match="position_ids go on where cu_seq_lens begin a document"):
+    with pytest.raises(InputError, match="position_ids continue where cu_seq_lens begin a document"):
         built("llama").predict_step([row], 0)
 
 

@@ -182,7 +182,7 @@ def test_a_hugging_face_model_without_a_head_for_the_next_token_is_refused() -> 
         (Averaging, r"summed_loss gives .* for twice its rows, as a mean does"),
         (Adding, "a loss with a gradient of its own.*Put it into summed_loss"),
         (Nothing, r"training_step returned None.*return -1"),
-        (Fractional, r"loss_tokens gave .*needed is an int"),
+        (Fractional, r"loss_tokens gave .*expected an int"),
     ],
 )
 def test_what_would_have_no_effect_is_refused(kind: type[Tiny], words: str) -> None:

@@ -381,7 +381,7 @@ REFUSALS: dict[str, tuple[Refusal, type[Exception], list[str]]] = {
 # What the rank says whose own mistake it is; the others say that it made one.
 OF_ONE_RANK = {
     "one rank's batch that is none": (1, ["the batch is a str", "needed is a mapping"], ["rank(s) 1"]),
-    "one rank's batch of two lengths": (1, ["the lengths", "needed is one length"], ["rank(s) 1"]),
+    "one rank's batch of two lengths": (1, ["the lengths", "expected one length"], ["rank(s) 1"]),
     "a loss for each token": (1, ["shape (36,)", "scalar"], ["rank 1: ", "sum over its tokens"]),
     "a token outside the vocabulary": (0, ["index out of range"], ["rank 0: ", "could not be run: IndexError: index"]),
     "a label outside the vocabulary": (0, ["out of bounds"], ["rank 0: ", "could not be run: IndexError: Target"]),
