@@ -171,7 +171,7 @@ def stand_in(stage: nn.Module, device: torch.device) -> None:
 
     def like(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
-            # Buffers may be variances or frequencies, so their values are positive.
+            # Tensors that are not parameters may be variances or frequencies, so their values are positive.
             bare = _some_values(tensor, device, *((-0.1, 0.1) if isinstance(tensor, nn.Parameter) else (0.1, 1.0)))
             made[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
         found: Tensor = made[id(tensor)]

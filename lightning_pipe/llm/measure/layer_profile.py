@@ -116,7 +116,7 @@ def measure_work(
         device: device to measure on (default CPU).
         prepare: function applied to each piece's stage, such as activation checkpointing (default: none).
         varies: function from a layer's index to a value that ``prepare`` depends on (default: no dependence).
-        parts: True (default) to measure a backward in two parts, too; False to count it as the second part.
+        parts: True (default) to measure a backward in two parts, too; False to count all of it as the second part.
         clock: function that returns seconds.
 
     Raises:

@@ -59,9 +59,9 @@ class StageParallelism:
         selective = checkpoint is not None and checkpoint.mode == "selective"
         if selective and self.meshes is not None and self.meshes.expert_data is not None:
             raise SetupError(
-                "activation_checkpoint.mode is 'selective', but parallel.ep is smaller than the number of ranks that"
-                " share a stage's data, so FSDP runs inside the layers and selective checkpointing cannot recompute"
-                " them. Use mode 'full', or set parallel.ep to the number of ranks that share a stage's data"
+                "activation_checkpoint.mode is 'selective', but several ranks hold the same experts, so FSDP runs"
+                " inside the layers and selective checkpointing cannot recompute them. Use mode 'full', or set"
+                " parallel.dp_replicate to 1 and parallel.ep to parallel.dp_shard times parallel.cp"
             )
         if sizes.tp == 1:
             return {}

@@ -126,7 +126,7 @@ def cut_sequence(
     rows, length = _rows_and_length(sequences)
     multiple = 2 * size if balanced else size
     if length % multiple:
-        twice = ", twice, for the ring" if balanced else ""
+        twice = " into two pieces a rank, as the ring needs" if balanced else ""
         raise InputError(
             f"the micro-batch has {length} tokens a row, which parallel.cp={size} does not divide{twice};"
             f" expected a multiple of {multiple}. Pad to one (pad_to_multiple_of)"

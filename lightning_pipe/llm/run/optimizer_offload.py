@@ -40,7 +40,8 @@ class OffloadedState:
         optimizer: optimiser over parameters on any device, DTensors included. State that is on the host already (such
             as a step count) stays there during the step.
         bucket_bytes: size of a bucket in bytes of this rank's parameters (default 2**28); a larger parameter is a
-            bucket of one. The state of AdamW in 32 bits takes twice as much. Larger buckets mean fewer synchronisations
+            bucket of one. The state of AdamW in 32 bits takes twice as much. Larger buckets mean fewer calls of the
+            step
             and more device memory.
 
     Raises:

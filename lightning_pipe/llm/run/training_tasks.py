@@ -80,7 +80,7 @@ def llm_plan(
             scale,
             reads=("output", "run_backward", GRADIENTS),
             writes=(GRADIENTS,),
-            not_replayable="it divides the gradients of the last schedule step, and a replay would divide them again",
+            not_replayable="it divides gradients that the schedule has just computed by a number that ranks agree on",
         ),
         PipelineTask(
             "OptimStep",
