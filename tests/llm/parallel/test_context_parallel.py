@@ -144,7 +144,9 @@ def test_a_square_mask_counts_as_it_is_and_its_chunk_is_cut_on_both_dimensions()
 
 
 def test_a_length_that_a_ring_does_not_divide_is_refused() -> None:
-    with pytest.raises(InputError, match=r"6 tokens a row.*divide into two pieces a rank, as the ring needs; .* multiple of 4"):
+    with pytest.raises(
+        InputError, match=r"6 tokens a row.*divide into two pieces a rank, as the ring needs; .* multiple of 4"
+    ):
         cut_sequence(tokens_of(1, 6), 0, 2, balanced=True)
 
 
