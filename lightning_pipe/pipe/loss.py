@@ -1,8 +1,8 @@
-"""The loss of a mini-batch as a sum over its micro-batches, whose mean is over what the loss means.
+"""Loss of a mini-batch as a sum over its micro-batches, normalised over the whole mini-batch.
 
-A mean over rows is the mean of the micro-batches' means, weighted by their rows. Where a cross entropy leaves out
-targets, or weighs classes, its mean is over the weights of the targets that count: those of the whole mini-batch, which
-are known before it runs. A function that does not say what it returns is tried once on two parts of a micro-batch.
+A mean over rows is the mean of the micro-batches' means, weighted by their rows. A cross entropy that ignores targets
+or weights classes divides by the total weight of the counted targets. For the whole mini-batch, this weight is computed
+before the first micro-batch runs. A function without a ``reduction`` is checked once on two parts of a micro-batch.
 """
 
 from __future__ import annotations
@@ -25,35 +25,36 @@ __all__ = ["LossFunction", "MicroLoss", "MiniBatchLoss", "Reduction", "total_of"
 LossFunction = Callable[[Any, Any], Tensor]
 Reduction = Literal["mean", "sum"]
 
-# By what a loss says of itself; "batchmean" is a sum over the number of rows.
+# Keyed by the ``reduction`` of a loss; "batchmean" is a sum divided by the number of rows.
 _REDUCTIONS: dict[Any, Reduction] = {"mean": "mean", "batchmean": "mean", "sum": "sum"}
 _CROSS_ENTROPIES = (nn.CrossEntropyLoss, nn.NLLLoss)
 _FUNCTIONS = {functional.cross_entropy: nn.CrossEntropyLoss, functional.nll_loss: nn.NLLLoss}
-_NEAR = 1e-2  # of the losses themselves: far above what rounding does, half precision included
+_NEAR = 1e-2  # relative tolerance: far above rounding errors, also in half precision
 
 
 class MiniBatchLoss:
-    """Makes the losses of a mini-batch's micro-batches.
+    """Builds the loss functions of a mini-batch's micro-batches.
 
     Args:
-        loss_fn: called with what the last layer returns for a micro-batch, and its targets.
-        reduction: what it returns; None for what its ``reduction`` says, or for what it turns out to be.
-        known: kinds of functions that have turned out to be means; added to.
+        loss_fn: called with the last layer's output for a micro-batch and the micro-batch's targets.
+        reduction: reduction of *loss_fn*. For None, its ``reduction`` attribute is used; a function without one must
+            return a mean, which is checked.
+        known: kinds of functions that were checked to return means; extended in place.
 
     Raises:
-        InputError: it returns neither a mean nor a sum.
+        InputError: *loss_fn* is not callable, or its reduction is neither a mean nor a sum.
     """
 
     def __init__(self, loss_fn: LossFunction, reduction: Reduction | None, known: set[Any]) -> None:
         if not callable(loss_fn):
-            raise InputError(f"loss_fn is {loss_fn!r}; needed is what makes a loss of outputs and targets")
+            raise InputError(f"loss_fn is {loss_fn!r}; expected a function that returns a loss of outputs and targets")
         loss_fn = _FUNCTIONS[loss_fn]() if _is_known(loss_fn) else loss_fn  # type: ignore[index]
         told: Any = reduction
         if told is None:
             told = getattr(loss_fn, "reduction", None) or getattr(loss_fn, "keywords", {}).get("reduction")
         if told is not None and told not in _REDUCTIONS:
             raise InputError(
-                f"loss_fn has the reduction {told!r}; needed is a scalar for a micro-batch: 'mean' or 'sum'"
+                f"loss_fn has the reduction {told!r}; expected 'mean' or 'sum', which give a scalar for a micro-batch"
             )
         self.loss_fn = loss_fn
         self.reduction: Reduction = "mean" if told is None else _REDUCTIONS[told]
@@ -62,12 +63,12 @@ class MiniBatchLoss:
         self._to_try = told is None and self._kind not in known
 
     def of_micro_batches(self, targets: Any, count: int, scale: float) -> list[MicroLoss]:
-        """The losses of *count* micro-batches.
+        """Return the loss functions of *count* micro-batches.
 
         Args:
-            targets: of the mini-batch.
-            count: how many.
-            scale: what backward runs from, over the loss.
+            targets: targets of the mini-batch.
+            count: number of micro-batches.
+            scale: factor by which the loss is multiplied before backward.
         """
         pieces = scatter(targets, count)
         total = None if self.reduction == "sum" else _counted(self.loss_fn, targets)
@@ -84,10 +85,13 @@ class MiniBatchLoss:
         return losses
 
     def check(self, first: MicroLoss) -> None:
-        """Refuse a function that is no mean over rows, if it did not say what it is; once the first has run.
+        """Check that a function without a ``reduction`` returns a mean over rows, after the first micro-batch.
+
+        Args:
+            first: loss of the first micro-batch, which has run.
 
         Raises:
-            InputError: it is none.
+            InputError: the function does not return a mean over rows.
         """
         if first.kept is None:
             return
@@ -101,34 +105,32 @@ class MiniBatchLoss:
         if abs(whole - (a * rows_a + b * rows_b) / (rows_a + rows_b)) <= near:
             self._known.add(self._kind)
             return
-        found = (
-            f"{whole:.6g} for {rows_a + rows_b} rows, {a:.6g} for the first {rows_a} of them and {b:.6g} for the rest"
-        )
+        found = f"{whole:.6g} for {rows_a + rows_b} rows, {a:.6g} for the first {rows_a} and {b:.6g} for the rest"
         if abs(whole - a - b) <= near:
-            raise InputError(f"loss_fn returns a sum over rows ({found}); say so: reduction='sum'")
+            raise InputError(f"loss_fn returns a sum over rows ({found}); expected a mean. Pass reduction='sum'")
         raise InputError(
-            f"loss_fn returns {found}, which is neither a mean nor a sum over rows: micro-batches' losses do not add up"
-            " to that of the mini-batch. Give nn.CrossEntropyLoss where targets are left out or weighed, or"
-            " return a sum, say reduction='sum', and divide what pipe.loss returns. reduction='mean' takes the mean of"
-            " micro-batches all the same"
+            f"loss_fn returns {found}, which is neither a mean nor a sum over rows: the micro-batches' losses do not add"
+            " up to the loss of the mini-batch. For ignored targets or class weights, pass nn.CrossEntropyLoss. Or"
+            " return a sum, pass reduction='sum', and divide the result of pipe.loss. To average the micro-batches'"
+            " losses anyway, pass reduction='mean'"
         )
 
 
 class MicroLoss:
-    """The loss of one micro-batch: its part of the whole.
+    """Loss of one micro-batch, as a summand of the mini-batch's loss.
 
     Args:
         loss_fn: see :class:`MiniBatchLoss`.
-        target: of the micro-batch.
-        weight: what the loss is multiplied by.
-        total: what it is divided by; None for nothing.
+        target: targets of the micro-batch.
+        weight: factor of the loss.
+        total: divisor of the loss; None for 1.
         scale: see :meth:`MiniBatchLoss.of_micro_batches`.
-        keep: keep the output, to try the function with.
+        keep: True to keep output, target and loss for :meth:`MiniBatchLoss.check`.
 
     Attributes:
-        kind: the same for functions that are made anew in every step.
-        value: the part, once it has run.
-        kept: output, target and loss of the micro-batch.
+        kind: key of the function, equal for functions that are created again in every step.
+        value: summand without *scale*, set by the call.
+        kept: output, target and loss of the micro-batch; None without *keep*.
     """
 
     def __init__(
@@ -144,7 +146,9 @@ class MicroLoss:
         loss = self._loss_fn(output, self._target)
         if not isinstance(loss, Tensor) or loss.dim():
             found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise InputError(f"loss_fn returned {found}; needed is a tensor without dimensions, a mean or a sum")
+            raise InputError(
+                f"loss_fn returned {found}; expected a tensor without dimensions. Return a mean or a sum over rows"
+            )
         if self._keep:
             self.kept = (pytree.tree_map(_detached, output), self._target, float(loss.detach()))
         if self._total is not None:
@@ -167,27 +171,27 @@ def _is_known(loss_fn: Any) -> bool:
 
 
 def _kind_of(loss_fn: Any) -> Any:
-    """The same for functions that are made anew in every step."""
+    """Return a key that is equal for functions that are created again in every step."""
     while isinstance(loss_fn, partial):
         loss_fn = loss_fn.func
     return getattr(getattr(loss_fn, "__func__", loss_fn), "__code__", type(loss_fn))
 
 
 def _counted(loss_fn: LossFunction, targets: Any) -> Tensor | None:
-    """What a cross entropy's mean divides by, where that is not the number of targets; else None."""
+    """Return the divisor of a cross entropy's mean; None if it is the number of targets, or for other functions."""
     if type(loss_fn) not in _CROSS_ENTROPIES or not isinstance(targets, Tensor) or targets.is_floating_point():
         return None
     assert isinstance(loss_fn, _CROSS_ENTROPIES)
     counts = targets != loss_fn.ignore_index
     if loss_fn.weight is None:
-        # On a GPU the host waits here, once a mini-batch; where all count, means stay what they are, to the bit.
+        # On a GPU this synchronises the host once per mini-batch. If all targets count, means stay bitwise the same.
         return None if bool(counts.all()) else counts.sum()
     weights: Tensor = loss_fn.weight.to(targets.device)
     return weights[targets[counts]].sum()
 
 
 def _on_halves(loss_fn: LossFunction, output: Any, target: Any) -> list[tuple[float, int]] | None:
-    """Losses and rows of two parts of a micro-batch; None where they cannot be had, or are random."""
+    """Return losses and rows of two parts of a micro-batch; None if they cannot be computed, or are random."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.no_grad(), torch.random.fork_rng(devices):
         before = torch.get_rng_state()
@@ -195,12 +199,12 @@ def _on_halves(loss_fn: LossFunction, output: Any, target: Any) -> list[tuple[fl
             pieces = zip(scatter(output, 2), scatter(target, 2), strict=True)
             found = [(float(loss_fn(*piece)), rows_of(piece[1])) for piece in pieces]
         except Exception:
-            return None  # what it needs of a micro-batch a part does not have
+            return None  # the function cannot be computed on a part of a micro-batch
         return found if torch.equal(before, torch.get_rng_state()) else None
 
 
 def total_of(losses: Sequence[MicroLoss]) -> Tensor:
-    """The loss of the mini-batch."""
+    """Return the loss of the mini-batch."""
     total = losses[0].value
     for one in losses[1:]:
         total = total + one.value

@@ -1,4 +1,4 @@
-"""One partition of a pipe: some layers in a row, and what runs them for a micro-batch.
+"""One partition of a pipe: consecutive layers, and the code that runs them for a micro-batch.
 
 Tested in ``tests/pipe/test_pipe.py``.
 """
@@ -23,20 +23,20 @@ from lightning_pipe.pipe.skip import SkipKey, SkipRoute, Skips, using
 
 __all__ = ["Modes", "NamedBuffer", "Partition"]
 
-# Of each module whether it trains.
+# One flag per module: True if the module is in training mode.
 Modes = tuple[bool, ...]
-# A buffer, the module that has it, and its name there.
+# Module, name of the buffer in the module, and the buffer.
 NamedBuffer = tuple[nn.Module, str, Tensor]
 
 
 class Partition:
-    """Layers that run one after the other on one device.
+    """Layers that run in sequence on one device.
 
     Args:
-        index: of the partition.
-        first: the index of its first layer.
-        layers: what it runs.
-        device: where.
+        index: index of the partition.
+        first: index of its first layer in the Sequential.
+        layers: layers of the partition, in order.
+        device: device of the layers.
         routes: all skips between partitions.
     """
 
@@ -48,64 +48,64 @@ class Partition:
         self.layers = list(layers)
         self.device = device
         self.targets: dict[SkipKey, int] = {route.key: route.target for route in routes if route.source == index}
-        # By which modules train: whether the layers draw random numbers, and change their input in place; and whether
-        # a loss behind them draws.
+        # Keyed by the training flags: True if the layers draw random numbers, and if they change their input in place.
+        # Keyed by the kind of loss: True if the loss function draws.
         self.draws: dict[Modes, bool] = {}
         self.changes_input: dict[Modes, bool] = {}
         self.loss_draws: dict[Any, bool] = {}
-        # By the same: which buffers the layers change, by the modules that have them and their names there.
+        # Keyed by the training flags: buffers that the layers change, as pairs of module and name.
         self._changing: dict[Modes, list[tuple[nn.Module, str]]] = {}
-        # Of which it is known that all gradients in their graphs are of parameters and inputs.
+        # Keys of graphs that were checked: only parameters and inputs in them require gradients.
         self.known_graphs: set[Any] = set()
-        # Look for draws in every operation: what was found in the first micro-batch has turned out not to hold.
+        # True if every operation is checked for draws, because the first micro-batch's result was wrong.
         self.watched = False
         self._compile_options: dict[str, Any] | None = None
         self._compiled: Callable[[tuple[Any, ...]], Any] | None = None
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name in messages."""
         last = self.first + len(self.layers) - 1
         layers = f"layer {last}" if last == self.first else f"layers {self.first} to {last}"
         return f"partition {self.index} ({layers}, on {self.device})"
 
     @property
     def training(self) -> Modes:
-        """Which of its modules are in training mode."""
+        """Training flags of all modules in the layers."""
         return tuple(module.training for layer in self.layers for module in layer.modules())
 
     def target(self, key: SkipKey | None) -> int:
-        """The partition that uses what this one hands on: under None the next one, else where the skip leads."""
+        """Return the partition that receives a skip, or the next partition for None (the value of the last layer)."""
         return self.index + 1 if key is None else self.targets[key]
 
     def check_device(self) -> None:
-        """Refuse layers that somebody has moved.
+        """Refuse layers that were moved after the pipe was made.
 
         Raises:
-            SetupError: a parameter is elsewhere.
+            SetupError: a parameter is on another device.
         """
         for layer in self.layers:
             for parameter in layer.parameters():
                 if parameter.device != self.device:
                     raise SetupError(
-                        f"{self.name} has parameters on {parameter.device}; its layers were moved after the pipe was"
-                        " made: move them back, or make another Pipe"
+                        f"{self.name} has parameters on {parameter.device}: its layers were moved after the pipe was"
+                        " made. Move them back, or build a new Pipe"
                     )
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those that are trained."""
+        """Return the parameters that require gradients."""
         own = dict.fromkeys(parameter for layer in self.layers for parameter in layer.parameters())
         return [parameter for parameter in own if parameter.requires_grad]
 
     def compile(self, **options: Any) -> None:
-        """Have the layers compiled; those that draw random numbers run as they are."""
+        """Compile the layers in their next run, unless they draw random numbers."""
         self._compile_options, self._compiled = options, None
 
     @property
     def compiled(self) -> Callable[[tuple[Any, ...]], Any] | None:
-        """Runs the layers compiled; None where that is not asked for."""
+        """Compiled function of the layers; None without :meth:`compile`."""
         if self._compile_options is not None and self._compiled is None:
-            # A code object for each partition: torch.compile counts how often it compiles one, and has a limit.
+            # Each partition has its own code object: torch.compile limits how often it compiles the same one.
             shared = Partition._run_layers
             code = shared.__code__.replace(co_name=f"partition{self.index}")
             own = FunctionType(code, shared.__globals__, code.co_name, shared.__defaults__, shared.__closure__)
@@ -128,15 +128,16 @@ class Partition:
         """Run the layers for a micro-batch.
 
         Args:
-            inputs: of the first layer.
-            skips: those that lead here; what the layers leave is in it afterwards.
-            where: the micro-batch.
-            seed: of the mini-batch.
+            inputs: inputs of the first layer.
+            skips: skips that lead to this partition; afterwards also the values that its layers have stashed.
+            where: position of the micro-batch.
+            seed: seed of the mini-batch.
             training: see :attr:`training`.
-            buffers: where the layers run again, those to run with: a :meth:`snapshot` from before the first time.
+            buffers: for a recomputation, the :meth:`snapshot` of the buffers from before the first run; None for a
+                first run.
 
         Returns:
-            what the last layer returns.
+            output of the last layer.
         """
         draws = None if self.watched else self.draws.get(training)
         if draws is None and self._compile_options is not None and not self.watched:
@@ -154,14 +155,14 @@ class Partition:
     def run_loss(
         self, loss: Callable[[Any], Tensor], kind: Any, output: Any, where: Position, seed: MiniBatchSeed
     ) -> Tensor:
-        """Make the loss of what :meth:`run` returned; what it draws is its own, as a layer's.
+        """Compute the loss of the output of :meth:`run`, with its own random stream, like a layer.
 
         Args:
-            loss: called with *output*.
-            kind: the same for losses of which all draw or none.
-            output: of the last layer.
-            where: the micro-batch.
-            seed: of the mini-batch.
+            loss: loss function, called with *output*.
+            kind: key of the loss function; functions with the same key either all draw random numbers or none does.
+            output: output of the last layer.
+            where: position of the micro-batch.
+            seed: seed of the mini-batch.
         """
         if not self.watched and self.loss_draws.get(kind) is False:
             return loss(output)
@@ -175,9 +176,10 @@ class Partition:
     def _try_draws(
         self, inputs: tuple[Any, ...], skips: Skips, where: Position, seed: MiniBatchSeed, training: Modes
     ) -> bool:
-        """Run the layers once for nothing, to know before the first micro-batch whether they can be compiled.
+        """Run the layers once and discard the output, to find out before the first micro-batch if they can be compiled.
 
-        That cannot be one that was not compiled: what it keeps for its backward, compiled code may change.
+        The first micro-batch itself must run compiled: later compiled micro-batches may change tensors that an
+        uncompiled one has saved for its backward.
         """
         given = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
         with (
@@ -191,8 +193,8 @@ class Partition:
         self.draws[training] = generators.drew
         if generators.drew:
             warnings.warn(
-                f"{self.name} draws random numbers, for which compiled code has no generator of each micro-batch; it"
-                " runs without being compiled. Move its random layers to another partition to have the rest compiled",
+                f"{self.name} draws random numbers and runs uncompiled, because compiled code cannot use one generator"
+                " for each micro-batch. Move its random layers to another partition to compile the other layers",
                 stacklevel=2,
             )
         return generators.drew
@@ -205,16 +207,16 @@ class Partition:
             value = layer(*inputs) if number == self.first else layer(value)
             if isinstance(value, GeneratorType):
                 raise SetupError(
-                    f"forward of layer {number}, a {type(layer).__name__}, returns a generator; a layer that yields"
-                    " stash(...) or pop(...) needs @skippable(stash=[...], pop=[...]) on its class"
+                    f"forward of layer {number}, a {type(layer).__name__}, returns a generator. Decorate a class whose"
+                    " forward yields stash(...) or pop(...) with @skippable(stash=[...], pop=[...])"
                 )
         return value
 
     def snapshot(self, training: Modes | None) -> list[NamedBuffer]:
-        """Copies of the buffers that layers change, so that they can run again from where they were.
+        """Copy the buffers that the layers change, so that a recomputation can start from the same values.
 
         Args:
-            training: see :attr:`training`; None for copies of all buffers.
+            training: see :attr:`training`; None to copy all buffers.
         """
         changing = None if training is None else self._changing.get(training)
         if changing is None:
@@ -234,7 +236,7 @@ class Partition:
 
     @contextmanager
     def _changes_seen(self, training: Modes) -> Iterator[None]:
-        """Find out, in the first forward, which buffers the layers change: a spectral norm's vectors, say."""
+        """Context that records in the first forward which buffers the layers change (vectors of a spectral norm)."""
         if training in self._changing:
             yield
             return
@@ -243,7 +245,7 @@ class Partition:
         self._changing[training] = [
             (module, name)
             for module, name, buffer, version in before
-            # Running statistics are changed without a trace.
+            # Updates of running statistics do not increment the version counter.
             if (isinstance(module, _NormBase) and module.training)
             or module._buffers.get(name) is not buffer
             or buffer._version != version
@@ -251,8 +253,8 @@ class Partition:
 
     @contextmanager
     def _buffers_are(self, others: Sequence[NamedBuffer]) -> Iterator[None]:
-        """In the body, others are in the place of buffers: the first forward has put this micro-batch into those."""
-        # Not changed and put back: earlier micro-batches' graphs hold them.
+        """Context in which *others* replace the buffers, which the first forward has already updated."""
+        # Replaced, not overwritten and restored: the graphs of earlier micro-batches hold the original tensors.
         before = [(module, name, module._buffers[name]) for module, name, _ in others]
         for module, name, other in others:
             module._buffers[name] = other

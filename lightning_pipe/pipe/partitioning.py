@@ -1,4 +1,4 @@
-"""Makes partitions of layers: on which device each layer is, checked before anything is moved.
+"""Assignment of layers to partitions and devices, checked before any layer is moved.
 
 Tested in ``tests/pipe/test_pipe.py``.
 """
@@ -25,46 +25,46 @@ Checkpoint = Literal["always", "except_last", "never"]
 
 
 def check_sequential(module: Any) -> None:
-    """Refuse what is no Sequential.
+    """Refuse modules other than a plain Sequential.
 
     Raises:
-        SetupError: it is not, has a forward of its own, or no layer.
+        SetupError: the module is not a Sequential, overrides forward, has no layers, or has lazy or own parameters.
     """
     if not isinstance(module, nn.Sequential):
         raise SetupError(
-            f"the module is a {type(module).__name__}; needed is an nn.Sequential, whose layers can be cut into"
-            " partitions. Models that are none: strategy='llm_1f1b_pipeline', in several processes"
+            f"the module is a {type(module).__name__}; expected an nn.Sequential, whose layers can be split into"
+            " partitions. For other models use strategy='llm_1f1b_pipeline', which runs several processes"
         )
     if type(module).forward is not nn.Sequential.forward:
         raise SetupError(
-            f"{type(module).__name__} has a forward of its own, which partitions would not run; needed is a plain"
-            " nn.Sequential of layers"
+            f"{type(module).__name__} overrides forward, which partitions would not run; expected a plain"
+            " nn.Sequential. Move the code of its forward into layers"
         )
     if not len(module):
-        raise SetupError("the Sequential has no layers; needed is one for each partition at least")
+        raise SetupError("the Sequential has no layers; expected at least one layer for each partition. Add layers")
     lazy = [name for name, one in (*module.named_parameters(), *module.named_buffers()) if is_lazy(one)]
     if lazy:
         raise SetupError(
-            f"{lazy[0]!r} of the Sequential has no shape yet; needed are layers that know what they hold: run the"
-            " Sequential once on a batch, before the pipe is made"
+            f"{lazy[0]!r} of the Sequential has no shape yet; expected initialised parameters and buffers. Run the"
+            " Sequential once on a batch before building the pipe"
         )
     own = [*module._parameters, *module._buffers]
     if own:
         raise SetupError(
-            f"the Sequential has {', '.join(map(repr, own))} of its own, beside its layers; needed is a plain"
-            " nn.Sequential: put them into the layer that uses them"
+            f"the Sequential has {', '.join(map(repr, own))} in addition to its layers; expected parameters and buffers"
+            " in layers only. Move them into the layer that uses them"
         )
 
 
 def check_checkpoint(chunks: Any, checkpoint: Any) -> None:
-    """Refuse what is no number of micro-batches, and no mode.
+    """Refuse an invalid number of micro-batches or checkpoint mode.
 
     Raises:
-        PlanError: see above.
+        PlanError: *chunks* is not a whole number of at least 1, or *checkpoint* is not a known mode.
     """
     check_whole_number("chunks", chunks, 1, error=PlanError)
     if checkpoint not in get_args(Checkpoint):
-        raise PlanError(f"checkpoint is {checkpoint!r}; needed is one of {', '.join(map(repr, get_args(Checkpoint)))}")
+        raise PlanError(f"checkpoint is {checkpoint!r}; expected one of {', '.join(map(repr, get_args(Checkpoint)))}")
 
 
 def make_partitions(
@@ -72,14 +72,19 @@ def make_partitions(
     devices: Iterable[torch.device | str | int] | None,
     balance: Sequence[int] | None,
 ) -> tuple[list[Partition], list[SkipRoute]]:
-    """Share out layers, and move them to their devices.
+    """Assign layers to partitions, and move them to their devices.
+
+    Args:
+        layers: layers of the Sequential.
+        devices: see :class:`~lightning_pipe.pipe.Pipe`.
+        balance: see :class:`~lightning_pipe.pipe.Pipe`.
 
     Returns:
-        the partitions, and the skips between them.
+        partitions, and the skips between them.
 
     Raises:
         PlanError: see :class:`~lightning_pipe.pipe.Pipe`.
-        SetupError: see there.
+        SetupError: see :class:`~lightning_pipe.pipe.Pipe`.
     """
     places = _devices(devices, balance)
     shares = (
@@ -106,52 +111,60 @@ def _devices(devices: Iterable[torch.device | str | int] | None, balance: Sequen
             return gpus if balance is None else gpus[: len(balance)]
         return [torch.device("cpu")] * (1 if balance is None else len(balance))
     if isinstance(devices, str | torch.device | int):
-        raise PlanError(f"devices is the single device {devices!r}; give a list, one for each partition")
+        raise PlanError(f"devices is the single device {devices!r}; expected a list. Give one device per partition")
     found = []
     for one in devices:
         if isinstance(one, bool):
-            raise SetupError(f"devices has {one!r}, which is no device; needed are such as 'cpu', 'cuda:0' or 0")
+            raise SetupError(
+                f"devices contains {one!r}, which is not a device; expected for example 'cpu', 'cuda:0' or 0"
+            )
         try:
             device = torch.device("cuda", one) if isinstance(one, int) else torch.device(one)
         except (RuntimeError, TypeError) as error:
             raise SetupError(
-                f"devices has {one!r}, which is no device ({str(error).splitlines()[0]}); needed are such as 'cpu',"
-                " 'cuda:0' or 0, a GPU's number"
+                f"devices contains {one!r}, which is not a device ({str(error).splitlines()[0]}); expected for example"
+                " 'cpu', 'cuda:0' or 0 (the index of a GPU)"
             ) from error
         if device.type == "meta":
-            raise SetupError(f"devices has {one!r}, where nothing can run; needed are such as 'cpu', 'cuda:0' or 0")
+            raise SetupError(
+                f"devices contains {one!r}, which cannot run layers; expected for example 'cpu', 'cuda:0' or 0"
+            )
         if device.type == "cpu":
-            device = torch.device("cpu")  # "cpu:0" is the same
+            device = torch.device("cpu")  # "cpu:0" is the same device
         if device.type == "cuda":
             if not torch.cuda.is_available():
                 raise SetupError(
-                    f"devices has {device}, but PyTorch finds no GPU here; give 'cpu' as often as you like"
+                    f"devices contains {device}, but PyTorch finds no GPU on this machine. Use 'cpu', which may appear"
+                    " several times"
                 )
             if device.index is None:
                 device = torch.device("cuda", torch.cuda.current_device())
             if device.index >= torch.cuda.device_count():
-                raise SetupError(f"devices has {device}, but there are {torch.cuda.device_count()} GPUs here")
+                raise SetupError(
+                    f"devices contains {device}, but this machine has {torch.cuda.device_count()} GPUs. Use a smaller"
+                    " index"
+                )
         found.append(device)
     if not found:
-        raise PlanError("devices is empty; give one for each partition")
+        raise PlanError("devices is empty; expected at least one device. Give one device per partition")
     return found
 
 
 def _checked_balance(balance: Sequence[int], layers: int, devices: int) -> list[int]:
     if isinstance(balance, str) or not isinstance(balance, Iterable):
         raise PlanError(
-            f"balance is {balance!r}; needed are numbers of layers, one for each device: balance_by_time,"
-            " balance_by_memory and balance_by_parameters give them"
+            f"balance is {balance!r}; expected a list with the number of layers of each device. balance_by_time,"
+            " balance_by_memory and balance_by_parameters return such lists"
         )
     shares = list(balance)
     if len(shares) != devices:
-        raise PlanError(f"balance has {len(shares)} entries and there are {devices} devices; needed is one for each")
+        raise PlanError(f"balance has {len(shares)} entries for {devices} devices; expected one entry per device")
     if any(not isinstance(share, int) or isinstance(share, bool) or share < 1 for share in shares):
         raise PlanError(f"balance is {shares}; expected whole numbers of layers, 1 or more for each partition")
     if sum(shares) != layers:
         raise PlanError(
-            f"balance is {shares}, which is {sum(shares)} layers, and the Sequential has {layers}; expected numbers"
-            " of layers that add up to that"
+            f"balance is {shares}, which adds up to {sum(shares)} layers; expected {layers}, the number of layers of"
+            " the Sequential"
         )
     return shares
 
@@ -168,6 +181,7 @@ def _refuse_shared(parts: Sequence[Sequence[nn.Module]]) -> None:
                 first = owner.setdefault(id(tensor), partition)
                 if first != partition:
                     raise SetupError(
-                        f"the {what} {name!r} of a {type(layer).__name__} is in partitions {first} and {partition};"
-                        f" a {what} is on one device: put its layers into one partition by balance, or copy it"
+                        f"the {what} {name!r} of a {type(layer).__name__} is shared by partitions {first} and"
+                        f" {partition}; expected each {what} in one partition. Put the layers that share it into one"
+                        " partition with balance, or copy it"
                     )

@@ -1,4 +1,4 @@
-"""An ``nn.Sequential`` on several devices of one process, which work on different micro-batches at the same time."""
+"""Pipeline parallelism for an ``nn.Sequential`` on several devices of one process."""
 
 from __future__ import annotations
 
@@ -26,36 +26,40 @@ __all__ = ["Pipe", "pipe_loss"]
 
 
 class Pipe(nn.Module):
-    """Runs a Sequential's layers in partitions, each on a device and in a thread of its own.
+    """Splits the layers of a Sequential into partitions that work on different micro-batches at the same time.
 
-    A mini-batch is cut into micro-batches along its first dimension; while one partition is at a micro-batch, the one
-    before it is at the next. Forward, backward and recomputation run in parallel, on CPUs too. Outputs, gradients and
-    parameters are those of the Sequential on the same micro-batches, to the bit: what a layer does with a whole batch
-    at once, such as batch normalisation, it does with each micro-batch.
+    Each partition has its own device and thread. A mini-batch is split into micro-batches along its first dimension;
+    while one partition processes a micro-batch, the previous partition processes the next micro-batch. Forward,
+    backward and recomputation run in parallel, on CPUs too. Outputs, gradients and parameters equal those of the
+    Sequential on the same micro-batches, bit for bit. Layers that compute statistics over a batch, such as batch
+    normalisation, compute them over each micro-batch.
 
-    The layers stay what they are, with their hooks, and are moved to their devices; keys of the state dict are the
-    Sequential's. Gradients and the optimiser's states are on the devices of their parameters.
+    The layers are the Sequential's own modules, with their hooks. They are moved to the devices of their partitions,
+    and the state dict has the Sequential's keys. Gradients and optimiser states are on the devices of their parameters.
 
-    The design is GPipe's (Huang et al., 2019) as torchgpipe built it (Kim et al., 2020); :meth:`loss` runs 1F1B
+    The design is GPipe (Huang et al., 2019) as implemented by torchgpipe (Kim et al., 2020); :meth:`loss` runs 1F1B
     (Narayanan et al., 2019).
 
     Args:
         module: the Sequential.
-        chunks: micro-batches to cut a mini-batch into. The more there are, the less partitions wait for each other:
-            the part of the time is ``(n - 1) / (chunks + n - 1)`` with *n* partitions.
-        checkpoint: which micro-batches keep no activations and run again before their backward: ``"always"`` all,
-            ``"except_last"`` all but the last one, whose backward follows at once, ``"never"`` none. In :meth:`loss`
-            what follows at once is the last partition's: ``"except_last"`` leaves that out.
-        devices: of the partitions; one may be there several times. By default all GPUs, and without any the CPU, once
-            for each entry of *balance*.
-        balance: the number of layers of each partition. By default they are shared out by their parameters;
-            ``balance_by_time`` and ``balance_by_memory`` measure.
-        deferred_batch_norm: move the running statistics of batch normalisations once a mini-batch, to those of all of
-            its rows; the layers are replaced for that.
+        chunks: number of micro-batches per mini-batch. Increase it to shrink the bubble, which is
+            ``(n - 1) / (chunks + n - 1)`` of the time with *n* partitions.
+        checkpoint: micro-batches that discard their activations and run forward again before their backward:
+            ``"always"`` for all, ``"except_last"`` (the default) for all but the last one, whose backward follows
+            immediately, ``"never"`` for none. In :meth:`loss` the backward follows immediately for every micro-batch
+            in the last partition, so ``"except_last"`` excludes that partition instead. Recomputation saves memory and
+            costs one more forward. Evaluation mode never recomputes.
+        devices: device of each partition; a device may appear several times (default all GPUs; without GPUs the CPU,
+            once for each entry of *balance*).
+        balance: number of layers of each partition (default: balanced by the number of parameters). Use
+            ``balance_by_time`` or ``balance_by_memory`` to balance by measurements.
+        deferred_batch_norm: True to update the running statistics of batch normalisations once per mini-batch, from
+            all of its rows (default False). Replaces these layers by :class:`~lightning_pipe.pipe.DeferredBatchNorm`.
 
     Raises:
-        PlanError: a balance that does not fit, fewer layers than devices, no chunk.
-        SetupError: no Sequential, a parameter in two partitions, a skip that leads nowhere, a device that is not there.
+        PlanError: the balance does not fit, the Sequential has fewer layers than devices, or *chunks* is less than 1.
+        SetupError: the module is not a Sequential, a parameter is in two partitions, a skip has no source or target, or
+            a device does not exist.
     """
 
     def __init__(
@@ -77,17 +81,18 @@ class Pipe(nn.Module):
         self._scheduler: Scheduler | None = None
         self._loss_scale: Callable[[], float] | None = None
         self._known_losses: set[Any] = set()  # kinds of functions that are known to return means
-        self._deferred: dict[nn.Module, nn.Module] = {}  # by what is there now, what was there
+        self._deferred: dict[nn.Module, nn.Module] = {}  # from each new layer to the replaced layer
         if any(isinstance(one, Pipe) for layer in module for one in layer.modules()):
             raise SetupError(
-                "a layer of the Sequential holds a Pipe; needed is one pipe over all layers, not one in another"
+                "a layer of the Sequential contains a Pipe; expected layers without a Pipe. Build one Pipe over all"
+                " layers"
             )
         own = {*dir(type(self)), *vars(self)}
         for name in module._modules:
             if name in own:
                 raise SetupError(
-                    f"the Sequential has a layer {name!r}, which is the name of something else of a Pipe; give it"
-                    " another"
+                    f"the Sequential has a layer {name!r}, which is also the name of an attribute of Pipe. Rename the"
+                    " layer"
                 )
         if deferred_batch_norm:
             defer_batch_norm(module, self._deferred)
@@ -95,40 +100,40 @@ class Pipe(nn.Module):
             self.add_module(name, layer)
         # The Sequential's own hooks, of every kind.
         self.__dict__.update({name: hooks for name, hooks in module.__dict__.items() if "hook" in name})
-        self.training = module.training  # and no layer's: some may be frozen
+        self.training = module.training  # without train(): some layers may be frozen in evaluation mode
         try:
             self._partitions, self._routes = make_partitions([*self], devices, balance)
         except BaseException:
             undefer_batch_norm(module, self._deferred)
             raise
 
-    # ------------------------------------------------------------------ what it is made of
+    # ------------------------------------------------------------------ structure
 
     @property
     def devices(self) -> list[torch.device]:
-        """Of the partitions."""
+        """Device of each partition."""
         return [partition.device for partition in self._partitions]
 
     @property
     def balance(self) -> list[int]:
-        """The number of layers of each partition."""
+        """Number of layers of each partition."""
         return [len(partition.layers) for partition in self._partitions]
 
     @property
     def deferred(self) -> dict[nn.Module, nn.Module]:
-        """By each batch normalisation that *deferred_batch_norm* has put into the Sequential, the one before it."""
+        """Original batch normalisations, keyed by the layers that *deferred_batch_norm* has replaced them with."""
         return self._deferred
 
     @property
     def plans(self) -> dict[str, PipelinePlan]:
-        """What runs when: the plans of forward, of backward, and of :meth:`loss`."""
+        """Plans of forward, of backward, and of :meth:`loss`, by name."""
         return self._schedule.plans
 
     def __len__(self) -> int:
         return len(self._modules)
 
     def __getitem__(self, index: int | slice) -> nn.Module:
-        """A layer; or some, as a plain Sequential, which runs them where they are and not as a pipe."""
+        """Return a layer, or for a slice a plain Sequential, which runs its layers on their devices without a pipe."""
         layers = [*self]
         return nn.Sequential(*layers[index]) if isinstance(index, slice) else layers[index]
 
@@ -139,12 +144,12 @@ class Pipe(nn.Module):
         return f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, balance={self.balance}, devices={self.devices}"
 
     def compile_partitions(self, **options: Any) -> Pipe:
-        """Have ``torch.compile`` make one function of each partition's layers; returns the pipe.
+        """Compile the layers of each partition into one function, and return the pipe.
 
-        Partitions that draw random numbers run as they are, with a warning. Hooks of layers are compiled in.
+        Partitions that draw random numbers run uncompiled, with a warning. Hooks of layers are compiled too.
 
         Args:
-            options: those of ``torch.compile``.
+            options: keyword arguments of ``torch.compile``.
 
         Raises:
             SetupError: torch is older than 2.13.
@@ -160,16 +165,17 @@ class Pipe(nn.Module):
         """Run the layers.
 
         Args:
-            inputs: of the first layer: tensors, in any nesting of tuples, lists and dictionaries, all with the same
-                number of rows. They are moved to the first device. What is no tensor goes to every micro-batch.
+            inputs: inputs of the first layer: tensors in any nesting of tuples, lists and dictionaries, all with the
+                same number of rows. They are moved to the first device. Values other than tensors are passed to every
+                micro-batch.
 
         Returns:
-            what the last layer returns, put together along the first dimension, on the last device.
+            outputs of the last layer, concatenated along the first dimension, on the last device.
 
         Raises:
-            InputError: inputs that cannot be cut, or outputs that cannot be put together.
+            InputError: the inputs cannot be split, or the outputs cannot be concatenated.
             SetupError: a layer, hook or loss function of this pipe calls it.
-            Exception: what a layer raises, with a note of the partition and the micro-batch.
+            Exception: raised by a layer, with a note that names the partition and the micro-batch.
         """
         run = self._run(inputs, 6)  # through nn.Module's two calls
         last = len(self._partitions)
@@ -190,7 +196,7 @@ class Pipe(nn.Module):
         if places:
             sizes = {place: [len(one[place]) for one in leaves] for place in places}
 
-            # Not the outputs themselves: they hold this function, and nobody would ever let go of both.
+            # Captures the count, not the outputs: they hold this function, and the cycle would keep both alive.
             count = len(gathered)
 
             def backward(gradients: list[Tensor | None]) -> Sequence[Tensor | None]:
@@ -209,37 +215,43 @@ class Pipe(nn.Module):
         *,
         reduction: Reduction | None = None,
     ) -> Tensor:
-        """The loss of a mini-batch, with forwards and backwards in turns (1F1B).
+        """Compute the loss of a mini-batch, with alternating forwards and backwards (1F1B).
 
-        All of it happens here, so that a partition keeps as many micro-batches as there are partitions from it to the
-        last, however many chunks there are, and the last layer's outputs exist for one micro-batch at a time. The
-        gradients are kept apart, and the loss returned is a scalar whose ``backward()`` adds them, times its own
-        gradient, to ``.grad``: it may be divided, scaled or added to others before, as any loss. Where no gradients are
-        wanted (``torch.no_grad()``), this is a forward and a loss.
+        Forward and backward both run in this call. Partition *j* of *n* therefore keeps at most *n - j* micro-batches,
+        independent of *chunks*, and the last layer's outputs exist for one micro-batch at a time. The gradients are
+        held by the returned loss, a scalar whose ``backward()`` adds them, times its own gradient, to ``.grad``. It may
+        be divided, scaled or added to other losses first, like any loss. Without gradients (``torch.no_grad()``), this
+        runs forward and the loss only.
 
         Args:
-            inputs: of the first layer: one value, or a tuple of them; see :meth:`forward`.
-            targets: tensors, in any nesting, with as many rows; they are moved to the last device.
-            loss_fn: called with what the last layer returns for a micro-batch, and its targets.
-            reduction: whether *loss_fn* returns a mean over rows, or a sum. By default what its ``reduction`` says;
-                a function that says nothing is to return a mean over rows, which is tried once on two parts of a
-                micro-batch. ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` (and their functions, with no more arguments)
-                may leave out targets and weigh classes: their mean is over those of the mini-batch that count.
+            inputs: inputs of the first layer: one value, or a tuple of values; see :meth:`forward`.
+            targets: tensors in any nesting, with the same number of rows as *inputs*. They are moved to the last
+                device.
+            loss_fn: called with the last layer's output for a micro-batch and the micro-batch's targets; returns a
+                scalar tensor.
+            reduction: ``"mean"`` if *loss_fn* returns a mean over rows, ``"sum"`` if it returns a sum (default: the
+                ``reduction`` attribute of *loss_fn*). A function without this attribute must return a mean over rows,
+                which is checked once on two parts of a micro-batch. ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` (and
+                their functional forms, without further arguments) may ignore targets and weight classes: their mean is
+                then over the weights of the mini-batch's counted targets.
 
         Returns:
-            the loss of all rows: of means the mean, weighted by the micro-batches' rows.
+            loss of all rows; for means, the mean weighted by the rows of each micro-batch.
 
         Raises:
-            InputError: inputs and targets that cannot be cut alike, a loss that is no scalar, or that is neither a mean
-                over rows nor said to be a sum.
+            InputError: inputs and targets have different numbers of rows, the loss is not a scalar, or it is neither a
+                mean over rows nor declared to be a sum.
         """
         of_all = MiniBatchLoss(loss_fn, reduction, self._known_losses)
         run = self._run(inputs if isinstance(inputs, tuple) else (inputs,), 4)
         targets = to_device(targets, self.devices[-1])
         if not run.rows:
-            raise InputError("the inputs have no rows, of which there is no loss; leave such a mini-batch out")
+            raise InputError("the inputs have no rows; expected at least one row to compute a loss. Skip empty batches")
         if rows_of(targets) != run.rows:
-            raise InputError(f"the inputs have {run.rows} rows and the targets {rows_of(targets)}; needed are as many")
+            raise InputError(
+                f"the inputs have {run.rows} rows and the targets have {rows_of(targets)}; expected equal numbers."
+                " Give one target for each row"
+            )
         scale = 1.0 if self._loss_scale is None else self._loss_scale()
         losses = of_all.of_micro_batches(targets, run.count, scale)
         micro_batches = run.micro_batches(losses)
@@ -264,36 +276,36 @@ class Pipe(nn.Module):
 
         return attach_loss(total, run.upstream, gradients)
 
-    # ------------------------------------------------------------------ measuring, and the end
+    # ------------------------------------------------------------------ tracing and closing
 
     def start_trace(self, keep: int | None = None) -> None:
-        """Record when each task runs: ``Forward0`` is partition 0's forward.
+        """Record start and end of each task; ``Forward0`` is the forward of partition 0.
 
         Args:
-            keep: the number of runs to keep of each plan, the latest; None for all.
+            keep: number of most recent runs to keep for each plan (default None: all).
         """
         self._schedule.start_trace(keep)
 
     def stop_trace(self) -> list[TaskSpan]:
-        """Stop recording; returns the spans in the order in which they ended.
+        """Stop recording and return the spans, sorted by end time.
 
-        Of a span *iteration* is the index of the micro-batch in its mini-batch.
+        The *iteration* of a span is the index of the micro-batch in its mini-batch.
         """
         return self._schedule.stop_trace()
 
     def scale_loss(self, scale: Callable[[], float] | None) -> None:
-        """Have the backward inside :meth:`loss` run from the loss times a factor, which its gradients are divided by.
+        """Scale the loss for the backward inside :meth:`loss`, and divide the gradients by the same factor.
 
-        Small gradients survive half precision by that, if the factor is the one that the loss is multiplied by
-        afterwards (``torch.amp.GradScaler.get_scale``). The loss returned is not multiplied.
+        This keeps small gradients from underflowing in half precision, if the factor is the one that the caller
+        multiplies the loss by afterwards (``torch.amp.GradScaler.get_scale``). The returned loss is not scaled.
 
         Args:
-            scale: gives the factor for each mini-batch; None for none.
+            scale: returns the factor, called once per mini-batch; None for no scaling.
         """
         self._loss_scale = scale
 
     def close(self) -> None:
-        """End the worker threads. They end with the pipe, too; the next forward starts others."""
+        """End the worker threads. They also end with the pipe; the next forward starts new threads."""
         if self._scheduler is not None:
             self._scheduler.close()
 
@@ -301,10 +313,10 @@ class Pipe(nn.Module):
         check_checkpoint(self.chunks, self.checkpoint)
         if [*map(id, self)] != [id(layer) for partition in self._partitions for layer in partition.layers]:
             raise SetupError(
-                "layers of the pipe were added or replaced after it was made, which its partitions do not know; change"
-                " the Sequential, and make another Pipe of it"
+                "layers of the pipe were added or replaced after its partitions were made. Change the Sequential"
+                " instead, and build a new Pipe from it"
             )
-        # Nobody who evaluates wants layers to run twice; a gradient there is a rare thing.
+        # In evaluation, backward is rare, and running layers twice would only cost time.
         checkpoint = self.checkpoint if self.training else "never"
         return Run(self._partitions, self._schedule, self.chunks, checkpoint, inputs, depth)
 
@@ -315,7 +327,7 @@ class Pipe(nn.Module):
         return self._scheduler
 
     def __getstate__(self) -> dict[str, Any]:
-        # Threads stay where they are: a copy starts its own.
+        # Threads cannot be copied: a copy of the pipe starts its own.
         return {**super().__getstate__(), "_scheduler": None, "_known_losses": set()}
 
     def to(self, *args: Any, **kwargs: Any) -> Pipe:
@@ -335,7 +347,7 @@ class Pipe(nn.Module):
     def _refuse_move(self, call: str) -> NoReturn:
         raise SetupError(
             f"{call} would move all partitions of a pipe to one device; its layers are on"
-            f" {', '.join(map(str, self.devices))}: make another Pipe with other devices"
+            f" {', '.join(map(str, self.devices))}. Build a new Pipe with other devices"
         )
 
 
@@ -347,16 +359,16 @@ def pipe_loss(
     *,
     reduction: Reduction | None = None,
 ) -> Tensor:
-    """:meth:`Pipe.loss` of a pipe, and ``loss_fn(module(inputs), targets)`` of any other module.
+    """Compute :meth:`Pipe.loss` for a pipe, or ``loss_fn(module(inputs), targets)`` for any other module.
 
-    For a ``training_step`` that is to run with and without a pipe.
+    Use it in a ``training_step`` that must run with and without a pipe.
 
     Args:
-        module: a pipe, or not.
-        inputs: see :meth:`Pipe.loss`, as for the rest; a tuple is several inputs.
-        targets: see there.
-        loss_fn: see there.
-        reduction: see there; means something to a pipe only.
+        module: a :class:`Pipe` or any other module.
+        inputs: see :meth:`Pipe.loss`; a tuple is passed as several inputs.
+        targets: see :meth:`Pipe.loss`.
+        loss_fn: see :meth:`Pipe.loss`.
+        reduction: see :meth:`Pipe.loss`; ignored for other modules.
     """
     if isinstance(module, Pipe):
         return module.loss(inputs, targets, loss_fn, reduction=reduction)

@@ -1,10 +1,10 @@
 """Random numbers of layers that run at the same time in several threads.
 
-All threads of a process share one generator for each device. Drawn from by several at once its numbers would depend on
-who comes first; saved and restored around a recomputation in one thread, they would be wrong in another, and nothing
-would say so. So every layer has, for each micro-batch, a generator of its own, whose seed follows from one number that
-each mini-batch draws from the user's generator. The same seed gives the same numbers, however layers are shared out
-among partitions, in the first forward and when it is recomputed.
+All threads of a process share one generator per device. If several threads drew from it at the same time, the numbers
+would depend on thread timing. Saving and restoring its state around a recomputation in one thread would silently change
+the numbers of another thread. Therefore each layer has one generator per micro-batch. Its seed is derived from a number
+that each mini-batch draws from the user's generator. The same seed gives the same numbers in the first forward and in
+the recomputation, independent of the balance of partitions.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from lightning_pipe.engine import SetupError
 
 __all__ = ["LayerGenerators", "MiniBatchSeed", "SharedGenerators"]
 
-# One at a time may have a device's generator in a state of its own.
+# Held while a thread has replaced the state of a shared generator.
 _lock = threading.Lock()
-_MIXED = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: neighbouring counts give seeds far apart
+_MIXED = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: adjacent counts give seeds far apart
 _SEEDS = 2**63 - 1
-# Arguments of operations that draw nothing where one of them is 0 or false.
+# Names of arguments that disable random draws if they are 0 or False.
 _SWITCHES = frozenset({"dropout_p", "dropout", "train", "training"})
 
 
 class MiniBatchSeed:
-    """What the seeds of a mini-batch follow from: the number that the user's generator would give next.
+    """Base of a mini-batch's seeds: the number that the user's generator will return next.
 
-    It is taken from the generator when the first forward is over, and only if a layer has drawn.
+    It is drawn from the generator after the first forward, and only if a layer has drawn.
     """
 
     def __init__(self) -> None:
@@ -43,26 +43,26 @@ class MiniBatchSeed:
         self._taken = False
 
     def of(self, layer: int, micro_batch: int) -> int:
-        """The seed of a layer for a micro-batch."""
+        """Return the seed of a layer for a micro-batch."""
         self.drawn = True
         return (self._base + _MIXED * (1 + layer) + 0x2545F4914F6CDD1D * (1 + micro_batch)) % _SEEDS
 
     def take(self) -> None:
-        """Take the number from the user's generator, if layers have drawn; once."""
+        """Draw the number from the user's generator if a layer has drawn. Later calls do nothing."""
         if self.drawn and not self._taken:
             self._taken = True
             torch.randint(0, _SEEDS, (), dtype=torch.int64, device="cpu")
 
 
 class LayerGenerators(TorchDispatchMode):
-    """While it is entered, operations that draw random numbers do so from the present layer's generator.
+    """Dispatch mode in which random operations draw from the current layer's generator.
 
     Args:
-        seed: of the mini-batch.
-        micro_batch: its index.
+        seed: seed of the mini-batch.
+        micro_batch: index of the micro-batch.
 
     Attributes:
-        drew: whether any has drawn.
+        drew: True if an operation has drawn.
     """
 
     def __init__(self, seed: MiniBatchSeed, micro_batch: int) -> None:
@@ -74,7 +74,7 @@ class LayerGenerators(TorchDispatchMode):
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def enter_layer(self, layer: int) -> None:
-        """The operations that follow are this layer's."""
+        """Make *layer* the current layer for the following operations."""
         self._layer = layer
         self._generators.clear()
 
@@ -88,7 +88,7 @@ class LayerGenerators(TorchDispatchMode):
         _refuse_inner_checkpoint()
         device = _device_of(args, kwargs)
         if device.type == "cpu" and any(argument.name == "generator" for argument in schema_of(func).arguments):
-            # With a generator told, nobody else's is touched, and no thread waits for another.
+            # An explicit generator leaves the shared one untouched, so threads need no lock.
             return func(*args, **{**kwargs, "generator": self._own(device)})
         with _lock:
             own, shared = self._own(device), _generator(device)
@@ -102,7 +102,7 @@ class LayerGenerators(TorchDispatchMode):
         return result
 
     def _own(self, device: torch.device) -> torch.Generator:
-        """The present layer's."""
+        """Return the current layer's generator."""
         known = self._generators.get(device)
         if known is None:
             known = self._generators[device] = torch.Generator(device)
@@ -111,20 +111,20 @@ class LayerGenerators(TorchDispatchMode):
 
 
 def _refuse_inner_checkpoint() -> None:
-    """Nobody would know what to draw when it runs again."""
+    """Refuse draws inside ``torch.utils.checkpoint``, which cannot restore a layer's generator for its second run."""
     hooks = saved_tensor_hooks()
     if hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook"):
         raise SetupError(
-            "a layer draws random numbers inside torch.utils.checkpoint, whose second run would draw others; take that"
-            " out, and let the pipe do it: checkpoint='always' or 'except_last'"
+            "a layer draws random numbers inside torch.utils.checkpoint, whose second run would draw different numbers."
+            " Remove torch.utils.checkpoint, and use the pipe's checkpoint='always' or 'except_last' instead"
         )
 
 
 def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation that may draw from the shared generators does so with these arguments."""
+    """Return True if a random operation draws from a shared generator with these arguments."""
     if any(isinstance(one, torch.Generator) for one in (*args, *kwargs.values())):
         return False
-    # Attention without dropout, say: taken for one that draws, it would wait for that of other partitions.
+    # For example attention without dropout: counted as a draw, it would wait for the lock of other partitions.
     for place, argument in enumerate(schema_of(func).arguments):
         if argument.name in _SWITCHES:
             given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
@@ -134,7 +134,7 @@ def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
-    """Where an operation draws: where it is told to make its result, or where its tensors are."""
+    """Return the device that an operation draws on: its ``device`` argument, or the device of its tensors."""
     named = kwargs.get("device")
     if named is not None:
         return torch.device(named)
@@ -154,10 +154,10 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 class SharedGenerators:
-    """Tells whether layers have drawn from the generators that all threads share, since this was made.
+    """States of the generators that all threads share, to detect draws from them since construction.
 
     Args:
-        devices: of the partitions.
+        devices: devices of the partitions.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -165,16 +165,16 @@ class SharedGenerators:
         self._before = {device: _generator(device).get_state() for device in shared}
 
     def check(self) -> None:
-        """Once tasks have run.
+        """Compare the states after the tasks have run.
 
         Raises:
-            SetupError: a partition drew that had not drawn in its first micro-batch, and so drew from these.
+            SetupError: a partition that did not draw in its first micro-batch has drawn from a shared generator.
         """
         for device, before in self._before.items():
             if not torch.equal(_generator(device).get_state(), before):
                 raise SetupError(
-                    f"random numbers were drawn on {device} by a layer that drew none for its first micro-batch, or by"
-                    " another thread, while the pipe ran: two partitions may have drawn at once, and nobody could"
-                    " repeat it. Run the step again: from now on the pipe looks at every operation, which is slower;"
-                    " or draw in every forward of a layer or in none, and in no other thread meanwhile"
+                    f"random numbers were drawn on {device} while the pipe ran, by a layer that drew none for its first"
+                    " micro-batch, or by another thread. Two partitions may have drawn at the same time, which is not"
+                    " reproducible. Run the step again: from now on the pipe checks every operation, which is slower."
+                    " To avoid this, draw in every forward of a layer or in no forward, and in no other thread"
                 )

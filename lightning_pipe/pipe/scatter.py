@@ -1,4 +1,4 @@
-"""Cuts a mini-batch into micro-batches along its first dimension, and gathers their outputs."""
+"""Splitting of a mini-batch into micro-batches along its first dimension, and concatenation of their outputs."""
 
 from __future__ import annotations
 
@@ -15,34 +15,37 @@ __all__ = ["gather", "rows_of", "scatter", "to_device"]
 
 
 def rows_of(value: Any) -> int:
-    """Rows of a mini-batch: the length that the first dimension of all its tensors has.
+    """Number of rows of a mini-batch: the common length of the first dimension of all its tensors.
 
     Raises:
-        InputError: no tensor has rows, or they differ.
+        InputError: the mini-batch has no tensors, or the lengths differ.
     """
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     lengths = {len(tensor) for tensor in tensors if tensor.dim()}
     if not tensors:
-        raise InputError(f"the input, a {type(value).__name__}, holds no tensor; needed is one at least, with rows")
+        raise InputError(
+            f"the input, a {type(value).__name__}, contains no tensor; expected at least one tensor with rows"
+        )
     if len(lengths) != 1 or any(not tensor.dim() for tensor in tensors):
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise InputError(
-            f"the input's tensors have shapes {shapes}; needed is the same length in the first dimension of all, along"
-            " which micro-batches are cut. Give what has no rows as a plain number, or to the module that uses it"
+            f"the input's tensors have shapes {shapes}; expected the same length of the first dimension, along which"
+            " micro-batches are split. Pass a value without rows as a plain number, or store it in the layer that uses"
+            " it"
         )
     return lengths.pop()
 
 
 def scatter(value: Any, chunks: int) -> list[Any]:
-    """Cut *value* into micro-batches.
+    """Split *value* into micro-batches.
 
     Args:
-        value: tensors in any nesting of tuples, lists and dictionaries, of the same length in their first dimension.
-            Anything else in it goes to every micro-batch.
-        chunks: how many; of *rows* rows the first ``rows % chunks`` have one row more than the others.
+        value: tensors in any nesting of tuples, lists and dictionaries, with the same length of their first dimension.
+            Other values are passed to every micro-batch.
+        chunks: number of micro-batches. The first ``rows % chunks`` micro-batches have one row more than the others.
 
     Returns:
-        *chunks* values of the same nesting, with views of the tensors; as many as there are rows, where that is less.
+        *chunks* values of the same nesting with views of the tensors, or one value per row if there are fewer rows.
 
     Raises:
         InputError: see :func:`rows_of`.
@@ -54,21 +57,23 @@ def scatter(value: Any, chunks: int) -> list[Any]:
 
 
 def gather(values: Sequence[Any], rows: Sequence[int] | None = None) -> Any:
-    """Put outputs of micro-batches together: the inverse of :func:`scatter`.
+    """Concatenate outputs of micro-batches; the inverse of :func:`scatter`.
 
     Args:
-        values: of each micro-batch.
-        rows: of each; what is put together is to have as many, or some number for each row.
+        values: output of each micro-batch.
+        rows: number of input rows of each micro-batch (default None: not checked). The number of output rows per input
+            row must be a whole number and the same for all micro-batches.
 
     Raises:
-        InputError: outputs that cannot be put together: of different nesting, without rows, or with values other than
-            tensors that differ.
+        InputError: the outputs have different nestings, tensors without rows or with mismatched shapes, or different
+            values other than tensors.
     """
     flattened = [pytree.tree_flatten(value) for value in values]
     spec = flattened[0][1]
     if any(other != spec for _, other in flattened):
         raise InputError(
-            f"the micro-batches' outputs are of different forms, {spec} and others; needed is one form for all"
+            f"the micro-batches' outputs have different structures, {spec} and others; expected the same structure for"
+            " all micro-batches"
         )
     return pytree.tree_unflatten(
         [_joined([leaves[place] for leaves, _ in flattened], rows) for place in range(spec.num_leaves)], spec
@@ -76,7 +81,7 @@ def gather(values: Sequence[Any], rows: Sequence[int] | None = None) -> Any:
 
 
 def to_device(value: Any, device: torch.device | str) -> Any:
-    """Every tensor of *value* on *device*."""
+    """Move every tensor of *value* to *device*."""
     return pytree.tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, value)
 
 
@@ -85,8 +90,8 @@ def _joined(leaves: Sequence[Any], rows: Sequence[int] | None) -> Any:
     if isinstance(first, Tensor):
         if not first.dim():
             raise InputError(
-                "the last layer returns a tensor without dimensions for a micro-batch, which cannot be put together;"
-                " needed are rows. A loss goes into pipe.loss(inputs, targets, loss_fn)"
+                "the last layer returns a tensor without dimensions for a micro-batch; expected a tensor with rows, which"
+                " can be concatenated. To compute a loss, call pipe.loss(inputs, targets, loss_fn)"
             )
         for_each_row = (
             None if rows is None else {len(leaf) / max(1, count) for leaf, count in zip(leaves, rows, strict=True)}
@@ -95,20 +100,20 @@ def _joined(leaves: Sequence[Any], rows: Sequence[int] | None) -> Any:
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
             raise InputError(
                 f"the last layer returns tensors of {shapes} for micro-batches of {', '.join(map(str, rows or ()))}"
-                " rows, which cannot be put together along their first dimension; needed are the rows there, in their"
-                " order. What is of a whole mini-batch belongs behind the pipe, or into pipe.loss"
+                " rows; expected the micro-batch's rows, in order, in the first dimension. Compute values of the whole"
+                " mini-batch after the pipe, or in pipe.loss"
             )
         if len({leaf.shape[1:] for leaf in leaves}) > 1:
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
             raise InputError(
-                f"the last layer returns tensors of {shapes} for micro-batches; needed is the same shape, but for the"
-                " rows"
+                f"the last layer returns tensors of {shapes} for micro-batches; expected the same shape, except for the"
+                " number of rows"
             )
         return torch.cat(list(leaves))
     if any(leaf is not first and not _equal(leaf, first) for leaf in leaves[1:]):
         raise InputError(
-            f"the last layer returns {first!r} for the first micro-batch and another value for a later one; needed are"
-            " tensors with rows, or what is the same for all"
+            f"the last layer returns {first!r} for the first micro-batch and another value for a later micro-batch;"
+            " expected tensors with rows, or a value that is the same for all micro-batches"
         )
     return first
 
@@ -116,5 +121,5 @@ def _joined(leaves: Sequence[Any], rows: Sequence[int] | None) -> Any:
 def _equal(one: Any, other: Any) -> bool:
     try:
         return bool(one == other)
-    except (ValueError, RuntimeError):  # of arrays, say, which compare element by element
+    except (ValueError, RuntimeError):  # for example arrays, which compare element by element
         return False

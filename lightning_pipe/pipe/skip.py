@@ -1,6 +1,6 @@
-"""Skip connections: a value that one layer of a Sequential leaves, and a later one takes, past those in between.
+"""Skip connections: one layer of a Sequential stashes a value, and a later layer pops it.
 
-A layer with skips is a class with a decorator, whose ``forward`` is a generator::
+A layer with skips is a decorated class whose ``forward`` is a generator::
 
     @skippable(stash=["features"])
     class Down(nn.Module):
@@ -48,9 +48,9 @@ T = TypeVar("T", bound=nn.Module)
 
 
 class Namespace:
-    """Where names of skips are looked up, so that two parts of a model can use the same ones.
+    """Scope of skip names, so that two parts of a model can use the same names.
 
-    Equal to itself and to its copies, so that layers that are copied one by one still find each other.
+    A namespace equals its copies, so that the skips of separately copied layers still match.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class SkipKey(NamedTuple):
 
 
 class stash:
-    """``yield stash(name, value)``: leave a value for a later layer."""
+    """Request of a generator, ``yield stash(name, value)``, to store a value for a later layer."""
 
     __slots__ = ("name", "value")
 
@@ -83,7 +83,7 @@ class stash:
 
 
 class pop:
-    """``value = yield pop(name)``: take what an earlier layer has left."""
+    """Request of a generator, ``value = yield pop(name)``, to remove and return the value of an earlier layer."""
 
     __slots__ = ("name",)
 
@@ -92,11 +92,11 @@ class pop:
 
 
 class Skips:
-    """What has been left and not yet taken.
+    """Values that were stashed and not popped yet.
 
     Args:
-        values: that were left elsewhere.
-        once: refuse to leave a second value under a name.
+        values: values stashed by other partitions (default None: none).
+        once: True to refuse a second value with the same key (default True).
     """
 
     def __init__(self, values: Mapping[SkipKey, Any] | None = None, *, once: bool = True) -> None:
@@ -104,23 +104,23 @@ class Skips:
         self._once = once
 
     def leave(self, key: SkipKey, value: Any) -> None:
-        """Keep *value* until it is taken."""
+        """Store *value* until :meth:`take`."""
         if self._once and key in self.values:
-            raise SetupError(f"the skip {key} was stashed twice before it was popped; give the second another name")
+            raise SetupError(f"the skip {key} was stashed twice before it was popped. Rename the second skip")
         self.values[key] = value
 
     def take(self, key: SkipKey) -> Any:
-        """Give back what was left, once."""
+        """Remove and return the value."""
         if key not in self.values:
-            raise SetupError(f"the skip {key} is popped, and was not stashed before; stash it in an earlier layer")
+            raise SetupError(f"the skip {key} is popped but was not stashed. Stash it in an earlier layer")
         return self.values.pop(key)
 
 
 class _CurrentSkips(threading.local):
-    """Of each thread: where layers leave what they stash."""
+    """Skips of each thread."""
 
     def __init__(self) -> None:
-        # Outside of a pipe: what an exception has left there must not be in the way of the next forward.
+        # Used outside of a pipe. Values that an exception has left there must not break the next forward.
         self.skips = Skips(once=False)
 
 
@@ -129,7 +129,7 @@ _current = _CurrentSkips()
 
 @contextmanager
 def using(skips: Skips) -> Iterator[None]:
-    """In the body, layers of this thread leave and take skips there."""
+    """Context in which layers of this thread use *skips*."""
     before, _current.skips = _current.skips, skips
     try:
         yield
@@ -138,34 +138,44 @@ def using(skips: Skips) -> Iterator[None]:
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[T]], type[T]]:
-    """Say which skips a layer's generator stashes and pops; each of them in every forward.
+    """Declare the skips that a layer's generator stashes and pops in every forward.
 
     Args:
-        stash: names that ``forward`` yields a :class:`stash` for.
-        pop: names that it yields a :class:`pop` for.
+        stash: names for which ``forward`` yields a :class:`stash` (default none).
+        pop: names for which ``forward`` yields a :class:`pop` (default none).
+
+    Returns:
+        class decorator.
 
     Raises:
-        SetupError: a name is in both, none is given, a single string, or ``forward`` is no generator.
+        SetupError: a name is in both lists, both are empty, a list is a single string, or ``forward`` is not a
+            generator function.
     """
     if isinstance(stash, type):
         raise SetupError(
-            f"@skippable stands bare on {stash.__name__}; say what it leaves or takes: @skippable(stash=['features'])"
+            f"@skippable is used without arguments on {stash.__name__}; expected names of skips, for example"
+            " @skippable(stash=['features'])"
         )
     for what, names in (("stash", stash), ("pop", pop)):
         if isinstance(names, str):
-            raise SetupError(f"{what} is the single name {names!r}; give a list, [{names!r}]")
+            raise SetupError(f"{what} is the single name {names!r}; expected a list: [{names!r}]")
     stashes, pops = tuple(stash), tuple(pop)
     if not stashes and not pops:
-        raise SetupError("a skippable layer stashes and pops nothing; give names, as in @skippable(stash=['features'])")
+        raise SetupError(
+            "a skippable layer declares no skips; expected at least one name, for example @skippable(stash=['features'])"
+        )
     if both := sorted({*stashes} & {*pops}):
-        raise SetupError(f"a layer stashes and pops {', '.join(map(repr, both))}; needed are two layers for a skip")
+        raise SetupError(
+            f"a layer stashes and pops {', '.join(map(repr, both))}; expected a stash in one layer and a pop in a later"
+            " layer"
+        )
 
     def decorate(layer: type[T]) -> type[T]:
         generate = layer.forward
         if not inspect.isgeneratorfunction(generate):
             raise SetupError(
-                f"forward of the skippable layer {layer.__name__} has no yield; needed are yield stash(name, value) and"
-                " value = yield pop(name)"
+                f"forward of the skippable layer {layer.__name__} has no yield; expected 'yield stash(name, value)' or"
+                " 'value = yield pop(name)'"
             )
 
         @wraps(generate)
@@ -182,15 +192,18 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
 
 
 def isolate(layer: T, namespace: Namespace, only: Iterable[str] | None = None) -> T:
-    """Look up the names of a layer, and of all layers in it, in *namespace*; returns the layer.
+    """Move the skip names of a layer, and of all layers in it, into *namespace*.
 
     Args:
-        layer: or a module that holds skippable layers.
-        namespace: where.
-        only: these names; all by default.
+        layer: skippable layer, or a module that contains skippable layers.
+        namespace: namespace of the names.
+        only: names to move (default: all names).
+
+    Returns:
+        *layer*, changed in place.
 
     Raises:
-        SetupError: no layer there has skips, or none of a name in *only*.
+        SetupError: the module contains no skippable layer, or no skip with a name in *only*.
     """
     wanted = None if only is None else {*only}
     found: set[str] = set()
@@ -201,12 +214,14 @@ def isolate(layer: T, namespace: Namespace, only: Iterable[str] | None = None) -
             found |= names
     if not found or (wanted is not None and wanted - found):
         missing = "" if wanted is None else f" named {', '.join(map(repr, sorted(wanted - found)))}"
-        raise SetupError(f"{type(layer).__name__} holds no layer with skips{missing}; needed is one with @skippable")
+        raise SetupError(
+            f"{type(layer).__name__} contains no layer with skips{missing}; expected a layer decorated with @skippable"
+        )
     return layer
 
 
 def skip_keys(layer: nn.Module) -> tuple[list[SkipKey], list[SkipKey]]:
-    """What a layer, and all layers in it, stash and pop."""
+    """Return the keys that a layer, and all layers in it, stash and pop."""
     stashed, popped = [], []
     for one in layer.modules():
         stashed += [_key(one, name) for name in getattr(one, "_stashes", ())]
@@ -223,7 +238,7 @@ def _key(layer: Any, name: str) -> SkipKey:
 
 
 def _drive(layer: nn.Module, steps: Generator[Any, Any, Any], stashes: set[str], pops: set[str]) -> Any:
-    """Answer what a layer yields until it returns."""
+    """Serve the requests that a layer yields, and return the layer's result."""
     skips = _current.skips
     name = type(layer).__name__
     answer: Any = None
@@ -233,7 +248,10 @@ def _drive(layer: nn.Module, steps: Generator[Any, Any, Any], stashes: set[str],
         except StopIteration as end:
             if stashes or pops:
                 left = [f"stash {one!r}" for one in sorted(stashes)] + [f"pop {one!r}" for one in sorted(pops)]
-                raise SetupError(f"{name}.forward ended and did not {', '.join(left)}, which it declares") from None
+                raise SetupError(
+                    f"{name}.forward ended and did not {', '.join(left)}, which it declares. Stash and pop every"
+                    " declared skip in every forward"
+                ) from None
             return end.value
         if isinstance(asked, stash) and asked.name in stashes:
             stashes.discard(asked.name)
@@ -246,17 +264,17 @@ def _drive(layer: nn.Module, steps: Generator[Any, Any, Any], stashes: set[str],
             what = type(asked).__name__
             declared = ", ".join(map(repr, getattr(layer, "_stashes" if what == "stash" else "_pops"))) or "none"
             raise SetupError(
-                f"{name}.forward yields {what}({asked.name!r}) which it does not declare, or for a second time;"
-                f" declared are: {declared}"
+                f"{name}.forward yields {what}({asked.name!r}), which it does not declare or has already yielded."
+                f" Declared names: {declared}"
             )
         else:
             raise SetupError(
-                f"{name}.forward yields a {type(asked).__name__}; needed is stash(name, value) or pop(name)"
+                f"{name}.forward yields a {type(asked).__name__}; expected stash(name, value) or pop(name)"
             )
 
 
 class SkipRoute(NamedTuple):
-    """A skip, and the partitions that it leads from and to."""
+    """Skip between two partitions, with the indices of its source and target."""
 
     key: SkipKey
     source: int
@@ -264,13 +282,13 @@ class SkipRoute(NamedTuple):
 
 
 def skip_routes(partitions: Sequence[Sequence[nn.Module]]) -> list[SkipRoute]:
-    """All skips that lead from one partition to another.
+    """Return all skips that lead from one partition to another.
 
     Args:
-        partitions: the layers of each.
+        partitions: layers of each partition.
 
     Raises:
-        SetupError: a skip that is stashed or popped twice, never popped, never stashed, or popped before that.
+        SetupError: a skip is stashed twice, popped twice, never popped, never stashed, or popped before it is stashed.
     """
     left: dict[SkipKey, tuple[int, int]] = {}
     taken: dict[SkipKey, tuple[int, int]] = {}
@@ -278,32 +296,32 @@ def skip_routes(partitions: Sequence[Sequence[nn.Module]]) -> list[SkipRoute]:
     for partition, layers in enumerate(partitions):
         for layer in layers:
             stashed, popped = skip_keys(layer)
-            # A layer takes before it leaves, or holds layers of its own, in their order.
+            # A layer pops before it stashes, or contains several layers.
             for key in popped:
                 if key in taken:
                     raise SetupError(
-                        f"the skip {key} is popped by layers {taken[key][1]} and {number}; a skip is popped once: stash"
-                        " it under a second name, or isolate() one of them in a Namespace"
+                        f"the skip {key} is popped by layers {taken[key][1]} and {number}; expected one pop. Stash the"
+                        " value under a second name, or isolate() one of the two skips in a Namespace"
                     )
                 taken[key] = partition, number
             for key in stashed:
                 if key in left:
                     raise SetupError(
-                        f"the skip {key} is stashed by layers {left[key][1]} and {number}; give one another name, or"
-                        " isolate() it in a Namespace"
+                        f"the skip {key} is stashed by layers {left[key][1]} and {number}; expected one stash. Rename"
+                        " one of the two skips, or isolate() it in a Namespace"
                     )
                 left[key] = partition, number
             number += 1
     if lost := [key for key in left if key not in taken]:
         layers_of = ", ".join(f"{key} (by layer {left[key][1]})" for key in lost)
-        raise SetupError(f"skips are stashed and never popped: {layers_of}; pop each in a later layer, or leave it out")
+        raise SetupError(f"skips are stashed and never popped: {layers_of}. Pop each in a later layer, or remove it")
     if missing := [key for key in taken if key not in left]:
         layers_of = ", ".join(f"{key} (by layer {taken[key][1]})" for key in missing)
-        raise SetupError(f"skips are popped and never stashed: {layers_of}; stash each in an earlier layer")
+        raise SetupError(f"skips are popped and never stashed: {layers_of}. Stash each in an earlier layer")
     if early := [key for key in taken if taken[key][1] < left[key][1]]:
         key = early[0]
         raise SetupError(
-            f"the skip {key} is popped by layer {taken[key][1]}, before layer {left[key][1]} stashes it; a skip leads"
-            " to a later layer"
+            f"the skip {key} is popped by layer {taken[key][1]}, before layer {left[key][1]} stashes it. Pop it in a"
+            " later layer"
         )
     return [SkipRoute(key, source, taken[key][0]) for key, (source, _) in left.items() if source != taken[key][0]]
