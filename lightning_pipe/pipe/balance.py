@@ -1,7 +1,7 @@
-"""Shares out layers among partitions: contiguous, so that the one with the most has as little as can be.
+"""Balancing of layers over partitions: contiguous shares whose largest cost is as small as possible.
 
-Layers are measured here, not with ``llm/measure``: these are items of an ``nn.Sequential``, whose values may be any
-structure and skip to later ones, where that runs stages of a model with one tensor between them.
+Layers are measured here and not with ``llm/measure``: items of an ``nn.Sequential`` pass values of any structure and
+may have skips, but ``llm/measure`` runs the stages of a model with one tensor between them.
 """
 
 from __future__ import annotations
@@ -28,47 +28,60 @@ __all__ = ["balance_by_memory", "balance_by_parameters", "balance_by_time", "eve
 
 
 def even_shares(costs: Sequence[float], partitions: int) -> list[int]:
-    """Cut a list of costs into contiguous shares whose largest sum is as small as possible.
+    """Split a list of costs into contiguous shares whose largest sum is as small as possible.
 
     Args:
-        costs: of each layer, not negative.
-        partitions: how many shares; none is empty.
+        costs: cost of each layer, not negative.
+        partitions: number of shares. No share is empty.
 
     Returns:
-        the number of layers in each.
+        number of layers in each share.
 
     Raises:
-        PlanError: fewer layers than partitions, no number of partitions, a negative cost.
+        PlanError: there are fewer layers than partitions, *partitions* is less than 1, or a cost is negative or not
+            finite.
     """
     check_whole_number("partitions", partitions, 1, error=PlanError)
     if len(costs) < partitions:
         raise PlanError(
-            f"{len(costs)} layers are to be shared out among {partitions} partitions; needed are as many layers: give"
-            " fewer devices, or cut layers into smaller ones"
+            f"{len(costs)} layers cannot be split into {partitions} partitions; expected at least one layer for each"
+            " partition. Use fewer devices, or split layers into smaller ones"
         )
     if not all(0 <= cost < math.inf for cost in costs):
-        raise PlanError(f"the layers' costs are {list(costs)}; needed are finite numbers of 0 or more")
+        raise PlanError(f"the layers' costs are {list(costs)}; expected finite numbers of at least 0")
     before = [0.0, *accumulate(costs)]
-    # Of equally good cuts the latest: earlier partitions hold more micro-batches, the last one a loss.
+    # Among equally good splits, take the latest: earlier partitions hold more micro-batches, the last one the loss.
     return contiguous_shares(len(costs), partitions, lambda _, first, end: before[end] - before[first])
 
 
 def balance_by_parameters(module: nn.Sequential, partitions: int) -> list[int]:
-    """A balance by the number of parameters of each layer."""
+    """Balance partitions by the number of parameters of each layer.
+
+    Args:
+        module: Sequential whose layers are balanced.
+        partitions: number of partitions.
+
+    Returns:
+        number of layers of each partition.
+    """
     return even_shares([sum(p.numel() for p in layer.parameters()) for layer in module], partitions)
 
 
 def balance_by_time(
     module: nn.Sequential, partitions: int, sample: Any, *, repeats: int = 5, device: torch.device | str | None = None
 ) -> list[int]:
-    """A balance by the time that each layer takes, forward and backward.
+    """Balance partitions by the measured time of each layer, forward and backward.
 
     Args:
-        module: its layers run in their mode; gradients, buffers and random generators are put back.
-        partitions: how many.
-        sample: what the first layer takes: a micro-batch.
-        repeats: how often each is timed; the median counts.
-        device: where each layer is for its turn; by default where it is anyway.
+        module: Sequential whose layers are measured in their current mode. Buffers and random generators are restored;
+            gradients of parameters are not changed.
+        partitions: number of partitions.
+        sample: input of the first layer: a micro-batch.
+        repeats: number of measurements of each layer, of which the median is used (default 5).
+        device: device to which each layer is moved while it is measured (default: its current device).
+
+    Returns:
+        number of layers of each partition.
     """
     return even_shares([seconds for seconds, _ in _measure(module, sample, repeats, device)], partitions)
 
@@ -82,20 +95,25 @@ def balance_by_memory(
     parameter_scale: float = 4.0,
     device: torch.device | str | None = None,
 ) -> list[int]:
-    """A balance by the memory that each layer takes in training.
+    """Balance partitions by the memory that each layer takes in training.
 
     Args:
         module: see :func:`balance_by_time`.
-        partitions: how many.
-        sample: see there.
-        chunks: micro-batches whose activations are kept at once.
-        parameter_scale: bytes for a byte of parameters: itself, its gradient, and the optimiser's states. 4 is Adam's,
-            3 that of SGD with momentum, 2 of SGD.
+        partitions: number of partitions.
+        sample: see :func:`balance_by_time`.
+        chunks: number of micro-batches whose activations are held at the same time (default 1).
+        parameter_scale: bytes per byte of parameters, including the gradient and the optimiser states (default 4, for
+            Adam). Use 3 for SGD with momentum and 2 for SGD.
         device: see :func:`balance_by_time`.
+
+    Returns:
+        number of layers of each partition.
     """
     check_whole_number("chunks", chunks, 1, error=PlanError)
     if not isinstance(parameter_scale, int | float) or not parameter_scale >= 0:
-        raise PlanError(f"parameter_scale is {parameter_scale!r}; needed are bytes for a byte of parameters, 0 or more")
+        raise PlanError(
+            f"parameter_scale is {parameter_scale!r}; expected the bytes per byte of parameters, a number of at least 0"
+        )
     costs = []
     for layer, (_, activations) in zip(module, _measure(module, sample, 1, device), strict=True):
         parameters = sum(p.numel() * p.element_size() for p in layer.parameters())
@@ -106,11 +124,11 @@ def balance_by_memory(
 def _measure(
     module: nn.Sequential, sample: Any, repeats: int, device: torch.device | str | None
 ) -> list[tuple[float, int]]:
-    """Of each layer: seconds of forward and backward, and bytes that are kept for backward."""
+    """Measure each layer: seconds of forward and backward, and bytes that are saved for backward."""
     check_whole_number("repeats", repeats, 1, error=PlanError)
     if not isinstance(module, nn.Sequential):
         raise SetupError(
-            f"the module is a {type(module).__name__}; needed is an nn.Sequential, whose layers are measured"
+            f"the module is a {type(module).__name__}; expected an nn.Sequential, whose layers are measured"
         )
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     devices = sorted({p.device.index for p in module.parameters() if p.device.type == "cuda"})
@@ -160,7 +178,7 @@ def _measure_layer(layer: nn.Module, value: Any, repeats: int) -> tuple[float, i
 
 @contextmanager
 def _moved(layer: nn.Module, device: torch.device | str | None) -> Iterator[None]:
-    """A layer on a device, in the body."""
+    """Context in which a layer is on *device*."""
     tensors = [*layer.parameters(), *layer.buffers()]
     if device is None or not tensors:
         yield
@@ -174,7 +192,7 @@ def _moved(layer: nn.Module, device: torch.device | str | None) -> Iterator[None
 
 
 class _KeptSkips(Skips):
-    """Skips of layers that run several times."""
+    """Skips that can be stashed and popped several times, for repeated measurements."""
 
     def leave(self, key: SkipKey, value: Any) -> None:
         self.values[key] = pytree.tree_map(_leaf, value)
@@ -186,14 +204,14 @@ class _KeptSkips(Skips):
 
 
 def _leaf(value: Any) -> Any:
-    """A tensor cut from what made it, with a gradient where it can have one."""
+    """Detach a tensor, and let it require a gradient if its dtype allows one."""
     if not isinstance(value, Tensor):
         return value
     return value.detach().requires_grad_(value.is_floating_point() or value.is_complex())
 
 
 def _not_a_leaf(value: Any) -> Any:
-    """A copy that layers may change in place."""
+    """Copy a tensor, so that layers may change it in place."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -202,7 +220,7 @@ def _same(value: Any) -> Any:
 
 
 def _wait(value: Any) -> None:
-    """Until what is on a device is there."""
+    """Synchronise the GPUs of the tensors."""
     for device in {leaf.device for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

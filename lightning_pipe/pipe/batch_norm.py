@@ -1,4 +1,4 @@
-"""Batch normalisation whose running statistics are those of the whole mini-batch, not of its micro-batches."""
+"""Batch normalisation with running statistics of the whole mini-batch instead of its micro-batches."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ __all__ = ["DeferredBatchNorm", "defer_batch_norm", "undefer_batch_norm"]
 
 
 class DeferredBatchNorm(_BatchNorm):
-    """Normalises each micro-batch by its own mean and variance, and moves the running ones once a mini-batch.
+    """Normalises each micro-batch by its own mean and variance, and updates running statistics once per mini-batch.
 
-    The mean and the unbiased variance over all rows of the mini-batch are gathered from micro-batch to micro-batch
-    (Chan, Golub and LeVeque, 1979), in double precision, and put into the running statistics behind the last one. The
-    batch counts once. Outside of a pipe it is batch normalisation as PyTorch has it. State dict and arguments are those
-    of ``nn.BatchNorm1d`` and its like.
+    The mean and the unbiased variance over all rows of the mini-batch are accumulated over its micro-batches (Chan,
+    Golub and LeVeque, 1979), in double precision. After the last micro-batch they update the running statistics, and
+    ``num_batches_tracked`` is incremented by one. Outside of a pipe, the layer behaves like PyTorch's batch
+    normalisation. State dict and arguments equal those of ``nn.BatchNorm1d``, ``nn.BatchNorm2d`` and
+    ``nn.BatchNorm3d``.
     """
 
     running_mean: Tensor | None
@@ -30,9 +31,9 @@ class DeferredBatchNorm(_BatchNorm):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._now: tuple[object, int] | None = None  # the mini-batch and micro-batch of the last forward,
-        self._call = 0  # how many forwards of it were before that one,
-        self._gathered: list[_Moments] = []  # and what each of these has seen of the mini-batch.
+        self._now: tuple[object, int] | None = None  # mini-batch and micro-batch of the last forward
+        self._call = 0  # number of earlier forwards of that micro-batch
+        self._gathered: list[_Moments] = []  # moments of the mini-batch, for each of these forwards
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -48,12 +49,12 @@ class DeferredBatchNorm(_BatchNorm):
         return functional.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
     def _take(self, input: Tensor, where: Position) -> None:
-        """Take a micro-batch into the moments of its mini-batch; behind the last one into the running statistics."""
+        """Add a micro-batch to the moments of its mini-batch, and the last one to the running statistics."""
         if self._now == (where.mini_batch, where.micro_batch):
-            self._call += 1  # the layer is in the Sequential more than once
+            self._call += 1  # the layer appears several times in the Sequential
         else:
             if self._now is None or self._now[0] is not where.mini_batch:
-                self._gathered = []  # what an error may have left, too
+                self._gathered = []  # discards moments of a mini-batch that ended with an error
             self._now, self._call = (where.mini_batch, where.micro_batch), 0
         if self._call == len(self._gathered):
             self._gathered.append(_Moments())
@@ -66,7 +67,7 @@ class DeferredBatchNorm(_BatchNorm):
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        # As PyTorch's: without a momentum a mean of all batches.
+        # As in PyTorch: without a momentum, the mean of all batches.
         momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         variance = moments.squares / max(1, moments.count - 1)
         with torch.no_grad():
@@ -75,14 +76,14 @@ class DeferredBatchNorm(_BatchNorm):
 
 
 class _Moments:
-    """The mean of each channel, and the sum of squared differences from it, over micro-batches."""
+    """Mean of each channel and sum of squared differences from it, accumulated over micro-batches."""
 
     def __init__(self) -> None:
         self.count = 0
         self.mean = self.squares = torch.empty(())
 
     def add(self, input: Tensor) -> None:
-        """Take in a micro-batch."""
+        """Add a micro-batch."""
         dims = [dim for dim in range(input.dim()) if dim != 1]
         count = input.numel() // input.shape[1]
         variance, mean = torch.var_mean(input.double(), dims, correction=0)
@@ -97,14 +98,18 @@ class _Moments:
 
 
 def defer_batch_norm(module: nn.Module, replaced: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
-    """*module* with :class:`DeferredBatchNorm` in the place of every batch normalisation, on the same tensors.
+    """Replace every batch normalisation of *module* by a :class:`DeferredBatchNorm` on the same tensors.
 
     Args:
-        module: changed in place, if it is none itself.
-        replaced: by each new layer the old one is put in here; for :func:`undefer_batch_norm`.
+        module: module, changed in place unless it is a batch normalisation itself.
+        replaced: filled with the original layers, keyed by the new ones; see :func:`undefer_batch_norm`.
+
+    Returns:
+        the changed module, or the new layer if *module* is a batch normalisation.
 
     Raises:
-        SetupError: a ``SyncBatchNorm``, whose statistics are of several processes.
+        SetupError: the module contains a ``SyncBatchNorm``, which synchronises several processes, or a batch
+            normalisation that overrides forward.
     """
     known: dict[nn.Module, nn.Module] = {}
     changed = _deferred(module, known)
@@ -114,11 +119,11 @@ def defer_batch_norm(module: nn.Module, replaced: dict[nn.Module, nn.Module] | N
 
 
 def undefer_batch_norm(module: nn.Module, layers: Mapping[nn.Module, nn.Module]) -> None:
-    """Put batch normalisations back in the place of those that :func:`defer_batch_norm` put there.
+    """Restore the batch normalisations that :func:`defer_batch_norm` has replaced.
 
     Args:
-        module: as that function left it.
-        layers: by what is there now, what was there before; on the same tensors.
+        module: module that was changed by :func:`defer_batch_norm`.
+        layers: original layers, keyed by the new ones, on the same tensors.
     """
     for parent in list(module.modules()):
         for name, child in list(parent._modules.items()):
@@ -133,12 +138,15 @@ def _deferred(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module
         return known[module]
     known[module] = module
     if isinstance(module, nn.SyncBatchNorm):
-        raise SetupError("a SyncBatchNorm is in the module; a pipe is one process: use nn.BatchNorm1d and its like")
+        raise SetupError(
+            "the module contains a SyncBatchNorm, but a pipe runs in one process. Use nn.BatchNorm1d, nn.BatchNorm2d or"
+            " nn.BatchNorm3d"
+        )
     if isinstance(module, _BatchNorm) and not isinstance(module, DeferredBatchNorm) and module.track_running_stats:
         if type(module).forward is not _BatchNorm.forward:
             raise SetupError(
-                f"a {type(module).__name__} has a forward of its own, which a deferred batch normalisation would not"
-                " run; needed are nn.BatchNorm1d and its like, or deferred_batch_norm=False"
+                f"a {type(module).__name__} overrides forward, which a deferred batch normalisation would not run. Use"
+                " nn.BatchNorm1d, nn.BatchNorm2d or nn.BatchNorm3d, or pass deferred_batch_norm=False"
             )
         known[module] = _defer(module)
         return known[module]

@@ -1,8 +1,8 @@
-"""The work of one partition for one micro-batch, cut from its neighbours: forward, recomputation, backward.
+"""Work of one partition on one micro-batch: forward, recomputation and backward, with a separate autograd graph.
 
 On a CPU the autograd engine runs a graph in the thread that calls backward: one graph over all partitions would leave
-the other threads idle. So each cell has a graph of its own, between leaves that are detached from what the neighbour
-made and outputs whose gradients the next neighbour hands back::
+the other threads idle. Each cell therefore has its own graph. It starts at leaves that are detached from the previous
+partition's outputs, and ends at outputs whose gradients come from the next partition::
 
     values in ──detach──► leaves ──layers──► outputs ──detach──► values out
     gradients in ◄── of leaves ◄──autograd.grad── of outputs ◄── gradients out
@@ -33,32 +33,33 @@ __all__ = ["Cell", "Gradients", "MiniBatch", "Passed"]
 
 @dataclass
 class Passed:
-    """What one partition hands to the next, for one micro-batch.
+    """Values that one partition passes to other partitions for one micro-batch.
 
     Args:
-        value: inputs of the first layer, or what the last layer returned; any nesting.
-        skips: those that lead out, or in.
+        value: inputs of the partition's first layer, or output of its last layer; any nesting.
+        skips: skips that lead to, or from, the partition.
     """
 
     value: Any
     skips: Mapping[SkipKey, Any]
 
 
-# What goes back: for each tensor that was passed its gradient, or None, in the order of the flattened values.
+# Gradients of passed tensors, or None, in the order of the flattened values.
 Gradients = dict[SkipKey | None, list[Tensor | None]]
 
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """What the cells of a mini-batch have in common.
+    """State that the cells of a mini-batch share.
 
     Args:
-        micro_batches: how many.
-        seed: of random numbers.
-        grad: whether there will be a backward.
+        micro_batches: number of micro-batches.
+        seed: seed of random numbers.
+        grad: True if a backward will run.
         state: the caller's thread state.
-        training: of each partition, which modules train.
-        parameters: of each partition, those that are trained.
+        training: training flags of the modules of each partition.
+        parameters: parameters of each partition that require gradients.
+        token: see ``mini_batch`` of :class:`~lightning_pipe.pipe.position.Position`.
     """
 
     micro_batches: int
@@ -67,18 +68,19 @@ class MiniBatch:
     state: ThreadState
     training: Sequence[Modes]
     parameters: Sequence[Sequence[Tensor]]
-    token: object = field(default_factory=object)  # see :class:`~lightning_pipe.pipe.position.Position`
+    token: object = field(default_factory=object)
 
 
 class Cell:
-    """A partition at a micro-batch.
+    """Work of one partition on one micro-batch.
 
     Args:
-        partition: what is run.
-        of: the mini-batch.
-        micro_batch: the index.
-        checkpointed: keep the inputs only, and run the layers again before backward.
-        loss: made of the last layer's output; in its place the cell then hands the loss on.
+        partition: partition whose layers run.
+        of: mini-batch.
+        micro_batch: index of the micro-batch.
+        checkpointed: True to keep only the inputs, and to run the layers again before backward (default False).
+        loss: loss function, called with the last layer's output; the cell then returns the loss instead of the output
+            (default None).
     """
 
     def __init__(
@@ -95,19 +97,19 @@ class Cell:
         self._micro_batch = micro_batch
         self._checkpointed = checkpointed and of.grad
         self._loss = loss
-        self._inputs: _Flat | None = None  # leaves
-        self._outputs: _Flat | None = None  # with their graph
-        self._versions: list[int] = []
-        self._parameters: list[int] = []  # their versions
-        self._buffers: list[NamedBuffer] = []  # as they were before the first run
+        self._inputs: _Flat | None = None  # leaves of the graph
+        self._outputs: _Flat | None = None  # outputs with their graph
+        self._versions: list[int] = []  # versions of the inputs
+        self._parameters: list[int] = []  # versions of the parameters
+        self._buffers: list[NamedBuffer] = []  # copies from before the first run
 
     @property
     def checkpointed(self) -> bool:
-        """Whether :meth:`recompute` has something to do."""
+        """True if :meth:`recompute` must run before :meth:`backward`."""
         return self._checkpointed
 
     def forward(self, passed: Passed) -> Passed:
-        """Run the layers; what is returned has no graph."""
+        """Run the layers and return their outputs, detached from the graph."""
         leaves = _Flat.of(passed).map(self._leaf)
         if not self._checkpointed:
             outputs = self._run(leaves, recomputing=False)
@@ -120,29 +122,33 @@ class Cell:
         self._inputs = leaves
         self._versions = [_version(tensor) for tensor in leaves.tensors()]
         self._parameters = [_version(one) for one in self._of.parameters[self.partition.index]]
-        # What will require grad is known when the layers run with a graph: until then, all that can.
+        # Without a graph it is unknown which outputs will require gradients, so all that can require them do.
         trains = bool(self._of.parameters[self.partition.index]) or any(leaf.requires_grad for leaf in leaves.tensors())
         return outputs.map(lambda tensor: tensor.detach().requires_grad_(trains and _differentiable(tensor))).passed()
 
     def recompute(self) -> None:
-        """Run the layers again, with a graph, under the autocast of the first time and with its random numbers."""
+        """Run the layers again, with a graph and with the autocast state and random numbers of the first run.
+
+        Raises:
+            SetupError: inputs, parameters or training flags have changed since the first run.
+        """
         leaves = self._inputs
         assert leaves is not None
         for tensor, version in zip(leaves.tensors(), self._versions, strict=True):
             if _version(tensor) != version:
                 raise SetupError(
-                    f"the input of {self.partition.name} was changed in place after it ran, and is needed to run it"
-                    " again; leave it alone, or use checkpoint='never'"
+                    f"the input of {self.partition.name} was changed in place after its forward, but the recomputation"
+                    " needs the original values. Do not change it in place, or use checkpoint='never'"
                 )
         if self.partition.training != self._of.training[self.partition.index]:
             raise SetupError(
-                f"modules of {self.partition.name} were switched between training and evaluation after it ran, and it"
-                " is to run again; switch them behind backward, or use checkpoint='never'"
+                f"modules of {self.partition.name} were switched between training and evaluation after its forward and"
+                " before its recomputation. Switch them after backward, or use checkpoint='never'"
             )
         if self._parameters != [_version(one) for one in self._of.parameters[self.partition.index]]:
             raise SetupError(
-                f"parameters of {self.partition.name} were changed after it ran, and are needed to run it again; change"
-                " them behind backward"
+                f"parameters of {self.partition.name} were changed after its forward, but the recomputation needs the"
+                " original values. Change them after backward"
             )
         now, then = capture(), self._of.state
         autocast = now._replace(
@@ -156,18 +162,21 @@ class Cell:
         self._buffers = []
 
     def backward(self, gradients: Gradients, add: Callable[[Tensor, Tensor], None]) -> Gradients:
-        """Gradients of what was passed in, of those of what was passed out; frees the graph.
+        """Compute gradients of the inputs from gradients of the outputs, and free the graph.
 
         Args:
-            gradients: of what :meth:`forward` returned; empty for a loss, whose gradient is one.
+            gradients: gradients of the values that :meth:`forward` returned; empty for a loss, whose gradient is 1.
             add: called with each parameter and its gradient.
+
+        Returns:
+            gradients of the values that were passed to :meth:`forward`.
         """
         leaves, outputs = self._inputs, self._outputs
         assert leaves is not None and outputs is not None
         self._inputs = self._outputs = None
         ends, given = [], []
-        # As autograd adds up what comes from several places: the latest use first. In one partition that of a skip,
-        # for all that can be known here.
+        # Autograd adds gradients of several uses with the latest use first. Within one partition the order is unknown
+        # here, and the use of the skip is assumed to be later than the use of the value.
         for key, tensors in sorted(
             outputs.parts.items(), key=lambda part: (-self.partition.target(part[0]), not part[0])
         ):
@@ -186,14 +195,14 @@ class Cell:
             if gradient is not None:
                 add(parameter, gradient)
         of_leaf = dict(zip(map(id, starts), found, strict=False))
-        # What was handed in several times has one gradient, which goes back once.
+        # A tensor that was passed in several times has one gradient, which is returned once.
         return {key: [of_leaf.pop(id(one), None) for one in part] for key, part in leaves.parts.items()}
 
     def _run(self, leaves: _Flat, *, recomputing: bool) -> _Flat:
         partition, of = self.partition, self._of
         training = of.training[partition.index]
         in_place = partition.changes_input.get(training)
-        # Until it is known whether the layers change their input, and where they do, they get a copy.
+        # The layers get a copy of the input if they change it in place, or if that is not known yet.
         given = leaves.map(Tensor.clone) if in_place is not False else leaves
         versions = [_version(tensor) for tensor in given.tensors()]
         passed = given.passed()
@@ -204,15 +213,15 @@ class Cell:
             partition.changes_input[training] = _changed(given, versions)
         elif in_place is False and _changed(given, versions):
             raise SetupError(
-                f"{partition.name} changes its input in place, which it did not do for the first micro-batch; use"
-                " operations that are not in place in its first layer"
+                f"{partition.name} changes its input in place, but did not do so for the first micro-batch. Use"
+                " out-of-place operations in its first layer"
             )
         if self._loss is not None:
             value = partition.run_loss(self._loss, (training, self._loss.kind), value, where, of.seed)
         if missing := [key for key in partition.targets if key not in skips.values]:
             raise SetupError(
-                f"{partition.name} has not stashed {', '.join(map(repr, missing))}, which its layers declare; a"
-                " subclass with a forward of its own needs @skippable, too"
+                f"{partition.name} has not stashed {', '.join(map(repr, missing))}, which its layers declare. Decorate"
+                " subclasses that override forward with @skippable, too"
             )
         outputs = _Flat.of(Passed(value, {key: skips.values[key] for key in partition.targets}))
         if torch.is_grad_enabled():
@@ -220,7 +229,7 @@ class Cell:
         return outputs
 
     def _check_graph(self, leaves: _Flat, outputs: _Flat, known: Any) -> None:
-        """Refuse what requires a gradient and is neither handed in nor a parameter: it would never get one."""
+        """Refuse tensors that require gradients and are neither inputs nor parameters: they would get no gradient."""
         partition = self.partition
         if known in partition.known_graphs:
             return
@@ -234,9 +243,10 @@ class Cell:
             variable = getattr(node, "variable", None)
             if isinstance(variable, Tensor) and variable.requires_grad and id(variable) not in mine:
                 raise SetupError(
-                    f"in {partition.name}, or in the loss behind it, a tensor of shape {tuple(variable.shape)} requires"
-                    " a gradient and is none of the layers' parameters: it would get none. Make it a parameter of a"
-                    " layer; what belongs to the loss, of the last one, or take the loss outside, of pipe(x)"
+                    f"a tensor of shape {tuple(variable.shape)} in {partition.name}, or in the loss after it, requires"
+                    " a gradient but is not a parameter of a layer, so it would get no gradient. Make it a parameter of"
+                    " a layer. If it belongs to the loss, make it a parameter of the last layer, or compute the loss of"
+                    " pipe(x) outside the pipe"
                 )
             todo += [following for following, _ in node.next_functions if following is not None]
         partition.known_graphs.add(known)
@@ -246,7 +256,7 @@ class Cell:
 
 
 class _Flat:
-    """What is passed, as lists: of the value under None, of skips under their keys."""
+    """Passed values, flattened to lists: the value with key None, each skip with its key."""
 
     def __init__(self, parts: dict[SkipKey | None, list[Any]], specs: dict[SkipKey | None, Any]) -> None:
         self.parts = parts
@@ -261,8 +271,8 @@ class _Flat:
                     isinstance(one, Tensor) for one in getattr(leaf, "__dict__", {}).values()
                 ):
                     raise InputError(
-                        f"a {type(leaf).__name__} with tensors in it is handed from layer to layer, or to a pipe, which"
-                        " cannot cut or move what it does not see; needed are tuples, lists and dictionaries of tensors"
+                        f"a {type(leaf).__name__} that contains tensors is passed between layers, or to a pipe, which"
+                        " cannot split or move them; expected tuples, lists and dictionaries of tensors"
                     )
         return cls({key: leaves for key, (leaves, _) in flat.items()}, {key: spec for key, (_, spec) in flat.items()})
 
@@ -270,7 +280,7 @@ class _Flat:
         return [leaf for part in self.parts.values() for leaf in part if isinstance(leaf, Tensor)]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> _Flat:
-        """Another tensor in the place of each; one for what is there several times in a value."""
+        """Replace each tensor by ``change(tensor)``, called once for a tensor that a value contains several times."""
 
         def changed(part: list[Any]) -> list[Any]:
             known = {id(leaf): leaf for leaf in part if isinstance(leaf, Tensor)}
@@ -286,7 +296,7 @@ class _Flat:
 
 
 def _cut(tensor: Tensor) -> Tensor:
-    """Without its graph, and saying whether it had one."""
+    """Detach a tensor, keeping ``requires_grad``."""
     return tensor.detach().requires_grad_(tensor.requires_grad and _differentiable(tensor))
 
 
@@ -299,5 +309,5 @@ def _differentiable(tensor: Tensor) -> bool:
 
 
 def _version(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; 0 of those that inference mode made, which do not say."""
+    """Return the number of in-place changes of a tensor; 0 for inference tensors, which have no version counter."""
     return 0 if tensor.is_inference() else tensor._version

@@ -1,4 +1,4 @@
-"""Values on their way from one partition's device to another's: on streams of their own, beside both's compute.
+"""Copies of values between the devices of partitions, on separate streams that overlap with compute on both devices.
 
 Tested in ``tests/pipe/test_scheduler.py``.
 """
@@ -20,11 +20,11 @@ __all__ = ["Copier", "Sent"]
 
 @dataclass(frozen=True)
 class Sent:
-    """Values on another device, which are there behind some events.
+    """Values on the receiver's device, ready when the events have completed.
 
     Args:
-        value: any nesting; what is no tensor is as it was.
-        events: that the receiver's stream has to wait for.
+        value: any nesting of values; only tensors are copied.
+        events: events that the receiver's stream must wait for (default none).
     """
 
     value: Any
@@ -34,17 +34,17 @@ class Sent:
 class Copier:
     """Copies between the partitions' devices.
 
-    The order of things on a GPU, as torchgpipe has it::
+    Synchronisation on a GPU, as in torchgpipe::
 
         compute of the source   ... makes x │                         (1) the copy waits for what made x
         copy streams                        │ (1) y = x.to(target) │  (2) the receiver waits for the copy
         compute of the target                                      │ (2) uses y ...
 
-    x may be freed once (1) is submitted, and y lives in the copy stream's memory: both are recorded where they are
-    used.
+    x may be freed once (1) is submitted, and y is allocated on the copy stream. Both are therefore recorded on the
+    stream that uses them (``record_stream``).
 
     Args:
-        devices: of each partition.
+        devices: device of each partition.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -54,12 +54,15 @@ class Copier:
         }
 
     def send(self, value: Any, source: int, target: int) -> Sent:
-        """Begin to copy *value*, which the calling thread's streams have made or will make.
+        """Start a copy of *value*, which the calling thread's streams have computed or will compute.
 
         Args:
             value: any nesting of tensors.
-            source: the partition that has it.
-            target: the one that needs it.
+            source: index of the partition that has the value.
+            target: index of the partition that needs the value.
+
+        Returns:
+            the copied value and the events that the receiver must wait for.
         """
         here, there = self._devices[source], self._devices[target]
         if here == there:
@@ -84,7 +87,7 @@ class Copier:
         return Sent(pytree.tree_unflatten(moved, spec), tuple(events))
 
     def receive(self, sent: Sent, partition: int) -> Any:
-        """What was sent to *partition*, for the calling thread's current stream there."""
+        """Return the value that was sent to *partition*, ready for the calling thread's current stream there."""
         there = self._devices[partition]
         if there.type == "cuda":
             stream = torch.cuda.current_stream(there)
@@ -96,5 +99,5 @@ class Copier:
                         leaf.record_stream(stream)
         else:
             for event in sent.events:
-                event.synchronize()  # a copy to the host is there when the host has waited
+                event.synchronize()  # the host must wait for a copy to host memory
         return sent.value

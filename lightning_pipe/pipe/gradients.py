@@ -1,13 +1,13 @@
-"""Gradients of a mini-batch: their sums over micro-batches, and the autograd nodes that connect them to the caller's.
+"""Gradients of a mini-batch: sums over micro-batches, and autograd nodes that connect them to the caller's graph.
 
-Each cell has a graph of its own. These graphs meet the graph of whoever calls backward in two nodes::
+Each cell has its own graph. Two nodes connect these graphs to the caller's graph::
 
     inputs, parameters ──► Run ──token──► Result ──► outputs ──► the user's loss
 
-Result's backward keeps the outputs' gradients; Run's then runs all cells backward, in their threads, and waits for
-them. The two are apart since on a GPU autograd has one thread for each device, which runs the nodes whose gradients are
-there: a node that waited in it for the cells would wait for what only this thread can do. The token is on the CPU, so
-that Run waits in the thread that has called backward.
+Result's backward stores the gradients of the outputs. Run's backward then runs the backwards of all cells, in their
+threads, and waits for them. The nodes are separate because autograd has one thread per GPU, which runs all nodes with
+gradients on that GPU: a node that waits for the cells in that thread would deadlock, because the cells need the same
+thread. The token is on the CPU, so that Run waits in the thread that has called backward.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from lightning_pipe.engine import SetupError
 
 __all__ = ["GradientSums", "attach", "attach_loss"]
 
-# Gradients of the outputs in, gradients of inputs and parameters out.
+# Maps gradients of the outputs to gradients of inputs and parameters.
 Backward = Callable[[list[Tensor | None]], Sequence[Tensor | None]]
 
 
 class GradientSums:
-    """Sums gradients in the order in which they come, as autograd does for a tensor that is used several times."""
+    """Sums of gradients, added in order of arrival, as autograd does for a tensor with several uses."""
 
     def __init__(self) -> None:
         self._sums: dict[int, Tensor] = {}
         self._own: set[int] = set()
 
     def add(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Add to what there is of *parameter*."""
+        """Add a gradient of *parameter*."""
         key = id(parameter)
         known = self._sums.get(key)
         if known is None:
@@ -42,24 +42,25 @@ class GradientSums:
         elif key in self._own and known.layout == gradient.layout:
             known.add_(gradient)
         else:
-            # The first may be a tensor that others hold too: autograd hands on what it was given where it can.
-            # PyTorch adds a sparse tensor to a dense one, and not the other way round.
+            # Out of place, because the first gradient may be shared: autograd passes tensors through if it can.
+            # PyTorch supports dense + sparse, but not sparse + dense.
             dense_last = known.is_sparse and not gradient.is_sparse
             self._sums[key] = gradient + known if dense_last else known + gradient
             self._own.add(key)
 
     def of(self, parameter: Tensor) -> Tensor | None:
-        """The sum, None where no gradient came."""
+        """Return the sum of *parameter*; None without a gradient."""
         return self._sums.get(id(parameter))
 
 
 def attach(outputs: Sequence[Tensor], upstream: Sequence[Tensor], backward: Backward) -> list[Tensor]:
-    """Outputs whose backward is a function.
+    """Return outputs whose backward calls a function.
 
     Args:
-        outputs: without a graph.
-        upstream: tensors that gradients are for.
-        backward: called once, with a gradient, or None, for each output; returns one, or None, for each of *upstream*.
+        outputs: outputs without a graph.
+        upstream: tensors that receive gradients.
+        backward: called once with a gradient (or None) for each output; returns a gradient (or None) for each tensor
+            in *upstream*.
     """
     pending = _Pending(backward)
     token = _RunPending.apply(pending, *upstream)
@@ -69,12 +70,13 @@ def attach(outputs: Sequence[Tensor], upstream: Sequence[Tensor], backward: Back
 def attach_loss(
     loss: Tensor, upstream: Sequence[Tensor], gradients: Callable[[Tensor], Sequence[Tensor | None]]
 ) -> Tensor:
-    """A loss whose gradients are known.
+    """Return a loss whose gradients have already been computed.
 
     Args:
-        loss: a scalar.
-        upstream: tensors that they are for.
-        gradients: called once, with the gradient of the loss; returns one, or None, for each.
+        loss: scalar loss without a graph.
+        upstream: tensors that receive gradients.
+        gradients: called once with the gradient of the loss; returns a gradient (or None) for each tensor in
+            *upstream*.
     """
     pending = _Pending(lambda given: gradients(given[0] if given[0] is not None else torch.ones_like(loss)))
     token = _RunPending.apply(pending, *upstream)
@@ -83,7 +85,7 @@ def attach_loss(
 
 
 class _Pending:
-    """A backward that has not run yet."""
+    """Backward function that can run once."""
 
     def __init__(self, backward: Backward) -> None:
         self._backward: Backward | None = backward
@@ -93,8 +95,8 @@ class _Pending:
         backward, self._backward = self._backward, None
         if backward is None:
             raise SetupError(
-                "backward runs a second time through the same forward of a pipe, whose graph is freed; call the pipe"
-                " again, or add the losses and call backward once (retain_graph keeps nothing here)"
+                "backward was called a second time for the same forward of a pipe, whose graph is freed. Call the pipe"
+                " again, or add the losses and call backward once (retain_graph has no effect on a pipe)"
             )
         given, self.given = self.given, []
         return backward(given)
@@ -121,10 +123,10 @@ class _Result(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            # The first derivative has no graph: what is differentiated again would be taken for a constant.
+            # The gradients have no graph: a second derivative would silently treat them as constants.
             raise SetupError(
-                "a gradient through a pipe is asked for with create_graph=True, to be differentiated again, which"
-                " cannot be; use the Sequential without a pipe for that"
+                "backward through a pipe was called with create_graph=True, but a pipe does not support second"
+                " derivatives. Use the Sequential without a pipe"
             )
         ctx.pending.given = list(gradients)
         return (None, torch.empty(0, device="cpu"), *(None for _ in gradients))

@@ -109,8 +109,8 @@ class MiniBatchLoss:
         if abs(whole - a - b) <= near:
             raise InputError(f"loss_fn returns a sum over rows ({found}); expected a mean. Pass reduction='sum'")
         raise InputError(
-            f"loss_fn returns {found}, which is neither a mean nor a sum over rows: the micro-batches' losses do not add"
-            " up to the loss of the mini-batch. For ignored targets or class weights, pass nn.CrossEntropyLoss. Or"
+            f"loss_fn returns {found}, which is neither a mean nor a sum over rows: the micro-batches' losses do not"
+            " add up to the loss of the mini-batch. For ignored targets or class weights, pass nn.CrossEntropyLoss. Or"
             " return a sum, pass reduction='sum', and divide the result of pipe.loss. To average the micro-batches'"
             " losses anyway, pass reduction='mean'"
         )

@@ -1,19 +1,19 @@
-"""The schedules of a pipe ("1F1B", GPipe) as plans: an iteration is a micro-batch, a thread group a partition.
+"""Schedules of a pipe ("1F1B", GPipe) as plans: an iteration is a micro-batch, a thread group is a partition.
 
-GPipe's forward, two partitions and four micro-batches; its backward is the mirror image::
+GPipe's forward with two partitions and four micro-batches; its backward is the mirror image::
 
     partition 0   F0 F1 F2 F3
     partition 1      F0 F1 F2 F3
 
-1F1B, with three partitions: after the warm-up a partition runs one forward, then one backward, so that partition j of
-n keeps n - j micro-batches, however many there are::
+1F1B with three partitions: after the warm-up, each partition alternates one forward and one backward, so that partition
+j of n holds at most n - j micro-batches, independent of their number::
 
     partition 0   F0 F1 F2 .. .. B0 F3 B1 F4 B2
     partition 1      F0 F1 .. B0 F2 B1 F3 B2
     partition 2         F0 B0 F1 B1 F2 B2 F3 ...
 
-Every task has a stage one higher than it needs, so that threads have something in their queues while the calling thread
-retires a micro-batch. The order of what a thread does is the same.
+The stage of every task is one higher than necessary, so that threads have queued work while the calling thread retires
+a micro-batch. The order of tasks in each thread does not change.
 
 Tested in ``tests/pipe/test_scheduler.py``.
 """
@@ -27,14 +27,14 @@ from lightning_pipe.pipe.skip import SkipRoute
 
 __all__ = ["TaskFunction", "backward_plan", "forward_plan", "one_forward_one_backward_plan", "work_of"]
 
-# A task's function, for a partition.
+# Function of a task, called with the index of the partition and the context.
 TaskFunction = Callable[[int, IterContext], None]
 
-_GRAPH = "its graph, which backward needs, would be that of another micro-batch"
+_GRAPH = "backward needs the autograd graph of its own micro-batch"
 
 
 def forward_plan(partitions: int, routes: Sequence[SkipRoute], forward: TaskFunction) -> PipelinePlan:
-    """All forwards, in GPipe's clock cycles."""
+    """Plan of all forwards, in GPipe's clock cycles."""
     tasks = [(_forward(index, routes, forward), _where(index, partitions - index)) for index in range(partitions)]
     return PipelinePlan(tasks, name="gpipe_forward")
 
@@ -42,10 +42,10 @@ def forward_plan(partitions: int, routes: Sequence[SkipRoute], forward: TaskFunc
 def backward_plan(
     partitions: int, routes: Sequence[SkipRoute], recompute: TaskFunction, backward: TaskFunction
 ) -> PipelinePlan:
-    """All backwards, the last partition first. A partition recomputes while the next one is at the gradient."""
+    """Plan of all backwards, the last partition first. A partition recomputes while the next one runs backward."""
     tasks = []
     for index in reversed(range(partitions)):
-        # As late as can be: of what is recomputed a partition holds one micro-batch at a time.
+        # As late as possible, so that a partition holds the recomputed activations of one micro-batch at a time.
         tasks.append((_recompute(index, recompute), _where(index, index + 1)))
         tasks.append((_backward(index, routes, backward), _where(index, index + 1)))
     return PipelinePlan(tasks, name="gpipe_backward")
@@ -54,7 +54,7 @@ def backward_plan(
 def one_forward_one_backward_plan(
     partitions: int, routes: Sequence[SkipRoute], forward: TaskFunction, recompute: TaskFunction, backward: TaskFunction
 ) -> PipelinePlan:
-    """Forwards and backwards in turns."""
+    """Plan of alternating forwards and backwards."""
     tasks = [(_forward(index, routes, forward), _where(index, partitions)) for index in range(partitions)]
     for index in reversed(range(partitions)):
         tasks.append((_recompute(index, recompute), _where(index, index + 1)))
@@ -101,26 +101,26 @@ def _backward(index: int, routes: Sequence[SkipRoute], fn: TaskFunction) -> Pipe
 
 
 def work_of(task: str) -> tuple[str, int]:
-    """What a task does, and of which partition: ``("Forward", 0)``, ``("Recompute", 2)`` or ``("Backward", 1)``."""
+    """Return kind and partition of a task: ``("Forward", 0)``, ``("Recompute", 2)`` or ``("Backward", 1)``."""
     what = task.rstrip("0123456789")
     return what, int(task.removeprefix(what))
 
 
 def value_field(partition: int) -> str:
-    """The context's field for what goes into a partition."""
+    """Context field of the input of a partition."""
     return f"value{partition}"
 
 
 def gradient_field(partition: int) -> str:
-    """The field for the gradient of that."""
+    """Context field of the gradient of a partition's input."""
     return f"gradient{partition}"
 
 
 def skip_field(route: int) -> str:
-    """The field for what goes along a skip."""
+    """Context field of the value of a skip."""
     return f"skip{route}"
 
 
 def skip_gradient_field(route: int) -> str:
-    """The field for the gradient of that."""
+    """Context field of the gradient of a skip."""
     return f"skip_gradient{route}"

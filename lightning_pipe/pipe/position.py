@@ -1,4 +1,4 @@
-"""What a layer can ask of the forward that it runs in: which micro-batch it is, and whether it runs again.
+"""Position of a pipe, for use in layers: the current micro-batch, and a flag for recomputation.
 
 Tested in ``tests/pipe/test_batch_norm.py``.
 """
@@ -14,13 +14,13 @@ __all__ = ["Position", "is_recomputing", "position"]
 
 
 class Position(NamedTuple):
-    """Where a pipe is.
+    """Position of a running pipe.
 
     Args:
-        micro_batch: its index.
-        micro_batches: how many there are: fewer than the pipe's ``chunks`` where the mini-batch has fewer rows.
-        recomputing: whether this forward has run before, without its graph.
-        mini_batch: the same object for all micro-batches of a mini-batch, and for no others.
+        micro_batch: index of the micro-batch.
+        micro_batches: number of micro-batches; less than the pipe's ``chunks`` if the mini-batch has fewer rows.
+        recomputing: True if this forward has run before, without a graph.
+        mini_batch: object that identifies the mini-batch (default None).
     """
 
     micro_batch: int
@@ -38,18 +38,18 @@ _current = _CurrentPosition()
 
 
 def position() -> Position | None:
-    """Where the pipe is whose layer asks; None outside of a pipe."""
+    """Position of the pipe that runs the calling layer; None outside of a pipe."""
     return _current.position
 
 
 def is_recomputing() -> bool:
-    """Whether the layer that asks runs for the second time, since its activations were not kept."""
+    """Return True if the calling layer is recomputed, because its activations were discarded in forward."""
     return _current.position is not None and _current.position.recomputing
 
 
 @contextmanager
 def at(where: Position) -> Iterator[None]:
-    """In the body this thread is there."""
+    """Context in which this thread has the position *where*."""
     before, _current.position = _current.position, where
     try:
         yield

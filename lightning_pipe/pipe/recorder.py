@@ -1,4 +1,4 @@
-"""Records what a pipe's partitions do with micro-batches.
+"""Recorder of the forwards, recomputations and backwards of a pipe's partitions.
 
 Tested in ``tests/callbacks/test_trace.py``.
 """
@@ -17,11 +17,11 @@ _KINDS = {"Forward": FORWARD, "Recompute": RECOMPUTE, "Backward": BACKWARD}
 
 
 class PartitionRecorder:
-    """Records the work of partitions from the moment it is made until :meth:`stop`.
+    """Records the work of partitions from construction until :meth:`stop`.
 
     Args:
-        pipe: the pipe, of which there is one recording at a time.
-        keep: the number of records to keep; the latest are kept.
+        pipe: pipe to record; only one recorder at a time can record it.
+        keep: number of most recent runs to keep for each plan.
     """
 
     def __init__(self, pipe: Pipe, keep: int) -> None:
@@ -29,14 +29,14 @@ class PartitionRecorder:
         pipe.start_trace(keep)
 
     def batch_done(self) -> None:
-        """The pipe keeps the records."""
+        """Do nothing: the pipe stores the records."""
 
     def stop(self, tasks: Sequence[Bar], rank: int) -> list[Bar]:
-        """Stop recording; returns a bar for each forward, recomputation and backward of a micro-batch.
+        """Stop recording, and return a bar for each forward, recomputation and backward of a micro-batch.
 
         Args:
-            tasks: bars of the tasks that ran meanwhile, each for its iteration.
-            rank: this rank.
+            tasks: bars of the tasks that ran during the recording, with their iterations.
+            rank: index of this rank.
         """
         bars = []
         for span in self._pipe.stop_trace():

@@ -1,4 +1,4 @@
-"""The run of a mini-batch through a pipe: cutting it, forward, backward, and collecting its gradients.
+"""Run of a mini-batch through a pipe: splitting, forward, backward, and collection of gradients.
 
 Tested in ``tests/pipe/test_pipe.py``.
 """
@@ -30,22 +30,22 @@ __all__ = ["Run"]
 
 
 class Run:
-    """One mini-batch on its way through a pipe.
+    """One mini-batch in a pipe.
 
     Args:
-        partitions: of the pipe.
-        scheduler: runs its micro-batches.
-        chunks: how many to cut.
+        partitions: partitions of the pipe.
+        scheduler: scheduler that runs the micro-batches.
+        chunks: number of micro-batches.
         checkpoint: see :class:`~lightning_pipe.pipe.Pipe`.
-        inputs: as they were given.
-        depth: of calls, from the user's to this one: where warnings point.
+        inputs: inputs of the first layer, before they are moved or split.
+        depth: ``stacklevel`` of warnings: number of calls from the user's call to this constructor.
 
     Attributes:
-        rows: of the mini-batch.
-        count: of micro-batches.
-        rows_of_micro_batches: of each.
-        grad: whether there will be a backward.
-        upstream: tensors that it has gradients for.
+        rows: number of rows of the mini-batch.
+        count: number of micro-batches.
+        rows_of_micro_batches: number of rows of each micro-batch.
+        grad: True if a backward will run.
+        upstream: inputs and parameters that require gradients.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class Run:
         inputs = to_device(inputs, self._partitions[0].device)
         if 0 < self.rows < chunks:
             warnings.warn(
-                f"a mini-batch has {self.rows} rows, and {chunks} micro-batches are to be cut from it; it runs as"
-                f" {self.rows}: lower chunks, or give larger mini-batches",
+                f"a mini-batch has {self.rows} rows, fewer than chunks={chunks}, and runs as {self.rows} micro-batches."
+                " Lower chunks, or use larger mini-batches",
                 stacklevel=depth,
             )
         self._pieces = scatter(inputs, chunks)
@@ -92,11 +92,18 @@ class Run:
         self._cells: list[list[Cell]] = []
 
     def micro_batches(self, losses: Sequence[MicroLoss] = ()) -> list[MicroBatch]:
-        """All micro-batches, for their forward."""
+        """Build the micro-batches for forward.
+
+        Args:
+            losses: loss of each micro-batch; empty if the pipe returns outputs.
+
+        Returns:
+            micro-batches, in order.
+        """
         last = self._partitions[-1]
         mode = self._checkpoint
         for index in range(self.count):
-            # What is followed by its backward at once gains nothing from running again.
+            # Recomputation saves no memory if backward follows forward immediately.
             at_once = index == self.count - 1 and not losses
             self._cells.append(
                 [
@@ -117,12 +124,15 @@ class Run:
     def backward(
         self, leaves: int, gradients: dict[int, Tensor | None], sizes: dict[int, list[int]]
     ) -> list[Tensor | None]:
-        """Run all backwards, the last micro-batch first; returns gradients of :attr:`upstream`.
+        """Run all backwards, the last micro-batch first.
 
         Args:
-            leaves: of the outputs, flattened.
-            gradients: of those, by place.
-            sizes: rows of each micro-batch's, by place.
+            leaves: number of values in the flattened outputs.
+            gradients: gradients of the outputs, keyed by index in the flattened outputs.
+            sizes: number of output rows of each micro-batch, keyed by the same index.
+
+        Returns:
+            gradients of :attr:`upstream`.
         """
         self._generators = SharedGenerators(self._devices)
         parts = {
@@ -142,7 +152,7 @@ class Run:
 
     @contextmanager
     def parameters_alone(self) -> Iterator[None]:
-        """In the body, hooks of parameters do not run: they are for the sum of gradients, which comes afterwards."""
+        """Context without hooks of parameters, which must see only the sum of gradients over micro-batches."""
         hooked = [one._backward_hooks for part in self._parameters for one in part if one._backward_hooks]
         kept = [dict(hooks) for hooks in hooked]
         for hooks in hooked:
@@ -154,10 +164,13 @@ class Run:
                 hooks.update(known)
 
     def collect(self, of_inputs: Sequence[list[Tensor | None]]) -> list[Tensor | None]:
-        """Gradients of :attr:`upstream`.
+        """Collect the gradients of :attr:`upstream`.
 
         Args:
-            of_inputs: gradients of the inputs, flattened, of each micro-batch.
+            of_inputs: flattened gradients of the inputs, for each micro-batch.
+
+        Returns:
+            gradients of the inputs, concatenated over micro-batches, then gradients of the parameters.
         """
         found: list[Tensor | None] = []
         for place, leaf in enumerate(self._inputs):
@@ -180,7 +193,11 @@ class Run:
         return found
 
     def check_generators(self) -> None:
-        """See :class:`SharedGenerators`; then the mini-batch's number is taken from the user's generator."""
+        """Check the shared generators, and advance the user's generator by the mini-batch's draw.
+
+        Raises:
+            SetupError: see :meth:`SharedGenerators.check`; from then on every operation is checked.
+        """
         if not all(partition.watched for partition in self._partitions):
             try:
                 self._generators.check()

@@ -90,8 +90,8 @@ def _joined(leaves: Sequence[Any], rows: Sequence[int] | None) -> Any:
     if isinstance(first, Tensor):
         if not first.dim():
             raise InputError(
-                "the last layer returns a tensor without dimensions for a micro-batch; expected a tensor with rows, which"
-                " can be concatenated. To compute a loss, call pipe.loss(inputs, targets, loss_fn)"
+                "the last layer returns a tensor without dimensions for a micro-batch; expected a tensor with rows,"
+                " which can be concatenated. To compute a loss, call pipe.loss(inputs, targets, loss_fn)"
             )
         for_each_row = (
             None if rows is None else {len(leaf) / max(1, count) for leaf, count in zip(leaves, rows, strict=True)}

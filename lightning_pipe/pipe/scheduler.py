@@ -1,4 +1,4 @@
-"""Runs mini-batches: partitions at micro-batches, by the engine, in one worker thread for each partition."""
+"""Scheduler of mini-batches: the engine runs each partition's micro-batches in one worker thread per partition."""
 
 from __future__ import annotations
 
@@ -37,18 +37,19 @@ Result = TypeVar("Result")
 
 @dataclass
 class MicroBatch:
-    """A micro-batch on its way.
+    """State of a micro-batch in flight.
 
     Args:
-        index: of the micro-batch.
-        of: how many there are.
-        cells: of each partition.
-        inputs: of the first layer; let go of when it has run.
-        sums: where gradients of parameters go.
-        given: gradients of the last layer's outputs; None where the last cell makes the loss.
-        streams: the caller's, on each GPU.
-        rows: of the micro-batch.
-        schedulers: that run it: its own, and those of pipes whose layers call this one.
+        index: index of the micro-batch.
+        of: number of micro-batches.
+        cells: cell of each partition.
+        inputs: inputs of the first layer; released when it has run.
+        sums: sums of parameter gradients, for each partition.
+        given: gradients of the last layer's outputs; None if the last cell computes the loss.
+        streams: the caller's current stream on each GPU.
+        rows: number of rows of the micro-batch.
+        schedulers: schedulers that run it, outermost first: schedulers of pipes whose layers call this pipe, then this
+            pipe's scheduler.
     """
 
     index: int
@@ -64,11 +65,11 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class _Traced:
-    """A micro-batch of a mini-batch that is traced.
+    """Micro-batch of a traced mini-batch.
 
     Args:
-        index: of the micro-batch.
-        recomputing: indices of the partitions that run their layers again before the backward.
+        index: index of the micro-batch.
+        recomputing: indices of the partitions that run their layers again before backward.
     """
 
     index: int
@@ -79,13 +80,13 @@ class _Traced:
         return cls(micro.index, frozenset(place for place, cell in enumerate(micro.cells) if cell.checkpointed))
 
     def has(self, task: str) -> bool:
-        """Whether the task has work to do: a plan recomputes in every backward, and not every partition needs it."""
+        """Return False for recompute tasks of partitions without recomputation; plans contain them for all."""
         what, partition = work_of(task)
         return what != "Recompute" or partition in self.recomputing
 
 
 class _CurrentSchedulers(threading.local):
-    """Schedulers that run the calling thread, the outermost first."""
+    """Schedulers that the calling thread works for, outermost first."""
 
     schedulers: tuple[Scheduler, ...] = ()
 
@@ -94,13 +95,14 @@ _current = _CurrentSchedulers()
 
 
 class _Tasks:
-    """What the tasks of a pipe's plans do.
+    """Task functions of a pipe's plans.
 
-    They hold nothing that runs them: a pipe that nobody has any more ends without waiting for the garbage collector.
+    They hold no reference to the scheduler. Without such a cycle, an unreferenced pipe is freed immediately, without
+    the garbage collector.
 
     Args:
-        partitions: in order.
-        routes: of the skips between them.
+        partitions: partitions of the pipe, in order.
+        routes: skips between partitions.
     """
 
     def __init__(self, partitions: Sequence[Partition], routes: Sequence[SkipRoute]) -> None:
@@ -137,7 +139,7 @@ class _Tasks:
 
     def backward(self, index: int, ctx: IterContext) -> None:
         micro: MicroBatch = ctx.batch
-        # With the loss inside, nobody has left the autocast of forward, as a caller of backward() does.
+        # In Pipe.loss, backward runs inside the caller's autocast. A caller of backward() has usually left it.
         inside = micro.given is None
         with self._at(micro, index, "backward"), _without_autocast() if inside else nullcontext():
             gradients: Gradients = {}
@@ -161,11 +163,14 @@ class _Tasks:
 
 
 class Scheduler:
-    """The plans of a pipe, and the pipelines that run them.
+    """Plans of a pipe, and the pipelines that run them.
 
     Args:
-        partitions: in order.
-        routes: of the skips between them.
+        partitions: partitions of the pipe, in order.
+        routes: skips between partitions.
+
+    Attributes:
+        plans: plans, keyed by name.
     """
 
     def __init__(self, partitions: Sequence[Partition], routes: Sequence[SkipRoute]) -> None:
@@ -177,12 +182,12 @@ class Scheduler:
         ]
         self.plans: dict[str, PipelinePlan] = {plan.name: plan for plan in plans}
         self._pipelines: dict[str, SWPipeline] = {}
-        self._running = threading.Lock()  # callers from several threads take turns
+        self._running = threading.Lock()  # serialises callers in several threads
         self._process = os.getpid()
-        self._lost: list[Any] = []  # of a process that was forked from: their threads are not in this one
+        self._lost: list[Any] = []  # pipelines of the parent process, whose threads do not exist after a fork
         self._tracing = False
         self._keep: int | None = None
-        # Of each plan, while it is traced: the first iteration of each mini-batch, and its micro-batches.
+        # For each traced plan: the first iteration of each mini-batch, and its micro-batches.
         self._traced: dict[str, deque[tuple[int, list[_Traced]]]] = {}
 
     def run(
@@ -192,15 +197,16 @@ class Scheduler:
 
         Args:
             plan: name of the plan.
-            micro_batches: in the plan's order.
-            result_of: called with each one's context as soon as it is done, in order; the context is then released.
+            micro_batches: micro-batches, in the plan's order.
+            result_of: called with the context of each finished micro-batch, in order; the context is then released.
 
         Returns:
-            The results, in the order of *micro_batches*.
+            results of *result_of*, in the order of *micro_batches*.
 
         Raises:
             SetupError: the calling thread is running a layer, hook or loss function of this pipe.
-            Exception: what a layer raised, with a note that says where; the pipe can be used again.
+            Exception: raised by a layer, with a note that names the partition and the micro-batch. The pipe can be used
+                again.
         """
         self._check_outside("called")
         for micro in micro_batches:
@@ -209,11 +215,11 @@ class Scheduler:
             return self._run(plan, micro_batches, result_of)
 
     def _check_outside(self, what: str) -> None:
-        """Refuse to wait for a mini-batch that waits for the calling thread."""
+        """Refuse calls from a layer, hook or loss function of this pipe, which would deadlock."""
         if self in _current.schedulers:
             raise SetupError(
-                f"a pipe is {what} by a layer, hook or loss function that it runs itself, which would wait for ever;"
-                " do that once its forward, loss or backward has returned, or call another Pipe there"
+                f"a pipe is {what} by a layer, hook or loss function that the same pipe runs, which would deadlock."
+                " Wait until its forward, loss or backward has returned, or use another Pipe"
             )
 
     def _run(
@@ -234,7 +240,7 @@ class Scheduler:
         try:
             return [result_of(pipeline.progress(source)) for _ in micro_batches]
         except BaseException as error:
-            # What is in flight must not meet the next mini-batch.
+            # Batches still in flight must not mix with the next mini-batch.
             self._pipelines.pop(plan).close()
             self._traced.pop(plan, None)
             if isinstance(error, TaskError) and error.__cause__ is not None:
@@ -242,18 +248,22 @@ class Scheduler:
             raise
 
     def start_trace(self, keep: int | None = None) -> None:
-        """Record when each task runs; keep the latest *keep* of each plan, or all."""
+        """Record start and end of each task.
+
+        Args:
+            keep: number of most recent runs to keep for each plan (default None: all).
+        """
         self._tracing, self._keep = True, keep
         self._traced.clear()
         for pipeline in self._pipelines.values():
             pipeline.start_trace(keep)
 
     def stop_trace(self) -> list[TaskSpan]:
-        """Stop recording; returns the spans in the order in which they ended, an iteration being a micro-batch."""
+        """Stop recording and return the spans, sorted by end time. Their *iteration* is the micro-batch's index."""
         self._tracing = False
         spans = []
         for plan, pipeline in self._pipelines.items():
-            # The engine counts iterations on and on, and a backward begins with the last micro-batch.
+            # The engine numbers iterations over all mini-batches, and backward starts with the last micro-batch.
             traced = {
                 first + place: micro
                 for first, micro_batches in self._traced.get(plan, ())
@@ -268,10 +278,10 @@ class Scheduler:
         return sorted(spans, key=lambda span: span.end)
 
     def close(self) -> None:
-        """End the worker threads; the next mini-batch starts others.
+        """End the worker threads; the next mini-batch starts new threads.
 
         Raises:
-            SetupError: as :meth:`run`.
+            SetupError: the calling thread is running a layer, hook or loss function of this pipe.
         """
         self._check_outside("closed")
         while self._pipelines and self._process == os.getpid():
@@ -279,7 +289,7 @@ class Scheduler:
 
 
 class _PartitionContext(ExitStack):
-    """On a partition's device, in the caller's stream; an error says where it was."""
+    """Context on a partition's device and the caller's streams. Adds partition and micro-batch as a note to errors."""
 
     def __init__(self, partition: Partition, micro: MicroBatch, what: str) -> None:
         super().__init__()
@@ -315,7 +325,7 @@ def _without_autocast() -> Iterator[None]:
 
 
 def _take(ctx: IterContext, field: str) -> Sent:
-    """A field's value, which the context then holds no longer."""
+    """Remove a field from the context and return its value."""
     value: Sent = getattr(ctx, field)
     delattr(ctx, field)
     return value

@@ -162,7 +162,8 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
     stashes, pops = tuple(stash), tuple(pop)
     if not stashes and not pops:
         raise SetupError(
-            "a skippable layer declares no skips; expected at least one name, for example @skippable(stash=['features'])"
+            "a skippable layer declares no skips; expected at least one name, for example"
+            " @skippable(stash=['features'])"
         )
     if both := sorted({*stashes} & {*pops}):
         raise SetupError(
