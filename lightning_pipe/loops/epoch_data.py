@@ -1,6 +1,7 @@
-"""Where the data of an epoch is: loaders, batches in flight, random streams, and where a run goes on from here.
+"""Data of an epoch: loaders, batches in flight, random streams, and the point at which a run resumes.
 
-The training loop says when; this says which batch, from where, and what a checkpoint has to know about it.
+The training loop decides when batches are trained. This module decides which batch comes next, where it comes from, and
+which state of the data a checkpoint contains.
 
 Tested in ``tests/loops/test_training_epoch_loop.py``.
 """
@@ -39,12 +40,12 @@ class EpochData:
     """One rank's data while a trainer fits.
 
     Args:
-        trainer: whose loaders, hooks and strategy they are.
+        trainer: trainer with the loaders, hooks and strategy.
 
     Attributes:
-        ledger: of the present epoch; None where the user's step fetches for itself.
-        resume_point: that a checkpoint held, until the epoch begins that goes on from it.
-        fetch_seconds: that fetching has taken so far, without what ranks say to each other about batches.
+        ledger: ledger of the current epoch; None if the user's step fetches batches itself.
+        resume_point: resume point of a loaded checkpoint, until the epoch that continues from it begins; then None.
+        fetch_seconds: total seconds of fetching, without the communication between ranks about batches.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -70,33 +71,34 @@ class EpochData:
     # ------------------------------------------------------------------ an epoch
 
     def put_generators(self, fetcher: DataFetcher) -> None:
-        """Put the generators where a checkpoint says, before Lightning's loop begins."""
+        """Restore the random generators from a checkpoint, before Lightning's loop begins."""
         self._resumed, self.resume_point = self.resume_point, None
         point = self._resumed
         if point is not None:
-            # A new epoch makes its iterators when its first batch is due: a validation may come before.
+            # A new epoch makes its iterators when its first batch is due, because a validation may run first.
             has_states = all(hasattr(one, "load_state_dict") for one in fetcher.combined_loader.flattened)
-            has_states &= bool(point.loaders)  # none where it was written before the first epoch
+            has_states &= bool(point.loaders)  # empty if the checkpoint was written before the first epoch
             self._iterators_due = has_states and not point.in_mid_epoch
             if not self._iterators_due:
                 set_states(point.common_behind_iterators, self._trainer.strategy.root_device)
         elif self._trainer.current_epoch > 0 and not self._trainer.fit_loop.is_resuming:
             ended = self._at_end(fetcher)
             if self._is_cut and fetcher is self._fetcher:
-                # A loader with a state of its own may continue where its iterator was left.
+                # A stateful loader may continue from the position of its last iterator.
                 load_iterators(fetcher.combined_loader, ended.loaders, ended.iterators)
-            # Lightning makes iterators next.
+            # Lightning makes the iterators after this call.
             self.note_beginning(fetcher.combined_loader, ended if any(ended.iterators) else None)
 
     def note_beginning(self, combined: CombinedLoader, point: ResumePoint | None = None) -> None:
-        """Note where an epoch begins, before its iterators are made.
+        """Record the positions at the beginning of an epoch, before its iterators are made.
 
-        Where it does not know the end, Lightning's fetcher then loads a batch at once: a run that goes on from within
-        the first batch would leave that out. Loaders of :func:`resumable` know their length.
+        If Lightning's fetcher does not know the number of batches, it loads a batch as soon as the iterators are made.
+        Without the recorded positions, a run that resumes within the first batch would skip that batch. Loaders of
+        :func:`resumable` know their length.
 
         Args:
-            combined: that iterators are made of.
-            point: that was loaded into it just now.
+            combined: loaders of the epoch.
+            point: resume point that was just loaded into the loaders (default None).
         """
         self._beginning = None
         loaders = combined.flattened
@@ -106,7 +108,7 @@ class EpochData:
             self._beginning = {**after, "fetch": get_states(self._trainer.strategy.root_device)}
 
     def begin(self, fetcher: DataFetcher) -> None:
-        """Begin an epoch, or go on with one."""
+        """Begin an epoch, or continue one."""
         self._fetcher = fetcher
         if isinstance(fetcher, DataLoaderIterDataFetcher):
             self.ledger = None
@@ -116,11 +118,11 @@ class EpochData:
         self._streams.restart(None if self._resumed is None else self._resumed.streams_behind_iterators)
         self._hooks = BatchHooks(self._trainer, self._streams)
         loaders = fetcher.combined_loader.flattened
-        # Samplers draw in the first fetch. Of several loaders, short ones begin again within an epoch.
+        # Samplers draw in the first fetch. With several loaders, short ones restart within an epoch.
         self._draws, self._draws_again = True, len(loaders) > 1 or not all(map(draws_nothing, loaders))
         self._initial = self._at_beginning(fetcher)
         if self._resumed is not None and (self._resumed.in_mid_epoch or self._iterators_due):
-            # Until a batch is trained here, a run goes on from where this one did.
+            # Until a batch is trained, a checkpoint contains the positions from which this run was resumed.
             self._initial = {**self._resumed.positions(), **self._resumed.streams}
         kept, self._kept = self._kept, []
         fetcher.fetched += len(kept)
@@ -130,10 +132,10 @@ class EpochData:
         self.ledger = InFlightLedger(self._source, holds=_goes_on(fetcher))
 
     def make_iterators(self, ready: int) -> None:
-        """Make the iterators of an epoch that begins behind a checkpoint, where its first batch is due.
+        """Make the iterators of an epoch that begins after a checkpoint, when its first batch is due.
 
         Args:
-            ready: batches of this epoch that are trained already, by other ranks.
+            ready: number of batches of this epoch that were already trained, on the ranks of an earlier run.
         """
         if self._iterators_due and self._fetcher is not None:
             reloaded = getattr(self._trainer.fit_loop, "reloaded_since_resumption", False)
@@ -147,19 +149,19 @@ class EpochData:
 
     @property
     def to_end(self) -> bool:
-        """Whether a rank was told to end training; the same on all."""
+        """True if a rank was told to end training; the same on all ranks."""
         return isinstance(self._source, AgreedSource) and self._source.to_end
 
     def end(self) -> None:
-        """End an epoch in which nothing was raised."""
+        """End an epoch that raised no exception."""
         if isinstance(self._source, AgreedSource):
             self._source.close()
         if self._iterators_due and self._fetcher is not None:
-            # The epoch had ended when the checkpoint was written, and has ended again without a batch.
+            # The epoch had ended before the checkpoint was written, and has now ended again without a batch.
             self._put_loaders_back(self._fetcher)
 
     def give_up(self) -> None:
-        """Give up what is in flight, for the next epoch to begin with where that goes on with the same iterators."""
+        """Abandon the batches in flight. The next epoch starts with them if it continues the same iterators."""
         if self.ledger is None or self._source is None or self._fetcher is None:
             return
         given_up = self.ledger.give_up() + self._source.unread()
@@ -168,36 +170,36 @@ class EpochData:
         self._is_cut = bool(given_up) and not self._kept
 
     def close(self, point: ResumePoint | None) -> None:
-        """End training; a checkpoint that is still written goes on from *point*."""
+        """End training. A checkpoint that is written afterwards contains *point*."""
         self._left = point
         self.ledger = self._fetcher = self._source = None
         self._kept = []
         self._statuses.close()
 
     def period_begins(self) -> None:
-        """Before anything is fetched beside a batch."""
+        """Begin a period: discard the common generator states of the previous period's fetch."""
         if self._streams is not None:
             self._streams.common = None
 
     def batch_begins(self) -> None:
-        """Note where the generators are before anything of a batch has drawn."""
-        # Where a fetch of this period has found them they are still: what ran since draws from streams of its own.
+        """Record the states of the generators before a batch draws from them."""
+        # States read by a fetch of this period are still valid: all tasks since then draw from separate streams.
         found = None if self._streams is None else self._streams.common
         self._before_batch = get_states(self._trainer.strategy.root_device) if found is None else found
 
     def point(self, *, at_end: bool, in_batch: bool = False) -> ResumePoint | None:
-        """Where a run goes on that is taken up from a checkpoint written now; None before any data was read.
+        """Return the resume point of a checkpoint that is written now; None before any data was read.
 
         Args:
-            at_end: whether the epoch is over, or none has begun.
-            in_batch: whether a batch has begun that is not trained yet: it will be trained again.
+            at_end: True if the epoch is over, or no epoch has begun.
+            in_batch: True if a batch has begun and is not trained yet; a resumed run trains it again (default False).
         """
         if self._fetcher is None:
-            # Loaded and not gone on from yet; or training is over, and a checkpoint is written of it.
+            # Either a loaded resume point is not used yet, or training is over.
             return self.resume_point or self._left
         common = self._before_batch if in_batch else None
         common = common or get_states(self._trainer.strategy.root_device)
-        # Loaders that are reloaded for the next epoch have a fetcher of their own before that begins.
+        # Loaders that are reloaded for the next epoch already have a new fetcher before that epoch begins.
         fetcher = self._trainer.fit_loop._data_fetcher if at_end else None
         fetcher = self._fetcher if fetcher is None else fetcher
         if at_end:
@@ -205,7 +207,7 @@ class EpochData:
             return ResumePoint(ended.loaders, common, iterators=ended.iterators)
         last = None if self.ledger is None else self.ledger.last_done
         after = self._initial if last is None else last.after
-        if self.ledger is None:  # the user's step fetches for itself
+        if self.ledger is None:  # the user's step fetches batches itself
             after = self._now()
         streams = {name: value for name, value in after.items() if name not in ("loaders", "iterators")}
         return ResumePoint(_called(after["loaders"]), common, streams, after["iterators"])
@@ -213,7 +215,7 @@ class EpochData:
     # ------------------------------------------------------------------ a batch
 
     def transfer(self, batch: Any) -> Any:
-        """Move a batch to the device through the user's hooks; batches come in their order."""
+        """Move a batch to the device through the user's hooks. Called for batches in order."""
         assert self.ledger is not None and self._streams is not None and self._hooks is not None
         moved = self._hooks.move(batch)
         if (entry := self.ledger.next_transferred()) is not None:
@@ -224,8 +226,8 @@ class EpochData:
         fetcher, streams, hooks = self._fetcher, self._streams, self._hooks
         assert fetcher is not None and streams is not None and hooks is not None
         begun = time.perf_counter()
-        # Where it does not know the end, Lightning's fetcher is one batch ahead: what it loads now is the next one, and
-        # a run that goes on behind this batch loads that again.
+        # If Lightning's fetcher does not know the number of batches, it reads one batch ahead. It now loads the batch
+        # after this one, which a run that resumes after this batch must load again.
         ahead = bool(_ahead(fetcher))
         held = streams.held("fetch")
 
@@ -243,14 +245,14 @@ class EpochData:
         return batch, is_last, after
 
     def _read_before(self, batch: Any) -> Fetched:
-        """What Lightning's fetcher read ahead of an iterator in the epoch before."""
+        """Return a batch that Lightning's fetcher has read ahead in the previous epoch."""
         assert self._hooks is not None
         return self._hooks.prepare(batch), False, {"loaders": [], "iterators": []}
 
-    # ------------------------------------------------------------------ what it stands on
+    # ------------------------------------------------------------------ helpers
 
     def _agreed(self, source: Source) -> Source:
-        """Batches that all ranks have, where there are several."""
+        """Wrap the source so that all ranks agree on each batch, if the trainer has several ranks."""
         strategy, fetcher = self._trainer.strategy, self._fetcher
         if self._trainer.world_size == 1 or not dist.is_initialized() or fetcher is None:
             return source
@@ -262,7 +264,7 @@ class EpochData:
         return AgreedSource(source, group, statuses, remaining, uneven, lambda: termination.told)
 
     def _at_end(self, fetcher: DataFetcher) -> ResumePoint:
-        """Where loaders and iterators are that the next epoch replaces."""
+        """Return the positions of loaders and iterators at the end of an epoch, before the next epoch replaces them."""
         combined, ledger = fetcher.combined_loader, self.ledger
         last = None if ledger is None or fetcher is not self._fetcher else ledger.last_done
         if ledger is not None and last is not None:
@@ -275,19 +277,19 @@ class EpochData:
         return ResumePoint(loaders, {}, iterators=iterators)
 
     def _put_loaders_back(self, fetcher: DataFetcher) -> None:
-        """Let the next iterators be made as if none had been made since the checkpoint."""
+        """Reload the loaders' states, as if no iterators had been made since the checkpoint."""
         assert self._resumed is not None
         self._resumed.load(fetcher.combined_loader)
         self._iterators_due = False
 
     def _at_beginning(self, fetcher: DataFetcher) -> dict[str, Any]:
-        """Where loaders and generators are before the first batch."""
+        """Return the positions of loaders and generators before the first batch."""
         noted, self._beginning = self._beginning, None
         use = noted is not None and (_ahead(fetcher) or any(noted["iterators"])) and not self._kept
         return noted if use and noted is not None else self._now()
 
     def _now(self, states: States | None = None) -> dict[str, Any]:
-        """Where loaders and generators are; the latter are read where *states* does not say."""
+        """Return the positions of loaders, and *states*, or the current states of the generators if it is None."""
         assert self._fetcher is not None
         states = get_states(self._trainer.strategy.root_device) if states is None else states
         return {**_snapshots(self._fetcher.combined_loader), "fetch": states}
@@ -303,22 +305,22 @@ def _called(states: list[Callable[[], State] | None]) -> list[State | None]:
 
 
 def _snapshots(combined: CombinedLoader) -> dict[str, Any]:
-    """Where each loader and its iterator are, None for one without a state."""
+    """Return the state of each loader and its iterator; None for a loader without a state."""
     loaders = [snapshot(one) if hasattr(one, "state_dict") else None for one in combined.flattened]
     return {"loaders": loaders, "iterators": iterator_states(combined)}
 
 
 def _ahead(fetcher: DataFetcher) -> list[Any]:
-    """What Lightning's fetcher has read ahead, where it does not know the end."""
+    """Return the batches that Lightning's fetcher has read ahead, because it does not know the number of batches."""
     found: list[Any] = getattr(fetcher, "batches", [])
     return found
 
 
 def _remaining(fetcher: DataFetcher) -> int | None:
-    """How many batches its loaders have not been asked for, if they know."""
+    """Return the number of batches that are not fetched yet; None if it is unknown."""
     return None if fetcher.length is None else max(0, fetcher.length - fetcher.fetched)
 
 
 def _goes_on(fetcher: DataFetcher) -> bool:
-    """Whether the next epoch goes on with the same iterators, so that what is not trained in this one must be kept."""
+    """Return True if the next epoch continues the same iterators, so that untrained batches must be kept."""
     return all(isinstance(one, Iterator) for one in fetcher.combined_loader.flattened)

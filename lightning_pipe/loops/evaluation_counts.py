@@ -21,8 +21,9 @@ from lightning_pipe.engine.ranks.together import gather_or_raise
 __all__ = ["UNEVEN_ADVICE", "BatchCounts", "compare_counts"]
 
 UNEVEN_ADVICE = (
-    "In every batch all ranks work together: let those without one join the others (uneven_evaluation='join'), or give"
-    " them as many, by a sampler that fills up or by drop_last=True"
+    "All ranks work together on every batch. Let ranks without a batch join the other ranks"
+    " (uneven_evaluation='join'), or give all ranks the same number of batches, with a sampler that pads or with"
+    " drop_last=True"
 )
 
 
@@ -66,7 +67,7 @@ def compare_counts(
     refuses = getattr(strategy, "uneven_evaluation", "error") == "error"
     if trainer.world_size == 1 or (refuses and not getattr(strategy, "evaluates_together", False)):
         return BatchCounts()
-    # A limit says nothing of how many batches a loader has, nor does what an iterable dataset says of its length.
+    # Neither a limit on batches nor the length of an iterable dataset determines the number of batches.
     own = [many if _knows_length(one) else inf for one, many in zip(loader.flattened, batches, strict=True)]
     if loader._mode != "sequential":
         own = [min(own) if loader._mode == "min_size" else max(own)]

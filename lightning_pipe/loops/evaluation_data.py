@@ -1,6 +1,6 @@
-"""The batches of an evaluation: moved to the device, and worked on, while earlier ones are evaluated.
+"""Batches of an evaluation: moved to the device, and preprocessed, while earlier batches are evaluated.
 
-Each dataloader has a program of its own, since what feeds a model may look different in each::
+Each dataloader has its own program, because batches of different dataloaders may have different structures::
 
     dataloader       0       0       0       1       1
     step           | b0    | b1    | b2    | b0    | b1
@@ -49,7 +49,7 @@ Transfer = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class _Entry:
-    """A batch in flight, and whether it is this rank's last one."""
+    """A batch in flight; *is_last* is True for this rank's last batch."""
 
     batch_idx: int
     dataloader_idx: int
@@ -57,11 +57,11 @@ class _Entry:
 
 
 class EvaluationData(Iterator[Any]):
-    """One rank's data in an evaluation loop, in the place of Lightning's fetcher.
+    """One rank's data in an evaluation loop; replaces Lightning's fetcher.
 
     Args:
-        trainer: whose loaders, hooks and strategy they are.
-        what: is evaluated, in errors: ``validation``, ``test``, ``prediction``.
+        trainer: trainer with the loaders, hooks and strategy.
+        what: kind of evaluation, for errors: ``validation``, ``test`` or ``prediction``.
 
     Attributes:
         uneven: True if ranks have, or may have, different numbers of batches.
@@ -115,14 +115,14 @@ class EvaluationData(Iterator[Any]):
         step: str,
         ended: Callable[[int], None] | None = None,
     ) -> None:
-        """Begin a run, of which nothing is read yet.
+        """Begin a run. Reads no batch yet.
 
         Args:
-            fetcher: Lightning's, made for this run.
-            batches: of each dataloader; infinite where that is not known.
-            step: the module's method that evaluates a batch.
+            fetcher: Lightning's fetcher of this run.
+            batches: number of batches of each dataloader; infinite if it is unknown.
+            step: name of the module's method that evaluates a batch.
             ended: for uneven ranks, called with the index of each dataloader that all ranks have finished, on every
-                rank at the same point.
+                rank at the same point (default None).
         """
         if self._streams is None:
             self._streams = RandomStreams(self._trainer.strategy.root_device)
@@ -132,7 +132,7 @@ class EvaluationData(Iterator[Any]):
         self._source = self._loader = self._own = None
 
     def __next__(self) -> tuple[Any, int, int]:
-        """The next batch on the device, its index, and its dataloader's index."""
+        """Return the next batch on the device, its index, and the index of its dataloader."""
         self._end_turn()
         while True:
             program = self._program or self._enter_next()
@@ -151,11 +151,11 @@ class EvaluationData(Iterator[Any]):
 
     @property
     def done(self) -> bool:
-        """Whether the batch last given is the last one, as far as the loaders know."""
+        """True if the current batch is the last one, as far as the loaders know."""
         return self._in_flight[0].is_last
 
     def run_step(self, step: Callable[[], Any]) -> Any:
-        """Evaluate the batch that was given; returns what *step*, a call of the strategy's, returns."""
+        """Evaluate the current batch with *step*, a call of the strategy, and return the result."""
         program = self._program
         assert program is not None
         try:
@@ -170,18 +170,18 @@ class EvaluationData(Iterator[Any]):
         return output
 
     def finish(self) -> None:
-        """Let go of the batch that was given."""
+        """Release the current batch."""
         assert self._program is not None
         self._program.finish()
         self._in_flight.popleft()
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Around a run: lets go of what is in flight behind it, whatever became of it."""
+        """Context of a run. Releases the batches in flight at the end, also after an error."""
         try:
             yield
             if self._source is not None:
-                # Other ranks still say that they have ended, too. After an error they may say nothing.
+                # Receives the other ranks' end of data. Not after an error, when they may not send it.
                 self._source.close()
         except Exception as error:
             if self._turn is not None:
@@ -196,13 +196,13 @@ class EvaluationData(Iterator[Any]):
                 self._programs.pop(key).close()
 
     def teardown(self) -> None:
-        """As Lightning's fetchers have it."""
+        """Tear down Lightning's fetcher, whose interface this class implements."""
         if self._fetcher is not None:
             self._fetcher.teardown()
             self._fetcher = None
 
     def close(self) -> None:
-        """End evaluating: threads and process groups."""
+        """Close all programs and process groups."""
         for program in self._programs.values():
             program.close()
         self._programs.clear()
@@ -211,12 +211,16 @@ class EvaluationData(Iterator[Any]):
     # ------------------------------------------------------------------ a dataloader
 
     def _enter_next(self) -> EvaluationProgram:
-        """Begin with the dataloader whose batch is next; raises ``StopIteration`` where none is."""
+        """Enter the program of the dataloader with the next batch.
+
+        Raises:
+            StopIteration: no rank has another batch.
+        """
         assert self._streams is not None
         if self._source is None:
             self._source = PeekingSource(self._batches())
         if not self._source.knows_next:
-            # As in Lightning's loop the iterator is made here, and its sampler seeded, between two batches.
+            # As in Lightning's loop, the iterator is made and its sampler seeded here, between two batches.
             self._streams.restart()
         try:
             loader = self._source.loader_of_next()
@@ -266,7 +270,7 @@ class EvaluationData(Iterator[Any]):
     # ------------------------------------------------------------------ uneven ranks
 
     def _begin_loader(self, loader: int | None) -> None:
-        """Note that all ranks have reached this dataloader, or the end for None."""
+        """Record that all ranks have reached a dataloader; None for the end."""
         before, self._loader = self._loader, loader
         if loader == before:
             return
@@ -330,7 +334,7 @@ class EvaluationData(Iterator[Any]):
             own = self._own.loader_of_next()
         except StopIteration:
             pass
-        except Exception as caught:  # of any class: the other ranks wait for this rank's answer
+        except Exception as caught:  # any class: the other ranks wait for this rank's answer
             error = caught
         ranks = gather_or_raise(own, error, f"a batch of {self._what} could not be fetched", self._group, InputError)
         loaders = [loader for loader in ranks if loader is not None]
@@ -341,14 +345,14 @@ class EvaluationData(Iterator[Any]):
             if len({have[rank] for rank in group}) > 1:
                 without = ", ".join(str(rank) for rank in group if not have[rank])
                 raise InputError(
-                    f"rank(s) {without} have no more batches in {self._what}, and other ranks of {list(group)} have:"
-                    " these work on the same batches. Give them the same data, or let Lightning put in its"
-                    " distributed sampler"
+                    f"rank(s) {without} have no more batches in {self._what}, but other ranks of {list(group)} do,"
+                    " although these ranks work on the same batches. Give them the same data, or let Lightning insert"
+                    " its distributed sampler"
                 )
         self._begin_loader(min(loaders))
         return have
 
-    # ------------------------------------------------------------------ where batches come from
+    # ------------------------------------------------------------------ sources of batches
 
     @property
     def _group(self) -> dist.ProcessGroup:

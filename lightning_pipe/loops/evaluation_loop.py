@@ -30,12 +30,12 @@ _KEY = "lightning_pipe"
 
 
 class PipelineEvaluationLoop(EvaluationLoop):
-    """Drop-in for Lightning's loop of validation or test that takes its batches from a pipeline.
+    """Drop-in replacement of Lightning's validation or test loop that takes its batches from a pipeline.
 
-    Every hook, callback and logger sees what it would see in Lightning's loop, for the batch being evaluated; only the
+    Every hook, callback and logger sees the same state as in Lightning's loop, for the batch being evaluated. Only the
     batch-transfer hooks run earlier, for the batch being copied.
 
-    Takes the same arguments as Lightning's.
+    Takes the same arguments as Lightning's loop.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -44,9 +44,9 @@ class PipelineEvaluationLoop(EvaluationLoop):
 
     def _prepare(self) -> None:
         self._ahead = EvaluationData(self.trainer, "test" if self._stage.value == "test" else "validation")
-        # Where the generators were when a validation of a fit began that is not over.
+        # States of the generators at the start of a running validation of a fit.
         self.begun_with: States | None = None
-        # Which loaders' workers were waiting then, and when the checkpoint that is continued from was written.
+        # One flag per loader, True if its workers were waiting: at that time, and when the checkpoint was written.
         self._waited: list[bool] = []
         self._waited_at_save: dict[str, Any] | None = None
 
@@ -59,7 +59,7 @@ class PipelineEvaluationLoop(EvaluationLoop):
             self._continue_with_workers(self._combined_loader)
             self._ahead.agree(self._combined_loader, self._max_batches, failed, predicting=False)
             if not any(self._max_batches) and not self.skip:
-                # Callbacks check these numbers for a validation, which must be found on all ranks. The loaders still
+                # Callbacks detect a validation by these numbers, and must detect it on all ranks. The loaders still
                 # end without a batch.
                 self._max_batches = [1] * len(self._max_batches)
 
@@ -70,7 +70,7 @@ class PipelineEvaluationLoop(EvaluationLoop):
             return
         every: int = self.trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
         if every and self.trainer.current_epoch - saved["loaded_in"] >= every:
-            return  # made anew in the run before, too
+            return  # the earlier run would have reloaded the loaders here, too
         self._last_val_dl_reload_epoch = saved["loaded_in"]
         loader.flattened = [
             starting_without_a_draw(one) if waited else one
@@ -142,7 +142,7 @@ class PipelineEvaluationLoop(EvaluationLoop):
         self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Iterator[Any] | None
     ) -> None:
         if dataloader_iter is not None:
-            # The user's step fetches for itself: there is nothing to run ahead.
+            # The user's step fetches batches itself, so no batch can be moved ahead.
             super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
             return
         trainer, stage = self.trainer, "test" if self.trainer.testing else "validation"
@@ -179,17 +179,17 @@ class PipelineEvaluationLoop(EvaluationLoop):
 
     @property
     def _fetch_name(self) -> str:
-        # Profiles name a fetch as they do without this loop.
+        # Profiles use the same name for a fetch as with Lightning's loop.
         return f"[{EvaluationLoop.__name__}].{self._stage.dataloader_prefix}_next"
 
 
 class PipelinePredictionLoop(PredictionLoop):
-    """Drop-in for Lightning's loop of prediction that takes its batches from a pipeline.
+    """Drop-in replacement of Lightning's prediction loop that takes its batches from a pipeline.
 
-    Every hook and callback sees what it would see in Lightning's loop, for the batch being predicted; only the
+    Every hook and callback sees the same state as in Lightning's loop, for the batch being predicted. Only the
     batch-transfer hooks run earlier, for the batch being copied.
 
-    Takes the same arguments as Lightning's.
+    Takes the same arguments as Lightning's loop.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -270,8 +270,9 @@ class PipelinePredictionLoop(PredictionLoop):
 
 def _reads_for_itself(step: str) -> InputError:
     return InputError(
-        f"{step} takes a dataloader_iter, and ranks have, or may have, different numbers of batches. Other ranks cannot"
-        " know how many batches such a step fetches: let it take a batch, or give all ranks loaders of the same length"
+        f"{step} takes a dataloader_iter, but ranks have, or may have, different numbers of batches, and other ranks"
+        " cannot know how many batches such a step fetches. Let it take a batch, or give all ranks loaders of the same"
+        " length"
     )
 
 
@@ -279,9 +280,12 @@ _PREDICT_FETCH = f"[{PredictionLoop.__name__}].predict_next"
 
 
 def install_evaluation_loops(trainer: pl.Trainer) -> None:
-    """Put pipelined loops in the place of the trainer's of validation (in fit too), test and prediction.
+    """Replace the trainer's loops of validation (also within fit), test and prediction by pipelined loops.
 
-    They take over all that those hold.
+    The new loops keep the state of the replaced ones.
+
+    Args:
+        trainer: trainer whose loops are replaced.
     """
     AgreedTermination.install(trainer)
     trainer.fit_loop.epoch_loop.val_loop = _taken_over(trainer.fit_loop.epoch_loop.val_loop, PipelineEvaluationLoop)
@@ -294,7 +298,7 @@ def _taken_over(present: Any, kind: Any) -> Any:
     if isinstance(present, kind):
         return present
     loop = kind.__new__(kind)
-    # Others know its progress and results by now: the same objects.
+    # Keeps the same objects: other code may already hold its progress and results.
     loop.__dict__.update(present.__dict__)
     loop._prepare()
     return loop
@@ -302,7 +306,7 @@ def _taken_over(present: Any, kind: Any) -> Any:
 
 @contextmanager
 def _noting(trainer: pl.Trainer, what: str, batch_idx: int, dataloader_idx: int) -> Iterator[None]:
-    """Add to what a hook or a step raises which batch it was for."""
+    """Context that adds the batch and the rank as a note to exceptions of hooks and steps."""
     try:
         yield
     except StopIteration:

@@ -21,15 +21,15 @@ Transfer = Callable[[Any], Any]
 
 @runtime_checkable
 class BringsEvaluation(Protocol):
-    """A strategy that evaluates in a plan of its own."""
+    """Strategy with its own evaluation plan."""
 
     def evaluation_program(self, trainer: pl.Trainer, transfer: Transfer, step: str) -> EvaluationProgram:
         """Build the program of one dataloader.
 
         Args:
-            trainer: whose module is evaluated.
-            transfer: moves a batch to the device through the user's hooks, on the main thread.
-            step: the module's method: ``validation_step``, ``test_step`` or ``predict_step``.
+            trainer: trainer whose module is evaluated.
+            transfer: moves a batch to the device through the user's hooks; must run on the main thread.
+            step: name of the module's method: ``validation_step``, ``test_step`` or ``predict_step``.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Checkpoints on the way out of an error, which take all ranks: where only some were interrupted, none is written."""
+"""Checkpoints after an error. They need all ranks, so they are skipped if only some ranks were interrupted."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from lightning_pipe._compat.torch import default_store
 
 __all__ = ["install_interrupted_saves"]
 
-# An error that all ranks raise together, and a signal that all get, reach them within less.
+# An error or a signal that all ranks receive reaches them within less than this time.
 _WAIT = timedelta(seconds=5)
 _KEY = "lightning_pipe/interrupted"
 _ALL, _LEFT = "all", "left"
-# Trainers of one process, whose ranks share a store.
+# Numbers the trainers of a process, whose ranks share a store.
 _trainers = itertools.count()
 
 
 def install_interrupted_saves(trainer: pl.Trainer) -> None:
-    """Let ``trainer.save_checkpoint`` see, after an error, that every rank has come to it.
+    """Make ``trainer.save_checkpoint`` check, after an error, that every rank has called it.
 
-    A rank alone would wait in the save's collectives, while the others wait for it in those of training. Where a rank
-    does not come in 5 s, nothing is written, training is torn down, and the error that was on its way is raised at
-    once, with a note: what the callbacks would do next may take all ranks, too.
+    A single rank would wait in the collectives of the save, while the other ranks wait for it in collectives of
+    training. If a rank does not call it within 5 s, no checkpoint is written, training is torn down, and the original
+    error is raised immediately, with a note. Later callbacks do not run, because they may need all ranks, too.
+
+    Args:
+        trainer: trainer whose ``save_checkpoint`` is replaced.
     """
     if "save_checkpoint" in vars(trainer):
         return
@@ -42,8 +45,9 @@ def install_interrupted_saves(trainer: pl.Trainer) -> None:
             error = sys.exc_info()[1]
             if error is not None and not _all_come(store, key, trainer.global_rank, trainer.world_size):
                 error.add_note(
-                    "no checkpoint was written on the way out: it takes all ranks, and others did not come to it in"
-                    f" {_WAIT.total_seconds():g} s; the last one that was written is whole"
+                    "no checkpoint was written after this error, because a save needs all ranks and other ranks did not"
+                    f" start it within {_WAIT.total_seconds():g} s. Resume from the previous checkpoint, which is"
+                    " complete"
                 )
                 trainer.strategy.on_exception(error)
                 trainer._teardown()
@@ -54,7 +58,7 @@ def install_interrupted_saves(trainer: pl.Trainer) -> None:
 
 
 def _all_come(store: dist.Store, key: str, rank: int, world_size: int) -> bool:
-    """Whether every rank calls this at about the same time; no collective, since others may be in the middle of one."""
+    """Return True if every rank calls this within ``_WAIT``. Uses the store: other ranks may be in a collective."""
     try:
         store.set(f"{key}/{rank}", "")
         try:
@@ -62,8 +66,8 @@ def _all_come(store: dist.Store, key: str, rank: int, world_size: int) -> bool:
             found = _ALL
         except dist.DistError:
             found = _LEFT
-        # The last rank may come just after another one has stopped waiting: the first answer holds for all ranks.
+        # The last rank may arrive just after another rank has stopped waiting: the first answer holds for all ranks.
         answer = store.compare_set(f"{key}/answer", "", found)
     except dist.DistError:
-        return False  # the store has ended with its rank
+        return False  # the rank that hosts the store has ended
     return bool(answer == _ALL.encode())

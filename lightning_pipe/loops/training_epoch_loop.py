@@ -32,30 +32,35 @@ from lightning_pipe.loops.programs.user_errors import note_lost_rank, user_error
 
 Transfer = Callable[[Any], Any]
 
-# Profiles name a fetch as they do without this loop.
+# Profiles use the same name for a fetch as with Lightning's loop.
 _FETCH = f"[{TrainingEpochLoop.__name__}].train_dataloader_next"
 
 
 @runtime_checkable
 class BringsProgram(Protocol):
-    """A strategy that brings a plan of its own."""
+    """Strategy with its own training plan."""
 
     def training_program(self, trainer: pl.Trainer, transfer: Transfer) -> TrainingProgram:
-        """Build the program; *transfer* moves a batch to the device through the user's hooks, on the main thread."""
+        """Build the program.
+
+        Args:
+            trainer: trainer whose module is trained.
+            transfer: moves a batch to the device through the user's hooks; must run on the main thread.
+        """
         ...
 
 
 class PipelineTrainingEpochLoop(TrainingEpochLoop):
-    """Drop-in for Lightning's training epoch loop that takes its batches from a pipeline.
+    """Drop-in replacement of Lightning's training epoch loop that takes its batches from a pipeline.
 
-    Every hook, callback, logger and counter sees what it would see in Lightning's loop, for the batch being trained;
-    only the batch-transfer hooks run earlier, for the batch being copied. With a strategy that brings no plan, the next
-    batch is moved to the device while this one trains.
+    Every hook, callback, logger and counter sees the same state as in Lightning's loop, for the batch being trained.
+    Only the batch-transfer hooks run earlier, for the batch being copied. If the strategy has no plan, the next batch
+    is moved to the device while the current one trains.
 
     Args:
-        trainer: the trainer; put the loop into it with ``trainer.fit_loop.epoch_loop = ...``.
-        min_steps: the fewest optimiser steps to run.
-        max_steps: the most optimiser steps to run, -1 for no limit.
+        trainer: trainer; install the loop with ``trainer.fit_loop.epoch_loop = ...``, or use :meth:`install`.
+        min_steps: minimum number of optimiser steps (default None: no minimum).
+        max_steps: maximum number of optimiser steps (default -1: no limit).
     """
 
     def __init__(self, trainer: pl.Trainer, min_steps: int | None = None, max_steps: int = -1) -> None:
@@ -69,14 +74,20 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         self._step: Callable[..., Any] | None = None
         self._arguments: tuple[str, ...] = ()
         self._completes = False
-        # Whether a checkpoint was written while a validation was not over, until that has begun anew.
+        # True if the loaded checkpoint was written during a validation that has not been restarted yet.
         self.validation_due = False
 
     @classmethod
     def install(cls, trainer: pl.Trainer) -> PipelineTrainingEpochLoop:
-        """Put a pipelined loop in the place of the trainer's training epoch loop, with all that the latter holds.
+        """Replace the trainer's training epoch loop by a pipelined loop, keeping its state.
 
-        The fit loop around it becomes a :class:`~lightning_pipe.loops.PipelineFitLoop`.
+        The fit loop around it is replaced by a :class:`~lightning_pipe.loops.PipelineFitLoop`.
+
+        Args:
+            trainer: trainer whose loops are replaced.
+
+        Returns:
+            the pipelined loop.
         """
         PipelineFitLoop.install(trainer)
         AgreedTermination.install(trainer)
@@ -84,7 +95,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         if isinstance(present, cls):
             return present
         loop = cls.__new__(cls)
-        # Others know its progress, results, validation loop and optimisation loops by now: the same objects.
+        # Keeps the same objects: other code may already hold its progress, results, validation and optimisation loops.
         loop.__dict__.update(present.__dict__)
         loop._prepare()
         trainer.fit_loop.epoch_loop = loop
@@ -92,22 +103,22 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
 
     @property
     def program(self) -> TrainingProgram | None:
-        """The program at work, once training has begun."""
+        """Program of the current training; None before training has begun."""
         return self._program
 
     @property
     def ledger(self) -> InFlightLedger | None:
-        """The present epoch's ledger."""
+        """Ledger of the current epoch; None if the user's step fetches batches itself."""
         return self._data.ledger
 
     @property
     def fetch_seconds(self) -> float:
-        """That fetching has taken so far in this rank, the hooks before the transfer included."""
+        """Total seconds of fetching on this rank, including the hooks before the transfer."""
         return self._data.fetch_seconds
 
     @property
     def resume_point(self) -> ResumePoint | None:
-        """Where a checkpoint that was loaded goes on, until the epoch begins that does."""
+        """Resume point of a loaded checkpoint, until the epoch that continues from it begins; then None."""
         return self._data.resume_point
 
     @resume_point.setter
@@ -115,11 +126,11 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         self._data.resume_point = point
 
     def note_beginning(self, combined: CombinedLoader) -> None:
-        """Note where the first epoch begins, before iterators of its loaders are made."""
+        """Record the positions at the beginning of the first epoch, before its iterators are made."""
         self._data.note_beginning(combined)
 
     def point_of_last_trained(self) -> ResumePoint | None:
-        """Where a run goes on that is taken up from a checkpoint written now; None before any data was read."""
+        """Return the resume point of a checkpoint that is written now; None before any data was read."""
         epochs: Any = self.trainer.fit_loop.epoch_progress.current
         batches: Any = self.batch_progress.current
         in_batch = batches.ready != batches.processed
@@ -129,12 +140,12 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
 
     @property
     def restarted_at_last_batch(self) -> bool:
-        """Whether the checkpoint was written where the last batch of an epoch ended, and what follows it is due."""
+        """True if the checkpoint was written after the last batch of an epoch, before the validation and epoch end."""
         return self.restarted_on_train_batch_end and self.batch_progress.is_last_batch
 
     def update_restart_stage(self) -> None:
         super().update_restart_stage()
-        # Lightning compares totals, which differ for good once a batch was skipped, or was None.
+        # Lightning compares totals, which differ permanently after a batch was skipped or was None.
         batches: Any = self.batch_progress.current
         epochs: Any = self.trainer.fit_loop.epoch_progress.current
         if self.restarting and epochs.started > epochs.processed and batches.ready == batches.processed:
@@ -143,18 +154,18 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
             self._restart_stage = stages.get(behind, RestartStage.NONE)
 
     def reset(self) -> None:
-        # Lightning goes on with the next batch, or epoch, without the validation and the ending that this one has yet.
+        # Lightning would continue with the next batch or epoch, and skip the pending validation and end of this one.
         self._completes = isinstance(self.trainer.fit_loop, PipelineFitLoop) and self.restarted_on_train_batch_end
         stepped = self._batches_that_stepped
         batches: Any = self.batch_progress.current
         in_batch = self.restarting and batches.ready != batches.processed
         if in_batch:
-            self.batch_progress.is_last_batch = False  # of a batch that is still to be trained
-            # Lightning counts it twice over all epochs, validates where that says, and finds no moment by such counts.
+            self.batch_progress.is_last_batch = False  # the batch is not trained yet
+            # Lightning would count the batch twice in the totals, by which it schedules validations.
             total: Any = self.batch_progress.total
             total.ready = total.started = total.processed = total.completed
         if getattr(self.trainer.fit_loop, "restarted_on_epoch_start", False):
-            # None of the epoch's batches is trained; what is counted is the epoch before.
+            # No batch of the epoch is trained yet: the counts belong to the previous epoch.
             self.restarting = False
             self.reset_restart_stage()
         if self._completes and self.batch_progress.is_last_batch:
@@ -165,7 +176,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         else:
             super().reset()
         if self._completes or in_batch:
-            self._batches_that_stepped = stepped  # it is counted where the batch is completed
+            self._batches_that_stepped = stepped  # incremented when the batch is completed
 
     def on_run_start(self, data_fetcher: DataFetcher) -> None:
         self._data.put_generators(data_fetcher)
@@ -181,7 +192,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
             super().run(data_fetcher)
             self._data.end()
         finally:
-            # An epoch can end with batches in flight: max_steps, an early stop, an exception.
+            # Batches are still in flight after max_steps, an early stop or an exception.
             if self._program is not None:
                 self._program.abandon()
             self._data.give_up()
@@ -196,7 +207,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
             self._completes = False
             self.val_loop.restarting = False
         elif isinstance(data_fetcher, DataLoaderIterDataFetcher):
-            # The user's step fetches for itself: there is nothing to run ahead.
+            # The user's step fetches batches itself, so no batch can be moved ahead.
             super().advance(data_fetcher)
         elif not self._validation_goes_first(data_fetcher):
             try:
@@ -208,7 +219,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
                 raise raised from raised.__cause__
             except StopIteration:
                 raise
-            except Exception as error:  # of a hook between tasks, or of the work that Lightning does in one
+            except Exception as error:  # from a hook between tasks, or from Lightning's work in a task
                 epoch, rank = self.trainer.current_epoch, self.trainer.global_rank
                 error.add_note(f"batch {self.batch_idx} of epoch {epoch} failed on rank {rank}")
                 note_lost_rank(error, self.trainer.world_size)
@@ -252,7 +263,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         else:
             program.finish()
             ledger.retire()
-        # The context holds the batch and all that was computed from it: nothing needs it any more.
+        # Releases the batch and everything computed from it, which the context holds.
         del ctx
 
         self.batch_progress.increment_processed()
@@ -289,13 +300,13 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         assert program is not None
         step = trainer.lightning_module.training_step
         if step != self._step:
-            # Lightning reads the signature for each batch.
+            # Cached: Lightning would read the signature for each batch.
             self._step, self._arguments = step, tuple(self._build_kwargs(OrderedDict(), batch, batch_idx))
         kwargs: OrderedDict[str, Any] = OrderedDict(zip(self._arguments, (batch, batch_idx), strict=False))
         if program.steps_whole_batch:
             program.begin_step()
         if trainer.lightning_module.automatic_optimization:
-            # In automatic optimisation there is only one optimiser.
+            # Automatic optimisation supports one optimiser only.
             output = self.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
         else:
             output = self.manual_optimization.run(kwargs)
@@ -304,19 +315,20 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         return output
 
     def _validation_goes_first(self, data_fetcher: DataFetcher) -> bool:
-        """Lightning's rule for a run resumed where a validation was due: whether to go there without training."""
+        """Return True if a resumed run must validate before it trains a batch, by Lightning's rules."""
         due, self.validation_due = self.validation_due, False
         if due:
             self.val_loop.restarting = False
             return True
-        # Before the first batch of an epoch no validation of it is over.
+        # Before its first batch, an epoch has had no validation.
         if self.restarting and self.batch_progress.current.ready and self._should_check_val_fx(data_fetcher):
             if self.val_loop.restarted_mid_evaluation:
                 return True
             if self.restarted_on_last:
                 self._skip_next_val = True
                 return True
-            # It makes iterators, which draw: the validation that is over has done so before the checkpoint.
+            # The call makes iterators, which draw. The finished validation already drew before the checkpoint, so the
+            # states are restored.
             device = self.trainer.strategy.root_device
             states = get_states(device)
             self.val_loop.increment_progress_to_evaluation_end()

@@ -104,7 +104,7 @@ class Turn:
         """
         name = str(reduce_op).rsplit(".", 1)[-1].lower()
         if name not in _REDUCTIONS:
-            raise InputError(f"reduce_op is {reduce_op!r}; {self._advice}; expected one of {', '.join(_REDUCTIONS)}")
+            raise InputError(f"reduce_op is {reduce_op!r} in {self._advice}; expected one of {', '.join(_REDUCTIONS)}")
         self.call("reduce")
         values = torch.stack([one for one in gather(tensor.detach().cpu(), self._group) if one is not None])
         if name in ("mean", "avg") and not values.is_floating_point():
@@ -121,9 +121,7 @@ class Turn:
         Raises:
             InputError: always; the other ranks raise when this rank's step fails.
         """
-        raise InputError(
-            f"{what} was called in {self._advice}. Call it in the hook of the epoch's end, where all ranks are"
-        )
+        raise InputError(f"{what} was called in {self._advice}. Call it in the epoch-end hook, which all ranks run")
 
     @property
     def _advice(self) -> str:
@@ -168,14 +166,14 @@ class Turn:
             self._over = True
             found = ", ".join(f"{kind} {what!r} on rank {rank}" for rank, (kind, what, _) in of_ranks.items())
             raise InputError(
-                f"ranks do different things in {self._batch}: {found}. Let the step make the same calls of sharded"
-                " modules, run_batch and self.log(sync_dist=True) on every rank"
+                f"ranks start different collectives in {self._batch}: {found}. Make the same calls of sharded modules,"
+                " run_batch and self.log(sync_dist=True) in the step on every rank"
             )
         first: tuple[str, str, Any] = next(iter(of_ranks.values()))
         return first
 
 
-# ---------------------------------------------------------------------- what is logged
+# ---------------------------------------------------------------------- logged values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -350,9 +348,9 @@ def _aligned(state: Any, ranks: Sequence[_Form | None], name: str, device: torch
     counts = [0 if form is None else form.count for form in ranks]
     if not forms[0].shape and len(set(counts)) > 1:
         raise InputError(
-            f"metric state {name!r} has {' and '.join(map(str, counts))} numbers on the ranks, which have evaluated"
-            " uneven numbers of batches, and torchmetrics gathers as many from each. Give the metric a state that is"
-            " summed up or concatenated (dist_reduce_fx='sum' or 'cat')"
+            f"metric state {name!r} has {' and '.join(map(str, counts))} numbers on the ranks, because they have"
+            " evaluated uneven numbers of batches; torchmetrics expects equal numbers. Use a metric state that is"
+            " summed or concatenated (dist_reduce_fx='sum' or 'cat')"
         )
     empty = torch.empty((0, *forms[0].shape[1:]), dtype=forms[0].dtype, device=device)
     return [*state, *[empty] * (max(counts) - len(state))]

@@ -1,12 +1,12 @@
-"""A program that finds its plan while it trains: every plan trains the same batches to the same values.
+"""A program that chooses its plan during training: every plan trains the same batches to the same values.
 
     plan         serial      serial    base      prefetch  auto_1    base   prefetch   ... (rounds)     the fastest one
-                 traced: what tasks take; plans are found
-                             each is timed in turns, with the loader, hooks and loggers of the user
-                                                                     what has lost too often drops out
+                 traced: times of tasks, for the planner
+                             plans are timed in turns, with the user's loader, hooks and loggers
+                                                                     too slow plans are dropped
 
-Between two plans what is in flight is trained first, so that batches stay in order. An iteration is timed where the
-pipeline was full all through: not where an epoch has just begun or is about to end.
+Before a change of plan, the batches in flight are trained, so that batches stay in order. An iteration is timed only if
+the pipeline was full throughout: iterations at the start and end of an epoch do not count.
 """
 
 from __future__ import annotations
@@ -33,30 +33,36 @@ from lightning_pipe.loops.programs.program import TrainingProgram
 
 __all__ = ["AutoProgram", "Exploration", "PlanChoice", "Proposal"]
 
-# What tasks take, by name, and what an iteration takes beside them, in seconds; gives plans to try, best first.
+# Called with the seconds of each task, by name, and the seconds of an iteration outside of tasks. Returns plans to try,
+# best first.
 Proposal = Callable[[Mapping[str, float], float], Sequence[PipelinePlan]]
 
-_KEPT = 200  # iterations by which a slower machine is told
+_KEPT = 200  # number of timed iterations that are kept to detect a slower machine
 
 
 @dataclass(frozen=True)
 class Exploration:
-    """How a plan is looked for.
+    """Size of the search for the fastest plan.
+
+    All iterations of the search train the model like any other iteration. The search costs only the extra time of the
+    slower plans.
 
     Args:
-        iterations: timed of each plan in each round.
-        rounds: in each of which every plan has its turn.
-        found: plans of the planner's to try at most, beside the hand-written ones. No more than all rounds can show to
-            be faster beyond noise (:func:`~lightning_pipe.engine.planning.plan_choice.most_found`): none in fewer than
-            5 rounds.
-        replan_above: look again at the begin of an epoch, where an iteration of the last one took this many times what
-            it took when the plan was chosen; None never to.
-        extra_rounds: at most, for those plans that may yet be the fastest after :attr:`rounds`
-            (:func:`~lightning_pipe.engine.planning.plan_choice.contenders`). They train as every other iteration does,
-            so that nothing is lost by them but what the slower ones of them take longer.
+        iterations: number of timed iterations of each plan in each round (default 8). Increase it if iteration times
+            are noisy.
+        rounds: number of rounds in which every plan is timed (default 6).
+        found: maximum number of plans from the planner, in addition to the hand-written ones (default 3). It is further
+            limited to the number of plans that the rounds can distinguish from noise
+            (:func:`~lightning_pipe.engine.planning.plan_choice.most_found`): 0 with fewer than 5 rounds, including
+            *extra_rounds*.
+        replan_above: factor of the iteration time above which the search runs again at the start of an epoch (default
+            None). The time in the previous epoch is compared with the time when the plan was chosen. ``None`` disables
+            replanning.
+        extra_rounds: maximum number of rounds after *rounds*, in which only plans that may still be the fastest are
+            timed (:func:`~lightning_pipe.engine.planning.plan_choice.contenders`; default 18).
 
     Raises:
-        PlanError: a number is too small, or none.
+        PlanError: a value is not a whole number or too small, or *replan_above* is not above 1.
     """
 
     iterations: int = 8
@@ -75,14 +81,14 @@ class Exploration:
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """What was chosen, and why.
+    """Chosen plan and the measurements of the search.
 
     Args:
-        plan: the fastest one.
-        measured: of each plan tried, by name, seconds an iteration in each round; the mean over ranks. Those with
-            fewer rounds were too slow to go on.
-        hand_written: names of those that were not found by the planner.
-        own: what each task takes, in seconds, when they run one after the other.
+        plan: the fastest plan.
+        measured: seconds per iteration in each round, keyed by the name of the plan; mean over ranks. Plans with fewer
+            rounds were dropped because they were too slow.
+        hand_written: names of the plans that were not found by the planner.
+        own: seconds of each task when tasks run serially, keyed by the name of the task.
     """
 
     plan: PipelinePlan
@@ -93,23 +99,23 @@ class PlanChoice:
 
 @dataclass(frozen=True)
 class _Block:
-    """Some iterations under one plan."""
+    """Consecutive iterations under one plan."""
 
     plan: PipelinePlan
     traced: bool = False
 
 
 class AutoProgram(TrainingProgram):
-    """Tries plans in its first iterations, and goes on with the fastest. Every rank makes the same calls.
+    """Times plans in the first iterations, and continues with the fastest one. Every rank makes the same calls.
 
     Args:
-        plans: hand-written ones over the same tasks; the first is the serial one, which is traced.
-        propose: finds others.
+        plans: hand-written plans with the same tasks; the first one is the serial plan, which is traced.
+        propose: planner that returns further plans.
         device: see :class:`~lightning_pipe.engine.SWPipeline`.
-        group: of all ranks; they agree on what they have measured.
-        exploration: how much is tried.
+        group: process group of all ranks, over which measurements are averaged.
+        exploration: size of the search.
         chosen: called on every rank when a plan is chosen.
-        arguments: those of :class:`TrainingProgram` but for the pipeline.
+        arguments: arguments of :class:`TrainingProgram`, without the pipeline.
     """
 
     def __init__(
@@ -132,13 +138,13 @@ class AutoProgram(TrainingProgram):
         super().__init__(self._pipeline_of(plans[0]), **arguments)
         self._source: Iterator[Any] | None = None
         self._clock = _Clock(DeviceClock(device) if DeviceStreams(device, ()).available else None)
-        # Of the present block:
-        self._begun: Any = None  # when the iteration at work began,
-        self._to_skip = 0  # iterations whose time does not count,
-        self._left = 0  # iterations to time,
-        self._timed: deque[tuple[Any, Any]] = deque(maxlen=_KEPT)  # when they began and ended,
-        self._trace: Trace | None = None  # what is recorded of tasks,
-        self._draining = False  # and whether it is over, but for what is in flight.
+        # State of the current block.
+        self._begun: Any = None  # start time of the current iteration
+        self._to_skip = 0  # number of iterations that are not timed
+        self._left = 0  # number of iterations still to be timed
+        self._timed: deque[tuple[Any, Any]] = deque(maxlen=_KEPT)  # start and end of timed iterations
+        self._trace: Trace | None = None  # trace of tasks
+        self._draining = False  # True while only the batches in flight are trained
         self._explore()
 
     def begin(self, source: Iterator[Any]) -> TrainingContext:
@@ -146,7 +152,7 @@ class AutoProgram(TrainingProgram):
         if source is not self._source:
             self._source = source
             self._begin_epoch()
-            self._to_skip = max(self._to_skip, 1)  # the loader's workers start
+            self._to_skip = max(self._to_skip, 1)  # includes the start of the loader's workers
         if not self._draining and self._left == 0:
             self._draining = True
         while self._draining:
@@ -156,7 +162,7 @@ class AutoProgram(TrainingProgram):
                 self._draining = False
                 self._end_block()
         if self.pipeline.plan.max_stage and not self.pipeline.in_flight:
-            # Until the pipeline is full, an iteration takes less or more than any other.
+            # Iterations take less or more time than usual until the pipeline is full.
             self._to_skip = self.pipeline.plan.pipeline_depth + 1
         if self._blocks and self._blocks[0].traced:
             self._follow_trace()
@@ -174,7 +180,7 @@ class AutoProgram(TrainingProgram):
         if self._pipelines and self._choice is None:
             rank_zero_info(
                 f"Training ended before a plan was chosen, under plan {self.pipeline.plan.name!r}: {self._progress()}."
-                " Iterations where an epoch begins or ends do not count. Train longer, or set fewer iterations, rounds,"
+                " Iterations at the start and end of an epoch do not count. Train longer, or reduce iterations, rounds,"
                 " found or extra_rounds in the strategy's exploration."
             )
         for pipeline in self._pipelines.values():
@@ -185,15 +191,15 @@ class AutoProgram(TrainingProgram):
     # ------------------------------------------------------------------ blocks of iterations
 
     def _progress(self) -> str:
-        """How far the exploration has come."""
+        """Progress of the search, for messages."""
         exploration = self._exploration
         if not self._times:
-            return f"of {exploration.iterations} iterations that tell what tasks take, {len(self._timed)} were done"
+            return f"of {exploration.iterations} iterations that measure the tasks, {len(self._timed)} were done"
         plans = len(self._by_name)
         rounds = max(map(len, self._times.values()))
         return (
-            f"of {exploration.rounds} rounds of {exploration.iterations} iterations under each of {plans} plans, and up"
-            f" to {exploration.extra_rounds} for those that may be the fastest, {rounds} had begun"
+            f"of {exploration.rounds} rounds with {exploration.iterations} iterations of each of {plans} plans, and up"
+            f" to {exploration.extra_rounds} extra rounds of the fastest plans, {rounds} had started"
         )
 
     def _explore(self) -> None:
@@ -218,16 +224,16 @@ class AutoProgram(TrainingProgram):
             self._traces = [self._trace]
 
     def _follow_trace(self) -> None:
-        """Keep the trace of a callback that records for itself, in the place of this program's."""
+        """Use the trace of a callback that has started its own recording and thereby replaced this program's trace."""
         trace = self.pipeline.trace
-        if trace is None:  # the callback has ended
+        if trace is None:  # the callback has stopped its recording
             self.pipeline.start_trace()
             self._trace = trace = self.pipeline.trace
         if trace not in self._traces:
             self._traces.append(trace)
 
     def _note_time(self) -> None:
-        """Of the iteration that ends here."""
+        """Record the time of the iteration that ends here, if it counts."""
         begun, self._begun = self._begun, None
         if begun is None:
             return
@@ -235,7 +241,7 @@ class AutoProgram(TrainingProgram):
             self._to_skip -= 1
             return
         if len(self.pipeline.in_flight) < self.pipeline.plan.max_stage:
-            return  # the data have ended: there was nothing to fetch
+            return  # the data have ended, so the iteration fetched no batch
         self._timed.append((begun, self._clock.now()))
         if self._choice is None:
             self._left -= 1
@@ -256,7 +262,7 @@ class AutoProgram(TrainingProgram):
             self._choose()
 
     def _next_round(self) -> list[PipelinePlan]:
-        """Plans to time in it, in another order each time; none to choose."""
+        """Return the plans to time in the next round, rotated by one each round; an empty list ends the search."""
         done = max(map(len, self._times.values()), default=0)
         names = list(self._by_name)
         if done >= self._exploration.rounds:
@@ -269,7 +275,7 @@ class AutoProgram(TrainingProgram):
         names = list(self.pipeline.plan.tasks)
         self._follow_trace()
         trace, self._trace = self._trace, None
-        if self.pipeline.trace is trace:  # not where a callback has begun to record for itself
+        if self.pipeline.trace is trace:  # a callback may have started its own recording
             self.pipeline.stop_trace()
         traces, self._traces = self._traces, []
         taken = task_seconds(span for one in traces if one is not None for span in one.spans())
@@ -292,13 +298,13 @@ class AutoProgram(TrainingProgram):
         self._choice = PlanChoice(winner, self._times, hand_written, self._own)
         self._blocks = deque([_Block(winner)])
         self._begin_block()
-        self._left = -1  # to the end
+        self._left = -1  # until training ends
         for name in [name for name in self._pipelines if name != winner.name]:
             self._pipelines.pop(name).close()
         self._chosen(self._choice)
 
     def _begin_epoch(self) -> None:
-        """Look for a plan again, if iterations have become slower."""
+        """Restart the search if iterations have become slower than *replan_above* allows."""
         above, choice = self._exploration.replan_above, self._choice
         if above is None or choice is None or len(self._timed) < self._exploration.iterations:
             return
@@ -307,30 +313,30 @@ class AutoProgram(TrainingProgram):
         if now > above * typical(choice.measured[choice.plan.name]):
             self._explore()
 
-    # ------------------------------------------------------------------ what it stands on
+    # ------------------------------------------------------------------ helpers
 
     def _pipeline_of(self, plan: PipelinePlan) -> SWPipeline:
         known = self._pipelines.get(plan.name)
         if known is not None and _schedule_of(known.plan) != _schedule_of(plan):
-            self._pipelines.pop(plan.name).close()  # found plans have the same names each time they are looked for
+            self._pipelines.pop(plan.name).close()  # every search gives the same names to the plans that it finds
         if plan.name not in self._pipelines:
             self._pipelines[plan.name] = SWPipeline(plan, self._device, self._group)
         return self._pipelines[plan.name]
 
     def _typical_seconds(self) -> float:
-        """Of the iterations that were timed."""
+        """Return the typical time of the timed iterations."""
         return typical(self._clock.seconds(self._timed))
 
     def _mean_of_ranks(self, values: list[float]) -> list[float]:
-        """The same on every rank, so that all choose alike."""
+        """Average over ranks, so that all ranks choose the same plan."""
         return [statistics.fmean(of_ranks) for of_ranks in zip(*gather(values, self._group), strict=True)]
 
 
 class _Clock:
-    """When iterations begin and end: by the device where it has a clock, since the host goes ahead of it.
+    """Clock for start and end of iterations. Uses the device's clock if it has one, because the host runs ahead.
 
     Args:
-        of_device: its clock; None for the host's.
+        of_device: clock of the device; None to use the host's clock.
     """
 
     def __init__(self, of_device: DeviceClock | None) -> None:
@@ -340,7 +346,7 @@ class _Clock:
         return time.perf_counter() if self._of_device is None else self._of_device.now()
 
     def seconds(self, marks: Collection[tuple[Any, Any]]) -> list[float]:
-        """Between the two marks of each pair, of one stream; waits until the device has come to the last one."""
+        """Return the seconds between the marks of each pair, after the device has reached all end marks."""
         if self._of_device is None:
             return [end - begin for begin, end in marks]
         for _, end in marks:

@@ -1,4 +1,4 @@
-"""The user's hooks that a batch passes on its way to the device, each kind drawing from a random stream of its own.
+"""Calls of the user's hooks before and during the transfer of a batch, each kind with a separate random stream.
 
 Tested in ``tests/scenarios/trainer/test_hook_order.py``.
 """
@@ -19,13 +19,14 @@ _TRANSFERS = ("transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class BatchHooks:
-    """Calls them on the main thread, as Lightning's loops do.
+    """Calls the batch-transfer hooks on the main thread, as Lightning's loops do.
 
-    Where the user has no hook of a kind, nothing draws, and what Lightning's own hooks do is done without calling them.
+    If the user has not overridden a kind of hook, its random stream is not used, and the work of Lightning's default
+    hooks is done without calling them.
 
     Args:
-        trainer: whose module, data module and strategy have them.
-        streams: what they draw from.
+        trainer: trainer whose module, data module and strategy have the hooks.
+        streams: random streams of the hooks.
     """
 
     def __init__(self, trainer: pl.Trainer, streams: RandomStreams) -> None:
@@ -33,7 +34,7 @@ class BatchHooks:
         self._streams = streams
 
     def prepare(self, batch: Any, dataloader_idx: int = 0) -> Any:
-        """What is done before a batch is moved."""
+        """Convert the batch for the precision plugin and call ``on_before_batch_transfer``."""
         if self._has(_PREPARES):
             return self._streams.draw("prepare", partial(self._prepared, batch, dataloader_idx))
         if is_watched(self._trainer):
@@ -41,7 +42,7 @@ class BatchHooks:
         return self._trainer.precision_plugin.convert_input(batch)
 
     def move(self, batch: Any, dataloader_idx: int = 0) -> Any:
-        """Move a batch to the device, with what is done there."""
+        """Move a batch to the device and call ``on_after_batch_transfer``."""
         strategy, draws = self._trainer.strategy, self._has(_TRANSFERS)
         if not (draws or replaces(strategy, "batch_to_device") or is_watched(self._trainer)):
             return move_data_to_device(batch, strategy.root_device)
@@ -53,6 +54,6 @@ class BatchHooks:
         return self._trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
 
     def _has(self, hooks: tuple[str, ...]) -> bool:
-        """Whether the user has one of them by now: they may be given in the middle of an epoch."""
+        """Return True if the user has overridden a hook. Checked for each batch: hooks may be set during an epoch."""
         holders = (self._trainer.lightning_module, getattr(self._trainer, "datamodule", None))
         return any(replaces(one, name) for one in holders if one is not None for name in hooks)

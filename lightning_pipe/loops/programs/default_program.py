@@ -1,4 +1,4 @@
-"""The programs for a strategy that brings none: the next batch is moved to the device while this one is at work."""
+"""Programs for strategies without their own plan: the next batch is moved to the device while this one is trained."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lightning_pipe.loops.programs.program import EvaluationProgram, TrainingPro
 TRANSFER, TRAIN = "H2D", "TrainBatch"
 _STREAM = "memcpy"
 
-# By name, where the transfer runs; the batch is trained where the caller is.
+# Schedule of the transfer, keyed by the name of the plan. The batch is trained by the caller.
 PLANS = {"serial": TaskSchedule(), "copy_ahead": TaskSchedule(stage=1, stream=_STREAM)}
 
-_COUNTED = "the loop counts the batches that are moved, and a replay moves none"
+_COUNTED = "the loop counts transferred batches, and a replay transfers none"
 
 
 def default_tasks(transfer: Callable[[Any], Any]) -> list[PipelineTask]:
-    """Two tasks: ``H2D`` moves a batch, ``TrainBatch`` is Lightning's training of one.
+    """Return two tasks: ``H2D`` moves a batch to the device, ``TrainBatch`` is Lightning's training of a batch.
 
     Args:
         transfer: moves a batch to the device.
@@ -34,7 +34,7 @@ def default_tasks(transfer: Callable[[Any], Any]) -> list[PipelineTask]:
         ctx.batch = transfer(ctx.batch)
 
     def train(ctx: IterContext) -> None:
-        """Lightning's part, done between begin_step and end_step; a skipped batch comes here and has none."""
+        """Do nothing: Lightning trains the batch between begin_step and end_step, unless the batch is skipped."""
 
     return [
         PipelineTask(TRANSFER, copy, reads=("batch",), writes=("batch",), not_replayable=_COUNTED),
@@ -43,21 +43,22 @@ def default_tasks(transfer: Callable[[Any], Any]) -> list[PipelineTask]:
             train,
             reads=("batch",),
             writes=(State("model"),),
-            not_replayable="Lightning trains the batch, with all hooks, outside of the task's function",
+            not_replayable="Lightning trains the batch, with all hooks, outside the task's function",
         ),
     ]
 
 
 def default_plan(transfer: Callable[[Any], Any], plan: str | Path | PipelinePlan = "copy_ahead") -> PipelinePlan:
-    """The plan called *plan*, over :func:`default_tasks`.
+    """Build a plan of :func:`default_tasks`.
 
     Args:
         transfer: moves a batch to the device.
-        plan: ``copy_ahead`` (the next batch is moved on a stream of its own before this one trains), ``serial`` (a
-            batch is moved when its turn comes), the path of a plan in YAML, or a plan, of which the schedule is taken.
+        plan: ``"copy_ahead"`` to move the next batch on a separate stream before this batch trains (default),
+            ``"serial"`` to move each batch when its turn comes, the path of a YAML plan, or a plan whose schedule is
+            used.
 
     Raises:
-        PlanError: neither a known name nor a file, or a plan that these tasks cannot run under.
+        PlanError: *plan* is neither a known name nor a file, or its schedule does not fit these tasks.
     """
     tasks = default_tasks(transfer)
     if isinstance(plan, str) and plan in PLANS:
@@ -69,35 +70,39 @@ def default_plan(transfer: Callable[[Any], Any], plan: str | Path | PipelinePlan
 
 
 def _checked(plan: PipelinePlan) -> PipelinePlan:
-    """*plan*, once what the engine does not ask of it, and Lightning's loop does, is checked."""
+    """Check the requirements of Lightning's loop, in addition to the engine's, and return *plan*."""
     transfer, train = plan.schedule[TRANSFER], plan.schedule[TRAIN]
     if transfer.thread_group != MAIN:
         raise PlanError(
-            f"plan {plan.name!r} gives task {TRANSFER!r} to the thread group {transfer.thread_group!r}; it calls the"
-            f" user's transfer hooks, which are the main thread's: give it thread_group {MAIN!r}"
+            f"plan {plan.name!r} runs task {TRANSFER!r} in thread group {transfer.thread_group!r}, but the task calls"
+            f" the user's transfer hooks, which must run in the main thread. Set its thread_group to {MAIN!r}"
         )
     if train != TaskSchedule():
         raise PlanError(
-            f"plan {plan.name!r} schedules task {TRAIN!r} as {train}, but Lightning trains the batch where it calls"
-            " its hooks: give the task {}"
+            f"plan {plan.name!r} schedules task {TRAIN!r} as {train}, but Lightning trains the batch between its hooks,"
+            " on the main thread. Set the task's schedule to {}"
         )
     if plan.order != (TRANSFER, TRAIN):
         raise PlanError(
-            f"plan {plan.name!r} has the order {', '.join(plan.order)}, but Lightning's hooks around a batch come"
-            f" behind the transfer of a later one: give the order {TRANSFER}, {TRAIN}"
+            f"plan {plan.name!r} has the order {', '.join(plan.order)}, but Lightning's hooks around a batch run after"
+            f" the transfer of a later batch. Set the order to {TRANSFER}, {TRAIN}"
         )
     return plan
 
 
 def plans_to_try(tasks: Sequence[PipelineTask], max_in_flight: int) -> tuple[list[PipelinePlan], list[PipelinePlan]]:
-    """The hand-written plans, the serial one first; and those that move batches further ahead, one after the other.
+    """Return the hand-written plans, the serial one first, and the plans that move batches further ahead.
 
-    There is no other plan to find: the user's transfer hooks stay on the main thread, and training is one task, so
-    plans differ in how far ahead batches are moved, which costs memory and evens out transfers that vary.
+    No other plans exist: the user's transfer hooks stay on the main thread, and training is one task. Plans therefore
+    differ only in the number of batches that are moved ahead, which costs memory and smooths transfers of varying
+    duration.
 
     Args:
-        tasks: of :func:`default_tasks`.
-        max_in_flight: the most batches in flight.
+        tasks: tasks of :func:`default_tasks`.
+        max_in_flight: maximum number of batches in flight.
+
+    Returns:
+        hand-written plans, and plans that move 2 or more batches ahead.
     """
     copy, train = tasks
 
@@ -115,20 +120,20 @@ def plans_to_try(tasks: Sequence[PipelineTask], max_in_flight: int) -> tuple[lis
 def default_evaluation(
     trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str, *, ahead: int = 1
 ) -> EvaluationProgram:
-    """The program that evaluates one batch while later ones are moved to the device.
+    """Build the program that evaluates one batch while later batches are moved to the device.
 
     Args:
-        trainer: the trainer whose strategy evaluates.
+        trainer: trainer whose strategy evaluates.
         transfer: moves a batch to the device.
-        step: the module's method, which the caller calls.
-        ahead: how many batches ahead one is moved; with 0 when its turn comes.
+        step: name of the module's method, which the caller calls.
+        ahead: number of batches that are moved ahead (default 1); with 0, each batch is moved when its turn comes.
     """
 
     def copy(ctx: IterContext) -> None:
         ctx.batch = transfer(ctx.batch)
 
     def evaluate(ctx: IterContext) -> None:
-        """The caller's part, done between begin_step and end_step."""
+        """Do nothing: the caller evaluates the batch between begin_step and end_step."""
 
     where = TaskSchedule(stage=ahead, stream=_STREAM) if ahead else TaskSchedule()
     tasks = {
@@ -137,7 +142,7 @@ def default_evaluation(
             "EvaluateBatch",
             evaluate,
             reads=("batch", State("model")),
-            not_replayable="Lightning evaluates the batch, with all hooks, outside of the task's function",
+            not_replayable="Lightning evaluates the batch, with all hooks, outside the task's function",
         ): TaskSchedule(),
     }
     pipeline = SWPipeline(PipelinePlan(tasks, name=step), trainer.strategy.root_device)
@@ -145,10 +150,10 @@ def default_evaluation(
 
 
 def default_program(trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> TrainingProgram:
-    """The program that runs the default plan.
+    """Build the program that runs the default plan.
 
     Args:
-        trainer: the trainer whose strategy trains.
+        trainer: trainer whose strategy trains.
         transfer: moves a batch to the device.
     """
     pipeline = SWPipeline(default_plan(transfer), trainer.strategy.root_device)

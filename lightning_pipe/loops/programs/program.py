@@ -1,8 +1,8 @@
-"""Where a pipeline's tasks meet Lightning's hooks.
+"""Programs: the points of a pipeline's plan at which Lightning's hooks run.
 
-A strategy that brings a plan builds a :class:`TrainingProgram`; the loop opens a period for each batch, and the
-strategy's own ``training_step``, ``backward`` and ``optimizer_step``, which Lightning calls at their usual places, move
-the period on::
+A strategy with its own plan builds a :class:`TrainingProgram`. The loop opens a period for each batch. Lightning calls
+the strategy's ``training_step``, ``backward`` and ``optimizer_step`` at their usual places, and each call advances the
+period::
 
     loop      begin ........... on_train_batch_start .................................... finish . on_train_batch_end
     Lightning                                        optimizer_step(closure)
@@ -21,20 +21,24 @@ from lightning_pipe.engine.runtime.record_use import record_use
 
 
 class TrainingProgram:
-    """A pipeline and the names of the tasks at which Lightning's hooks cut its periods.
+    """A pipeline and the names of the tasks between which Lightning's hooks run.
 
     Args:
-        pipeline: the pipeline; the program closes it.
-        transfer: the task that moves the batch to the device. A period runs up to it before ``on_train_batch_start``,
-            so that users' transfer hooks have a fixed place.
-        step: the task whose work the caller does: the optimiser step, or the whole training of a batch.
-        forward: the last task of ``training_step``; with *backward*, the calls the strategy makes.
-        backward: the last task of ``backward``.
-        prepared: the last task that puts another batch in the place of the transferred one, if any does. Where it runs
-            for the batch that is trained, and not ahead, the period runs up to it too: hooks see what is trained.
-        alone: whether the next batch must be trained alone, all tasks in serial order.
-        on_close: called once, when the program is closed.
-        on_give_up: called with the contexts of batches that are not going to be trained, before they are let go of.
+        pipeline: pipeline; the program closes it.
+        transfer: name of the task that moves the batch to the device. Each period runs up to it before
+            ``on_train_batch_start``, so that users' transfer hooks run at a fixed point.
+        step: name of the task whose work the caller does: the optimiser step, or the whole training of a batch.
+        forward: name of the last task of ``training_step``; None if *step* is the whole training of a batch (default
+            None).
+        backward: name of the last task of ``backward`` (default None).
+        prepared: name of the last task that replaces the transferred batch by another batch (default None). If it runs
+            in the period of the batch that is trained, and not ahead of it, the period runs up to it before
+            ``on_train_batch_start``, so that hooks see the batch that is trained.
+        alone: returns True if the next batch must be trained alone, with all tasks in serial order (default None:
+            never).
+        on_close: called once, when the program is closed (default None).
+        on_give_up: called with the contexts of batches that will not be trained, before they are released (default
+            None).
     """
 
     def __init__(
@@ -63,22 +67,28 @@ class TrainingProgram:
 
     @property
     def steps_whole_batch(self) -> bool:
-        """Whether the caller does all of a batch's training in one task."""
+        """True if the caller does the whole training of a batch in one task."""
         return self._forward is None
 
     def begin(self, source: Iterator[Any]) -> TrainingContext:
         """Open the period of the next batch and run it until the transfer.
+
+        Args:
+            source: iterator of batches.
+
+        Returns:
+            context of the batch.
 
         Raises:
             StopIteration: every batch has been trained.
         """
         alone = self._alone is not None and not self.pipeline.in_flight and self._alone()
         begun = self.pipeline.begin_serial(source) if alone else self.pipeline.begin(source)
-        current = self.current = cast("TrainingContext", begun)  # where steps are cut, its tasks say so
+        current = self.current = cast("TrainingContext", begun)  # its tasks declare the fields
         self.pipeline.run_until(self.transfer)
         if self._prepared is not None and (alone or not self.pipeline.plan.schedule[self._prepared].stage):
             self.pipeline.run_until(self._prepared)
-        # Its tensors were made on the transfer's stream: their memory may not be re-used while this stream uses them.
+        # Its tensors were allocated on the transfer's stream. Their memory must not be reused while this stream uses it.
         record_use(current.batch)
         return current
 
@@ -86,18 +96,18 @@ class TrainingProgram:
         """Run the period until the forward pass is done; the forward task calls *training_step*.
 
         Returns:
-            What *training_step* returned.
+            result of *training_step*.
 
         Raises:
-            SetupError: the batch's forward pass has run already: an optimiser calls its closure more than once.
+            SetupError: the batch's forward pass has already run, because an optimiser calls its closure more than once.
         """
         assert self._forward is not None
         ctx = self._current()
         if ctx.has("training_step"):
             raise SetupError(
                 "the optimiser called its closure a second time for one batch, but a pipelined batch has one forward"
-                " pass: its embedding lookups are done. Use an optimiser that calls the closure once (LBFGS does not)"
-                " or strategy='pipeline', which allows it"
+                " pass, because its embedding lookups have already run. Use an optimiser that calls the closure once"
+                " (LBFGS does not), or strategy='pipeline', which supports several calls"
             )
         ctx.training_step = training_step
         self.pipeline.run_until(self._forward)
@@ -110,11 +120,11 @@ class TrainingProgram:
         self.pipeline.run_until(self._backward)
 
     def begin_step(self) -> None:
-        """Open the task whose work the caller does."""
+        """Open the *step* task, whose work the caller does."""
         self.pipeline.begin_task(self.step)
 
     def end_step(self) -> None:
-        """Close what :meth:`begin_step` opened."""
+        """Close the task that :meth:`begin_step` has opened."""
         self.pipeline.end_task(self.step)
 
     def finish(self) -> None:
@@ -123,14 +133,14 @@ class TrainingProgram:
         self.pipeline.finish()
 
     def abandon(self) -> int:
-        """Give up the batches in flight, returning how many those were."""
+        """Abandon the batches in flight, and return their number."""
         self.current = None
         if self._on_give_up is not None:
             self._on_give_up(self.pipeline.in_flight)
         return self.pipeline.abandon()
 
     def close(self) -> None:
-        """Close the pipeline and what belongs to it; may be called again."""
+        """Close the pipeline and call *on_close*. Later calls have no effect."""
         self.current = None
         self.pipeline.close()
         on_close, self._on_close = self._on_close, None
@@ -140,23 +150,24 @@ class TrainingProgram:
     def _current(self) -> TrainingContext:
         if self.current is None:
             raise SetupError(
-                "training_step was called outside the pipeline's training loop; call the module's methods directly"
-                " there, or let Trainer.fit call the strategy"
+                "training_step of the strategy was called outside the pipeline's training loop. Call the module's"
+                " methods directly, or let Trainer.fit call the strategy"
             )
         return self.current
 
 
 class EvaluationProgram(TrainingProgram):
-    """A pipeline that evaluates: its *forward* and *step* are the task that calls the user's step.
+    """Program of an evaluation, whose *forward* and *step* name the task that calls the user's step.
 
     Args:
-        pipeline: see :class:`TrainingProgram`, as for the others.
-        transfer: see there.
-        step: see there.
-        forward: see there.
-        alone: see there.
-        around: entered for each run of the evaluation, and left when it is over.
-        on_close: see there.
+        pipeline: see :class:`TrainingProgram`.
+        transfer: see :class:`TrainingProgram`.
+        step: see :class:`TrainingProgram`.
+        forward: see :class:`TrainingProgram`.
+        alone: see :class:`TrainingProgram`.
+        around: returns a context manager that is entered before the evaluation uses the program, and left afterwards
+            (default: no context).
+        on_close: see :class:`TrainingProgram`.
     """
 
     def __init__(

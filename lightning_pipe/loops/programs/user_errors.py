@@ -1,4 +1,4 @@
-"""What users see of an error in a pipelined loop: their own exception, with a note that says where.
+"""Errors that users see in a pipelined loop: their own exception, with a note about task, iteration and rank.
 
 Tested in ``tests/scenarios/faults/test_exceptions.py``.
 """
@@ -14,14 +14,18 @@ __all__ = ["note_lost_rank", "user_error"]
 
 
 def user_error(error: TaskError, plan: PipelinePlan) -> BaseException:
-    """What to raise for a failed task: users' own exceptions keep their type, as in Lightning's loop.
+    """Return the exception to raise for a failed task: users' exceptions keep their type, as in Lightning's loop.
 
-    What the main thread runs are users' hooks and datasets, and users expect to catch what those raise; so does an
-    error of this project's own say enough wherever it comes from. The task, its iteration, stage and rank are added
-    as a note. Anything else that a worker thread raised stays what it is.
+    The main thread runs users' hooks and datasets, and users expect to catch the exceptions of these. This project's
+    errors are self-explanatory, in any thread. In both cases the original exception is returned, with task, iteration,
+    stage and rank as a note. For other exceptions of worker threads, *error* is returned.
+
+    Args:
+        error: error of the failed task.
+        plan: plan that contains the task.
     """
     cause = error.__cause__
-    where = plan.schedule.get(error.task)  # none for the data iterator: the main thread's
+    where = plan.schedule.get(error.task)  # None for the data iterator, which runs in the main thread
     on_worker = where is not None and where.thread_group != MAIN
     if cause is None or (on_worker and not isinstance(cause, PipelineError)):
         return error
@@ -29,11 +33,11 @@ def user_error(error: TaskError, plan: PipelinePlan) -> BaseException:
     return cause
 
 
-_LOST = "another rank has ended, or does not answer; its own output says why"
+_LOST = "another rank has ended, or does not answer. See the output of that rank for the cause"
 
 
 def note_lost_rank(error: BaseException, world_size: int) -> None:
-    """Say in a user's words what a process group says in its own."""
+    """Add a note to errors of a process group that are caused by the loss of another rank."""
     text = str(error)
     of_group = isinstance(error, dist.DistError) or "/gloo/" in text or "pair closure" in text
     if world_size > 1 and of_group and _LOST not in getattr(error, "__notes__", ()):

@@ -1,4 +1,4 @@
-"""Lightning's automatic optimisation for a ``training_step`` that runs backward inside."""
+"""Automatic optimisation for a ``training_step`` that runs backward itself."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from lightning_pipe._compat.lightning import AutomaticOptimization
 
 
 class ZeroGradFirst(AutomaticOptimization):
-    """Zeroes gradients before ``training_step``, with the hooks around it; Lightning does so after.
+    """Zeroes gradients before ``training_step``, with the usual hooks. Lightning zeroes them after ``training_step``.
 
-    A pipeline schedule runs backward together with forward: what Lightning zeroes after that would be the gradients
-    themselves, and nothing would be trained.
+    A pipeline schedule runs backward together with forward, in ``training_step``. Zeroing after it would delete the new
+    gradients, and the model would not train.
     """
 
     _on_zero_grad: Callable[[], None] | None
 
     @classmethod
     def install(cls, trainer: pl.Trainer, on_zero_grad: Callable[[], None] | None = None) -> None:
-        """Put one in the place of the trainer's, with its progress.
+        """Replace the trainer's automatic optimisation, keeping its progress.
 
         Args:
-            trainer: that is set up for ``fit``.
-            on_zero_grad: called where the batches of a step begin, before gradients are zeroed.
+            trainer: trainer that is set up for ``fit``.
+            on_zero_grad: called at the first batch of an optimiser step, before gradients are zeroed (default None).
         """
         present = trainer.fit_loop.epoch_loop.automatic_optimization
         loop = present
