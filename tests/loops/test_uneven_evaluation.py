@@ -357,7 +357,7 @@ def test_integers_are_summed_up_as_numbers_are(turns: list[dict[str, Any]]) -> N
 @pytest.mark.parametrize("name", ["do not agree", "ends early"])
 def test_ranks_that_do_different_things_are_told_on_every_rank(turns: list[dict[str, Any]], name: str) -> None:
     for found in turns:
-        assert "ranks do different things in a batch" in found[name]
+        assert "ranks start different collectives in a batch" in found[name]
 
 
 def test_what_fails_on_one_rank_is_an_error_on_all(turns: list[dict[str, Any]]) -> None:

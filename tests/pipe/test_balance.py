@@ -37,13 +37,13 @@ def test_no_contiguous_shares_have_a_smaller_largest_one(costs: list[int], parti
 
 @pytest.mark.parametrize(("costs", "partitions"), [([1, 2], 3), ([], 1), ([1], 0)])
 def test_fewer_layers_than_partitions_are_refused(costs: list[float], partitions: int) -> None:
-    with pytest.raises(PlanError, match=r"needed are as many layers|expected a whole number, 1 or more"):
+    with pytest.raises(PlanError, match=r"expected at least one layer for each|expected a whole number, 1 or more"):
         even_shares(costs, partitions)
 
 
 def test_a_negative_cost_is_refused() -> None:
     for cost in (-1, math.inf, math.nan):
-        with pytest.raises(PlanError, match="needed are finite numbers of 0 or more"):
+        with pytest.raises(PlanError, match="expected finite numbers of at least 0"):
             even_shares([1, cost], 1)
 
 

@@ -110,9 +110,7 @@ def of_some(output: Tensor, target: Tensor) -> Tensor:
     return (output[counts] - target[counts]).square().mean()
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "said"), [(summed, "say so: reduction='sum'"), (of_some, "neither a mean nor a sum")]
-)
+@pytest.mark.parametrize(("loss_fn", "said"), [(summed, "Pass reduction='sum'"), (of_some, "neither a mean nor a sum")])
 def test_a_function_that_is_no_mean_over_rows_is_refused_before_it_trains_anything(
     pair: Pair, loss_fn: Callable[[Tensor, Tensor], Tensor], said: str
 ) -> None:

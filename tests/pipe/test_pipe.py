@@ -231,7 +231,7 @@ def test_fewer_rows_than_micro_batches_run_as_fewer_with_a_warning() -> None:
             return input
 
     pipe, whole = Pipe(nn.Sequential(nn.Linear(6, 3), Counts()), 8, "except_last", ["cpu"] * 2), None
-    with pytest.warns(UserWarning, match="a mini-batch has 3 rows, and 8 micro-batches"):
+    with pytest.warns(UserWarning, match="a mini-batch has 3 rows, fewer than chunks=8"):
         output = pipe(batch(3)[0])
     output.sum().backward()
     assert whole is None
@@ -282,8 +282,8 @@ def test_a_first_layer_may_change_its_input_in_place() -> None:
     [
         ((torch.ones(4, 6), torch.ones(3, 6)), "shapes \\(4, 6\\), \\(3, 6\\)"),
         ((torch.tensor(1.0),), "shapes \\(\\)"),
-        ((3,), "holds no tensor"),
-        ((), "holds no tensor"),
+        ((3,), "contains no tensor"),
+        ((), "contains no tensor"),
     ],
 )
 def test_inputs_that_cannot_be_cut_are_refused(inputs: tuple[Any, ...], message: str) -> None:
@@ -305,7 +305,11 @@ def test_outputs_that_cannot_be_put_together_are_refused() -> None:
         def forward(self, input: Tensor) -> Any:
             return input, len(input)
 
-    for layer, message in ((Mean(), "without dimensions"), (Forms(), "different forms"), (Sizes(), "returns 2 for")):
+    for layer, message in (
+        (Mean(), "without dimensions"),
+        (Forms(), "different structures"),
+        (Sizes(), "returns 2 for"),
+    ):
         pipe = Pipe(nn.Sequential(nn.Linear(6, 6), layer), 2, devices=["cpu"] * 2)
         with pytest.raises(InputError, match=message):
             pipe(torch.ones(3, 6))
@@ -315,7 +319,7 @@ def test_outputs_that_cannot_be_put_together_are_refused() -> None:
 def test_a_loss_is_a_scalar_of_as_many_rows() -> None:
     pipe = Pipe(MODELS["plain"](), 2, devices=["cpu"] * 2)
     inputs, targets = batch(8)
-    with pytest.raises(InputError, match="the inputs have 8 rows and the targets 4"):
+    with pytest.raises(InputError, match="the inputs have 8 rows and the targets have 4"):
         pipe.loss(inputs, targets[:4], nn.MSELoss())
     with pytest.raises(InputError, match="reduction 'none'"):
         pipe.loss(inputs, targets, nn.MSELoss(reduction="none"))
@@ -337,7 +341,7 @@ def test_what_is_no_sequential_is_refused() -> None:
 
     with pytest.raises(SetupError, match="the module is a Linear"):
         Pipe(nn.Linear(2, 2), 2)  # type: ignore[arg-type]
-    with pytest.raises(SetupError, match="Own has a forward of its own"):
+    with pytest.raises(SetupError, match="Own overrides forward"):
         Pipe(Own(nn.Linear(2, 2)), 2)
     with pytest.raises(SetupError, match="no layers"):
         Pipe(nn.Sequential(), 2)
@@ -350,10 +354,10 @@ def test_what_is_no_sequential_is_refused() -> None:
         ({"chunks": 2.0}, "chunks is 2.0"),
         ({"chunks": True}, "chunks is True"),
         ({"checkpoint": "sometimes"}, "checkpoint is 'sometimes'"),
-        ({"balance": [2, 2]}, r"balance is \[2, 2\], which is 4 layers, and the Sequential has 5"),
+        ({"balance": [2, 2]}, r"balance is \[2, 2\], which adds up to 4 layers; expected 5"),
         ({"balance": [5, 0]}, r"balance is \[5, 0\]"),
-        ({"balance": [2, 2, 1]}, "balance has 3 entries and there are 2 devices"),
-        ({"devices": ["cpu"] * 6}, "5 layers are to be shared out among 6 partitions"),
+        ({"balance": [2, 2, 1]}, "balance has 3 entries for 2 devices"),
+        ({"devices": ["cpu"] * 6}, "5 layers cannot be split into 6 partitions"),
         ({"devices": []}, "devices is empty"),
         ({"devices": "cpu"}, "devices is the single device 'cpu'"),
     ],
@@ -365,14 +369,14 @@ def test_arguments_that_do_not_fit_are_refused(arguments: dict[str, Any], messag
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there_is_refused() -> None:
-    with pytest.raises(SetupError, match="devices has cuda:0, but PyTorch finds no GPU"):
+    with pytest.raises(SetupError, match="devices contains cuda:0, but PyTorch finds no GPU"):
         Pipe(MODELS["plain"](), 2, devices=["cpu", 0])
 
 
 def test_a_parameter_in_two_partitions_is_refused() -> None:
     one, other = nn.Linear(4, 4), nn.Linear(4, 4)
     other.weight = one.weight
-    with pytest.raises(SetupError, match="parameter 'weight' of a Linear is in partitions 0 and 1"):
+    with pytest.raises(SetupError, match="parameter 'weight' of a Linear is shared by partitions 0 and 1"):
         Pipe(nn.Sequential(one, other), 2, devices=["cpu"] * 2)
     together = Pipe(nn.Sequential(one, other, nn.Linear(4, 4)), 2, devices=["cpu"] * 2, balance=[2, 1])
     together(torch.ones(4, 4)).sum().backward()

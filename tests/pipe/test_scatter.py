@@ -42,12 +42,12 @@ def test_pieces_are_views() -> None:
 def test_rows_are_the_first_dimension_of_all() -> None:
     assert rows_of({"a": torch.zeros(3, 1), "b": [torch.zeros(3), 7]}) == 3
     for value in (torch.tensor(1.0), [torch.zeros(2), torch.zeros(3)], "text", [torch.zeros(2), torch.tensor(1)]):
-        with pytest.raises(InputError, match="needed is"):
+        with pytest.raises(InputError, match="expected"):
             rows_of(value)
 
 
 def test_outputs_that_differ_in_more_than_tensors_are_refused() -> None:
-    with pytest.raises(InputError, match="different forms"):
+    with pytest.raises(InputError, match="different structures"):
         gather([(torch.zeros(1),), [torch.zeros(1)]])
     with pytest.raises(InputError, match="returns 1 for the first micro-batch"):
         gather([(torch.zeros(1), 1), (torch.zeros(1), 2)])

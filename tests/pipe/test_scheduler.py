@@ -82,7 +82,7 @@ def test_a_pipe_called_from_within_itself_says_what_to_do_and_works_afterwards(c
     made = _made()
     error = _ended(lambda: call(made, made))
     assert isinstance(error, SetupError)
-    assert "call another Pipe there" in str(error)
+    assert "use another Pipe" in str(error)
     assert "micro-batch" in error.__notes__[0]
     assert _ended(lambda: made(torch.ones(4, 2))).shape == (4, 1)
     made.close()

@@ -88,7 +88,8 @@ class TrainingProgram:
         self.pipeline.run_until(self.transfer)
         if self._prepared is not None and (alone or not self.pipeline.plan.schedule[self._prepared].stage):
             self.pipeline.run_until(self._prepared)
-        # Its tensors were allocated on the transfer's stream. Their memory must not be reused while this stream uses it.
+        # Its tensors were allocated on the transfer's stream. Their memory must not be reused while this stream uses
+        # them.
         record_use(current.batch)
         return current
 

@@ -251,7 +251,7 @@ def test_training_that_ends_before_says_that_no_plan_was_chosen(clock: Clock, ca
             machine.program.close()
         assert caplog.text.count("ended before a plan was chosen, under plan ") == said
         if said:
-            assert "of 5 rounds of 3 iterations under each of 2 plans" in caplog.text
+            assert "of 5 rounds with 3 iterations of each of 2 plans" in caplog.text
 
 
 def test_plans_that_may_yet_be_the_fastest_are_timed_for_longer(clock: Clock) -> None:

@@ -102,7 +102,7 @@ def test_a_checkpoint_on_the_way_out_keeps_no_rank_waiting(kind: str, callback: 
     assert [one.code for one in ended] == [1, 1], told(ended)
     assert max(one.seconds for one in ended) < BOUND, told(ended)
     assert ended[1].value.kind == "UserError", told(ended)
-    assert "no checkpoint was written on the way out" in str(ended[1].value), told(ended)
+    assert "no checkpoint was written after this error" in str(ended[1].value), told(ended)
 
 
 def out_of_memory_in_a_trial(here: Here) -> None:

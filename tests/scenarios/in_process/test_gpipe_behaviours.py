@@ -107,7 +107,7 @@ def test_types_are_changed_in_every_way_and_a_tensors_device_is_a_place_too(make
 def test_a_layer_in_two_partitions_is_refused_however_deep_it_is(make: Make) -> None:
     shared = nn.Linear(2, 2)
     for layers in ([shared, shared], [nn.Sequential(shared), nn.Sequential(nn.Sequential(shared))]):
-        with pytest.raises(SetupError, match="in partitions 0 and 1"):
+        with pytest.raises(SetupError, match="shared by partitions 0 and 1"):
             make(layers, 1, devices=["cpu"] * 2)
 
 
