@@ -282,7 +282,7 @@ class Pipe(nn.Module):
         """Record start and end of each task; ``Forward0`` is the forward of partition 0.
 
         Args:
-            keep: number of most recent runs to keep for each plan (default None: all).
+            keep: number of most recent spans to keep for each plan (default None: all).
         """
         self._schedule.start_trace(keep)
 

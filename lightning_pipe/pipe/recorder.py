@@ -21,7 +21,7 @@ class PartitionRecorder:
 
     Args:
         pipe: pipe to record; only one recorder at a time can record it.
-        keep: number of most recent runs to keep for each plan.
+        keep: number of most recent spans to keep for each plan.
     """
 
     def __init__(self, pipe: Pipe, keep: int) -> None:

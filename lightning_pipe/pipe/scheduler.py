@@ -251,7 +251,7 @@ class Scheduler:
         """Record start and end of each task.
 
         Args:
-            keep: number of most recent runs to keep for each plan (default None: all).
+            keep: number of most recent spans to keep for each plan (default None: all).
         """
         self._tracing, self._keep = True, keep
         self._traced.clear()
