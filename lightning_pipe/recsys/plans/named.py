@@ -1,12 +1,12 @@
-"""The recsys plans by name: the same tasks, run serially, or with more and more of them ahead.
+"""The recsys plans by name: the same tasks, run serially or with more and more tasks ahead of the trained batch.
 
-batches ahead      copy    input dist    rows fetched    looked up    trained on tables
-serial             0       0             0               0            of the batch before
-base               2       1             0               0            of the batch before
-prefetch           2       2, 1          1               0            of the batch before
-early_prefetch     2       2, 1          1               0            of the batch before
-fused_sparse_dist  2       1             1               1            of the batch before
-semi_sync          3       2             1               1            of the batch before that one
+batches ahead      copy    input dist    rows fetched    looked up    tables include updates up to
+serial             0       0             0               0            the previous batch
+base               2       1             0               0            the previous batch
+prefetch           2       2, 1          1               0            the previous batch
+early_prefetch     2       2, 1          1               0            the previous batch
+fused_sparse_dist  2       1             1               1            the previous batch
+semi_sync          3       2             1               1            the batch before the previous one
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _STEP = ("DenseForward", "LossPostprocess", "DenseBackward", "EmbBackward", "Fin
 
 
 def _plan(name: str, ahead: dict[str, TaskSchedule], order: tuple[str, ...], stale: tuple[Edge, ...] = ()) -> PlanSpec:
-    """A plan in which tasks that are not in *ahead* run when their batch is trained."""
+    """Plan in which each task without an entry in *ahead* runs in the period in which its batch is trained."""
     schedule = {task: ahead.get(task, TaskSchedule()) for task in (*_LOOKUP, *_STEP)}
     return PlanSpec(name, schedule, order, stale=stale)
 
 
 # NVIDIA's JaggedMegatronPrefetchTrainPipelineSparseDist, step by step: TorchRec's prefetch pipeline with the prefetch
-# in a thread of its own, beside the backward pass.
+# in a separate thread, overlapped with the backward pass.
 _PREFETCH = _plan(
     "prefetch",
     {
@@ -61,17 +61,17 @@ _NAMED = (
             "EmbInputDistWait": TaskSchedule(1, "data_dist"),
             "EmbPrefetch": TaskSchedule(0, "data_dist"),
         },
-        # The next batch's splits travel beside this one's forward pass, its ids beside what follows.
+        # The next batch's splits are exchanged during this batch's forward pass, its ids during the tasks after that.
         (
             *("EmbInputDistStart", "H2DAndShuffle", "EmbPrefetch", "EmbForward", "DenseForward", "LossPostprocess"),
             *("EmbInputDistWait", "DenseBackward", "EmbBackward", "FinalizeGrads", "OptimStep"),
         ),
     ),
     _PREFETCH,
-    # The prefetch comes before the lookup: a whole step to hide it, for rows that come from a disk.
+    # The prefetch precedes the lookup, so a whole step hides it. For rows that are read from disk.
     replace(_PREFETCH.move("EmbPrefetch", after="EmbInputDistWait"), name="early_prefetch"),
-    # TorchRec's TrainPipelineFusedSparseDist: tables are written in the backward of their lookups, so the next batch is
-    # looked up beside what is left of this one: its dense gradients' reduction, its optimiser step, its logging.
+    # TorchRec's TrainPipelineFusedSparseDist. Tables are updated in the backward of their lookups, so the lookup of the
+    # next batch overlaps with the rest of this one: reduction of dense gradients, optimiser step and logging.
     _plan(
         "fused_sparse_dist",
         {
@@ -86,8 +86,8 @@ _NAMED = (
             *("DenseBackward", "EmbBackward", "EmbPrefetch", "EmbForward", "FinalizeGrads", "OptimStep"),
         ),
     ),
-    # TorchRec's TrainPipelineSemiSync, from its first batch on and without stash_gradients. The lookup stays on the
-    # current stream: on another one, what of the tables it reads would depend on which stream is faster.
+    # TorchRec's TrainPipelineSemiSync, stale from the first batch and without stash_gradients. The lookup stays on the
+    # current stream: on another stream, the table values that it reads would depend on which stream is faster.
     _plan(
         "semi_sync",
         {
@@ -107,22 +107,23 @@ _NAMED = (
 PLANS = {plan.name: plan for plan in _NAMED}
 
 
-# What may have a thread of its own: it waits, and submits nothing. The others submit to process groups, which two
-# threads may not use in turn, or run what users wrote, which draws random numbers and expects the main thread.
+# Tasks that may run in a separate thread: they wait, and submit nothing. The other tasks submit to process groups,
+# which two threads must not use concurrently, or run user code, which draws random numbers and expects the main thread.
 ON_WORKERS = frozenset({"EmbPrefetch"})
 
 
 def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) -> PipelinePlan:
-    """The plan called *plan*, over *tasks*.
+    """Build the plan called *plan* over *tasks*.
 
     Args:
-        plan: a name in :data:`PLANS`, the path of a plan in YAML, or a plan, of which the schedule is taken.
-        tasks: the recsys tasks, in serial order (:func:`~lightning_pipe.recsys.tasks.task_list.recsys_tasks`). If those
-            of a balancer are among them, plans that do not name these have them as far ahead as the copy; if not, plans
-            that name them do without. So for the average of replicas, which plans have behind the tables' backward.
+        plan: a name in :data:`PLANS`, the path of a plan in YAML, or a plan, whose schedule is used.
+        tasks: the recsys tasks, in serial order (:func:`~lightning_pipe.recsys.tasks.task_list.recsys_tasks`). If they
+            include a balancer's tasks, a plan that does not name these runs them in the stage of the copy; if they do
+            not, the balancer's tasks are removed from a plan that names them. The same holds for the average of
+            replicas, which follows the tables' backward by default.
 
     Raises:
-        PlanError: neither a known name nor a file, or a plan that these tasks cannot run under.
+        PlanError: *plan* is neither a known name nor a file, or these tasks cannot run under it.
     """
     if isinstance(plan, PipelinePlan):
         return plan_of_spec(plan.spec, tasks)
@@ -133,18 +134,18 @@ def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) 
 
 
 def plan_of_spec(spec: PlanSpec, tasks: Sequence[PipelineTask]) -> PipelinePlan:
-    """Build the plan of *spec*, with the tasks of a balancer and the average of replicas only where *tasks* has them.
+    """Build the plan of *spec*. The balancer's tasks and the average of replicas are in it only if *tasks* has them.
 
     Args:
         spec: a plan of the recsys tasks.
         tasks: the recsys tasks, in serial order.
 
     Raises:
-        PlanError: a plan that these tasks cannot run under.
+        PlanError: these tasks cannot run under the plan.
     """
     names = [task.name for task in tasks]
     spec = with_replicas(spec) if AVERAGING in names else spec.without([AVERAGING])
-    # Where gradients are scaled late (recsys_tasks(scaled_late=True)), the tables' backward is the later of the two.
+    # If gradients are scaled late (recsys_tasks(scaled_late=True)), the tables' backward follows the optimiser step.
     if [name for name in names if name in ("EmbBackward", "OptimStep")] == ["OptimStep", "EmbBackward"]:
         spec = _with_late_backward(spec)
     spec = with_balancing(spec) if not set(BALANCING).isdisjoint(names) else spec.without(BALANCING)
@@ -154,15 +155,15 @@ def plan_of_spec(spec: PlanSpec, tasks: Sequence[PipelineTask]) -> PipelinePlan:
     for task, where in found.schedule.items():
         if where.thread_group != MAIN and task not in ON_WORKERS:
             raise PlanError(
-                f"plan {found.name!r} gives task {task!r} to the thread group {where.thread_group!r}; it submits to"
-                f" process groups or runs users' code, which is the main thread's: give it thread_group {MAIN!r}. Of"
-                f" the recsys tasks {', '.join(sorted(ON_WORKERS))} can have a thread of its own"
+                f"plan {found.name!r} assigns task {task!r} to thread group {where.thread_group!r}, but only"
+                f" {', '.join(sorted(ON_WORKERS))} can leave the main thread: other recsys tasks submit to process"
+                f" groups or run user code. Set its thread_group to {MAIN!r}."
             )
     return found
 
 
 def read_beyond_tables(tasks: Sequence[PipelineTask]) -> list[str]:
-    """What of the state that outlives an iteration lookups read beside tables, which keeps them at their place."""
+    """State besides the tables that lookups read and that outlives an iteration; it prevents lookups ahead."""
     return [
         str(entry)
         for task in tasks
@@ -175,36 +176,37 @@ def read_beyond_tables(tasks: Sequence[PipelineTask]) -> list[str]:
 def _check_lookups(plan: str, tasks: Sequence[PipelineTask]) -> None:
     if read := read_beyond_tables(tasks):
         raise PlanError(
-            f"plan {plan!r} looks up batches ahead of their turn, but this model's lookups read {', '.join(read)} too,"
-            " which the batch before still changes: it has feature processors, kernels that are not FBGEMM's fused"
-            " ones, tables that the dense optimiser trains, or replicas of tables with sync_every above 1, which are"
-            " averaged before validation and checkpoints, too. Use the plan 'prefetch'"
+            f"plan {plan!r} looks up batches ahead of their turn, but the lookups of this model also read"
+            f" {', '.join(read)}, which the previous batch still changes. The model has feature processors, kernels"
+            " other than FBGEMM's fused ones, tables trained by the dense optimiser, or replicas of tables with"
+            " sync_every above 1, which are also averaged before validation and checkpoints. Use the plan 'prefetch'."
         )
 
 
 def needs_input_group(plan: PipelinePlan) -> bool:
-    """Whether the input dist is to have a process group beside the tables' own; all ranks call this, with one plan."""
+    """Return True if the input dist needs a process group in addition to the tables'. Ranks pass the same plan."""
     world = dist.group.WORLD
-    # Without a batch ahead nothing else is under way beside it.
+    # If no task runs ahead, no other collective is in flight at the same time.
     return plan.max_stage > 0 or (world is not None and gains_from_messages(world))
 
 
 def looks_ahead(plan: PipelinePlan | PlanSpec) -> bool:
-    """Whether *plan* looks up batches before it is their turn: what is read there may change until then."""
+    """Return True if *plan* looks up batches before their turn; the state read there may change until then."""
     return plan.schedule.get("EmbForward", TaskSchedule()).stage > 0
 
 
-# What an evaluation runs of them.
+# Tasks that an evaluation runs.
 _EVALUATION = (*_LOOKUP, "DenseForward")
 
 
 def evaluation_plan(training: PipelinePlan, tasks: Sequence[PipelineTask]) -> PipelinePlan:
-    """The plan in which a model is evaluated that is trained under *training*: its tasks up to ``DenseForward``.
+    """Plan for evaluating a model that is trained under *training*: its tasks up to ``DenseForward``.
 
-    That one comes last in a period, for all that is begun before it to go on beside it: there is no backward pass.
+    ``DenseForward`` comes last in a period, so that everything started before it overlaps with it: an evaluation has no
+    backward pass.
 
     Args:
-        training: the plan of training, which says how far ahead each task runs, and where.
+        training: plan of the training. Stages, streams and threads of the tasks are taken from it.
         tasks: the recsys tasks, in serial order.
     """
     spec = training.spec.only(_EVALUATION).move("DenseForward")
@@ -217,12 +219,12 @@ def evaluation_plan(training: PipelinePlan, tasks: Sequence[PipelineTask]) -> Pi
 
 
 def _with_late_backward(plan: PlanSpec) -> PlanSpec:
-    """Move ``EmbBackward`` after ``OptimStep``, and with it the average, lookups and extra tasks between the two."""
+    """Move ``EmbBackward`` after ``OptimStep``, together with the average, lookups and extra tasks between the two."""
     if not plan.order or plan.position("EmbBackward") > plan.position("OptimStep"):
         return plan
     after, moved, own = "OptimStep", False, {*_LOOKUP, *_STEP, *BALANCING}
     for task in plan.order[plan.position("EmbBackward") : plan.position("OptimStep")]:
-        # A task of the user's stays behind the task that it follows.
+        # A user's task stays after the task that it follows.
         moved = task in ("EmbBackward", AVERAGING, "EmbForward") or (moved and task not in own)
         if moved:
             plan = plan.move(task, after=after)

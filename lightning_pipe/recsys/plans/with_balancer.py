@@ -1,4 +1,4 @@
-"""Where the tasks of a balancer run in plans that do not name them."""
+"""Places the tasks of a balancer in plans that do not name them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ BALANCING = ("BalanceStart", "BalanceFinish")
 
 
 def with_balancing(plan: PlanSpec) -> PlanSpec:
-    """Add the tasks of a balancer to a plan that names neither, in the stage of the copy, on the input dist's stream.
+    """Add the tasks of a balancer to a plan that names neither, in the copy's stage and on the input dist's stream.
 
-    The gather directly follows the copy, and the exchange follows the dense forward: ranks send their workloads, and
-    find the partition, while another batch runs forward. Where the order leaves no room for that, the exchange precedes
-    the input dist, or, if the input dist of a batch comes in a later period than its copy, it is the last task.
+    The gather directly follows the copy, and the exchange follows the dense forward: ranks send their workloads and
+    compute the partition while another batch runs forward. If the order leaves no room for that, the exchange precedes
+    the input dist. If the input dist of a batch comes in a later period than its copy, the exchange is the last task.
 
     Args:
-        plan: a plan of the recsys tasks. Without the copy or the input dist it is returned as it is, and refused when
-            it is given its tasks.
+        plan: a plan of the recsys tasks. Without the copy or the input dist it is returned unchanged, and rejected
+            later when it is combined with its tasks.
 
     Raises:
-        PlanError: an order that leaves out a task beside which one of the two has its place.
+        PlanError: the order leaves out a task that one of the two must follow or precede.
     """
     copy, input_dist = (plan.schedule.get(name) for name in ("H2DAndShuffle", "EmbInputDistStart"))
     if copy is None or input_dist is None or any(name in plan.schedule for name in BALANCING):

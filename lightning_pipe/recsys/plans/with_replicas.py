@@ -1,4 +1,4 @@
-"""Where the average of replicas of tables runs in plans that do not name it."""
+"""Places the average of table replicas in plans that do not name it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ AVERAGING = "SyncReplicas"
 
 
 def with_replicas(plan: PlanSpec) -> PlanSpec:
-    """Add the average to a plan that does not name it, directly after the tables' backward: before every later lookup.
+    """Add the average to a plan that does not name it, directly after the tables' backward: before any later lookup.
 
-    A lookup that does not wait for the tables' backward does not wait for the average either. That it follows the
-    backward is implied by the average until that is given up, so the average comes first in ``stale``.
+    A lookup that does not wait for the tables' backward does not wait for the average either. A dependence of the
+    lookup on the average implies one on the backward, so the average's edge is dropped first and precedes the
+    backward's in ``stale``.
 
     Args:
-        plan: a plan of the recsys tasks. Without the tables' backward it is returned as it is, and refused when it is
-            given its tasks.
+        plan: a plan of the recsys tasks. Without the tables' backward it is returned unchanged, and rejected later when
+            it is combined with its tasks.
 
     Raises:
-        PlanError: an order that leaves out the tables' backward.
+        PlanError: the order leaves out the tables' backward.
     """
     if AVERAGING in plan.schedule or "EmbBackward" not in plan.schedule:
         return plan

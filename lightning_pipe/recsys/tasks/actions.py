@@ -1,4 +1,4 @@
-"""The work of the recsys tasks, for one model: one method for each task, over the context of an iteration.
+"""The work of the recsys tasks for one model: one method per task, over the context of an iteration.
 
 Tested in ``tests/recsys/tasks/test_task_list.py``.
 """
@@ -27,7 +27,7 @@ TABLE_LEARNING_RATES = State("table_learning_rates")
 DENSE_PARAMETERS = State("dense_parameters")
 DENSE_BUFFERS = State("dense_buffers")
 DENSE_GRADIENTS = State("dense_gradients")
-REPLICA_STEPS = State("replica_steps")  # since replicas of tables were last averaged
+REPLICA_STEPS = State("replica_steps")  # number of steps since table replicas were last averaged
 
 LookupContext = Callable[[], AbstractContextManager[Any]]
 
@@ -36,12 +36,12 @@ _NOTHING = nullcontext()
 
 @dataclass(frozen=True)
 class TableHooks:
-    """What is called around lookups and their backward.
+    """Functions called around lookups and their backward.
 
     Attributes:
-        before_lookup: called before the lookups, and if they are ahead of their batch's turn, when its turn comes:
-            brings learning rates to the tables.
-        after_backward: called after the lookups' backward: steps tables that no fused kernel trains.
+        before_lookup: called before the lookups, and again at the batch's turn if they run ahead of it; copies the
+            learning rates to the tables.
+        after_backward: called after the lookups' backward; steps the tables that no fused kernel trains.
         context: context of the lookups, such as a precision plugin's.
     """
 
@@ -51,26 +51,27 @@ class TableHooks:
 
 
 class RecsysActions:
-    """What the tasks do, for one model. One object serves every iteration; all state of an iteration is in its context.
+    """Actions of the tasks, for one model. One object serves every iteration, whose state is all in its context.
 
     Args:
         rewrite: the rewritten model.
         transfer: moves a batch to the device.
-        training_step: called with the batch unless the context has a ``training_step`` of its own (a caller with hooks
-            sets one); returns the step's output. With neither, or without grad mode, the batch is not trained; all
-            ranks must do alike.
-        loss_of: the scalar loss in a step's output, to call ``backward`` on; None where there is none. With a reducer,
-            a rank without a loss sends zeros, since others may have one; without, all ranks must do alike.
-        optimizer_step: the dense optimiser's step, unless a caller does it between ``begin_task`` and ``end_task``.
-        reducer: averages dense gradients over ranks; none where something else does.
-        tables: called around lookups and their backward.
-        check_loss: called with the loss, or None, by every rank; raises where it cannot be trained.
-        clip: called before the optimiser step with the batch's embeddings; scales the dense gradients and returns what
-            those of the tables are to be scaled by. The tasks must be scaled late, and the rewrite split backward.
-        agree_overflow: whether ranks agree, after each dense backward, if any of the embeddings' gradients is infinite
-            or not a number; if so the tables are not trained. With loss scaling.
-        balancer: exchanges samples between ranks; open.
-        replicas: averages those of the tables, where there are several.
+        training_step: called with the batch, unless the context has another ``training_step`` (callers with hooks set
+            one); returns the step's output. With neither, or without grad mode, the batch is not trained. All ranks
+            must agree on that.
+        loss_of: extracts from a step's output the scalar loss to call ``backward`` on, or None if the output has none.
+            With a reducer, a rank without a loss sends zeros, since other ranks may have one. Without a reducer, either
+            all ranks have a loss or none has.
+        optimizer_step: the dense optimiser's step; None if the caller runs it between ``begin_task`` and ``end_task``.
+        reducer: averages dense gradients over ranks; None if they are averaged elsewhere.
+        tables: functions called around lookups and their backward.
+        check_loss: called by every rank with the loss or None; raises if the loss cannot be trained.
+        clip: called before the optimiser step with the batch's embeddings; scales the dense gradients and returns the
+            scale of the tables' gradients. Requires tasks with ``scaled_late`` and a rewrite with a split backward.
+        agree_overflow: True to let ranks agree after each dense backward whether any gradient of the embeddings is
+            infinite or NaN; if so, the tables are not trained. For loss scaling.
+        balancer: exchanges samples between ranks; opened already.
+        replicas: averages the replicas of the tables; None without replicas.
     """
 
     def __init__(
@@ -110,11 +111,11 @@ class RecsysActions:
 
     @property
     def lookup_reads(self) -> tuple[State, ...]:
-        """What ``EmbForward`` reads beside features and tables, and so cannot run ahead of.
+        """State besides features and tables that ``EmbForward`` reads, so that it cannot run ahead of its writers.
 
-        Feature processors are dense parameters, whose gradients come from ``EmbBackward``, and so are tables that every
-        rank holds where nothing here trains them; and a kernel whose calls cannot be made once more keeps the learning
-        rate of its lookup. Replicas that differ between two steps are averaged before validation, too.
+        Feature processors are dense parameters with gradients from ``EmbBackward``. So are replicated tables that no
+        hook trains. A kernel whose calls cannot be repeated keeps the learning rate of its lookup. Replicas that differ
+        between two averages are also averaged before validation.
         """
         rewrite = self._rewrite
         reads = () if rewrite.looks_ahead else (TABLE_LEARNING_RATES,)
@@ -124,7 +125,7 @@ class RecsysActions:
         return (*reads, DENSE_PARAMETERS) if by_optimizer or not rewrite.only_tables else reads
 
     def h2d_and_shuffle(self, ctx: RecsysContext) -> None:
-        """Move the batch to the device. Where samples are balanced between ranks, the next two tasks do."""
+        """Move the batch to the device. If samples are balanced, the next two tasks exchange them between ranks."""
         ctx.transfer_error = None
         try:
             given = ctx.batch
@@ -133,13 +134,13 @@ class RecsysActions:
         except Exception as error:
             if not self._rewrite.has_peers:
                 raise
-            # The others would wait for this rank: it says so in the input dist, where all of them raise.
+            # Other ranks would wait for this one. The input dist reports the error, and raises it on all of them.
             ctx.transfer_error = error
 
     def balance_start(self, ctx: RecsysContext) -> None:
-        """Submit the all-gather of the samples' workloads; a thread of the balancer's makes the partition of it.
+        """Submit the all-gather of the samples' workloads; a thread of the balancer computes the partition from it.
 
-        Without grad mode (evaluation) samples stay: what the step returns belongs to the rank's own.
+        Without grad mode (evaluation) samples stay on their rank, since the step's output belongs to its own samples.
         """
         assert self.balancer is not None
         ctx.balance = None
@@ -156,7 +157,7 @@ class RecsysActions:
         del ctx.balance
 
     def emb_input_dist_start(self, ctx: RecsysContext) -> None:
-        """Permute the features and submit the all-to-all of splits, all modules in one."""
+        """Permute the features and submit one all-to-all of splits for all modules."""
         record_use(ctx.batch)
         ctx.splits = self._rewrite.start_input_dist(ctx.batch, ctx.transfer_error)
 
@@ -166,22 +167,22 @@ class RecsysActions:
         del ctx.splits
 
     def emb_prefetch(self, ctx: RecsysContext) -> None:
-        """Wait for lengths and values; bring rows into the cache of modules that have one."""
+        """Wait for lengths and values; prefetch rows into the cache of modules that have one."""
         ctx.features = self._rewrite.wait_inputs(ctx.input_requests)
         del ctx.input_requests
 
     def emb_forward(self, ctx: RecsysContext) -> None:
-        """Look up the rows and exchange the outputs; the one wait is for that exchange."""
+        """Look up the rows and exchange the outputs; the only wait is for that exchange."""
         ahead = self._rewrite.looks_ahead
         if not self._tables_in_training:
             self._bring_rates()
-        # Whether the batch is going to be trained is not known before its turn; if it is not, the lookup is taken back.
+        # Whether the batch will be trained is only known at its turn. If it is not, the lookup's step count is undone.
         with self._lookup_context() if self._lookup_context else _NOTHING, torch.enable_grad() if ahead else _NOTHING:
             ctx.embeddings = self._rewrite.lookup(ctx.features)
         del ctx.features
 
     def dense_forward(self, ctx: RecsysContext) -> None:
-        """The user's step, with the embeddings in place of the sharded modules' calls."""
+        """Run the user's step, with the embeddings in place of the sharded modules' calls."""
         record_use(ctx.batch)
         if self._rewrite.looks_ahead:
             self._bring_rates()
@@ -197,13 +198,13 @@ class RecsysActions:
         ctx.training_step = _ran
 
     def loss_postprocess(self, ctx: RecsysContext) -> None:
-        """Take the loss out of the step's output and, on request, let all ranks check it together."""
+        """Extract the loss from the step's output and, on request, let all ranks check it together."""
         ctx.loss = self._loss_of(ctx.output) if ctx.trained and ctx.output is not None else None
         if ctx.trained and self._check_loss is not None:
             self._check_loss(ctx.loss)
 
     def dense_backward(self, ctx: RecsysContext) -> None:
-        """Backward of the dense part, which ends at the embeddings; full gradient buckets are reduced meanwhile."""
+        """Backward of the dense part down to the embeddings, overlapped with the reduction of full gradient buckets."""
         loss, backward = ctx.loss, ctx.take("run_backward")
         ctx.loss = None
         takes_part = ctx.trained and self._reducer is not None and self._rewrite.has_peers
@@ -219,11 +220,12 @@ class RecsysActions:
             self._agree_overflow and ctx.has_gradients and self._tables_backward.overflowed(ctx.embeddings)
         )
         if ctx.has_gradients and self._rewrite.splits_backward:
-            # The output dists' part of EmbBackward, here: it goes on beside the reduction of the dense gradients.
+            # The output dists' part of EmbBackward runs here, so that it overlaps with the reduction of dense
+            # gradients.
             self._tables_backward.begin(ctx.embeddings, self._rewrite.agrees_unused)
 
     def emb_backward(self, ctx: RecsysContext) -> None:
-        """Backward of the lookups with the gradients of their outputs; fused optimisers step inside."""
+        """Backward of the lookups from the gradients of their outputs; fused optimisers step inside."""
         if ctx.tables_skipped or not ctx.has_gradients:
             self._tables_backward.discard(ctx.embeddings)
         else:
@@ -236,9 +238,9 @@ class RecsysActions:
             except RuntimeError as error:
                 if "invalid tensor size" in str(error):
                     error.add_note(
-                        "ranks had batches of different numbers of rows, whose gradients Gloo cannot exchange for"
-                        " tables sharded by rows. Give every rank as many (drop_last=True), or shard these tables"
-                        " table_wise or column_wise (constraints)"
+                        "The batches of the ranks had different numbers of rows, and Gloo cannot exchange their"
+                        " gradients for tables sharded by rows. Give every rank the same number of rows"
+                        " (drop_last=True), or shard these tables table_wise or column_wise (constraints)."
                     )
                 raise
             if self._after_embedding_backward is not None:
@@ -247,7 +249,7 @@ class RecsysActions:
         del ctx.embeddings
 
     def sync_replicas(self, ctx: RecsysContext) -> None:
-        """Average the replicas of the tables, if it is time."""
+        """Average the replicas of the tables if the average is due."""
         assert self.replicas is not None
         if ctx.has_gradients and not ctx.tables_skipped:
             self.replicas.stepped()
@@ -258,7 +260,7 @@ class RecsysActions:
             self._reducer.finalize()
 
     def optim_step(self, ctx: RecsysContext) -> None:
-        """Step the dense optimiser, unless the caller does, or the batch has no gradients."""
+        """Step the dense optimiser, unless the caller steps it or the batch has no gradients."""
         if not ctx.has_gradients:
             return
         if self._clip is not None:
@@ -267,7 +269,7 @@ class RecsysActions:
             self._optimizer_step()
 
     def give_up(self, contexts: Iterable[IterContext]) -> None:
-        """Take back what was looked up for batches that are not going to be trained: optimisers may have counted it."""
+        """Undo the lookups of batches that will not be trained, since the tables' optimisers may have counted them."""
         for ctx in contexts:
             if (embeddings := ctx.take("embeddings")) is not None:
                 self._tables_backward.discard(embeddings)
@@ -279,11 +281,11 @@ class RecsysActions:
 
 
 def _ran() -> None:
-    """In the place of a step that has run: a caller sees that it has, and its batch can be freed."""
+    """Placeholder for a step that has run: it tells the caller so, and lets the batch be freed."""
 
 
 class _Bound:
-    """``functools.partial`` of one argument, with a readable name in tracebacks."""
+    """``functools.partial`` of one argument with a readable name in tracebacks."""
 
     def __init__(self, step: Callable[[Any], Any], batch: Any) -> None:
         self._step, self._batch = step, batch

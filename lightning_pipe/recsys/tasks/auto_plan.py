@@ -1,4 +1,4 @@
-"""What the planner has to know of the recsys tasks: what they take, and what a plan may do with them."""
+"""Input of the planner for the recsys tasks: their costs, and the limits of their plans."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ __all__ = ["hand_written_plans", "propose_plans", "recsys_costs", "recsys_limits
 
 _WAITED_BY = {task.name: task.waited_by for task in TASKS if task.waited_by is not None}
 _DEVICE = {task.name: task.device for task in TASKS}
-# A message that is on its way during other tasks is waited for, if for this part of their time; else it had come.
+# A wait for a message counts only above this share of the time of the tasks during its transfer; below it, the message
+# is taken to have arrived already.
 _NOT_THERE = 0.05
-# Streams that the hand-written plans have for them.
+# Streams of these resources in the hand-written plans.
 _STREAMS: dict[Resource, str] = {"copy": "memcpy", "network": "data_dist"}
 
 
 def hand_written_plans(tasks: Sequence[PipelineTask], *, on_disk: bool = False) -> list[PipelinePlan]:
-    """The serial plan, and those that run ahead and train the same: none that is stale.
+    """Return the serial plan and the plans that run ahead without stale tables.
 
-    Only where nothing but tables is read in the lookup, those too that look up ahead.
+    Plans that look up ahead are included only if lookups read nothing but tables.
 
     Args:
-        tasks: of the model.
-        on_disk: whether rows of tables come from a disk; if not, an early prefetch is a prefetch.
+        tasks: the tasks of the model.
+        on_disk: True if rows of tables are read from disk (default False). Without that, an early prefetch has no
+            advantage over a prefetch and is left out.
     """
     only_tables = not read_beyond_tables(tasks)
     names = [
@@ -54,16 +56,16 @@ def recsys_costs(
     waits: Mapping[str, float] | None = None,
     sent: Mapping[str, Message] | None = None,
 ) -> dict[str, TaskCost]:
-    """Costs of the tasks, of what they took when they ran one after the other: so the serial plan takes their sum.
+    """Costs of the tasks from their times in serial order. The serial plan thus takes the sum of these times.
 
     Args:
-        own: seconds in its thread, by task, in serial order.
-        peers: whether there are other ranks: what waits for them waits for the network.
-        device: where batches are moved.
-        waits: seconds of these that each waited for messages. Where that is not known, tasks that wait for another
-            one's message are taken to do nothing else, and those that wait for their own to work all the time.
-        sent: what each task submits. Then costs have messages, whose seconds a network model gives, in place of what
-            was waited.
+        own: time of each task in its thread, in serial order (seconds).
+        peers: True if there are other ranks: a wait for them is a wait for the network.
+        device: device that batches are moved to.
+        waits: part of these times that each task waited for messages (seconds). If None, a task that waits for another
+            task's message is taken to do nothing else, and a task that waits for its own message to work all the time.
+        sent: message that each task submits. If given, costs hold messages, whose times a network model gives, instead
+            of the waits.
     """
     if not peers:
         waits, sent = {}, {}
@@ -80,7 +82,7 @@ def recsys_costs(
             max(0.0, seconds - waited.get(name, 0.0)),
             _DEVICE.get(name, "compute") if device.type == "cuda" else "compute",
             background=submitted,
-            # Any other task, such as one that checks the loss on all ranks, waits for its own.
+            # Any other task, such as one that checks the loss on all ranks, waits for its own message.
             waited_by=_WAITED_BY.get(name, name) if submitted else None,
         )
     return costs
@@ -89,8 +91,8 @@ def recsys_costs(
 def _background(
     own: Mapping[str, float], waits: Mapping[str, float]
 ) -> tuple[dict[str, float | Message], dict[str, float]]:
-    """How long messages take if nothing else is on the network, by the task that submits them; and what of each task's
-    time was spent waiting for them."""
+    """Time of each message on an otherwise idle network, by the task that submits it, and the time that each task
+    waited for messages."""
     order = list(own)
     background: dict[str, float | Message] = {}
     waited: dict[str, float] = {}
@@ -100,7 +102,7 @@ def _background(
         if name not in own or waiter not in own or not wait:
             continue
         between = order[order.index(name) + 1 : order.index(waiter)]
-        # On its way while these ran; where they exchanged something too, each of the two had half of the network.
+        # The message was on its way while these tasks ran. If they also sent messages, each had half of the network.
         meanwhile = sum(own[task] - waits.get(task, 0.0) / 2 for task in between)
         if wait <= _NOT_THERE * meanwhile:
             continue
@@ -113,32 +115,32 @@ def _background(
 
 
 def recsys_machine(device: torch.device, beside: float = 0.0) -> Machine:
-    """What the tasks of this process share with those of other ranks on the same machine.
+    """Resources that the tasks of this process share with other ranks on the same machine.
 
     Args:
-        device: where batches are moved.
-        beside: seconds of an iteration outside of the tasks.
+        device: device that batches are moved to.
+        beside: time of an iteration outside of the tasks (seconds, default 0).
     """
     if device.type == "cuda":
         return Machine(cores=1.0, device_streams=True, between_periods=beside)
-    ranks = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun's; where Lightning started the processes they are all here
+    ranks = os.environ.get("LOCAL_WORLD_SIZE")  # set by torchrun; without it, all ranks are taken to be on this machine
     here = int(ranks) if ranks else dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     return Machine(cores=max(1.0, (os.cpu_count() or 1) / here), between_periods=beside)
 
 
 def recsys_limits(max_in_flight: int, device: torch.device, *, replicated: bool = False) -> PlanLimits:
-    """What a plan may do under a Trainer.
+    """Limits of plans under a Trainer.
 
     Args:
-        max_in_flight: the most batches in flight.
-        device: whether it has streams.
-        replicated: whether tables have replicas, whose average is one of the tasks.
+        max_in_flight: largest number of batches in flight.
+        device: device of the training; on a GPU, plans may use streams.
+        replicated: True if tables have replicas, whose average is one of the tasks (default False).
     """
     return PlanLimits(
         max_in_flight=max_in_flight,
         on_workers=ON_WORKERS,
         by_caller=frozenset(task.name for task in TASKS if task.trains and (replicated or task.needs != "replicas")),
-        # The hooks around a batch come behind the transfer of a later one, and before anything of its own.
+        # The hooks around a batch follow the transfer of a later batch and precede that batch's other tasks.
         submitted_before=(("H2DAndShuffle", "EmbForward"),),
         streams=_STREAMS if device.type == "cuda" else {},
     )
@@ -154,16 +156,16 @@ def propose_plans(
     device: torch.device,
     keep: int,
 ) -> list[PipelinePlan]:
-    """Plans that are predicted to be the fastest, best first.
+    """Return the plans with the shortest predicted iterations, best first.
 
     Args:
-        tasks: of :func:`~lightning_pipe.recsys.tasks.task_list.recsys_tasks`.
-        own: seconds that each takes in its thread, when they run one after the other.
-        beside: seconds of an iteration outside of them.
-        max_in_flight: the most batches in flight.
-        peers: whether there are other ranks.
-        device: where batches are moved.
-        keep: how many.
+        tasks: tasks of :func:`~lightning_pipe.recsys.tasks.task_list.recsys_tasks`.
+        own: time of each task in its thread, in serial order (seconds).
+        beside: time of an iteration outside of the tasks (seconds).
+        max_in_flight: largest number of batches in flight.
+        peers: True if there are other ranks.
+        device: device that batches are moved to.
+        keep: largest number of plans.
     """
     costs = recsys_costs(own, peers=peers, device=device)
     replicated = any(task.name == AVERAGING for task in tasks)

@@ -1,4 +1,4 @@
-"""What the recsys tasks hand to each other in one iteration.
+"""State that the recsys tasks pass to each other in one iteration.
 
 Tested in ``tests/recsys/tasks/test_task_list.py``.
 """
@@ -16,17 +16,17 @@ class RecsysContext(TrainingContext):
     """Context of an iteration of a sharded recommender.
 
     Attributes:
-        transfer_error: what the transfer raised on this rank, for the input dist to raise on all.
-        balance: the partition of the samples that ranks are agreeing on; None for a batch that stays as it is.
-        splits: the all-to-all of splits that was submitted.
-        input_requests: the all-to-alls of lengths and values that were submitted.
+        transfer_error: error of the transfer on this rank, which the input dist raises on all ranks.
+        balance: partition of the samples that ranks are agreeing on; None if samples stay on their ranks.
+        splits: the submitted all-to-all of splits.
+        input_requests: the submitted all-to-alls of lengths and values.
         features: the features after the input dist.
-        embeddings: what was looked up, and what its backward needs.
-        trained: whether the batch is trained; with a step and in grad mode.
-        loss: scalar, until the backward; None where the step gave none.
-        has_gradients: whether the batch takes part in the optimiser step, on this rank or through a peer.
-        tables_skipped: whether the tables are not trained, after an overflow.
-        gradient_scale: scalar tensor that multiplies the embeddings' gradients; absent where nothing scales them.
+        embeddings: outputs of the lookups and the state that their backward needs.
+        trained: True if the batch is trained: the context has a step and grad mode is on.
+        loss: scalar loss, until the backward; None if the step returned none.
+        has_gradients: True if the batch takes part in the optimiser step, on this rank or through a peer.
+        tables_skipped: True if the tables are not trained, after an overflow.
+        gradient_scale: scalar tensor that multiplies the embeddings' gradients; absent if they are not scaled.
     """
 
     transfer_error: Exception | None

@@ -1,8 +1,8 @@
-"""The recsys tasks: all that the project knows of each, in one place.
+"""Declarations of the recsys tasks, each in one place.
 
-The names, and the cut of an iteration into them, follow NVIDIA's recsys-examples (``SWSerialTrainPipeline``); there
-some are no-ops, here every one works: the embedding part and the dense part have a forward and a backward each. They
-are eleven, two more where samples are balanced between ranks, and one more where tables have replicas.
+The names and the division of an iteration into tasks follow NVIDIA's recsys-examples (``SWSerialTrainPipeline``). Some
+tasks are no-ops there; here every task does work, since the embedding part and the dense part each have a forward and a
+backward. The tasks are eleven, plus two if samples are balanced between ranks and one if tables have replicas.
 
 Tested in ``tests/recsys/tasks/test_task_list.py``.
 """
@@ -33,12 +33,12 @@ __all__ = ["TASKS", "LateScaling", "RecsysTask"]
 
 @dataclass(frozen=True)
 class LateScaling:
-    """Changes of a task if gradients are scaled late, which is in the optimiser step.
+    """Changes of a task if gradients are scaled late, that is, in the optimiser step.
 
     Args:
-        reads: context fields that the task reads too.
+        reads: further context fields that the task reads.
         writes: all that the task writes; None for no change.
-        after_step: whether the task comes after the optimiser step.
+        after_step: True if the task follows the optimiser step.
     """
 
     reads: tuple[str, ...] = ()
@@ -54,15 +54,15 @@ class RecsysTask:
         name: unique among the tasks.
         action: called with the model's actions and an iteration's
             :class:`~lightning_pipe.recsys.RecsysContext`.
-        reads: context fields (strings) and outliving state (``State``) that it reads.
-        writes: the same for what it writes, in-place changes included.
-        model_reads: state that it reads in some models only.
-        replay: effects that a replay of the task restores beside tensors of the context.
-        needs: what a model must have for the task to exist; None for every model.
-        device: what the task keeps busy on a GPU: its compute units or its copy engine.
-        waited_by: task that waits for the messages that this one submits, possibly itself; None if it submits none.
-        trains: whether the caller runs it between its hooks, or it reads what the batch before has written.
-        late: changes if gradients are scaled late, which is in the optimiser step; None for no change.
+        reads: context fields (strings) and persistent state (``State``) that it reads.
+        writes: context fields and persistent state that it writes, in-place changes included.
+        model_reads: function of the actions that returns further state which the task reads in some models.
+        replay: effects that a replay of the task restores, in addition to tensors of the context.
+        needs: feature that a model must have for the task to exist; None for every model.
+        device: resource that the task keeps busy on a GPU: compute units or copy engine.
+        waited_by: task that waits for this task's messages, possibly the same task; None if it submits none.
+        trains: True if the caller runs it between its hooks, or if it reads state that the previous batch has written.
+        late: changes if gradients are scaled late, that is, in the optimiser step; None for no change.
     """
 
     name: str
@@ -137,7 +137,7 @@ TASKS: tuple[RecsysTask, ...] = (
         waited_by="EmbForward",
         trains=True,
     ),
-    # A step may begin with zero_grad(). The tables' learning rates are the batch's from here on.
+    # A step may begin with zero_grad(). From this task on, the tables' learning rates are those of the batch.
     RecsysTask(
         "DenseForward",
         RecsysActions.dense_forward,

@@ -1,4 +1,4 @@
-"""Evaluation of a model whose training is under way: by tasks, a plan and a rewrite of its own.
+"""Evaluation of a model during its training, with a separate rewrite, plan and tasks.
 
 Tested in ``tests/recsys/tasks/test_train_pipeline.py``.
 """
@@ -20,13 +20,13 @@ __all__ = ["PipelinedEvaluation"]
 
 
 class PipelinedEvaluation:
-    """Runs a model on batches that are not trained, as far ahead as the plan of its training says.
+    """Runs a model on batches without training them, as far ahead as the plan of its training.
 
-    Made while training is set aside (:meth:`RecsysSession.set_aside`); every rank makes it.
+    Built while training is suspended (:meth:`RecsysSession.set_aside`). Every rank builds it.
 
     Args:
         session: session of the model.
-        step: name of the model's method that a batch is evaluated with.
+        step: name of the model's method that evaluates a batch.
         training: plan of the training.
         transfer: moves a batch to the device.
         actions: other arguments of :class:`~lightning_pipe.recsys.tasks.actions.RecsysActions`.
@@ -50,12 +50,12 @@ class PipelinedEvaluation:
 
     @property
     def alone(self) -> bool:
-        """Whether the next batch must be evaluated alone, all tasks in serial order."""
+        """True if the next batch must be evaluated alone, with all tasks in serial order."""
         return self._rewrite.records and not self._rewrite.resolved
 
     @contextmanager
     def attached(self) -> Generator[None, None, None]:
-        """Context in which the model is rewritten; training is set aside around it."""
+        """Context in which the model is rewritten, inside the context that suspends training."""
         self._rewrite.attach()
         try:
             yield
@@ -63,9 +63,9 @@ class PipelinedEvaluation:
             self._rewrite.detach()
 
     def run(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
-        """What the step returns for each batch, in evaluation mode, under ``no_grad``.
+        """Yield the step's output for each batch, in evaluation mode and under ``no_grad``.
 
-        Afterwards, also where the caller stops before the end, the model's modules are in the modes that they were in.
+        At the end, or if the caller stops early, the model's modules return to their previous modes.
         """
         modes = [(module, module.training) for module in self._model.modules()]
         with ExitStack() as undo:
@@ -76,7 +76,7 @@ class PipelinedEvaluation:
             self._rewrite.attach()
             while True:
                 try:
-                    # Not around the yield: the mode would be the caller's too.
+                    # The yield is outside of this context, or the caller would run under no_grad too.
                     with torch.no_grad():
                         ctx = self._next(batches)
                 except StopIteration:
@@ -90,7 +90,7 @@ class PipelinedEvaluation:
         return self.pipeline.progress(batches)
 
     def close(self) -> None:
-        """End the worker threads and put the model back. May be called again."""
+        """End the worker threads and restore the model. May be called again."""
         self.pipeline.close()
         self._rewrite.restore()
 

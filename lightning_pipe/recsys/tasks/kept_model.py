@@ -1,4 +1,4 @@
-"""A snapshot of everything that training a sharded model changes, and its restoration.
+"""Snapshot and restoration of all state that training a sharded model changes.
 
 Tested in ``tests/strategies/recommender/test_table_profile.py``.
 """
@@ -21,7 +21,7 @@ from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 __all__ = ["ModelKeeper"]
 
 
-# A parameter's state, by key.
+# State of a parameter, by key.
 State = dict[str, Any]
 
 
@@ -35,14 +35,14 @@ class _Kept:
 
 
 class ModelKeeper:
-    """A :class:`~lightning_pipe.engine.profiling.profiler.Keeper` of a model and its optimisers: of this rank's shards.
+    """A :class:`~lightning_pipe.engine.profiling.profiler.Keeper` of this rank's shards of a model and its optimisers.
 
-    What is kept is a copy on the host: as much memory as the rank's tables, their optimisers' states, and the dense
-    part with its, gradients included. Generators, and what users' code keeps for itself, are not in it.
+    The snapshot is a copy on the host. It takes as much memory as the rank's tables, the dense part with its gradients,
+    and all optimiser states. Random generators and state that user code holds elsewhere are not included.
 
     Args:
         sharded: the model.
-        optimizers: of its dense parameters.
+        optimizers: optimisers of its dense parameters.
     """
 
     def __init__(self, sharded: ShardedModel, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -50,12 +50,12 @@ class ModelKeeper:
         self._optimizers = [*optimizers, *sharded.replicated_optimizers]
 
     def keep(self) -> _Kept:
-        """All of it, as it is now."""
+        """Return a snapshot of the current state."""
         states = [
             {parameter: {key: _copied(value) for key, value in state.items()} for parameter, state in one.state.items()}
             for one in self._optimizers
         ]
-        # Some optimisers count there; learning rates are there, too.
+        # Parameter groups hold the learning rates, and the step counts of some optimisers.
         groups = [
             [{key: _copied(value) for key, value in group.items() if key != "params"} for group in one.param_groups]
             for one in self._optimizers
@@ -67,11 +67,11 @@ class ModelKeeper:
 
     @torch.no_grad()
     def put_back(self, kept: _Kept) -> None:
-        """Make it as it was, in place."""
+        """Restore a snapshot in place."""
         if self._sharded.replicas is not None:
             self._sharded.replicas.steps = kept.replica_steps
         tensors = self._tensors()
-        # What was looked up ahead, before, may go backward: its rows have the values that they had then.
+        # Lookups made ahead may still run backward: the rows they read have the same values again.
         with version_counters_preserved(tuple(tensors)):
             for tensor, value in zip(tensors, kept.tensors, strict=True):
                 tensor.copy_(value)
@@ -84,15 +84,15 @@ class ModelKeeper:
             for group, values in zip(optimizer.param_groups, groups, strict=True):
                 _put_back(group, {**values, "params": group["params"]}, alone=("params",))
         self._sharded.forget_gradients()
-        # As the module's optimizer_zero_grad() left them: that may be zeros, or sums over several batches.
+        # Gradients as the module's optimizer_zero_grad() left them: possibly zeros, or sums over several batches.
         for (_, parameter), gradient in zip(self._sharded.dense_parameters(), kept.gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.clone()
 
     def _tensors(self) -> list[Tensor]:
-        """This rank's, in place: of the module, of the fused optimisers, and the kernels' counts of steps."""
+        """Tensors on this rank, in place: the module's, the fused optimisers' and the kernels' step counters."""
         module = self._sharded.module
         found = list(_local(self._sharded.dmp.state_dict()))
-        # Buffers that no checkpoint has.
+        # Includes buffers that no state dict contains.
         found += list(module.buffers())
         found += _local(self._sharded.fused_optimizer.state_dict()["state"])
         for sharded in self._sharded.sharded_modules.values():
@@ -106,7 +106,7 @@ def _copied(value: Any) -> Any:
 
 
 def _put_back(state: State, kept: State, alone: tuple[str, ...] = ()) -> None:
-    """Make *state* what was kept, but for the keys *alone*."""
+    """Restore *state* from the snapshot *kept*, except for the keys *alone*."""
     for key in [one for one in state if one not in kept]:
         del state[key]
     for key, value in kept.items():
@@ -119,7 +119,7 @@ def _put_back(state: State, kept: State, alone: tuple[str, ...] = ()) -> None:
 
 
 def _local(value: Any) -> Iterator[Tensor]:
-    """The tensors of this rank, at any depth."""
+    """Yield the tensors of this rank, at any depth."""
     if isinstance(value, ShardedTensor):
         for shard in value.local_shards():
             yield shard.tensor

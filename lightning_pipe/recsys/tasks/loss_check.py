@@ -1,4 +1,4 @@
-"""A loss that is not a number, found by all ranks together."""
+"""Collective check that the loss is finite."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ def check_finite_loss(loss: torch.Tensor | None, group: dist.ProcessGroup | None
     """Raise on every rank if the loss of any rank is NaN or infinite. Every rank of the group calls it.
 
     Args:
-        loss: scalar; None, for a rank that has none in this step, is nothing to complain of.
-        group: the ranks that check together, none where there is one.
+        loss: scalar; None on a rank that has no loss in this step, which counts as finite.
+        group: ranks that check together; None for a single process.
 
     Raises:
-        InputError: naming this rank's loss and the ranks whose loss is not finite.
+        InputError: the loss is not finite; names this rank's loss and the ranks concerned.
     """
     bad = torch.zeros(group.size() if group is not None else 1, device=_device(loss, group))
     rank = group.rank() if group is not None else 0
@@ -27,8 +27,8 @@ def check_finite_loss(loss: torch.Tensor | None, group: dist.ProcessGroup | None
     if bad.any():
         ranks = [index for index, value in enumerate(bad.tolist()) if value]
         raise InputError(
-            f"the loss is not finite on rank(s) {ranks} (this rank has {_value(loss)}); needed is a finite loss. Look"
-            " for a division by zero, a logarithm of 0, too high a learning rate, or NaNs in the batch"
+            f"expected a finite loss, but it is not finite on rank(s) {ranks} (this rank has {_value(loss)}). Look for"
+            " a division by zero, the logarithm of 0, a learning rate that is too high, or NaNs in the batch."
         )
 
 

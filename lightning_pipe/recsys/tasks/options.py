@@ -1,4 +1,4 @@
-"""Options of a recommender's training, in groups; a configuration gives each group as a mapping of its fields."""
+"""Options of a recommender's training, in groups. A configuration gives each group as a mapping of its fields."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ __all__ = ["CheckOptions", "MemoryOptions", "RewriteOptions", "SessionOptions", 
 
 @dataclass(frozen=True)
 class ShardingOptions:
-    """How the tables are sharded.
+    """Sharding of the tables.
 
     Args:
         plan: a TorchRec ``ShardingPlan`` to use instead of the planner's (default None).
-        constraints: constraints of TorchRec's planner: table name to ``sharding_types``, ``compute_kernels`` and the
-            like (default None).
-        topology: topology of the planner: ``hbm_cap``, ``ddr_cap``, ``local_world_size`` and the like (default None).
+        constraints: constraints of TorchRec's planner: table name to ``sharding_types``, ``compute_kernels`` and other
+            fields of ``ParameterConstraints`` (default None).
+        topology: topology of the planner: ``hbm_cap``, ``ddr_cap``, ``local_world_size`` and other arguments of
+            ``Topology`` (default None).
         replicas: number of groups of neighbouring ranks that each shard all tables, or 2D parallelism (default 1).
             An all-to-all then takes place inside a group. Tables and the states of their optimisers are averaged over
             groups. Refused with dynamic tables, with gradient clipping, and with tables sharded ``table_row_wise``,
             ``grid_shard`` or ``data_parallel``.
         sync_every: number of table steps between two averages of the replicas (default 1). Above 1, groups differ in
-            between. They are averaged also before validation, test, prediction and checkpoints, and when training
-            ends; plans that look batches up ahead are refused.
+            between. They are also averaged before validation, test, prediction and checkpoints, and when training ends;
+            plans that look up batches ahead are refused.
     """
 
     plan: Any = None
@@ -40,13 +41,14 @@ class ShardingOptions:
 
 @dataclass(frozen=True)
 class RewriteOptions:
-    """How a model is rewritten, so that its embeddings can be looked up ahead.
+    """Rewriting of a model so that its embeddings can be looked up ahead.
 
     Args:
-        method: how the inputs of sharded modules are found in a batch. ``"record"`` trains the first batch alone and
-            records it, ``"direct"`` looks for keys, ``"fx"`` traces the step; ``"auto"`` (default) tries each in turn.
+        method: method that finds the inputs of sharded modules in a batch. ``"record"`` trains the first batch alone
+            and records it, ``"direct"`` looks for keys, ``"fx"`` traces the step; ``"auto"`` (default) tries each in
+            turn.
         evaluation: also rewrite the model for validation, test and prediction, which are then pipelined (default True).
-            False is for steps that call the sharded modules in another way from batch to batch.
+            Set False for steps whose calls of the sharded modules vary from batch to batch.
 
     Raises:
         SetupError: a value of the wrong type.
@@ -61,7 +63,7 @@ class RewriteOptions:
 
 @dataclass(frozen=True)
 class WireOptions:
-    """What ranks send to each other.
+    """Format of the data that ranks exchange.
 
     Args:
         quantized_comms: precision of embeddings and of their gradients: ``forward`` and ``backward``, each ``fp32``,
@@ -108,7 +110,7 @@ class MemoryOptions:
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """Checks of what is trained on.
+    """Checks of batches and losses.
 
     Args:
         validate_ids: check every id against its table before the lookup (default False). Costs a pass over the ids.
@@ -133,7 +135,7 @@ class SessionOptions:
     Each group may also be given as a mapping of its fields, or as None for its defaults.
 
     Raises:
-        SetupError: a group is none of these, or has a field or a value that it does not have.
+        SetupError: a group is none of these, or has an unknown field or an invalid value.
     """
 
     rewrite: RewriteOptions = RewriteOptions()

@@ -1,8 +1,9 @@
-"""What replays of the recsys tasks restore, where it is more than fields of tensors.
+"""Effects of the recsys tasks that replays restore, other than tensors of the context.
 
-A replayed iteration has a batch like the captured one's, but of its own, and its sharded modules are served only what
-was distributed for the very pieces of the batch that the step passes them. So what a task hands on is made anew around
-the present batch: splits and tensors that are already here are waited for again, and outputs are cut anew.
+A replayed iteration has a batch equal to the captured one, but in other objects, and its sharded modules are only
+served features that were distributed for the very objects that the step passes to them. Results of a task are therefore
+rebuilt around the current batch: its wait for splits and tensors returns those that were received before, and its
+outputs are cut again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class RecsysReplays:
 
     Args:
         rewrite: the rewritten model.
-        reducer: averages dense gradients over ranks; none where something else does.
+        reducer: averages dense gradients over ranks; None if they are averaged elsewhere.
     """
 
     def __init__(self, rewrite: ModelRewrite, reducer: DenseGradientReducer | None) -> None:
@@ -46,7 +47,7 @@ class RecsysReplays:
         buffers = {id(buffer) for module in modules for buffer in module.buffers()}
         model = rewrite.model
         self._dense = [parameter for parameter in model.parameters() if id(parameter) not in sharded]
-        # Of feature processors: the tables' are trained by kernels, and have no gradients here.
+        # Gradients of feature processors. Kernels train the tables, whose parameters have no gradients.
         self._in_modules = [parameter for module in modules for parameter in feature_processors(module)]
         self._buffers = [buffer for buffer in model.buffers() if id(buffer) not in buffers]
 
@@ -56,7 +57,7 @@ class RecsysReplays:
         def again(ctx: RecsysContext, balance: Balance | None) -> None:
             ctx.balance = None if balance is None else balance.around(ctx.batch)
 
-        # The workloads are known: to wait for the partition once more is to exchange the samples once more.
+        # The workloads are known, so another wait for the partition exchanges the samples again.
         return (DeclaredIO(lambda ctx: ByReference(ctx.balance), again, ("balance",)),)
 
     def splits(self) -> tuple[DeclaredIO, ...]:
@@ -64,7 +65,7 @@ class RecsysReplays:
             inputs = self._rewrite.inputs_again(ctx.batch, splits.inputs.contexts)
             ctx.splits = replace(splits, inputs=inputs)
 
-        # To wait for the splits once more is to send the tensors once more.
+        # Another wait for the splits sends the tensors again.
         return (DeclaredIO(lambda ctx: ByReference(ctx.splits), again, ("splits",)),)
 
     def requests(self) -> tuple[DeclaredIO, ...]:
@@ -103,7 +104,7 @@ class RecsysReplays:
         def again(ctx: RecsysContext, outputs: Mapping[str, Any]) -> None:
             ctx.embeddings = Embeddings(ctx.features.inputs)
             for name, output in outputs.items():
-                # What has no graph gets no lookups' calls: there is nothing in front of the cut to send gradients to.
+                # Outputs without a graph get no captured lookups, since no gradients can be sent to them.
                 ctx.embeddings.keep_ready(name, output)
             if torch.is_grad_enabled():
                 for module in self._pipelined(outputs):
@@ -120,7 +121,7 @@ class RecsysReplays:
                 _tensors(output, handed_on)
             return [*handed_on, *self._dense]
 
-        # What the step took of the embeddings, and what it looked up for itself, is left as it is.
+        # Outputs that the step has taken, and lookups that it made directly, are left as they are.
         embeddings = DeclaredIO(lambda ctx: None, lambda ctx, _: None, ("embeddings",), upstream)
         gradients = self._gradients_of([*self._dense, *self._in_modules])  # the step may begin with zero_grad()
         return embeddings, gradients, self._values_of(self._buffers)
@@ -165,7 +166,7 @@ class RecsysReplays:
 
         return DeclaredIO(lambda ctx: None, left), self._gradients_of([*self._dense, *self._in_modules])
 
-    # ------------------------------------------------------------------ their parts
+    # ------------------------------------------------------------------ building blocks
 
     def _pipelined(self, names: Iterable[str]) -> list[nn.Module]:
         return [self._rewrite.modules[name] for name in names]
@@ -194,7 +195,7 @@ def _waited_for(inputs: Inputs, tensors: Mapping[str, Any]) -> Requests:
 
 
 def _tensors(output: Any, found: list[Tensor]) -> None:
-    """The differentiable tensors of a sharded module's output, as the step gets it."""
+    """Collect the differentiable tensors of a sharded module's output, in the form that the step gets."""
     if isinstance(output, Tensor):
         found.append(output)
     elif isinstance(output, dict):

@@ -1,10 +1,10 @@
-"""One sharded model in training and in evaluation: what both are built of, assembled in one place.
+"""Assembles the parts that training and evaluation of one sharded model share.
 
 RecsysSession ── process groups ── input dist, dense gradients, balancer, statuses of ranks
      │
      ├── training      rewrite + reducer + balancer + replicas ──► tasks
-     ├── rehearsal     another rewrite, of training set aside ───► tasks (for a profile)
-     └── evaluations   a rewrite each ───────────────────────────► tasks
+     ├── rehearsal     another rewrite, training suspended ──────► tasks (for a profile)
+     └── evaluations   one rewrite each ─────────────────────────► tasks
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ Transfer = Callable[[Any], Any]
 
 
 class RecsysSession:
-    """Builds and holds what the training and the evaluations of one sharded model share, until it is closed.
+    """Builds and holds the shared parts of the training and the evaluations of one sharded model, until it is closed.
 
     Process groups are made at first use, so every rank makes the same calls in the same order.
 
     Args:
-        model: what :func:`~lightning_pipe.recsys.sharding.shard.shard_model` returns, or a module that TorchRec's
+        model: the result of :func:`~lightning_pipe.recsys.sharding.shard.shard_model`, or a module that TorchRec's
             ``DistributedModelParallel`` has sharded, whose wrapper averages the dense gradients.
         plan: plan of the training; None if it is found while training.
         device: device of the batches.
-        options: of the rewrite, of ids on the wire, of memory and of checks.
-        balancer: exchanges samples between ranks in training; opened there, and closed with the session.
-        input_group: process group of the input dist; None makes one if the plan works ahead.
+        options: options of the rewrite, of ids on the wire, of memory and of checks.
+        balancer: exchanges samples between ranks in training; opened when training begins and closed with the session.
+        input_group: process group of the input dist; None to make one if the plan runs tasks ahead.
         timeout: timeout of a collective in the groups that are made here (default PyTorch's).
 
     Attributes:
-        options: as given.
-        world: all ranks; None without ``torch.distributed``.
-        reducer: averages the dense gradients; None outside of training, and for a model that averages its own.
+        options: the options passed to the session.
+        world: group of all ranks; None without ``torch.distributed``.
+        reducer: averages the dense gradients; None outside of training, and for a model whose wrapper averages them.
         rewrite: rewrite of the training; None outside of it.
     """
 
@@ -93,21 +93,22 @@ class RecsysSession:
 
     @property
     def sharded(self) -> ShardedModel:
-        """What ``shard_model`` returned, for sessions that were given that."""
+        """The result of ``shard_model``, in sessions that were built with one."""
         assert self._sharded is not None, "the module was sharded elsewhere"
         return self._sharded
 
     # ------------------------------------------------------------------ training
 
     def begin_training(self, bring_rates: Callable[[], None] | None) -> None:
-        """Prepare the averaging of dense gradients. Every rank calls this.
+        """Prepare the averaging of dense gradients. Every rank calls this method.
 
         Args:
-            bring_rates: copies the current learning rates into the tables' optimisers; None if that is done elsewhere.
+            bring_rates: copies the current learning rates into the tables' optimisers; None if they are copied
+                elsewhere.
         """
         self._bring_rates = bring_rates
         if self._sharded is not None:
-            # Not the input group: the input dists of later batches run while gradients are reduced.
+            # Not the input group: the input dists of later batches overlap with the reduction of gradients.
             self.reducer = DenseGradientReducer(self._sharded.dense_parameters(), self._group("dense"))
             self._undo.callback(self.reducer.close)
 
@@ -121,13 +122,13 @@ class RecsysSession:
         extra: Mapping[str, RecsysTask] | None = None,
         **actions: Any,
     ) -> list[PipelineTask]:
-        """Rewrite the model, and build the tasks that train it; after :meth:`begin_training`. Every rank calls this.
+        """Rewrite the model and build the tasks that train it, after :meth:`begin_training`. Every rank calls it.
 
         Args:
-            step: name of the model's method that a batch is trained with.
+            step: name of the model's method that trains a batch.
             transfer: moves a batch to the device.
-            clipped: gradients are scaled in the optimiser step, by one norm of all.
-            loss_scaled: the optimiser step may be skipped where a gradient overflowed.
+            clipped: True if the optimiser step scales all gradients by their common norm.
+            loss_scaled: True if the optimiser step may be skipped after an overflow of a gradient.
             extra: see :func:`~lightning_pipe.recsys.tasks.task_list.recsys_tasks`.
             actions: other arguments of :class:`~lightning_pipe.recsys.tasks.actions.RecsysActions`.
         """
@@ -144,25 +145,25 @@ class RecsysSession:
         return recsys_tasks(self._actions, scaled_late=clipped or loss_scaled, extra=extra)
 
     def give_up(self, contexts: Any) -> None:
-        """Take back lookups of batches that are not going to be trained."""
+        """Undo the lookups of batches that will not be trained."""
         if self._actions is not None:
             self._actions.give_up(contexts)
 
     def end_training(self) -> None:
-        """Restore the model. The process groups, and the reducer, stay for another training."""
+        """Restore the model. The process groups and the reducer stay for another training."""
         rewrite, self.rewrite, self._actions = self.rewrite, None, None
         if rewrite is not None:
             rewrite.restore()
 
     @contextmanager
     def set_aside(self, pipeline: SWPipeline | None) -> Iterator[None]:
-        """Context in which the model is as if no batch were in training; batches in flight stay valid.
+        """Context that suspends training: the model is as if no batch were in flight, and these batches stay valid.
 
         Args:
             pipeline: pipeline of the training; None outside of it.
         """
         if pipeline is not None:
-            pipeline.settle()  # a worker may be fetching rows for a batch in training
+            pipeline.settle()  # a worker may still prefetch rows for a training batch
         rewrite = self.rewrite
         sharded = self._sharded.sharded_modules if self._sharded is not None else rewrite.modules if rewrite else {}
         with prefetches_set_aside(sharded.values()):
@@ -178,15 +179,15 @@ class RecsysSession:
     def rehearsal(
         self, step: str, plan: PipelinePlan, *, clipped: bool, **actions: Any
     ) -> Iterator[list[PipelineTask]]:
-        """Context with tasks that train as the training's do, while that is set aside. Every rank enters it.
+        """Context with tasks that train as the training's tasks do, while training is suspended. Every rank enters it.
 
         Args:
             step: as in :meth:`training_tasks`.
             plan: plan that the tasks are for.
             clipped: as in :meth:`training_tasks`.
-            actions: as in :meth:`training_tasks`; *transfer* is one of them.
+            actions: as in :meth:`training_tasks`, including *transfer*.
         """
-        # Replayed iterations read their batches again, so their ids must stay.
+        # Replayed iterations read their batches again, so ids must not be released.
         rewrite = self.new_rewrite(
             step, split_backward=clipped, look_ahead=looks_ahead(plan), free_features_early=False
         )
@@ -216,16 +217,16 @@ class RecsysSession:
     def evaluation_tasks(
         self, step: str, *, transfer: Transfer, lookup_context: LookupContext | None = None, **actions: Any
     ) -> tuple[ModelRewrite, list[PipelineTask]]:
-        """Rewrite the model for an evaluation, while training is set aside. Every rank calls this.
+        """Rewrite the model for an evaluation while training is suspended. Every rank calls this method.
 
         Args:
-            step: name of the model's method that a batch is evaluated with.
+            step: name of the model's method that evaluates a batch.
             transfer: moves a batch to the device.
             lookup_context: context of the lookups, such as a precision plugin's.
             actions: other arguments of :class:`~lightning_pipe.recsys.tasks.actions.RecsysActions`.
 
         Returns:
-            The rewrite, detached, and its tasks.
+            The detached rewrite and its tasks.
         """
         rewrite = self.new_rewrite(step)
         rewrite.detach()
@@ -242,13 +243,14 @@ class RecsysSession:
         look_ahead: bool = False,
         free_features_early: bool | None = None,
     ) -> ModelRewrite:
-        """Another rewrite of the model, whose present one is detached. Every rank calls this.
+        """Rewrite the model once more while its current rewrite is detached. Every rank calls this method.
 
         Args:
-            step: name of the model's method that a batch is trained or evaluated with.
+            step: name of the model's method that trains or evaluates a batch.
             split_backward: see :class:`~lightning_pipe.recsys.rewrite.model_rewrite.ModelRewrite`.
-            look_ahead: see there.
-            free_features_early: see there; by default as asked for of this session.
+            look_ahead: see :class:`~lightning_pipe.recsys.rewrite.model_rewrite.ModelRewrite`.
+            free_features_early: see :class:`~lightning_pipe.recsys.rewrite.model_rewrite.ModelRewrite`; None for the
+                session's memory option.
         """
         early = self.options.memory.free_features_early if free_features_early is None else free_features_early
         return ModelRewrite(
@@ -268,15 +270,15 @@ class RecsysSession:
     # ------------------------------------------------------------------ process groups, memory, end
 
     def _group(self, name: str) -> dist.ProcessGroup:
-        """A process group of all ranks, made at first use."""
+        """Return the process group *name* of all ranks, made at its first use."""
         if name not in self._groups:
             self._groups[name] = self._left_at_end(new_group(timeout=self._timeout))
         return self._groups[name]
 
     def _input(self) -> dist.ProcessGroup | None:
-        """The group of the input dist, over the ranks that share the tables; None if the tables' own serves."""
+        """Return the input dist's group, over the ranks that share the tables; None to use the tables' group."""
         if not self._input_group_known:
-            # Ranks with other plans would wait for each other to make a group.
+            # Ranks with different plans would wait for each other in new_group.
             plan = self._plan
             check_agreement([("name", "auto")] if plan is None else plan.description(), "plan", self.world)
             if self.world is not None and (plan is None or needs_input_group(plan)):
@@ -287,7 +289,7 @@ class RecsysSession:
 
     def _left_at_end(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         def leave() -> None:
-            # The user may have left the world, and with it all groups, before the session was closed.
+            # The user may have destroyed the world, and with it all groups, before the session was closed.
             if dist.is_initialized():
                 dist.destroy_process_group(group)
 
@@ -295,7 +297,7 @@ class RecsysSession:
         return group
 
     def close(self) -> None:
-        """Restore the model, and leave the process groups. May be called again."""
+        """Restore the model and leave the process groups. May be called again."""
         self.rewrite = self._actions = None
         self._undo.close()
 

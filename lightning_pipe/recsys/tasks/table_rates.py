@@ -1,4 +1,4 @@
-"""Learning rates of the tables while they are trained: of a schedule of their own, or following the dense optimiser.
+"""Learning rates of the tables in training: from a separate schedule, or following the dense optimiser.
 
 Tested in ``tests/strategies/recommender/test_strategy.py``.
 """
@@ -22,11 +22,13 @@ class TableRates:
 
     Args:
         sharded: model whose tables are trained.
-        optimizer: gives the dense optimiser, whose first group the rates follow by default: base rate times its factor.
-        schedule: ``class_path`` and ``init_args`` of a learning-rate scheduler for the tables; None to follow.
+        optimizer: returns the dense optimiser. By default each table's rate is its base rate times the factor of the
+            optimiser's first group.
+        schedule: ``class_path`` and ``init_args`` of a learning-rate scheduler for the tables; None to follow the dense
+            optimiser.
 
     Raises:
-        SetupError: there is no such scheduler, or it steps on a metric.
+        SetupError: the scheduler does not exist, or it steps on a metric.
     """
 
     def __init__(
@@ -35,14 +37,14 @@ class TableRates:
         self._sharded = sharded
         self._optimizer = optimizer
         self._base: float | None = None
-        # There are no groups where configure_optimizers returned nothing.
+        # The optimiser has no groups if configure_optimizers returned nothing.
         if optimizer().param_groups:
             self._base = base_learning_rate(optimizer())
         rates = {name: table.learning_rate for name, table in sharded.tables.items()}
         self.schedule = None if schedule is None else TableSchedule(schedule, rates)
 
     def bring(self) -> None:
-        """Copy the rates of now."""
+        """Copy the current rates."""
         if self.schedule is not None:
             self._sharded.set_learning_rates(self.schedule.learning_rates())
         elif (optimizer := self._optimizer()).param_groups:

@@ -1,4 +1,4 @@
-"""The tasks of a sharded recommender's training iteration, as a plan takes them."""
+"""The tasks of a sharded recommender's training iteration, in the form that plans expect."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def recsys_tasks(
     replicated: bool = False,
     extra: Mapping[str, RecsysTask] | None = None,
 ) -> list[PipelineTask]:
-    """The eleven tasks, in serial order.
+    """Return the eleven tasks in serial order.
 
-    With ``BalanceStart`` and ``BalanceFinish`` if the actions have a balancer, with ``SyncReplicas`` if they have
+    ``BalanceStart`` and ``BalanceFinish`` are added if the actions have a balancer, ``SyncReplicas`` if they have
     replicas of tables.
 
     Args:
-        actions: what they do; without it they are declarations, enough to build, check and show a plan.
-        balanced: without actions, whether the tasks of a balancer are among them.
-        replicated: without actions, whether there are replicas of tables.
-        scaled_late: what becomes of the gradients of the embeddings is known only in the optimiser step, which scales
-            them (clipping by a global norm) or skips them (loss scaling): ``EmbBackward`` then comes after it.
-        extra: tasks of the caller's own, each by the name of the task that it follows in serial order.
+        actions: actions of the tasks; None for declarations, which suffice to build, check and show a plan.
+        balanced: without actions, True to include the tasks of a balancer.
+        replicated: without actions, True to include the average of table replicas.
+        scaled_late: True if the gradients of the embeddings are scaled (clipping by a global norm) or skipped (loss
+            scaling) in the optimiser step; ``EmbBackward`` then follows it.
+        extra: additional tasks, each by the name of the task that it follows in serial order.
 
     Raises:
-        PlanError: an extra task follows one that does not exist, or has the name of another.
+        PlanError: an extra task follows a task that does not exist, or has the name of another task.
     """
     if actions is not None:
         balanced, replicated = actions.balancer is not None, actions.replicas is not None
@@ -51,14 +51,16 @@ def _with_extra(declared: Iterable[RecsysTask], extra: Mapping[str, RecsysTask])
     declared, found = list(declared), []
     taken = [one.name for one in (*declared, *extra.values())]
     if twice := sorted({name for name in taken if taken.count(name) > 1}):
-        raise PlanError(f"extra tasks are called {', '.join(twice)}, as other tasks are; give each a name of its own")
+        raise PlanError(f"extra tasks have the names of other tasks: {', '.join(twice)}. Give each task a unique name.")
     for one in declared:
         found.append(one)
         while (following := extra.get(found[-1].name)) is not None:
             found.append(following)
     names = [one.name for one in found]
     if unknown := sorted(set(extra) - set(names)):
-        raise PlanError(f"extra tasks follow {', '.join(unknown)}; expected names of tasks: {', '.join(names)}")
+        raise PlanError(
+            f"extra tasks must follow one of {', '.join(names)}, got {', '.join(unknown)}. Correct the keys of extra."
+        )
     return found
 
 
@@ -77,10 +79,10 @@ def _task(declared: RecsysTask, actions: RecsysActions | None, scaled_late: bool
 
 
 class _Undefined:
-    """The function of a task without a model. It can be pickled, as strategies are for processes that are spawned."""
+    """Function of a task without a model. It can be pickled, as strategies are for spawned processes."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __call__(self, ctx: IterContext) -> None:
-        raise LookupError(f"task {self._name!r} is a declaration; give recsys_tasks() the actions of a model to run it")
+        raise LookupError(f"task {self._name!r} has no model to run on. Pass the actions of a model to recsys_tasks().")

@@ -37,45 +37,47 @@ from lightning_pipe.recsys.tasks.train_pipeline_checks import (
 
 
 class TrainPipeline:
-    """Trains a sharded model one batch a :meth:`progress` call, under any recsys plan.
+    """Trains a sharded model under any recsys plan, one batch per call of :meth:`progress`.
 
-    Where the model is in evaluation mode (``model.eval()``), ``progress`` computes its output under ``no_grad`` and
-    trains nothing, as TorchRec's pipelines do; all ranks must be in one mode.
+    If the model is in evaluation mode (``model.eval()``), ``progress`` computes its output under ``no_grad`` and does
+    not train, as TorchRec's pipelines do. All ranks must be in the same mode.
 
     Args:
-        model: TorchRec's ``DistributedModelParallel`` (its data-parallel wrapper averages the dense gradients), or what
-            :func:`~lightning_pipe.recsys.sharding.shard.shard_model` returns (this project's reducer does). Called with
-            a batch it returns ``(losses, output)``, as TorchRec's pipelines expect; losses are summed. With the latter,
-            losses may be None, on any ranks: such a rank counts as having gradients of zero. With the former, on all
-            ranks or none.
-        optimizer: steps the dense parameters. Learning rates set between two calls of :meth:`progress` count from the
-            next batch on; the tables' are those of the model's ``fused_optimizer``, which TorchRec's
-            ``CombinedOptimizer`` joins with the dense one for a scheduler, or ``ShardedModel.set_learning_rates``.
-        device: where batches are moved.
-        plan: a name, a plan, or the path of a plan in YAML.
-        execute_all_batches: train what is in flight when the data ends; otherwise it is given up.
-        custom_model_fwd: called with the batch in place of the model.
+        model: TorchRec's ``DistributedModelParallel`` (its data-parallel wrapper averages the dense gradients), or the
+            result of :func:`~lightning_pipe.recsys.sharding.shard.shard_model` (this project's reducer averages them).
+            Called with a batch, it returns ``(losses, output)``, as TorchRec's pipelines expect; the losses are summed.
+            With a model of ``shard_model``, losses may be None on any rank, which then contributes zero gradients. With
+            ``DistributedModelParallel``, losses are None on all ranks or on none.
+        optimizer: optimiser of the dense parameters. Learning rates set between two calls of :meth:`progress` take
+            effect with the next batch. The tables' rates are set through the model's ``fused_optimizer``, which
+            TorchRec's ``CombinedOptimizer`` joins with the dense optimiser for a scheduler, or with
+            ``ShardedModel.set_learning_rates``.
+        device: device that batches are moved to.
+        plan: name of a plan, a plan, or the path of a plan in YAML (default ``"prefetch"``).
+        execute_all_batches: True (default) trains the batches in flight when the data ends; False abandons them.
+        custom_model_fwd: function called with the batch instead of the model (default None).
         options: option groups by name, each a dataclass or a mapping of its fields: ``rewrite``
             (:class:`~lightning_pipe.recsys.RewriteOptions`; evaluations are always pipelined), ``wire``
-            (:class:`~lightning_pipe.recsys.WireOptions`; only of ids, since *model* has its codecs already), ``memory``
-            (:class:`~lightning_pipe.recsys.MemoryOptions`) and ``checks``
+            (:class:`~lightning_pipe.recsys.WireOptions`; only ``ids``, since *model* has its codecs already),
+            ``memory`` (:class:`~lightning_pipe.recsys.MemoryOptions`) and ``checks``
             (:class:`~lightning_pipe.recsys.CheckOptions`).
-        accumulate: how many batches' gradients a step of the optimiser takes, each of its loss over as many. Tables
-            step in every batch, with the gradients of the same. What is not full when the data end goes on with the
-            next iterator. It takes a model of ``shard_model`` and no ``max_norm``.
-        max_norm: scale all gradients of a batch, the tables' included, so that their norm is at most this; None for no
-            limit. It takes a model of ``shard_model``.
-        balancer: exchanges samples between ranks, so that all have about as much to do: a
+        accumulate: number of batches whose gradients are accumulated for an optimiser step (default 1). Each loss is
+            divided by this number. Tables step in every batch, with the gradients of the divided loss. A window that is
+            not full when the data ends continues with the next iterator. Above 1, requires a model of ``shard_model``
+            and no ``max_norm``.
+        max_norm: largest norm of all gradients of a batch together, the tables' included; larger gradients are scaled
+            down to it (default None, no limit). Requires a model of ``shard_model``.
+        balancer: exchanges samples between ranks, so that all ranks have about the same work: a
             :class:`~lightning_pipe.recsys.balancing.balancer.BatchBalancer`, its arguments as a mapping, or True for
-            its defaults. Batches of a model in evaluation mode stay as they are.
-        extra_tasks: tasks of your own in training, each by the name of the task that it follows in serial order; *plan*
+            its defaults (default None). Batches of a model in evaluation mode are not exchanged.
+        extra_tasks: additional training tasks, each by the name of the task that it follows in serial order; *plan*
             must place them.
-        input_group: process group of the input dist, of the ranks that the tables are sharded over; by default a new
-            one, which every rank of the world must make, or under a plan that works no batch ahead the tables' own.
+        input_group: process group of the input dist, over the ranks that the tables are sharded over. By default every
+            rank of the world makes a new group; under a plan that runs no batch ahead, the tables' group is used.
 
     Raises:
-        PlanError: there is no such plan, or it cannot be run.
-        SetupError: an argument is of a wrong type; the model holds no sharded module, one that cannot be trained here,
+        PlanError: the plan does not exist, or cannot be run.
+        SetupError: an argument has the wrong type; the model holds no sharded module, one that cannot be trained here,
             or one with trained feature processors inside ``DistributedDataParallel``; or it is in another pipeline.
 
     Example::
@@ -106,7 +108,7 @@ class TrainPipeline:
         extra_tasks: Mapping[str, RecsysTask] | None = None,
         input_group: dist.ProcessGroup | None = None,
     ) -> None:
-        # Refused before anything is made.
+        # All refusals come before anything is built.
         check_flags(execute_all_batches=execute_all_batches)
         chosen = option_group(SessionOptions, "options", options)
         refuse_of_strategies(chosen)
@@ -118,14 +120,14 @@ class TrainPipeline:
         if clip is not None and accumulate != 1:
             raise SetupError(
                 f"max_norm is {max_norm} and accumulate is {accumulate}, but tables step in every batch, before the"
-                " norm of a step's gradients is known; leave one of them out"
+                " norm of the accumulated gradients is known. Remove one of the two."
             )
         self._balancer = make_balancer(balancer)
         self._model: nn.Module = model.module if isinstance(model, ShardedModel) else model
         self._forward = self._model if custom_model_fwd is None else custom_model_fwd
         self._execute_all_batches = execute_all_batches
         self._closed = False
-        # Its step trains nothing, that is done in backward: it hands learning rates to the kernels.
+        # Tables are trained in backward; the step of their optimiser only copies learning rates to the kernels.
         tables: KeyedOptimizer | None = getattr(model, "fused_optimizer", None)
         self._session = session = RecsysSession(
             model,
@@ -163,15 +165,15 @@ class TrainPipeline:
         """Train the next batch.
 
         Args:
-            dataloader_iter: gives batches on the host; after its end the batches in flight are trained, one a call.
+            dataloader_iter: yields batches on the host. After its end, each call trains one of the batches in flight.
 
         Returns:
-            The second element of what the model returned.
+            The second element of the model's result.
 
         Raises:
-            StopIteration: every batch has been trained; an iterator with more batches may follow.
-            InputError: a batch cannot be trained; on every rank, whichever has the batch. Closes the pipeline.
-            TaskError: the model, the optimiser or the iterator raised. Closes the pipeline.
+            StopIteration: every batch has been trained; training may continue with another iterator.
+            InputError: a batch cannot be trained; raised on every rank, whichever has the batch. Closes the pipeline.
+            TaskError: the model, the optimiser or the iterator raised an error. Closes the pipeline.
         """
         self._refuse_while_evaluating()
         if not self.rewrite.attached:
@@ -183,21 +185,20 @@ class TrainPipeline:
     def evaluate(self, dataloader_iter: Iterator[Any]) -> Generator[Any, None, None]:
         """Run the model on batches without training them, between two calls of :meth:`progress`.
 
-        Training batches in flight stay in flight, and training goes on as it would have without. The evaluation is
-        pipelined too, as far ahead as the plan says, and by itself: no training batch takes part. Replicas of tables
-        are averaged first.
+        Training batches stay in flight, and training then continues as if there had been no evaluation. The evaluation
+        is pipelined as far ahead as the plan allows, without any training batch. Replicas of tables are averaged first.
 
         Args:
-            dataloader_iter: gives batches on the host, on every rank as many.
+            dataloader_iter: yields batches on the host, the same number on every rank.
 
         Yields:
-            The second element of what the model returned for each, in evaluation mode and under ``no_grad``. Training
-            goes on when the last one was yielded, or the generator is closed; all ranks must stop at one batch.
+            The second element of the model's result for each batch, in evaluation mode and under ``no_grad``. Training
+            may continue when the generator has ended or is closed. All ranks must stop at the same batch.
 
         Raises:
-            SetupError: another evaluation is not over, or the pipeline is closed.
-            InputError: a batch cannot be fed to the model; on every rank. Closes the pipeline.
-            TaskError: the model or the iterator raised. Closes the pipeline.
+            SetupError: another evaluation is still running, or the pipeline is closed.
+            InputError: a batch cannot be fed to the model; raised on every rank. Closes the pipeline.
+            TaskError: the model or the iterator raised an error. Closes the pipeline.
         """
         self._refuse_while_evaluating()
         self.attach()
@@ -224,8 +225,8 @@ class TrainPipeline:
     def _refuse_while_evaluating(self) -> None:
         if self._evaluating:
             raise SetupError(
-                "an evaluation is not over, but the pipeline is to go on; take all that evaluate() yields, or call the"
-                " generator's close()"
+                "an evaluation of this pipeline is still running. Consume all outputs of evaluate(), or call its"
+                " close(), before you call the pipeline again."
             )
 
     @contextmanager
@@ -239,7 +240,7 @@ class TrainPipeline:
             cause = error.__cause__
             if not isinstance(cause, PipelineError):
                 raise
-            cause.add_note(error.where)  # it says what was wrong, the note where
+            cause.add_note(error.where)  # the cause describes the error, the note names the task and batch
             raise cause from cause.__cause__
         except BaseException:
             self.close()
@@ -247,7 +248,7 @@ class TrainPipeline:
 
     @property
     def balance_report(self) -> BalanceReport | None:
-        """How uneven the work of ranks was before samples were exchanged, and after; None without a balancer."""
+        """Imbalance of the ranks' work before and after samples were exchanged; None without a balancer."""
         return None if self._balancer is None else self._balancer.report
 
     def _train_next(self, dataloader_iter: Iterator[Any]) -> IterContext:
@@ -265,30 +266,31 @@ class TrainPipeline:
         return ctx
 
     def detach(self) -> nn.Module:
-        """Give the model back as it was, its forwards restored; batches in flight are kept for :meth:`attach`."""
+        """Return the model with its forwards restored; batches in flight are kept for :meth:`attach`."""
         self.rewrite.detach()
         return self._model
 
     def attach(self, model: nn.Module | None = None) -> None:
-        """Take the model back after :meth:`detach`; :meth:`progress` does so by itself.
+        """Rewrite the model again after :meth:`detach`; :meth:`progress` does so automatically.
 
         Args:
-            model: the model that ``detach`` gave, for TorchRec's signature.
+            model: the model that ``detach`` returned; accepted for compatibility with TorchRec's signature.
 
         Raises:
-            SetupError: another model, or the pipeline is closed.
+            SetupError: *model* is another model, or the pipeline is closed.
         """
         if self._closed:
-            raise SetupError("this TrainPipeline is closed; build a new one over the model")
+            raise SetupError("this TrainPipeline is closed. Build a new one over the model.")
         if model is not None and get_unwrapped_module(model) is not get_unwrapped_module(self._model):
             raise SetupError(
-                f"attach() was given another {type(model).__name__} than the pipeline was built over; give the one that"
-                " detach() returned, or build a new TrainPipeline over the other"
+                f"attach() expected the model that the pipeline was built over, got another"
+                f" {type(model).__name__}. Pass the model that detach() returned, or build a new TrainPipeline over the"
+                " other model."
             )
         self.rewrite.attach()
 
     def reset(self) -> None:
-        """Give up the batches in flight; the next :meth:`progress` starts afresh. All ranks must do so at one point."""
+        """Abandon the batches in flight; :meth:`progress` then starts afresh. All ranks call this at the same batch."""
         self._session.give_up(self.pipeline.in_flight)
         self.pipeline.abandon()
 
@@ -305,8 +307,8 @@ class TrainPipeline:
         output = self._forward(batch)
         if output is not None and not (isinstance(output, (tuple, list)) and len(output) == 2):
             raise SetupError(
-                f"the model returned a {type(output).__name__}; needed is a pair (losses, output), as TorchRec's train"
-                " pipelines expect. Return (loss, None) where there is nothing else"
+                f"expected the model to return a pair (losses, output), as for TorchRec's train pipelines, got a"
+                f" {type(output).__name__}. Return (loss, None) if the model has no other output."
             )
         return output
 

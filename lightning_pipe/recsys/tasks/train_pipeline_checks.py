@@ -1,4 +1,4 @@
-"""What a :class:`~lightning_pipe.recsys.tasks.train_pipeline.TrainPipeline` is given, and cannot train with.
+"""Checks of the arguments of a :class:`~lightning_pipe.recsys.tasks.train_pipeline.TrainPipeline`.
 
 Tested in ``tests/recsys/tasks/test_train_pipeline.py``.
 """
@@ -23,56 +23,60 @@ __all__ = ["check_model", "clipping", "refuse_late_gradients", "refuse_of_strate
 
 
 def check_model(model: object, optimizer: object, forward: object) -> None:
-    """Checks that these are a model, an optimiser, and what is called in place of the model, or None.
+    """Check that the arguments are a model, an optimiser, and a function that replaces the model's forward, or None.
 
     Raises:
-        SetupError: one is not.
+        SetupError: an argument has another type.
     """
     if not isinstance(model, (nn.Module, ShardedModel)):
         raise SetupError(
-            f"the model is a {type(model).__name__}; needed is TorchRec's DistributedModelParallel, or what"
-            " shard_model() returns"
+            f"expected the model to be TorchRec's DistributedModelParallel or the result of shard_model(), got a"
+            f" {type(model).__name__}. Shard the model with shard_model() first."
         )
     if not (callable(getattr(optimizer, "step", None)) and callable(getattr(optimizer, "zero_grad", None))):
         raise SetupError(
-            f"the optimizer is a {type(optimizer).__name__}; needed is a torch.optim.Optimizer over the dense"
-            " parameters"
+            f"expected the optimizer to be a torch.optim.Optimizer over the dense parameters, got a"
+            f" {type(optimizer).__name__}. Pass such an optimizer."
         )
     if forward is not None and not callable(forward):
-        raise SetupError(f"custom_model_fwd is {forward!r}; needed is a function of the batch, or None")
+        raise SetupError(
+            f"custom_model_fwd must be a function of the batch or None, got {forward!r}. Pass one of these."
+        )
 
 
 def refuse_of_strategies(options: SessionOptions) -> None:
-    """Refuse options that only a strategy can follow.
+    """Refuse options that only a strategy supports.
 
     Raises:
-        SetupError: names the first, and what to do instead.
+        SetupError: names the first such option and the alternative.
     """
     if options.wire.quantized_comms is not None:
         raise SetupError(
-            "wire.quantized_comms is given to a TrainPipeline, whose model is sharded already; give quantized_comms to"
-            " shard_model()"
+            "wire.quantized_comms cannot be set for a TrainPipeline, because its model is sharded already. Pass"
+            " quantized_comms to shard_model() instead."
         )
     if not options.rewrite.evaluation:
         raise SetupError(
-            "rewrite.evaluation is False, but TrainPipeline.evaluate() is always pipelined; leave it out, and call the"
-            " model that detach() returns"
+            "rewrite.evaluation is False, but TrainPipeline.evaluate() is always pipelined. Remove the option, and to"
+            " evaluate without a pipeline, call the model that detach() returns."
         )
 
 
 def clipping(model: nn.Module | ShardedModel, max_norm: float) -> Callable[[Embeddings], torch.Tensor]:
-    """What scales the gradients of a batch down to a norm of at most *max_norm*.
+    """Function that scales the gradients of a batch down to a norm of at most *max_norm*.
 
     Raises:
-        SetupError: no such number, or there is no norm to be had of the model's gradients.
+        SetupError: *max_norm* is not a positive number, or the norm of the model's gradients cannot be computed.
     """
     if not isinstance(model, ShardedModel):
         raise SetupError(
             f"max_norm is {max_norm}, but the model is a {type(model).__name__}, which averages gradients in backward,"
-            " before any norm is known; give the model that shard_model() returns"
+            " before their norm is known. Pass the model that shard_model() returns."
         )
     if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm > 0:
-        raise SetupError(f"max_norm is {max_norm!r}; needed is a number above 0, or None for no clipping")
+        raise SetupError(
+            f"max_norm must be a number above 0, or None for no clipping, got {max_norm!r}. Set one of these."
+        )
     refuse_norm(model.replicas)
     dense = [parameter for _, parameter in model.dense_parameters()]
 
@@ -84,10 +88,12 @@ def clipping(model: nn.Module | ShardedModel, max_norm: float) -> Callable[[Embe
 
 
 def refuse_late_gradients(model: nn.Module, rewrite: ModelRewrite) -> None:
-    """Feature processors get their gradients with the tables, when DistributedDataParallel is done with its own.
+    """Refuse trained feature processors inside DistributedDataParallel.
+
+    They get their gradients with the tables, after DistributedDataParallel has reduced its gradients.
 
     Raises:
-        SetupError: some are trained so.
+        SetupError: the model has such feature processors.
     """
     for wrapper in model.modules():
         if not isinstance(wrapper, DistributedDataParallel) or wrapper.process_group.size() == 1:
@@ -104,7 +110,7 @@ def refuse_late_gradients(model: nn.Module, rewrite: ModelRewrite) -> None:
         ]
         if late:
             raise SetupError(
-                f"sharded module(s) {', '.join(late)} hold feature processors that are trained, inside"
-                " DistributedDataParallel, which averages gradients before these have theirs: ranks would drift apart."
-                " Shard the model with lightning_pipe.recsys.shard_model, or freeze the processors before it is wrapped"
+                f"sharded module(s) {', '.join(late)} hold trained feature processors inside DistributedDataParallel,"
+                " which averages gradients before the processors have theirs, so ranks would diverge. Shard the model"
+                " with lightning_pipe.recsys.shard_model, or freeze the processors before the model is wrapped."
             )
