@@ -1,10 +1,9 @@
-"""Replicated (data-parallel) tables, trained as sharded ones are.
+"""Replicated (data-parallel) tables, trained in the same way as sharded tables.
 
-TorchRec keeps a small table whole on every rank and looks it up with a dense kernel: no fused optimiser sees it, and
-its lookup sits in a DistributedDataParallel that reduces inside backward. Here the lookup is taken out of that, and
-once the tables' backward is done the gradients are averaged over the ranks and each table is stepped by a plain
-optimiser. Rows without a gradient stay as they are under the optimisers allowed for it, so this is what a fused
-kernel does to the same table.
+TorchRec keeps a small table whole on every rank and looks it up with a dense kernel. No fused optimiser trains it, and
+its lookup is inside a DistributedDataParallel that reduces in backward. Here the lookup is unwrapped. After the tables'
+backward, the gradients are averaged over the ranks and a plain optimiser steps each table. The optimisers allowed for
+it leave rows without a gradient unchanged, so the result equals that of a fused kernel.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ __all__ = ["DataParallelTables", "unwrap_lookups"]
 
 
 def unwrap_lookups(lookups: list[nn.Module]) -> None:
-    """Takes the lookups of a sharded module out of DistributedDataParallel, in place.
+    """Unwrap the lookups of a sharded module from DistributedDataParallel, in place.
 
-    Its reducer would wait inside backward, and for ever where one rank's gradient does not come.
+    Its reducer would wait inside backward, and forever if one rank has no gradient.
     """
     for index, lookup in enumerate(lookups):
         if isinstance(lookup, DistributedDataParallel):
@@ -43,14 +42,14 @@ class _ReplicatedTable:
 
 
 class _ReplicatedOptimizer(KeyedOptimizer):
-    """One table's optimiser as TorchRec's fused ones are seen from outside: named state, and a rate that ``step`` sets.
+    """A table's optimiser with the interface of TorchRec's fused ones: named state, and a rate that ``step`` sets.
 
     Args:
         name: full name of the table, the key in checkpoints.
         short_name: the name in its module, which TorchRec puts before the names of states.
-        shown: the table as the sharded module shows it.
-        table: the table as it is stepped.
-        row_wise_state: whether the state is one number per row.
+        shown: the table's parameter in the sharded module.
+        table: the table's parameter in the kernel, and the optimiser that steps it.
+        row_wise_state: True if the state is one number per row.
     """
 
     def __init__(
@@ -60,28 +59,28 @@ class _ReplicatedOptimizer(KeyedOptimizer):
         states = {}
         accumulated = table.optimizer.state[table.parameter].get("sum")
         if accumulated is not None:
-            # a row-wise state is a column in TorchRec's unfused optimiser and a vector in FBGEMM's
+            # A row-wise state is a column in TorchRec's unfused optimiser and a vector in FBGEMM's.
             states[f"{short_name}.momentum1"] = accumulated.view(-1) if row_wise_state else accumulated
         rate = table.optimizer.param_groups[0]["lr"]
         super().__init__({name: shown}, {shown: states}, [{"params": [shown], "lr": rate}])
 
     def step(self, closure: Any = None) -> None:
-        """Hands on the learning rate; the table itself is stepped after the tables' backward."""
+        """Copy the learning rate to the inner optimiser, which steps the table after the tables' backward."""
         (group,) = self.param_groups
         self._inner.param_groups[0]["lr"] = group["lr"]
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Nothing: the step that trains the table clears its gradient."""
+        """Do nothing: the step that trains the table clears its gradient."""
 
 
 class DataParallelTables:
-    """All replicated tables of a model, stepped together.
+    """All replicated tables of a model, which step together.
 
     Args:
-        group: the group that gradients are averaged over; every rank of it holds every table.
+        group: process group that gradients are averaged over; every rank of it holds every table.
 
     Attributes:
-        keyed_optimizers: one for each table, to be combined with TorchRec's fused ones.
+        keyed_optimizers: one optimiser per table, to combine with TorchRec's fused ones.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -98,13 +97,13 @@ class DataParallelTables:
         table_optimizers: Mapping[str, TableOptimizer],
         parameters: Mapping[str, nn.Parameter],
     ) -> None:
-        """Adds the dense kernels of one lookup; nothing for a lookup of sharded tables.
+        """Add the dense kernels of one lookup. A lookup of sharded tables has none.
 
         Args:
-            lookup: a lookup out of a sharded module, unwrapped.
-            names: full names of its tables by their short ones.
-            table_optimizers: optimisers by full name.
-            parameters: the tables as the sharded module shows them, by full name.
+            lookup: an unwrapped lookup of a sharded module.
+            names: full names of its tables, by short name.
+            table_optimizers: optimisers, by full name.
+            parameters: parameters of the tables in the sharded module, by full name.
         """
         for kernel in lookup.modules():
             if not isinstance(kernel, BatchedDenseEmbeddingBag):
@@ -126,24 +125,24 @@ class DataParallelTables:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """One for each table."""
+        """Optimisers of the tables, one each."""
         return [table.optimizer for tables in self._tables for table in tables]
 
     def forget_gradients(self) -> None:
-        """Lets go of what the tables' backward left."""
+        """Clear the gradients that the tables' backward left."""
         for kernel in self._kernels:
             kernel.emb_module.weights.grad = None
         self._averaged = []
 
     @torch.no_grad()
     def average(self) -> list[torch.Tensor]:
-        """Averages the gradients over the ranks, unless those of this step are averaged already.
+        """Average the gradients over the ranks, unless this step's gradients are averaged already.
 
-        Every rank of the group calls it, from one thread, after the backward of the lookups; a rank whose lookups
-        got no gradient sends zeros.
+        Every rank of the group calls it, from one thread, after the backward of the lookups. A rank whose lookups got
+        no gradient sends zeros.
 
         Returns:
-            The averaged gradients, flat, one for each dense kernel.
+            The averaged gradients, flat, one per dense kernel.
         """
         weights = [kernel.emb_module.weights for kernel in self._kernels]
         if len(self._averaged) == len(weights) and all(map(_is_gradient_of, self._averaged, weights)):
@@ -159,15 +158,15 @@ class DataParallelTables:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Averages the gradients over the ranks, steps every table, clears the gradients.
+        """Average the gradients over the ranks, step every table and clear the gradients.
 
-        To be called as ``average`` is.
+        Called under the same conditions as ``average``.
         """
         if not self._kernels:
             return
         weights = tuple(kernel.emb_module.weights for kernel in self._kernels)
         gradients = self.average()
-        # Rows may have been looked up for a batch that is to be trained next: its backward does not read them.
+        # Rows may be looked up already for the next batch. Its backward does not read them.
         with version_counters_preserved(weights):
             for tables, gradient in zip(self._tables, gradients, strict=True):
                 sizes = [table.parameter.numel() for table in tables]

@@ -1,4 +1,4 @@
-"""Constraints and topology for TorchRec's planner, in plain words as YAML has them."""
+"""Constraints and topology of TorchRec's planner, in the plain types of YAML."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _PLANNER_KEYS = {"batch_size"}
 
 
 def _value(where: str, hint: Any, value: Any) -> Any:
-    """A value from YAML as the annotated type wants it: enums by name or value, dataclasses from mappings."""
+    """Convert a value from YAML to the annotated type: enums by name or value, dataclasses from mappings."""
     for wanted in typing.get_args(hint) or (hint,):
         if isinstance(wanted, type) and issubclass(wanted, enum.Enum) and isinstance(value, str):
             for member in wanted:
                 if value.lower() in (member.name.lower(), str(member.value).lower()):
                     return member
             names = ", ".join(member.name for member in wanted)
-            raise SetupError(f"{where} is {value!r}; needed is one of {names}")
+            raise SetupError(f"{where} must be one of {names}, got {value!r}. Use one of these names.")
         if wanted in (CacheParams, KeyValueParams) and isinstance(value, Mapping):
             return _dataclass(where, wanted, value)
     return value
@@ -50,7 +50,9 @@ def _dataclass(where: str, cls: type, values: Mapping[str, Any]) -> Any:
     allowed = [field.name for field in dataclasses.fields(cls)]
     unknown = sorted(set(values) - set(allowed))
     if unknown:
-        raise SetupError(f"{where} has the unknown key {', '.join(unknown)}; allowed are {', '.join(allowed)}")
+        raise SetupError(
+            f"{where} has the unknown key {', '.join(unknown)}. Remove it; expected one of {', '.join(allowed)}."
+        )
     return cls(**{key: _value(f"{where}, {key},", hints[key], value) for key, value in values.items()})
 
 
@@ -59,34 +61,38 @@ def read_constraints(
     tables: Sequence[Table],
     without: Collection[str] = (),
 ) -> dict[str, ParameterConstraints]:
-    """Reads constraints, by table name, from plain mappings or TorchRec's own objects, and adds what must hold.
+    """Read constraints, by table name, from plain mappings or TorchRec objects, and add those that must hold.
 
     Args:
-        constraints: for a table's name (``config.name``), the fields of TorchRec's ``ParameterConstraints``:
-            ``sharding_types``, ``compute_kernels``, ``min_partition``, ...; enums and ``cache_params`` in plain text.
+        constraints: by table name (``config.name``), the fields of TorchRec's ``ParameterConstraints``:
+            ``sharding_types``, ``compute_kernels``, ``min_partition`` and others; enums and ``cache_params`` in plain
+            types.
         tables: the tables of the model, with their optimisers.
-        without: sharding types that the planner is not to choose by itself.
+        without: sharding types that the planner must not choose unless they are requested.
 
     Raises:
-        SetupError: no mapping; or a table, key, sharding type or compute kernel that is not there or cannot be had.
+        SetupError: *constraints* is not a mapping; or a table, key, sharding type or compute kernel does not exist or
+            is not supported.
     """
     if constraints is not None and not isinstance(constraints, Mapping):
         raise SetupError(
-            f"constraints are {constraints!r}; needed is a mapping of tables' names to what holds for each, for example"
-            " {'users': {'sharding_types': ['row_wise']}}"
+            f"constraints must be a mapping from table names to constraints, got {constraints!r}. Use for example"
+            " {'users': {'sharding_types': ['row_wise']}}."
         )
     names = {table.config.name for table in tables}
     unknown = [name for name in constraints or {} if name not in names]
     if unknown:
         raise SetupError(
-            f"constraints name the table {', '.join(sorted(map(str, unknown)))}, which the model does not have; its"
-            f" tables are {', '.join(sorted(names))}"
+            f"constraints name the table {', '.join(sorted(map(str, unknown)))}, which the model does not have. Use one"
+            f" of its tables: {', '.join(sorted(names))}."
         )
     read: dict[str, ParameterConstraints] = {}
     for name, given in (constraints or {}).items():
         if not isinstance(given, ParameterConstraints):
             if not isinstance(given, Mapping):
-                raise SetupError(f"constraints of table {name} are {given!r}; needed is a mapping, or null for none")
+                raise SetupError(
+                    f"constraints of table {name} must be a mapping, got {given!r}. Set a mapping, or remove the entry."
+                )
             given = _dataclass(f"constraints of table {name}", ParameterConstraints, given)
         read[name] = dataclasses.replace(given)
     for table in tables:
@@ -119,30 +125,33 @@ def _add_what_must_hold(table: Table, constraints: dict[str, ParameterConstraint
 def read_topology(
     topology: Mapping[str, Any] | Topology | None, device: torch.device, world_size: int
 ) -> tuple[Topology, int | None]:
-    """Reads the topology that the planner plans for, from a plain mapping or TorchRec's own object.
+    """Read the planner's topology from a plain mapping or a TorchRec object.
 
     Args:
-        topology: arguments of TorchRec's ``Topology`` (``hbm_cap``, ``ddr_cap``: bytes a rank; ``local_world_size``:
-            ranks a node; bandwidths), and ``batch_size``, the batch of one rank that the planner reckons with.
-        device: the device that tables live on.
-        world_size: ranks that the tables are sharded over.
+        topology: arguments of TorchRec's ``Topology`` (``hbm_cap`` and ``ddr_cap`` in bytes per rank,
+            ``local_world_size`` in ranks per node, bandwidths), and ``batch_size``, the batch size per rank that the
+            planner assumes.
+        device: device of the tables.
+        world_size: number of ranks that the tables are sharded over.
 
     Returns:
-        The topology, and the batch size where one is given.
+        The topology, and the batch size or None.
 
     Raises:
-        SetupError: no mapping, an unknown key, or ranks a node other than the environment says.
+        SetupError: *topology* is not a mapping, has an unknown key, or differs from the environment in the ranks per
+            node.
     """
     if isinstance(topology, Topology):
         if topology.world_size != world_size:
             raise SetupError(
-                f"topology is for {topology.world_size} ranks, and there are {world_size}; make it for {world_size}"
+                f"topology must have {world_size} ranks, got {topology.world_size}. Build it with"
+                f" world_size={world_size}."
             )
         return topology, None
     if topology is not None and not isinstance(topology, Mapping):
         raise SetupError(
-            f"topology is {topology!r}; needed is a mapping, for example {{'hbm_cap': 80000000000}} (bytes a rank), or"
-            " TorchRec's Topology"
+            f"topology must be a mapping or TorchRec's Topology, got {topology!r}. Use for example"
+            " {'hbm_cap': 80000000000} (bytes per rank)."
         )
     given = dict(topology or {})
     arguments = inspect.signature(Topology.__init__).parameters
@@ -150,19 +159,20 @@ def read_topology(
     unknown = sorted(set(given) - set(allowed) - _PLANNER_KEYS)
     if unknown:
         raise SetupError(
-            f"topology has the unknown key {', '.join(unknown)}; allowed are {', '.join([*allowed, *_PLANNER_KEYS])}"
+            f"topology has the unknown key {', '.join(unknown)}. Remove it; expected one of"
+            f" {', '.join([*allowed, *_PLANNER_KEYS])}."
         )
     batch_size = given.pop("batch_size", None)
     local = get_local_size(world_size)
     if given.setdefault("local_world_size", local) != local:
         raise SetupError(
-            f"topology says local_world_size {given['local_world_size']}, and the environment says {local} ranks a"
-            " node; TorchRec's sharded modules go by the environment: set LOCAL_WORLD_SIZE to the ranks on this node"
+            f"topology has local_world_size {given['local_world_size']}, but the environment has {local} ranks per"
+            " node, and TorchRec's sharded modules use the environment. Set LOCAL_WORLD_SIZE to the ranks on this node."
         )
     given.setdefault("pod_size", get_topology_domain_multiple())
-    if "created_by_factory" in arguments:  # only silences a warning about topologies from the data centre
+    if "created_by_factory" in arguments:  # only silences a warning about topologies of data centres
         given["created_by_factory"] = True
     try:
         return Topology(world_size=world_size, compute_device=device.type, **given), batch_size
     except (TypeError, ValueError, AssertionError) as error:
-        raise SetupError(f"topology {dict(topology or {})} cannot be had: {error}") from error
+        raise SetupError(f"topology {dict(topology or {})} is invalid: {error}. Correct its values.") from error

@@ -1,4 +1,4 @@
-"""How tables are sharded: TorchRec's planner, asked on one rank, the same plan in every run."""
+"""Sharding plans: from TorchRec's planner on one rank, the same plan in every run."""
 
 from __future__ import annotations
 
@@ -32,16 +32,19 @@ __all__ = ["OrderedEnumerator", "check_plan", "make_plan"]
 logger = logging.getLogger(__name__)
 
 _TYPE_ORDER = [sharding_type.value for sharding_type in ShardingType]
-_RESERVED_PART = 0.15  # of a rank's memory, for what no estimate knows
-_COPIES_OF_DENSE = 6  # parameters, two optimiser states, and gradients with the buckets that reduce them
+_RESERVED_PART = 0.15  # of a rank's memory, for memory that no estimate covers
+_COPIES_OF_DENSE = 6  # parameters, two optimiser states, gradients and their reduction buckets
 
 
 class OrderedEnumerator(EmbeddingEnumerator):
-    """Lists options in one order: TorchRec's goes through sets of strings, whose order differs from run to run, and
-    the planner takes the first of equally good plans."""
+    """Lists sharding options in a fixed order.
+
+    TorchRec's enumerator iterates over sets of strings, whose order differs from run to run, and the planner takes the
+    first of equally good plans.
+    """
 
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
-        """TorchRec's options: a table's together, its sharding types in the order of TorchRec's list of them."""
+        """Return TorchRec's options grouped by table, with sharding types in the order of ``ShardingType``."""
         options = super().enumerate(module, sharders)
         tables = {name: index for index, name in enumerate(dict.fromkeys(option.fqn for option in options))}
         return sorted(
@@ -58,15 +61,15 @@ def make_plan(
     batch_size: int | None,
     group: dist.ProcessGroup,
 ) -> ShardingPlan:
-    """Plans on rank 0, and hands the plan, or the planner's error, to every rank.
+    """Plan on rank 0, and send the plan, or the planner's error, to every rank.
 
     Raises:
-        SetupError: no plan fits; on every rank.
+        SetupError: no plan fits; raised on every rank.
     """
     return from_rank(
         lambda: _planner(module, constraints, topology, batch_size).plan(module, sharders),
-        "TorchRec's planner found no plan for these tables; loosen the constraints, or give the topology more memory"
-        " (hbm_cap, ddr_cap: bytes a rank)",
+        "TorchRec's planner found no plan for these tables. Relax the constraints, or give the topology more memory"
+        " (hbm_cap and ddr_cap, in bytes per rank)",
         group,
     )
 
@@ -74,7 +77,7 @@ def make_plan(
 def _planner(
     module: nn.Module, constraints: dict[str, ParameterConstraints], topology: Topology, batch_size: int | None
 ) -> EmbeddingShardingPlanner:
-    """TorchRec's planner as it is by default, without its warnings about estimates that it makes itself by default."""
+    """TorchRec's default planner, without warnings about its own estimates."""
     dense_bytes = sum(
         parameter.numel() * parameter.element_size()
         for child in module.modules()
@@ -97,24 +100,26 @@ def _planner(
 
 
 def check_plan(plan: ShardingPlan, tables: Sequence[Table]) -> dict[str, str]:
-    """Checks a plan, the user's own included, against what can be trained.
+    """Check that all tables can be trained under a plan, which may be the user's.
 
     Returns:
         The sharding type of each table, by the table's full name.
 
     Raises:
-        SetupError: a table that is not planned, or planned as it cannot be trained.
+        SetupError: the plan leaves out a table, or shards it in a way that cannot be trained.
     """
     if not isinstance(plan, ShardingPlan):
-        raise SetupError(f"the sharding plan is a {type(plan).__name__}; needed is TorchRec's ShardingPlan")
+        raise SetupError(
+            f"the sharding plan must be TorchRec's ShardingPlan, got a {type(plan).__name__}. Pass one, or none."
+        )
     types: dict[str, str] = {}
     for table in tables:
         module_plan = plan.get_plan_for_module(table.module_name)
         sharding = module_plan.get(table.config.name) if isinstance(module_plan, EmbeddingModuleShardingPlan) else None
         if not isinstance(sharding, ParameterSharding):
             raise SetupError(
-                f"the sharding plan says nothing about table {table.config.name} of module"
-                f" {table.module_name or 'given'}; it must say how each table is sharded"
+                f"the sharding plan has no entry for table {table.config.name} of module"
+                f" {table.module_name or 'given'}. Add its sharding to the plan."
             )
         assert table.optimizer is not None
         check_types(f"the sharding plan of table {table.name}", [sharding.sharding_type], table)
@@ -122,12 +127,12 @@ def check_plan(plan: ShardingPlan, tables: Sequence[Table]) -> dict[str, str]:
         if not replicated and sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value:
             raise SetupError(
                 f"the sharding plan gives table {table.name} the compute kernel dense with {sharding.sharding_type},"
-                " which no sparse optimiser trains; use fused"
+                " which no sparse optimiser trains. Use the compute kernel fused."
             )
         if table.optimizer.row_wise_state and _splits_rows(sharding, table):
             logger.warning(
-                "table %s is split by columns (%s), so its optimiser %s keeps a state per row and shard and is not"
-                " quite the unsharded one; leave %s out of the table's sharding_types if that matters",
+                "table %s is split by columns (%s), so its optimiser %s keeps one state per row and shard and differs"
+                " slightly from an unsharded table's. If that matters, remove %s from the table's sharding_types.",
                 table.name,
                 sharding.sharding_type,
                 table.optimizer.name,

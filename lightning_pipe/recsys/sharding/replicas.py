@@ -1,13 +1,13 @@
-"""2D parallelism of tables: groups of ranks that each shard all tables, and average them with one another.
+"""2D parallelism of tables: groups of ranks that each shard all tables, and average them with each other.
 
     ranks       0        1      │      2        3
     replica     ──── first ──── │ ──── second ────      shards: exchanges ids and embeddings
     half of the tables   other  │ half of the tables  other
                 └─────── the same shard ──────┘         peers: averages it every ``sync_every`` steps
 
-So an all-to-all goes over few ranks, however many there are, at the price of a table's memory for each replica and of
-its average. Dense parameters are not part of it: their gradients are averaged over all ranks in every step. TorchRec's
-``DMPCollection`` is the same idea, for GPUs.
+An all-to-all thus stays within a few ranks, whatever the total. The cost is a copy of the tables per replica, and their
+average. Dense parameters are not affected: their gradients are averaged over all ranks in every step. TorchRec's
+``DMPCollection`` implements the same idea for GPUs.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ __all__ = [
     "refuse_norm",
 ]
 
-# What TorchRec does over all ranks of a node, or from rank 0 on, whatever group it is given.
+# Sharding types that TorchRec spreads over all ranks of a node, or from rank 0 on, whatever group it is given.
 REFUSED_TYPES = frozenset(
     kind.value for kind in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD, ShardingType.DATA_PARALLEL)
 )
-# What holds all rows where the average reads them: no cache has newer ones.
+# Kernels whose tensors hold all current rows when the average reads them: no cache has newer values.
 _KERNELS = frozenset(kernel.value for kernel in (EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.FUSED_UVM))
 
 
 @dataclass(frozen=True)
 class ReplicaGroups:
-    """Which replica this rank belongs to, of :func:`make_replica_groups`.
+    """Process groups of the replica that this rank belongs to, from :func:`make_replica_groups`.
 
     Attributes:
-        count: how many replicas there are, at least 2.
-        sync_every: steps of the tables between two averages.
-        shards: the ranks of this one's replica, which the tables are sharded over.
-        peers: the ranks that hold the same shards as this one, one of each replica.
+        count: number of replicas, at least 2.
+        sync_every: number of table steps between two averages.
+        shards: group of the ranks of this replica, which the tables are sharded over.
+        peers: group of the ranks that hold the same shards as this rank, one per replica.
     """
 
     count: int
@@ -71,13 +71,15 @@ class ReplicaGroups:
     peers: dist.ProcessGroup
 
     def new_shard_group(self, timeout: timedelta | None = None) -> dist.ProcessGroup:
-        """Another group of this replica's ranks. Every rank of the world calls it."""
+        """Make another group of this replica's ranks. Every rank of the world calls this method."""
         return _own_group(_replicas(self.count), timeout)
 
     @contextmanager
     def counted_per_node(self) -> Generator[None, None, None]:
-        """In the body TorchRec takes a node's ranks for those of one replica, and not of all, which it would find to
-        be too many."""
+        """Context in which TorchRec counts only the ranks of one replica per node.
+
+        All ranks of the node would be more than the process group has.
+        """
         name = "LOCAL_WORLD_SIZE"
         before = os.environ.get(name)
         os.environ[name] = str(gcd(get_local_size(), self.shards.size()))
@@ -96,18 +98,19 @@ class ReplicaGroups:
 def make_replica_groups(
     count: int | None, sync_every: int | None = None, timeout: timedelta | None = None
 ) -> ReplicaGroups | None:
-    """Divide all ranks into replicas of as many ranks each, neighbours together. Every rank of the world calls it.
+    """Divide all ranks into replicas of equal size, of neighbouring ranks. Every rank of the world calls this function.
 
     Args:
-        count: of replicas; None or 1 for none: the tables are then sharded over all ranks.
-        sync_every: steps of the tables between two averages; 1 where it is None.
-        timeout: of the groups.
+        count: number of replicas; None or 1 shards the tables over all ranks.
+        sync_every: number of table steps between two averages; None for 1.
+        timeout: timeout of a collective in the groups (default PyTorch's).
 
     Returns:
         The groups, for :func:`~lightning_pipe.recsys.sharding.shard.shard_model`; None for one replica.
 
     Raises:
-        SetupError: on every rank: no such numbers, ranks that cannot be divided so, or other numbers on another rank.
+        SetupError: a number is invalid, ranks cannot be divided into this number of groups, or another rank has other
+            numbers; raised on every rank.
     """
     world = dist.group.WORLD
     numbers = [("replicas", repr(count)), ("sync_every", repr(sync_every))]
@@ -119,15 +122,15 @@ def make_replica_groups(
     if found == 1:
         if sync_every is not None:
             raise SetupError(
-                f"sync_every is {sync_every}, but there is one replica of the tables and nothing to average; leave it"
-                " out, or give replicas the number of groups that ranks are divided into"
+                f"sync_every is {sync_every}, but the tables have a single replica, which needs no average. Remove"
+                " sync_every, or set replicas to the number of groups that ranks are divided into."
             )
         return None
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks % found:
         raise SetupError(
-            f"replicas is {found}, and there are {ranks} ranks, which cannot be divided into groups of as many ranks;"
-            f" needed is a divisor of {ranks}"
+            f"replicas must be a divisor of the number of ranks, {ranks}, got {found}. Set replicas to a divisor of"
+            f" {ranks}."
         )
     shards = _own_group(_replicas(found), timeout)
     peers = _own_group(list(zip(*_replicas(found), strict=True)), timeout)
@@ -135,13 +138,13 @@ def make_replica_groups(
 
 
 def _replicas(count: int) -> list[range]:
-    """The ranks of each replica: neighbours, so on one node where that has as many."""
+    """Ranks of each replica. They are neighbours, so they share a node if it has enough ranks."""
     size = dist.get_world_size() // count
     return [range(first, first + size) for first in range(0, count * size, size)]
 
 
 def _own_group(groups: Sequence[Collection[int]], timeout: timedelta | None) -> dist.ProcessGroup:
-    """Makes all groups, in order, on every rank, and returns the one that this rank is in."""
+    """Make all groups, in order, on every rank, and return the group that this rank is in."""
     made = [new_group(list(ranks), timeout=timeout) for ranks in groups]
     own = next(group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
     assert isinstance(own, dist.ProcessGroup)
@@ -152,30 +155,30 @@ def _own_group(groups: Sequence[Collection[int]], timeout: timedelta | None) -> 
 
 
 def check_replicated(where: str, sharding_types: Sequence[str] | None, table: Table) -> None:
-    """Checks that a table can be sharded so inside each replica.
+    """Check that a table can be sharded in this way inside each replica.
 
     Raises:
-        SetupError: a type that cannot be had over a part of the ranks, or a dynamic table.
+        SetupError: a sharding type that TorchRec does not support over a part of the ranks, or a dynamic table.
     """
     if table.is_dynamic:
         raise SetupError(
-            f"table {table.name} is a dynamic one, and there are replicas of tables: which rows a dynamic table has"
-            " differs between replicas, so there is nothing to average; leave replicas out, or give the table a size"
+            f"table {table.name} is a dynamic table, which cannot have replicas: each replica would hold other rows, so"
+            " they cannot be averaged. Remove replicas, or use a table of fixed size."
         )
     wrong = sorted(REFUSED_TYPES & set(sharding_types or ()))
     if wrong:
         raise SetupError(
-            f"{where} names {', '.join(wrong)} for table {table.name}, which TorchRec does over all ranks, and each"
-            " replica of the tables has a part of them; use table_wise, row_wise, column_wise or table_column_wise, or"
-            " leave replicas out"
+            f"{where} names {', '.join(wrong)} for table {table.name}, which TorchRec spreads over all ranks, while"
+            " each replica of the tables has a part of the ranks. Use table_wise, row_wise, column_wise or"
+            " table_column_wise, or remove replicas."
         )
 
 
 def place_on_ranks(plan: ShardingPlan, tables: Sequence[Table], groups: ReplicaGroups) -> ShardingPlan:
-    """The plan of one replica, of ranks from 0 on, for this rank's replica: a copy, its shards on ranks of the world.
+    """Copy the plan of one replica, over ranks from 0, with its shards on the world's ranks of this rank's replica.
 
     Raises:
-        SetupError: a plan that :func:`check_replicated` refuses, for more ranks, or with a cache of rows.
+        SetupError: :func:`check_replicated` refuses the plan, it is for more ranks, or it has a cache of rows.
     """
     size = groups.shards.size()
     for table in tables:
@@ -184,14 +187,14 @@ def place_on_ranks(plan: ShardingPlan, tables: Sequence[Table], groups: ReplicaG
         if sharding.compute_kernel not in _KERNELS:
             raise SetupError(
                 f"the sharding plan gives table {table.name} the compute kernel {sharding.compute_kernel}, whose cache"
-                f" an average would miss, and there are {groups.count} replicas of tables; use fused or fused_uvm"
-                " (constraints: compute_kernels)"
+                f" is not averaged over the {groups.count} replicas of tables. Use fused or fused_uvm (constraints:"
+                " compute_kernels)."
             )
         most = max(sharding.ranks or [0])
         if most >= size:
             raise SetupError(
                 f"the sharding plan has rank {most} for table {table.name}, but each of the {groups.count} replicas has"
-                f" {size} rank(s), counted from 0; make the plan for {size}"
+                f" {size} rank(s), counted from 0. Make the plan for {size} rank(s)."
             )
     placed = copy.deepcopy(plan)
     ranks = dist.get_process_group_ranks(groups.shards)
@@ -217,27 +220,27 @@ def _sharding_of(plan: ShardingPlan, table: Table) -> ParameterSharding:
 
 
 def refuse_norm(replicas: ReplicaAverage | None) -> None:
-    """Refuse a norm over all gradients, such as gradients are clipped by.
+    """Refuse a norm over all gradients, as used for clipping.
 
     Raises:
         SetupError: there are replicas.
     """
     if replicas is not None:
         raise SetupError(
-            f"gradients are to be clipped, and there are {replicas.groups.count} replicas of tables: each steps with"
-            " the gradients of its own ranks, of which there is no norm over all; leave clipping out, or replicas"
+            f"gradients cannot be clipped with {replicas.groups.count} replicas of tables: each replica steps with the"
+            " gradients of its own ranks, so they have no common norm. Remove clipping, or remove replicas."
         )
 
 
 class ReplicaAverage:
-    """Averages what replicas hold of the tables, and of their optimisers' states, every ``sync_every`` steps.
+    """Averages the tables and the states of their optimisers over the replicas, every ``sync_every`` steps.
 
     Args:
-        groups: of this rank.
-        states: gives the state dicts of tables and optimisers; asked once.
+        groups: process groups of this rank.
+        states: returns the state dicts of tables and optimisers; called once.
 
     Attributes:
-        steps: since replicas were last equal.
+        steps: number of table steps since the last average.
     """
 
     def __init__(self, groups: ReplicaGroups, states: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
@@ -247,20 +250,20 @@ class ReplicaAverage:
         self._tensors: list[torch.Tensor] | None = None
 
     def stepped(self) -> None:
-        """The tables have made a step: averages, if it is time. Every rank calls it, in the same order."""
+        """Count a step of the tables, and average if it is due. Every rank calls it, in the same order."""
         self.steps += 1
         if self.steps >= self.groups.sync_every:
             self.bring_together()
 
     @torch.no_grad()
     def bring_together(self) -> None:
-        """Averages now, unless no step was made since the last time. Every rank calls it."""
+        """Average now, unless no step was made since the last average. Every rank calls it."""
         if not self.steps:
             return
         self.steps = 0
         if self._tensors is None:
             self._tensors = [tensor for state in self._states() for tensor in _shards(state)]
-        # What was looked up ahead may go backward: that changes rows, and does not read them.
+        # Lookups made ahead may still run backward, which changes rows but does not read them.
         with version_counters_preserved(tuple(self._tensors)):
             works = [dist.all_reduce(tensor, group=self.groups.peers, async_op=True) for tensor in self._tensors]
             for tensor, work in zip(self._tensors, works, strict=True):
@@ -270,7 +273,7 @@ class ReplicaAverage:
 
 
 def _shards(state: Any) -> list[torch.Tensor]:
-    """This rank's shards at any depth, in the order of the state dict: the same on all peers, who have one plan."""
+    """This rank's shards at any depth, in the order of the state dict, which is equal on all peers: plans are equal."""
     if isinstance(state, ShardedTensor):
         return [shard.tensor.detach() for shard in state.local_shards()]
     if isinstance(state, Mapping):

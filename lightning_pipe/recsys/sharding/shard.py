@@ -1,8 +1,8 @@
-"""Shards a module's embedding tables over a process group, in place, and trains every one of them as asked.
+"""Shards a module's embedding tables over a process group, in place, each with its optimiser.
 
-``shard_model`` reads as a list of steps: look, agree, plan, shard, fill. What can be wrong on one rank alone is
-found before the first step that communicates, and is raised on all ranks. Sharding itself is TorchRec's planner and
-``DistributedModelParallel``, without its data parallelism: dense gradients are reduced elsewhere.
+``shard_model`` is a list of steps: look, agree, plan, shard, fill. Errors that may occur on one rank only are found
+before the first collective, and raised on all ranks. Sharding itself is done by TorchRec's planner and
+``DistributedModelParallel``, without its data parallelism, since dense gradients are reduced elsewhere.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = ["ShardedModel", "shard_model"]
 
 @dataclass(frozen=True)
 class _Unsharded:
-    """What one rank sees of the module before it is sharded."""
+    """Properties of the module on one rank, before it is sharded."""
 
     tables: list[Table]
     parameters: list[nn.Parameter]
@@ -55,7 +55,7 @@ class _Unsharded:
     replicas: ReplicaGroups | None
 
     def signature(self) -> list[str]:
-        """What ranks must agree on: a line for each property of a table, and for each dense tensor."""
+        """Properties that ranks must agree on: one line per property of a table and per dense tensor."""
         described = zip(self.tables, self.parameters, self.optimizers, strict=True)
         tables = [line for one in described for line in _describe(*one)]
         replicas = [] if self.replicas is None else [str(self.replicas)]
@@ -76,33 +76,33 @@ def shard_model(
     seed: int | None = None,
     replicas: ReplicaGroups | None = None,
 ) -> ShardedModel:
-    """Shards the TorchRec modules inside a module, in place. Every rank of the group calls it.
+    """Shard the TorchRec modules inside a module, in place. Every rank of the group calls this function.
 
-    Tables keep the values they hold (rank 0's); those on the meta device get their ``init_fn``'s, the same for one seed
-    on any number of ranks. Dense parameters and buffers become rank 0's; those on the meta device are filled by
-    ``reset_parameters``. The global random state is left as it is. The unsharded tables are freed: a parameter that the
-    caller still holds is empty afterwards.
+    Tables keep the values that they hold on rank 0. Tables on the meta device are filled by their ``init_fn``, with
+    values that depend on the seed but not on the number of ranks. Dense parameters and buffers become rank 0's; those
+    on the meta device are filled by ``reset_parameters``. The global random state is left unchanged. The unsharded
+    tables are freed: a parameter that the caller still holds is empty afterwards.
 
     Args:
-        module: holds unsharded ``EmbeddingBagCollection``, ``EmbeddingCollection`` or
-            ``FeatureProcessedEmbeddingBagCollection`` modules anywhere.
-        device: where tables and dense parameters live.
-        group: the process group to shard over, also used by the output exchange and its backward; all ranks.
-        sparse_optimizer: optimiser of the tables that have none by TorchRec's ``apply_optimizer_in_backward``.
-        sharding_plan: TorchRec's plan; rank 0's is used. Without one TorchRec's planner makes it.
-        constraints: for the planner, by table; see ``planning.read_constraints``.
-        topology: for the planner; see ``planning.read_topology``.
+        module: module that holds unsharded ``EmbeddingBagCollection``, ``EmbeddingCollection`` or
+            ``FeatureProcessedEmbeddingBagCollection`` modules at any depth.
+        device: device of tables and dense parameters.
+        group: process group of all ranks, to shard over; the output dist and its backward use it too.
+        sparse_optimizer: optimiser of the tables that have none from TorchRec's ``apply_optimizer_in_backward``.
+        sharding_plan: TorchRec's plan, of which rank 0's is used (default None: TorchRec's planner makes it).
+        constraints: constraints of the planner, by table; see ``planner_options.read_constraints``.
+        topology: topology of the planner; see ``planner_options.read_topology``.
         sharders: TorchRec sharders to use instead of this project's.
-        quantized_comms: what embeddings and their gradients are on their way; see ``quantized_comms.QuantizedComms``.
-            Sharders of the caller's have codecs of their own.
-        seed: of the tables and dense parameters on the meta device; ``torch.initial_seed()`` where none is given.
-            Rank 0's counts.
-        replicas: groups of ranks that each shard all tables, and average them with one another; see
-            ``replicas.make_replica_groups``. The plan and the topology are then those of one group, and ``group`` is of
-            all ranks. Without, all ranks shard the tables.
+        quantized_comms: precision of embeddings and their gradients between ranks; see
+            ``quantized_comms.QuantizedComms``. Not with *sharders*, which bring their own codecs.
+        seed: seed of the tables and dense parameters on the meta device, of which rank 0's is used (default
+            ``torch.initial_seed()``).
+        replicas: groups of ranks that each shard all tables and average them with each other; see
+            ``replicas.make_replica_groups``. The plan and the topology are then those of one replica, while ``group``
+            still has all ranks. By default all ranks shard the tables.
 
     Raises:
-        SetupError: on every rank, if any rank finds something that cannot be sharded or trained as asked.
+        SetupError: the module cannot be sharded or trained as requested on some rank; raised on every rank.
     """
     found, error = None, None
     per_node = nullcontext if replicas is None else replicas.counted_per_node
@@ -110,7 +110,7 @@ def shard_model(
         comms = _look_at_comms(quantized_comms, sharders)
         with per_node():
             found = _look(module, device, group, sparse_optimizer, constraints, topology, comms, replicas)
-    except Exception as caught:  # of whatever kind: the other ranks wait for an answer
+    except Exception as caught:  # of any type: the other ranks wait for an answer
         error = caught
     raise_together(error, "the module cannot be sharded", group)
     assert found is not None
@@ -137,7 +137,7 @@ def shard_model(
             told = in_kernel(table.known_optimizer, device) if table.is_dynamic else table.known_optimizer
             set_optimizer_in_backward(parameter, told.optimizer_class, told.fused_arguments())
         with warnings.catch_warnings(), per_node():
-            warnings.simplefilter("ignore", FutureWarning)  # of torch, about how TorchRec calls it
+            warnings.simplefilter("ignore", FutureWarning)  # from torch, about TorchRec's calls
             dmp = DistributedModelParallel(
                 module,
                 env=ShardingEnv.from_process_group(group if replicas is None else replicas.shards),
@@ -173,7 +173,7 @@ def _look(
     comms: QuantizedComms,
     replicas: ReplicaGroups | None,
 ) -> _Unsharded:
-    """Everything that can be wrong on one rank alone, without a word to the others."""
+    """Read and check everything that may be wrong on one rank only, without communication."""
     pairs = find_tables(module)
     default = None if sparse_optimizer is None else SparseOptimizer.from_config(sparse_optimizer)
     optimizers: list[TableOptimizer] = []
@@ -188,17 +188,17 @@ def _look(
             optimizers.append(optimizer)
     if without:
         raise SetupError(
-            f"no optimiser is said for {'table' if len(without) == 1 else 'tables'} {', '.join(without)} (TorchRec"
-            " would train them with SGD and not say so); call torchrec.optim.apply_optimizer_in_backward on their"
-            " parameters, or give sparse_optimizer, for example"
-            " {'class_path': 'torchrec.optim.RowWiseAdagrad', 'init_args': {'lr': 0.01}}"
+            f"{'table' if len(without) == 1 else 'tables'} {', '.join(without)} must have an optimiser, got none, and"
+            " TorchRec would silently train with SGD. Call torchrec.optim.apply_optimizer_in_backward on the"
+            " parameters, or set sparse_optimizer, for example"
+            " {'class_path': 'torchrec.optim.RowWiseAdagrad', 'init_args': {'lr': 0.01}}."
         )
     frozen = [table.name for table, parameter in pairs if not parameter.requires_grad]
     if frozen:
         raise SetupError(
             f"{'table' if len(frozen) == 1 else 'tables'} {', '.join(frozen)} must not be trained (requires_grad is"
-            " False), but the optimiser fused into a lookup trains all that it looks up; set requires_grad to True, or"
-            " take what the module returns with .detach(), which leaves its tables as they are"
+            " False), but the optimiser fused into a lookup trains all rows that it looks up. Set requires_grad to"
+            " True, or call .detach() on the module's output, which leaves its tables unchanged."
         )
     tables = [table.planned(optimizer, "") for (table, _), optimizer in zip(pairs, optimizers, strict=True)]
     unfillable(module, _table_modules(module, tables))
@@ -233,7 +233,7 @@ def _look(
 
 
 def _describe(table: Table, parameter: nn.Parameter, optimizer: TableOptimizer) -> list[str]:
-    """A line for each property, so that only those are shown in which ranks differ."""
+    """One line per property, so that an error only shows the properties that differ between ranks."""
     rows, columns = parameter.shape
     pooling = getattr(table.config, "pooling", None)
     properties = [
@@ -254,8 +254,8 @@ def _look_at_comms(
     comms = QuantizedComms.from_config(given)
     if comms.quantizes and sharders is not None:
         raise SetupError(
-            f"both sharders and quantized_comms={given!r} are given, and sharders bring codecs of their own; give these"
-            " sharders their qcomm_codecs_registry, or leave sharders out"
+            f"both sharders and quantized_comms={given!r} are set, but sharders bring their own codecs. Pass a"
+            " qcomm_codecs_registry to the sharders, or remove sharders."
         )
     return comms
 
@@ -268,7 +268,7 @@ def _fill(
     device: torch.device,
     group: dist.ProcessGroup,
 ) -> None:
-    """Gives every table the values it held on rank 0, or its ``init_fn``'s where rank 0 held none."""
+    """Fill every table with its values on rank 0, or from its ``init_fn`` if rank 0 has none."""
     states = {name: sharded.state_dict() for name, sharded in model.sharded_modules.items()}
     for table, original, is_held in zip(model.tables.values(), originals, held, strict=True):
         if table.is_dynamic:
@@ -282,10 +282,10 @@ def _fill(
 
 
 def _table_modules(module: nn.Module, tables: Sequence[Table]) -> set[nn.Module]:
-    """The modules that hold nothing but tables."""
+    """Modules that hold nothing but tables."""
     return {module.get_submodule(table.holder_name) for table in tables}
 
 
 def _prefixes(tables: Sequence[Table]) -> tuple[str, ...]:
-    """How the names of everything inside these modules begin."""
+    """Prefixes of all names inside these modules."""
     return tuple({f"{table.holder_name}." if table.holder_name else "" for table in tables})

@@ -1,4 +1,4 @@
-"""A module whose tables are sharded: what its tables are, what trains them, how to read them."""
+"""A module whose tables are sharded, with access to its tables and to the optimisers that train them."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ __all__ = ["ShardedModel"]
 
 
 class ShardedModel:
-    """A module whose tables are sharded, and what trains them.
+    """A module whose tables are sharded, with the optimisers of its tables.
 
     Attributes:
-        module: the user's module, the same object (a new one only where the module itself is a TorchRec embedding).
+        module: the user's module (the same object, unless the module itself is a TorchRec embedding module).
         dmp: TorchRec's wrapper around it.
         sharded_modules: TorchRec's sharded modules by name.
-        tables: what is known of each table, by the name of its parameter.
+        tables: description of each table, by the name of its parameter.
         fused_optimizer: TorchRec's optimiser over all tables, replicated ones included, for checkpoints.
-        dynamic_rows: the rows of dynamic modules on this rank, by the module's name.
-        replicas: averages the replicas of the tables; None where they are sharded over all ranks.
+        dynamic_rows: rows of dynamic modules on this rank, by the module's name.
+        replicas: averages the replicas of the tables; None if they are sharded over all ranks.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ShardedModel:
         self._rate_groups = _merge(gather([sorted(names) for names in self._kernels.values()], group))
 
     def dense_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Every parameter that is not a table, feature processors' included, with its name in the module."""
+        """Return all parameters except tables, with their names in the module. Includes feature processors."""
         return [
             (name, parameter)
             for name, parameter in self.module.named_parameters()
@@ -88,74 +88,75 @@ class ShardedModel:
         ]
 
     def share_buffers(self) -> None:
-        """Gives every rank the first one's dense buffers, such as BatchNorm's running statistics; every rank calls it.
+        """Copy rank 0's dense buffers, such as BatchNorm's running statistics, to all ranks. Every rank calls it.
 
-        Each rank computes its own from its own samples. ``DistributedDataParallel`` takes the first rank's before every
-        forward; they are used in evaluation and checkpoints only, so before those is soon enough.
+        Each rank computes its buffers from its own samples. ``DistributedDataParallel`` copies rank 0's before every
+        forward. They are only read in evaluation and checkpoints, so a copy before these is sufficient.
         """
         inside = tuple(f"{name}." if name else "" for name in self.sharded_modules)
         buffers = (buffer for name, buffer in self.module.named_buffers() if not name.startswith(inside))
         broadcast_from_first_rank(buffers, self._group)
 
     def table_parameters(self) -> TableParameters:
-        """Which parameters are tables: those of the sharded module, and those that it held before it was sharded."""
+        """Return the parameters of the sharded tables, and those that held the tables before sharding."""
         return self._table_parameters
 
     @property
     def replicated_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that step the replicated tables."""
+        """Optimisers of the replicated tables."""
         return self._data_parallel.optimizers
 
     def sync_replicas(self) -> None:
-        """Averages the replicas of the tables now, if they have been trained since the last time; every rank calls it.
+        """Average the replicas of the tables now, if they have stepped since the last average. Every rank calls it.
 
-        For whoever reads the tables between two averages: validation, checkpoints.
+        Call it before tables are read between two averages: before validation and checkpoints.
         """
         if self.replicas is not None:
             self.replicas.bring_together()
 
     def _averaged(self) -> list[Mapping[str, Any]]:
-        """The tables, and the states of their optimisers."""
+        """State dicts of the tables and of their optimisers."""
         tables = [sharded.state_dict() for _, sharded in sorted(self.sharded_modules.items())]
         return [*tables, self.fused_optimizer.state_dict()["state"]]
 
     def forget_gradients(self) -> None:
-        """Lets go of the gradients of all parameters, those of replicated tables included."""
+        """Clear the gradients of all parameters, including those of replicated tables."""
         for parameter in self.module.parameters():
             parameter.grad = None
         self._data_parallel.forget_gradients()
 
     def step_data_parallel_tables(self) -> None:
-        """Trains the replicated tables with the gradients that the tables' backward left.
+        """Step the replicated tables with the gradients from the tables' backward.
 
-        To be called by every rank after that backward, from any one thread; it reduces over the sharding group.
+        Every rank calls it after that backward, from one thread; it reduces over the sharding group.
         """
         self._data_parallel.step()
 
     def table_gradient_norm(self, gradients: KernelGradients) -> torch.Tensor:
-        """The 2-norm of the gradients of all tables, as if none were sharded: a scalar, the same on every rank.
+        """2-norm of the gradients of all tables, as if none were sharded: a scalar, equal on all ranks.
 
         Args:
-            gradients: what the first half of the tables' backward has left. Every rank of the sharding group calls it.
+            gradients: result of the first half of the tables' backward. Every rank of the sharding group calls this
+                method.
 
         Raises:
-            SetupError: there are replicas of the tables, each with gradients of its own.
+            SetupError: the tables have replicas, each with different gradients.
         """
         refuse_norm(self.replicas)
         return table_norm(gradients, self._data_parallel.average(), self._group, self._device)
 
     def set_learning_rate_factor(self, factor: float) -> None:
-        """Sets every table's rate to its base rate times ``factor``, from the next lookup on."""
+        """Set every table's rate to its base rate times ``factor``, from the next lookup on."""
         self.set_learning_rates({name: table.learning_rate * factor for name, table in self.tables.items()})
 
     def set_learning_rates(self, rates: Mapping[str, float]) -> None:
-        """Sets the rates of the named tables, from the next lookup on; the others keep theirs.
+        """Set the rates of the named tables, from the next lookup on. Other tables keep their rates.
 
-        Costs nothing for rates that do not change. FBGEMM takes a rate at lookup on CPU: a backward uses the rate
-        of its own lookup.
+        Free for rates that do not change. On CPU, FBGEMM takes the rate at lookup: a backward uses the rate of its
+        lookup.
 
         Raises:
-            SetupError: an unknown table, or two rates for tables that share a kernel.
+            SetupError: a table is unknown, or tables that share a kernel get different rates.
         """
         wanted = {**self._rates, **{self._named(name).name: float(rate) for name, rate in rates.items()}}
         if wanted == self._rates:
@@ -164,39 +165,39 @@ class ShardedModel:
             if len({wanted[name] for name in group}) > 1:
                 found = ", ".join(f"{name}: {wanted[name]:g}" for name in group)
                 raise SetupError(
-                    f"tables that share one kernel cannot have learning rates of their own ({found}); give them one"
-                    " rate, or base rates that differ, which puts them into kernels of their own"
+                    f"tables that share one kernel must have the same learning rate, got {found}. Give them one rate,"
+                    " or base rates that differ, which puts them into separate kernels."
                 )
         for optimizer, names in self._kernels.items():
             rate = wanted[next(iter(names))]
             if rate != self._rates[next(iter(names))]:
                 for parameter_group in optimizer.param_groups:
                     parameter_group["lr"] = rate
-                optimizer.step()  # hands the rate to the kernel; it steps nothing
+                optimizer.step()  # passes the rate to the kernel, and steps no table
         self._rates = wanted
 
     def learning_rates(self) -> dict[str, float]:
-        """The rate of each table as it stands."""
+        """Return the current rate of each table."""
         return dict(self._rates)
 
     def full_table(self, name: str) -> torch.Tensor:
-        """The whole table on every rank, a copy: rows x columns. Every rank of the group calls it.
+        """Return a copy of the whole table on every rank: rows x columns. Every rank of the group calls it.
 
-        Of replicas that are averaged every few steps it is this rank's; :meth:`sync_replicas` makes them one.
+        Between two averages of replicas, it is the copy of this rank's replica; :meth:`sync_replicas` makes them equal.
 
         Args:
-            name: the table's full name, or its short one where only one module has it.
+            name: the table's full name, or its short name if only one module has a table of that name.
         """
         table = self._of_known_size(name)
         state = self.sharded_modules[table.module_name].state_dict()
         return full_tensor(state[table.key], self._shard_group, self._device)
 
     def full_optimizer_state(self, name: str) -> dict[str, torch.Tensor]:
-        """The whole optimiser state of a table on every rank, a copy. Every rank of the group calls it.
+        """Return a copy of a table's whole optimiser state on every rank. Every rank of the group calls it.
 
         Returns:
-            State tensors by TorchRec's names: none for SGD, ``momentum1`` for Adagrad (rows x columns) and row-wise
-            Adagrad (rows, times the number of shards across where the table is split by columns).
+            State tensors by TorchRec's names: none for SGD; ``momentum1`` for Adagrad (rows x columns) and row-wise
+            Adagrad (rows, times the number of column shards if the table is split by columns).
         """
         table = self._of_known_size(name)
         state = self.fused_optimizer.state_dict()["state"].get(table.name, {})
@@ -208,15 +209,15 @@ class ShardedModel:
         table = self._named(name)
         if table.is_dynamic:
             raise SetupError(
-                f"table {table.name} has no size, so there is no whole tensor of it; its rows are in"
-                f" dynamic_rows[{table.module_name!r}].rows({table.config.name!r})"
+                f"table {table.name} is a dynamic table, which has no fixed size and no whole tensor. Read its rows"
+                f" from dynamic_rows[{table.module_name!r}].rows({table.config.name!r})."
             )
         return table
 
     # ------------------------------------------------------------------ rows of dynamic tables
 
     def without_dynamic(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A state dict by the names of parameters, without those of dynamic tables: caches of rows."""
+        """Return a state dict, by names of parameters, without the entries of dynamic tables, which are caches."""
         return {name: value for name, value in state.items() if name not in self._dynamic_names}
 
     @property
@@ -224,13 +225,13 @@ class ShardedModel:
         return {table.name for table in self.tables.values() if table.is_dynamic}
 
     def commit_rows(self) -> dict[str, dict[str, Any]]:
-        """Makes the rows as they are now those that all ranks open with after a crash. All ranks call it together.
+        """Commit the current rows, so that all ranks open with them after a crash. All ranks call it together.
 
         Returns:
-            what :meth:`read_rows` wants to know of rows that are written now.
+            The second argument of :meth:`read_rows` for rows that are written now.
 
         Raises:
-            SetupError: on every rank, if any cannot write; the commit before is whole.
+            SetupError: a rank cannot write; raised on every rank. The previous commit stays complete.
         """
         return {
             name: {"version": rows.commit(), "progress": rows.progress(), "tables": rows.description}
@@ -238,48 +239,50 @@ class ShardedModel:
         }
 
     def write_rows(self, folder: str | Path, since: int = 0) -> None:
-        """Writes this rank's rows of dynamic tables below a folder, for :meth:`read_rows` on any number of ranks.
+        """Write this rank's rows of dynamic tables to a folder, for :meth:`read_rows` on any number of ranks.
 
         :func:`lightning_pipe.recsys.read_rows` reads them without a model.
 
         Args:
-            folder: one that all ranks share.
-            since: only rows that were in a batch of at least this number: what has changed since then.
+            folder: folder that all ranks share.
+            since: write only rows from batches with at least this number, which are those changed since then (default
+                0).
         """
         for name, rows in self.dynamic_rows.items():
             rows.write(_rows_folder(Path(folder), name), since)
 
     def close(self) -> None:
-        """Lets go of the stores of dynamic tables, for another module to open; what was not committed is lost."""
+        """Close the stores of dynamic tables, so that another module can open them. Uncommitted rows are lost."""
         for rows in self.dynamic_rows.values():
             rows.close()
 
     def read_rows(
         self, folder: Path, committed: Mapping[str, Mapping[str, Any]] | None, *, with_optimizers: bool
     ) -> None:
-        """Makes the rows of dynamic tables those that were written, and commits them. All ranks call it together.
+        """Replace the rows of dynamic tables with those in a folder, and commit them. All ranks call it together.
 
         Args:
-            folder: of :meth:`write_rows`.
-            committed: what :meth:`commit_rows` has returned for the same rows.
-            with_optimizers: whether to read the states of optimisers, too.
+            folder: folder that :meth:`write_rows` wrote to.
+            committed: result of :meth:`commit_rows` for the same rows.
+            with_optimizers: True to read the states of optimisers, too.
 
         Raises:
-            SetupError: on every rank: rows of other tables, or that any rank cannot read; *committed* is damaged.
+            SetupError: the rows are of other tables, a rank cannot read them, or *committed* is damaged; raised on
+                every rank.
         """
         _check_committed(committed)
         for name, rows in self.dynamic_rows.items():
             found = (committed or {}).get(name)
             if found is None:
                 raise SetupError(
-                    f"{str(folder)!r} has no rows of the dynamic module {name or 'given'!r}, it has those of"
-                    f" {', '.join(committed or ()) or 'none'}; needed is a checkpoint of the same module"
+                    f"expected rows of the dynamic module {name or 'given'!r} in {str(folder)!r}, got rows of"
+                    f" {', '.join(committed or ()) or 'no module'}. Use a checkpoint of the same module."
                 )
             if found["tables"] != rows.description:
                 raise SetupError(
-                    f"rows of the dynamic module {name or 'given'!r} in {str(folder)!r} are of the tables"
-                    f" {found['tables']}, and the module has {rows.description}; needed are the same dimensions and"
-                    " optimisers: build it as it was"
+                    f"expected rows of the tables {rows.description} of the dynamic module {name or 'given'!r}, got"
+                    f" rows of {found['tables']} in {str(folder)!r}. Build the module with the same dimensions and"
+                    " optimisers as in the checkpoint."
                 )
             rows.read(
                 _rows_folder(folder, name), found["progress"], version=found["version"], with_states=with_optimizers
@@ -291,7 +294,8 @@ class ShardedModel:
         found = [table for table in self.tables.values() if table.config.name == name]
         if len(found) != 1:
             raise SetupError(
-                f"{name!r} is the name of {len(found)} tables; needed is one of {', '.join(sorted(self.tables))}"
+                f"expected the name of one table, one of {', '.join(sorted(self.tables))}, got {name!r}, which names"
+                f" {len(found)} tables. Pass a full name from this list."
             )
         return found[0]
 
@@ -305,7 +309,7 @@ def _outermost_sharded(module: nn.Module) -> Iterator[tuple[str, ShardedModule[A
 
 
 def _leaves(path: str, optimizer: KeyedOptimizer) -> Iterator[tuple[KeyedOptimizer, list[str]]]:
-    """The optimisers of the kernels, one each, with the full names of the tables that it trains on this rank."""
+    """Yield the optimiser of each kernel with the full names of the tables that it trains on this rank."""
     if isinstance(optimizer, CombinedOptimizer):
         for key, part in optimizer.optimizers:
             yield from _leaves(f"{path}.{key}" if path and key else path or key, part)
@@ -314,7 +318,7 @@ def _leaves(path: str, optimizer: KeyedOptimizer) -> Iterator[tuple[KeyedOptimiz
 
 
 def _merge(groups: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
-    """Joins the tables that share a kernel on any rank: those that have one learning rate."""
+    """Merge groups of tables that share a kernel on any rank: they have one learning rate."""
     merged: list[set[str]] = []
     for names in (set(names) for rank in groups for names in rank):
         touching = [group for group in merged if group & names]
@@ -323,7 +327,7 @@ def _merge(groups: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
 
 
 def _check_committed(committed: Any) -> None:
-    """See that what a checkpoint says of rows has the form of :meth:`ShardedModel.commit_rows`."""
+    """Check that a checkpoint's description of rows has the form of :meth:`ShardedModel.commit_rows`."""
     of_modules = list(committed.values()) if isinstance(committed, Mapping) else [committed] * (committed is not None)
     for found in of_modules:
         if not (
@@ -333,8 +337,8 @@ def _check_committed(committed: Any) -> None:
             and isinstance(found.get("version", 0), str | None)
         ):
             raise SetupError(
-                "what the checkpoint says of the rows of a dynamic module is damaged: expected version, progress and"
-                f" tables, got {shown(found)}; take another checkpoint"
+                "the checkpoint's description of the rows of a dynamic module is damaged: expected version, progress"
+                f" and tables, got {shown(found)}. Use another checkpoint."
             )
 
 

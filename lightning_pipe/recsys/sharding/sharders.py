@@ -1,8 +1,8 @@
-"""What a table may be sharded as: TorchRec's sharders with every sharding type that works here.
+"""TorchRec's sharders with every sharding type that works in this project.
 
 TorchRec's stock sharder hides the row-wise types of pooled tables on CPU, though they run there. Sequences cannot be
-data-parallel: FBGEMM's dense CPU kernel pools them. And an optimiser that moves rows without a gradient would, on a
-replicated table, be another one than on a sharded table.
+data-parallel, because FBGEMM's dense CPU kernel pools them. An optimiser that moves rows without a gradient would train
+a replicated table differently from a sharded table.
 
 Tested in ``tests/recsys/sharding/test_planning.py``.
 """
@@ -48,8 +48,8 @@ COLUMN_TYPES = {
     ShardingType.TABLE_COLUMN_WISE.value,
     ShardingType.GRID_SHARD.value,
 }
-# What the planner takes only on the user's word: grid sharding needs several ranks on each of several nodes, and rows
-# of a feature-processed table are split after position weights are known.
+# Sharding types that the planner uses only if the user requests them: grid sharding needs several ranks on each of
+# several nodes, and rows of a feature-processed table are split after position weights are known.
 ONLY_WHEN_ASKED: dict[type[nn.Module], set[str]] = {
     EmbeddingBagCollection: {ShardingType.GRID_SHARD.value},
     EmbeddingCollection: set(),
@@ -127,10 +127,10 @@ class _ProcessedSharder(FeatureProcessedEmbeddingBagCollectionSharder):
 
 
 def default_sharders(comms: QuantizedComms | None = None) -> list[ModuleSharder[nn.Module]]:
-    """Sharders for the modules in ``tables.TABLE_MODULES``, with every sharding type that works.
+    """Return sharders for the modules in ``tables.TABLE_MODULES``, with every sharding type that works.
 
     Args:
-        comms: how embeddings travel between ranks; None for 32 bits.
+        comms: precision of embeddings between ranks; None for 32 bits.
     """
     comms = QuantizedComms() if comms is None else comms
     bags = _BagSharder(comms)
@@ -144,29 +144,29 @@ def default_sharders(comms: QuantizedComms | None = None) -> list[ModuleSharder[
 
 
 def check_names(where: str, found: Sequence[str] | None, allowed: Sequence[str], why: str = "") -> None:
-    """Checks a list of names out of a configuration.
+    """Check a list of names from a configuration.
 
     Args:
-        where: what the list is, as a message begins.
-        found: the list, None for none.
-        allowed: the names that may be in it.
-        why: why another one may not, as the end of "... names data_parallel".
+        where: name of the list, as the subject of a message.
+        found: the list, or None.
+        allowed: names that the list may contain.
+        why: reason why other names are not allowed, as the end of "... names data_parallel".
 
     Raises:
-        SetupError: another name, or text in place of a list.
+        SetupError: *found* has another name, or is text instead of a list.
     """
     if isinstance(found, str):
-        raise SetupError(f"{where} is the text {found!r}; needed is a list, for example [{found!r}]")
+        raise SetupError(f"{where} must be a list, got the text {found!r}. Use a list, for example [{found!r}].")
     wrong = [name for name in found or [] if name not in allowed]
     if wrong:
-        raise SetupError(f"{where} names {', '.join(map(str, wrong))}{why}; allowed are {', '.join(allowed)}")
+        raise SetupError(f"{where} names {', '.join(map(str, wrong))}{why}. Use some of {', '.join(allowed)} instead.")
 
 
 def check_types(where: str, sharding_types: Sequence[str] | None, table: Table) -> None:
-    """Checks that a table can be sharded by each of the types, and trained by its optimiser.
+    """Check that a table can be sharded by each of the types and trained by its optimiser.
 
     Raises:
-        SetupError: naming the type, the table, and the types that it can have.
+        SetupError: names the type, the table and the types that it can have.
     """
     why = ""
     if table.module_type is EmbeddingCollection and "data_parallel" in (sharding_types or ()):
@@ -174,14 +174,14 @@ def check_types(where: str, sharding_types: Sequence[str] | None, table: Table) 
     check_names(where, sharding_types, SHARDING_TYPES[table.module_type], why)
     if ShardingType.GRID_SHARD.value in (sharding_types or ()) and _is_mean_pooled(table):
         raise SetupError(
-            f"{where} names grid_shard for table {table.name}, which is pooled by mean; TorchRec adds up the means of"
-            " the parts, which is another number: use another sharding type, or sum pooling"
+            f"{where} names grid_shard for table {table.name}, which is pooled by mean, but TorchRec sums the means of"
+            " the parts, which is not the mean. Use another sharding type, or sum pooling."
         )
     assert table.optimizer is not None
     if ShardingType.DATA_PARALLEL.value in (sharding_types or ()) and table.optimizer.step_class is None:
         raise SetupError(
             f"{where} names data_parallel for table {table.name}, whose optimiser {table.optimizer.name} moves rows"
-            " without a gradient when it steps a whole table; use another sharding type"
+            " without a gradient when it steps a whole table. Use another sharding type."
         )
 
 

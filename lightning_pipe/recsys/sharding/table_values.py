@@ -1,8 +1,8 @@
-"""The values of sharded tables: where they come from, and how to read a whole one.
+"""Initial values of sharded tables, and gathering of whole tables.
 
-TorchRec gives every sharded table new random values. Here a table keeps the values it held, rank 0's on every rank,
-and a table on the meta device gets the values of its ``init_fn``, which depend on the seed, the table's name and the
-row, and neither on the number of ranks nor on how it is sharded. No rank ever holds a second whole table for that.
+TorchRec gives every sharded table new random values. Here a table keeps the values that it holds on rank 0. A table on
+the meta device is filled by its ``init_fn``, with values that depend on the seed, the table's name and the row, but not
+on the number of ranks or the sharding. In neither case does a rank hold a second copy of the whole table.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LocalShard:
     """A part of a tensor that this rank holds.
 
     Attributes:
-        offsets: where the part begins in the whole tensor, one number a dimension.
+        offsets: position of the part in the whole tensor, one number per dimension.
         values: the part, a view of the storage that the kernel trains.
     """
 
@@ -39,7 +39,7 @@ class LocalShard:
 
 
 def pieces_of(tensor: torch.Tensor | ShardedTensor) -> list[LocalShard]:
-    """This rank's parts of a tensor as TorchRec's state dicts hold it: sharded, or whole on every rank."""
+    """This rank's parts of a tensor from one of TorchRec's state dicts: sharded, or whole on every rank."""
     if isinstance(tensor, ShardedTensor):
         return [
             LocalShard(tuple(shard.metadata.shard_offsets), shard.tensor.detach()) for shard in tensor.local_shards()
@@ -48,7 +48,7 @@ def pieces_of(tensor: torch.Tensor | ShardedTensor) -> list[LocalShard]:
 
 
 def _copy_rows(block: torch.Tensor, first_row: int, pieces: Iterable[LocalShard]) -> None:
-    """Copies the part of ``block`` (rows ``first_row`` on, all columns) that each piece covers."""
+    """Copy the overlap of each piece with ``block`` (from row ``first_row`` on, all columns) into the piece."""
     for piece in pieces:
         rows, columns = piece.values.shape
         row, column = piece.offsets
@@ -74,13 +74,13 @@ def copy_values(
     device: torch.device,
     group: dist.ProcessGroup,
 ) -> None:
-    """Sends rank 0's table to the ranks that hold its pieces, at most 64 MiB at a time.
+    """Send rank 0's table to the ranks that hold its pieces, at most 64 MiB at a time.
 
     Args:
-        source: the whole table, read on rank 0 only, of ``shape`` and ``dtype``.
-        pieces: this rank's pieces; overwritten.
-        device: where a block is held while it is sent.
-        group: called by every rank of it, in the same order.
+        source: the whole table, of ``shape`` and ``dtype``; only read on rank 0.
+        pieces: this rank's pieces, which are overwritten.
+        device: device of a block while it is sent.
+        group: process group, all ranks of which make the same calls in the same order.
     """
     for begin, end in _blocks(*shape, dtype):
         if group.size() == 1:
@@ -97,17 +97,17 @@ def copy_values(
 
 
 def release(original: nn.Parameter) -> None:
-    """Frees what an unsharded table held: TorchRec, and torch's in-backward optimisers, keep the parameter alive."""
+    """Free the memory of an unsharded table, whose parameter TorchRec and torch's in-backward optimisers keep alive."""
     original.data = original.data.new_empty(0)
     original._in_backward_optimizers = []  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
 def fill_with_init_fn(table: Table, dtype: torch.dtype, pieces: list[LocalShard], seed: int) -> None:
-    """Fills this rank's pieces with what the table's ``init_fn`` gives for ``seed``.
+    """Fill this rank's pieces by the table's ``init_fn`` with ``seed``.
 
-    ``init_fn`` is called for whole rows, on CPU, a block of at most 64 MiB at a time, each with a seed of its own, so
-    a rank draws only the blocks that it holds a part of. Changes the global random state; the caller keeps it.
+    ``init_fn`` is called on CPU, for blocks of whole rows of at most 64 MiB, each with a different seed, so a rank only
+    draws the blocks that overlap with its pieces. Changes the global random state, which the caller must restore.
     """
     config = table.config
     for index, (begin, end) in enumerate(_blocks(config.num_embeddings, config.embedding_dim, dtype)):
@@ -127,11 +127,11 @@ def fill_with_init_fn(table: Table, dtype: torch.dtype, pieces: list[LocalShard]
 def full_tensor(
     tensor: torch.Tensor | ShardedTensor | None, group: dist.ProcessGroup, device: torch.device
 ) -> torch.Tensor:
-    """Gathers a whole tensor on every rank of ``group``; every rank calls it.
+    """Gather a whole tensor on every rank of ``group``. Every rank calls this function.
 
     Args:
-        tensor: what this rank's state dict holds: sharded, whole, or None on a rank that holds no part of it.
-        device: where the result lives, and what ``group`` communicates.
+        tensor: this rank's entry of a state dict: sharded, whole, or None on a rank that holds no part of it.
+        device: device of the result, which ``group`` must be able to communicate.
     """
     kinds: list[Any] = gather(None if tensor is None else _description(tensor), group)
     shape, dtype, is_whole = next(kind for kind in kinds if kind is not None)
@@ -149,7 +149,7 @@ def full_tensor(
 
 
 def _description(tensor: torch.Tensor | ShardedTensor) -> tuple[tuple[int, ...], torch.dtype, bool]:
-    """Shape, type and whether every rank holds the whole tensor."""
+    """Return the shape, the type, and True if every rank holds the whole tensor."""
     if isinstance(tensor, ShardedTensor):
         metadata = tensor.metadata()
         return tuple(metadata.size), metadata.tensor_properties.dtype, False
