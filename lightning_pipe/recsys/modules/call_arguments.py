@@ -1,7 +1,7 @@
-"""How the arguments of a sharded module's call come out of a batch: what record, direct and fx all find.
+"""Sources of the arguments of a sharded module's call in a batch: the common result of record, direct and fx.
 
 A source is a tree: pieces of the batch at a path, constants, collections of sources, and results of post-processing
-modules. Sources are plain data: they print themselves the same on every rank, so ranks can compare what they found.
+modules. Sources are plain data with the same text on every rank, so ranks can compare them.
 
 Tested in ``tests/recsys/rewrite/test_find_record.py``.
 """
@@ -25,7 +25,7 @@ __all__ = [
     "Source",
 ]
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of one call: by position, by name
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of one call: positional, named
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Collection:
 
 @dataclass(frozen=True)
 class Postprocessed:
-    """A place in the result of a post-processing module, which is run once for each batch."""
+    """A part of the result of a post-processing module, which runs once per batch."""
 
     name: str
     arguments: CallArguments
@@ -96,12 +96,12 @@ class CallArguments:
     named: dict[str, Source] = field(default_factory=dict)
 
     def get(self, batch: Any, results: PostprocessResults) -> Arguments:
-        """The call's arguments for ``batch``; post-processing runs at the first use and is kept in ``results``."""
+        """Return the call's arguments for ``batch``. Post-processing runs at first use and is cached in ``results``."""
         positional = tuple(source.get(batch, results) for source in self.positional)
         return positional, {name: source.get(batch, results) for name, source in self.named.items()}
 
     def postprocesses(self) -> dict[str, CallArguments]:
-        """Every post-processing module behind these arguments, innermost first, with its own arguments."""
+        """Return the post-processing modules that these arguments need, innermost first, with their arguments."""
         found: dict[str, CallArguments] = {}
         pending: list[Source] = [*self.positional, *self.named.values()]
         while pending:
@@ -118,10 +118,10 @@ class CallArguments:
 
 
 class PostprocessResults:
-    """What the post-processing modules made of one batch. It belongs to that batch: iterations overlap.
+    """Results of the post-processing modules for one batch. They are held per batch, because iterations overlap.
 
     Args:
-        modules: the modules' own (not replaced) forwards by name.
+        modules: the original (not replaced) forwards of the modules, by name.
     """
 
     def __init__(self, modules: dict[str, Callable[..., Any]]) -> None:
@@ -135,7 +135,7 @@ class PostprocessResults:
         return self._calls[name][2]
 
     def matches(self, name: str, positional: tuple[Any, ...], named: dict[str, Any]) -> bool:
-        """Whether ``name`` was run on just these objects, so that its result can stand for a second run."""
+        """Return True if ``name`` was run on these very objects, so that its result can replace a second run."""
         return name in self._calls and same_arguments(self._calls[name][:2], (positional, named))
 
     def result(self, name: str) -> Any:
@@ -146,7 +146,7 @@ class PostprocessResults:
 
 
 def same_arguments(one: Arguments, other: Arguments) -> bool:
-    """Whether two calls pass the same pieces; whether by position or by name does not matter."""
+    """Return True if two calls pass the same pieces, no matter which of them by position and which by name."""
     return _same_value(_in_one_list(*one), _in_one_list(*other))
 
 

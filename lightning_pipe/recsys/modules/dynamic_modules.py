@@ -1,4 +1,4 @@
-"""Embedding modules whose tables have no size: any int64 id has a row, made when it is first seen.
+"""Embedding modules with tables of no fixed size: any int64 id has a row, created at its first occurrence.
 
 Tested in ``tests/recsys/dynamic/tables/test_sharded_tables.py``.
 """
@@ -37,21 +37,24 @@ class DynamicTable:
     """A table of embeddings for any int64 id.
 
     Attributes:
-        name: unique in its module.
-        embedding_dim: numbers of a row, a multiple of 4.
-        feature_names: the features that are looked up in it.
-        cache_rows: rows in memory, over all ranks. It must hold those of every batch in flight; a rank has its part.
-        pooling: ``sum`` or ``mean`` over a bag; without effect in a ``DynamicEmbeddingCollection``.
-        initial: values of a row at first sight: a mapping such as ``{"uniform": [-0.01, 0.01]}``, ``{"normal": [0,
-            0.02]}`` or ``{"constant": 0}``, or a function of ids (int64 [n]) that returns rows ([n, embedding_dim]).
-            Without it, uniform between plus and minus one over the root of ``embedding_dim``.
-        admission_threshold: in how many batches an id must occur before its row is trained and kept; until then it is
-            looked up as its initial value.
-        ttl: after how many batches without it a row starts anew; None for never.
-        eviction: which rows leave the cache first: those unused for longest (``lru``), those seen least (``lfu``), or
-            those to which a function of ids, counts and the batches they were last seen in gives the lowest scores.
-            Without effect on what is trained: rows come back from the store as they were.
-        data_type: of the weights: FP32, FP16, or, on a GPU, BF16.
+        name: name of the table, unique in its module.
+        embedding_dim: length of a row, a multiple of 4.
+        feature_names: features that are looked up in the table.
+        cache_rows: number of rows in memory, over all ranks; each rank has an equal part. Must hold the rows of all
+            batches in flight.
+        pooling: pooling of a bag, ``sum`` or ``mean`` (default ``sum``); without effect in a
+            ``DynamicEmbeddingCollection``.
+        initial: initial values of a row: a mapping such as ``{"uniform": [-0.01, 0.01]}``, ``{"normal": [0, 0.02]}`` or
+            ``{"constant": 0}``, or a function of ids (int64 [n]) that returns rows ([n, embedding_dim]). By default,
+            uniform between -1 / sqrt(embedding_dim) and 1 / sqrt(embedding_dim).
+        admission_threshold: number of batches that an id must occur in before its row is trained and kept (default 1);
+            before that, lookups return its initial values.
+        ttl: number of batches without an occurrence after which a row is reset to its initial values (default None,
+            never).
+        eviction: order in which rows leave the cache: least recently used (``lru``, default), least frequently used
+            (``lfu``), or lowest score first, from a function of ids, counts and the batches of their last occurrences.
+            Does not change the training: rows return from the store unchanged.
+        data_type: type of the weights: FP32 (default), FP16 or, on a GPU, BF16.
     """
 
     name: str
@@ -69,41 +72,47 @@ class DynamicTable:
         where = f"dynamic table {self.name!r}"
         if not isinstance(self.name, str) or not self.name or "." in self.name or hasattr(nn.ModuleDict, self.name):
             raise SetupError(
-                f"{where} cannot have that name: it becomes one of a module's children; needed is another one, no dots,"
-                f" such as 'table_{str(self.name).replace('.', '_')}'"
+                f"{where} cannot have that name, which becomes the name of a child module: expected a name without dots"
+                f" that is no attribute of a module. Use for example 'table_{str(self.name).replace('.', '_')}'."
             )
         for field in ("embedding_dim", "cache_rows", "admission_threshold"):
             check_whole_number(f"{field} of {where}", getattr(self, field), 1)
         if self.embedding_dim % 4:
             raise SetupError(
-                f"{where} has embedding_dim={self.embedding_dim}; needed is a multiple of 4, as FBGEMM's kernels take"
-                f" rows: {-(-self.embedding_dim // 4) * 4}, for example"
+                f"embedding_dim of {where} must be a multiple of 4, as FBGEMM's kernels require, got"
+                f" {self.embedding_dim}. Set it to {-(-self.embedding_dim // 4) * 4}, for example."
             )
         if self.data_type not in _DATA_TYPES:
             raise SetupError(
-                f"{where} has data_type={self.data_type!r}; needed is one that can be trained: DataType."
-                f"{', DataType.'.join(one.name for one in _DATA_TYPES)}"
+                f"data_type of {where} must be a type that can be trained, got {self.data_type!r}. Use DataType."
+                f"{', DataType.'.join(one.name for one in _DATA_TYPES)}."
             )
         check_whole_number(f"ttl of {where}", self.ttl, 1, optional=True)
         if isinstance(self.feature_names, str) or not self.feature_names:
-            raise SetupError(f"{where} has feature_names={self.feature_names!r}; needed is a list of at least one name")
+            raise SetupError(
+                f"feature_names of {where} must be a list of at least one name, got {self.feature_names!r}. Name the"
+                " features that are looked up in the table."
+            )
         if self.pooling not in ("sum", "mean"):
-            raise SetupError(f"{where} has pooling={self.pooling!r}; needed is 'sum' or 'mean'")
+            raise SetupError(f"pooling of {where} must be 'sum' or 'mean', got {self.pooling!r}. Use one of these.")
         if not callable(self.eviction) and self.eviction not in ("lru", "lfu"):
-            raise SetupError(f"{where} has eviction={self.eviction!r}; needed is 'lru', 'lfu' or a function")
+            raise SetupError(
+                f"eviction of {where} must be 'lru', 'lfu' or a function, got {self.eviction!r}. Use one of these."
+            )
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Where the rows of a dynamic module live.
+    """Storage of the rows of a dynamic module.
 
     Attributes:
-        path: a folder that every rank can write to; each has one of its own inside.
-        seed: of the initial values; None for the trainer's (``torch.initial_seed()`` when tables are sharded).
-        commit_every: also commit after so many trained batches, beside every checkpoint; None for checkpoints only.
-        check_nan: refuse to keep rows with a NaN; costs a look at every row that is written.
-        existing: what becomes of rows that an earlier run has left there, unless a checkpoint is loaded: ``refuse`` to
-            train or look up, ``keep`` them, or ``forget`` them.
+        path: folder that every rank can write to; each rank uses a subfolder.
+        seed: seed of the initial values; None for the trainer's (``torch.initial_seed()`` when tables are sharded).
+        commit_every: number of trained batches between two commits, in addition to those at checkpoints; None for
+            checkpoints only.
+        check_nan: True to refuse to store rows with a NaN; costs a check of every row that is written.
+        existing: treatment of rows that an earlier run has left in the folder, unless a checkpoint is loaded:
+            ``refuse`` to train or look up, ``keep`` them, or ``forget`` them.
     """
 
     path: Path
@@ -114,7 +123,7 @@ class Storage:
 
 
 class _Dynamic:
-    """What the two modules share."""
+    """Common part of the two modules."""
 
     dynamic_tables: dict[str, DynamicTable]
     storage: Storage
@@ -130,53 +139,58 @@ class _Dynamic:
     ) -> list[DynamicTable]:
         found = [table if isinstance(table, DynamicTable) else DynamicTable(**table) for table in tables]
         if not found:
-            raise SetupError(f"{type(self).__name__} has no table; give it at least one DynamicTable")
+            raise SetupError(f"{type(self).__name__} must have at least one table, got none. Pass a DynamicTable.")
         check_whole_number(f"commit_every of {type(self).__name__}", commit_every, 1, optional=True)
         names = [table.name for table in found]
         if len(set(names)) < len(names):
-            raise SetupError(f"{type(self).__name__} has tables {names}; needed is one table of each name")
+            raise SetupError(
+                f"the tables of a {type(self).__name__} must have different names, got {names}. Rename the duplicates."
+            )
         self.dynamic_tables = {table.name: table for table in found}
         if existing not in get_args(Existing):
             raise SetupError(
-                f"{type(self).__name__} has existing={existing!r}; needed is one of {', '.join(get_args(Existing))}"
+                f"existing of {type(self).__name__} must be one of {', '.join(get_args(Existing))}, got {existing!r}."
+                " Use one of these."
             )
         self.storage = Storage(Path(store), seed, commit_every, check_nan, existing)
         return found
 
     def _apply(self, *_: Any, **__: Any) -> Self:
-        """Nothing is moved or converted: the parameters say shapes, and have no values to take along."""
+        """Return the module unchanged: its parameters describe shapes and have no values to move or convert."""
         return self
 
     def forward(self, *arguments: Any, **named: Any) -> NoReturn:
-        """There is nothing to look up in until ranks share the ids out.
+        """Refuse the lookup: the module has no rows before ids are distributed over ranks.
 
         Raises:
             SetupError: always.
         """
         raise SetupError(
-            f"this {type(self).__name__} is not sharded, so its rows have no place yet; train the module under a recsys"
-            " strategy, or shard it with lightning_pipe.recsys.shard_model (one process is enough)"
+            f"this {type(self).__name__} must be sharded before it is called, since its rows have no place yet. Train"
+            " it under a recsys strategy, or shard it with lightning_pipe.recsys.shard_model (one process is enough)."
         )
 
 
 class DynamicEmbeddingBagCollection(_Dynamic, EmbeddingBagCollection):
-    """TorchRec's ``EmbeddingBagCollection`` over tables without a size.
+    """TorchRec's ``EmbeddingBagCollection`` with tables of no fixed size.
 
-    It is called like that one, with a ``KeyedJaggedTensor`` of any int64 ids, and returns a ``KeyedTensor`` of batch x
-    the sum of dimensions. Rows live in a bounded cache over a store on disk. Ids are shared out over the ranks.
+    It is called with a ``KeyedJaggedTensor`` of any int64 ids, and returns a ``KeyedTensor`` (batch size x sum of
+    dimensions), as TorchRec's module does. Rows are in a bounded cache over a store on disk. Ids are distributed over
+    the ranks.
 
     Args:
-        tables: a :class:`DynamicTable` each, or a mapping of its attributes.
-        store: a folder that every rank can write to, of this module alone.
-        is_weighted: whether ids have weights.
-        seed: of the initial values; None for ``torch.initial_seed()`` of the first rank.
-        commit_every: commit the store after so many trained batches, beside every checkpoint.
-        check_nan: refuse to keep rows with a NaN.
-        existing: what becomes of rows that an earlier run has left in the store, where no checkpoint is loaded:
-            ``refuse`` to go on, ``keep`` them, or ``forget`` them.
+        tables: a list of :class:`DynamicTable`, or of mappings of its attributes.
+        store: folder that every rank can write to, used by this module only.
+        is_weighted: True if ids have weights (default False).
+        seed: seed of the initial values (default None: ``torch.initial_seed()`` of rank 0).
+        commit_every: number of trained batches between two commits of the store, in addition to those at checkpoints
+            (default None, at checkpoints only).
+        check_nan: True to refuse to store rows with a NaN (default False). Costs a check of every row that is written.
+        existing: treatment of rows that an earlier run has left in the store, if no checkpoint is loaded: ``refuse`` to
+            continue (default), ``keep`` them, or ``forget`` them.
 
     Raises:
-        SetupError: a table that cannot be, or two of one name.
+        SetupError: a table is invalid, or two tables have the same name.
     """
 
     def __init__(
@@ -210,20 +224,20 @@ class DynamicEmbeddingBagCollection(_Dynamic, EmbeddingBagCollection):
 
 
 class DynamicEmbeddingCollection(_Dynamic, EmbeddingCollection):
-    """TorchRec's ``EmbeddingCollection`` (sequences, not pooled) over tables without a size.
+    """TorchRec's ``EmbeddingCollection`` (sequences, not pooled) with tables of no fixed size.
 
-    It returns a dictionary of a ``JaggedTensor`` for each feature, total ids x ``embedding_dim``.
+    It returns a dictionary with a ``JaggedTensor`` per feature, of total ids x ``embedding_dim``.
 
     Args:
-        tables: a :class:`DynamicTable` each, or a mapping of its attributes; all of one ``embedding_dim``.
-        store: as of :class:`DynamicEmbeddingBagCollection`, and so are the others.
+        tables: a list of :class:`DynamicTable`, or of mappings of its attributes; all with the same ``embedding_dim``.
+        store: see :class:`DynamicEmbeddingBagCollection`, also for the other arguments.
         seed: see there.
         commit_every: see there.
         check_nan: see there.
         existing: see there.
 
     Raises:
-        SetupError: a table that cannot be, two of one name, or different dimensions.
+        SetupError: a table is invalid, two tables have the same name, or their dimensions differ.
     """
 
     def __init__(
@@ -239,7 +253,10 @@ class DynamicEmbeddingCollection(_Dynamic, EmbeddingCollection):
         found = self._keep(tables, store, seed, commit_every, check_nan, existing)
         dims = {table.name: table.embedding_dim for table in found}
         if len(set(dims.values())) > 1:
-            raise SetupError(f"tables of one DynamicEmbeddingCollection have dimensions {dims}; needed is one for all")
+            raise SetupError(
+                f"tables of one DynamicEmbeddingCollection must have the same embedding_dim, got {dims}. Give them one"
+                " dimension, or put them into separate modules."
+            )
         super().__init__(
             tables=[
                 EmbeddingConfig(
@@ -257,11 +274,11 @@ class DynamicEmbeddingCollection(_Dynamic, EmbeddingCollection):
 
 
 def _put_own_in(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before a state dict is loaded: rows are in the module's store, and its parameters want nothing of it."""
+    """Add the module's parameters to a state dict before it is loaded: rows are loaded from the store instead."""
     for name, parameter in module.named_parameters():
         state.setdefault(prefix + name, parameter)
 
 
 def is_dynamic_type(module_type: type[nn.Module]) -> bool:
-    """Whether a module's class is one of these."""
+    """Return True if a module's class is one of the dynamic modules."""
     return issubclass(module_type, _Dynamic)

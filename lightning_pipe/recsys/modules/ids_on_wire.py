@@ -1,10 +1,10 @@
-"""Ids that travel as int32: half the bytes of the input dist, where every row of the tables has a number that small.
+"""Ids sent as int32, which halves the bytes of the input dist, if the row numbers of all tables fit.
 
     int64 ids ──► int32 ──► all-to-all ──► int64 ──► lookup
 
-They are int64 again where they arrive, so that a lookup does exactly what it did. An id outside of int32 stays outside
-of every table: it becomes the nearest int32, which is no row either, and never wraps to one. The lookup (or
-``validate_ids``, which sees the ids before) does with it what it does with any id that has no row.
+They are converted back to int64 on arrival, so lookups are unchanged. An id outside of the range of int32 stays outside
+of every table: it is clamped to the nearest int32, which is no row either, and never wraps to a row. The lookup (or
+``validate_ids``, which checks ids before they are sent) treats it as any id without a row.
 """
 
 from __future__ import annotations
@@ -23,55 +23,54 @@ __all__ = ["IdsOnWire", "SentAsInt32", "check_ids_on_wire", "sends_int32"]
 
 IdsOnWire = Literal["auto", "int32", "int64"]
 _INT32 = torch.iinfo(torch.int32)
-# Ids that are narrowed at once: as many, as int64, are there once more meanwhile.
+# Number of ids that are narrowed at a time, which bounds the temporary int64 copy.
 _PIECE = 2**16
 
 
 def check_ids_on_wire(asked: str) -> None:
-    """Raises SetupError for a name that is none of ``IdsOnWire``."""
+    """Raise SetupError unless the name is one of ``IdsOnWire``."""
     if asked not in get_args(IdsOnWire):
-        raise SetupError(f"ids on the wire are {asked!r}; needed is one of {', '.join(get_args(IdsOnWire))}")
+        raise SetupError(f"wire.ids must be one of {', '.join(get_args(IdsOnWire))}, got {asked!r}. Use one of these.")
 
 
 def sends_int32(name: str, tables: Iterable[BaseEmbeddingConfig], maps_ids: bool, asked: IdsOnWire) -> bool:
-    """Whether a sharded module's ids travel as int32: those of all its tables, since they travel in one tensor.
+    """Return True if a sharded module's ids are sent as int32. All its tables share the type, in one tensor.
 
     Args:
-        name: the module's.
-        tables: its tables.
-        maps_ids: whether its ids are no rows yet when they travel, and may be any number.
-        asked: ``int64``; ``auto``, for int32 where that can be; ``int32``, to be told where it cannot.
+        name: name of the module.
+        tables: tables of the module.
+        maps_ids: True if the ids are mapped to rows only after they are sent, so they may be any number.
+        asked: ``int64``; ``auto``, int32 if possible; ``int32``, int32 or an error.
 
     Raises:
-        SetupError: ``int32`` was asked for, and cannot be.
+        SetupError: ``int32`` was requested, but is not possible.
     """
     check_ids_on_wire(asked)
-    # One less than there are numbers, so that the largest int32 is a row of no table.
+    # One less than there are int32 numbers, so that the largest int32 is a row of no table.
     too_large = [table for table in tables if table.num_embeddings > _INT32.max]
     if asked == "int32" and maps_ids:
         raise SetupError(
-            f"ids on the wire are to be int32, but sharded module {name!r} maps ids to rows where its tables lie, and"
-            " gets ids of any size; give 'auto', which sends those of this module as int64, or 'int64'"
+            f"wire.ids is int32, but sharded module {name!r} maps ids to rows after they are sent, so they may be of"
+            " any size. Use 'auto', which sends the ids of this module as int64, or 'int64'."
         )
     if asked == "int32" and too_large:
         found = ", ".join(f"{table.name} has {table.num_embeddings} rows" for table in too_large)
         raise SetupError(
-            f"ids on the wire are to be int32, but of the tables of sharded module {name!r} {found}, and int32 numbers"
-            f" {_INT32.max} at most; give 'auto', which sends the ids of this module as int64, or put these"
-            " tables into a module of their own"
+            f"wire.ids is int32, which can number {_INT32.max} rows at most, but in sharded module {name!r} {found}."
+            " Use 'auto', which sends the ids of this module as int64, or put these tables into a separate module."
         )
     return asked != "int64" and not maps_ids and not too_large
 
 
 class SentAsInt32(KeyedJaggedTensor):
-    """Features whose ids and lengths travel as int32; TorchRec asks them what was received."""
+    """Features whose ids and lengths are sent as int32. TorchRec calls its class to build the received features."""
 
     @staticmethod
     def of(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The same features with int32 in place of int64; the same object where ids are int32 already."""
+        """Return the same features with int32 instead of int64, or the same object if ids are int32 already."""
         if features.values().dtype != torch.int64:
             return features
-        features.length_per_key()  # which the copy takes over, and need not find out
+        features.length_per_key()  # cached here, so that the copy does not compute it
         lengths = features.lengths().int()
         sent = with_tensors(features, values=_narrowed(features.values()), lengths=lengths, offsets=None)
         sent.__class__ = SentAsInt32
@@ -79,9 +78,9 @@ class SentAsInt32(KeyedJaggedTensor):
 
     @staticmethod
     def dist_init(keys: list[str], tensors: list[torch.Tensor], *arguments: Any, **named: Any) -> KeyedJaggedTensor:
-        """What arrived, as if it had been sent as int64; *tensors* is emptied."""
+        """Rebuild the received features as if they had been sent as int64. Empties *tensors*."""
         received: KeyedJaggedTensor = KeyedJaggedTensor.dist_init(keys, tensors, *arguments, **named)
-        tensors.clear()  # before they are there once more, and twice as large
+        tensors.clear()  # before the wider copies are made, to limit the memory
         put_tensors(received, values=received.values().long(), lengths=received.lengths().long(), offsets=None)
         return received
 

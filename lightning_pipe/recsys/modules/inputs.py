@@ -1,8 +1,8 @@
-"""What a sharded module's features must be like, checked on every batch before any rank sends them.
+"""Checks of a sharded module's features, on every batch before any rank sends them.
 
-TorchRec fixes the order of keys, and much else, at a module's first batch and does not look again: other keys later
-give wrong embeddings without a word, and a change on one rank alone makes ranks disagree about what they exchange. So
-the first batch's form is kept and each later batch is compared with it.
+TorchRec fixes the order of keys, among other properties, at a module's first batch and does not check it again.
+Different keys later silently give wrong embeddings, and a change on one rank only makes ranks disagree about their
+exchanges. The form of the first batch is therefore recorded, and each later batch is compared with it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class FeatureForm:
-    """What must stay the same from batch to batch, and on every rank.
+    """Properties of features that must not change from batch to batch, and must be equal on all ranks.
 
     Attributes:
         keys: the features in the first batch's order.
-        weighted: whether ids come with weights.
-        inverse_keys: with a batch size per feature, the features of its inverse indices in order; else None.
-        dtypes: of values, lengths and, if weighted, weights.
+        weighted: True if ids have weights.
+        inverse_keys: with a batch size per feature, the features of its inverse indices in order; otherwise None.
+        dtypes: types of values, lengths and, if weighted, weights.
     """
 
     keys: tuple[str, ...]
@@ -78,19 +78,19 @@ class FeatureForm:
         )
 
     def __str__(self) -> str:
-        """The same text on two ranks whose features go together; the order of keys is each rank's own."""
+        """Return the same text on two ranks with compatible features; the order of keys may differ between ranks."""
         weights = "with weights" if self.weighted else "without weights"
         sizes = "one batch size" if self.inverse_keys is None else "a batch size per feature"
         return f"keys {sorted(self.keys)}, {weights}, {sizes}, dtypes {', '.join(map(str, self.dtypes))}"
 
 
 def check_first(name: str, features: KeyedJaggedTensor, wanted: Sequence[str]) -> None:
-    """Checks a module's first batch against its tables.
+    """Check a module's first batch against its tables.
 
     Args:
-        name: the sharded module's, for the message.
-        features: what the batch holds for it.
-        wanted: the features that its tables look up.
+        name: name of the sharded module, for messages.
+        features: the batch's features for the module.
+        wanted: features that its tables look up.
 
     Raises:
         InputError: a feature is missing, or ids are not integers.
@@ -98,26 +98,26 @@ def check_first(name: str, features: KeyedJaggedTensor, wanted: Sequence[str]) -
     missing = sorted(set(wanted) - set(features.keys()))
     if missing:
         raise InputError(
-            f"sharded module {name!r} got the features {features.keys()}, and its tables look up {list(wanted)}:"
-            f" missing {missing}. Give the batch those keys, or name the features of the tables as the batch has them."
+            f"the tables of sharded module {name!r} look up the features {list(wanted)}, but the batch has"
+            f" {features.keys()}: missing {missing}. Add these keys to the batch, or rename the features of the tables."
         )
     if features.values().dtype not in (torch.int32, torch.int64):
         raise InputError(
-            f"sharded module {name!r} got ids of dtype {features.values().dtype}; needed is torch.int64 or torch.int32:"
-            " convert them where the batch is made."
+            f"ids of sharded module {name!r} must be torch.int64 or torch.int32, got {features.values().dtype}. Convert"
+            " them where the batch is made."
         )
 
 
 def conform(name: str, features: KeyedJaggedTensor, form: FeatureForm) -> KeyedJaggedTensor:
-    """``features`` in the form of the first batch: the same object if it has it, else with its keys re-ordered.
+    """Return ``features`` in the form of the first batch: the same object, or a copy with reordered keys.
 
     Args:
-        name: the sharded module's, for the message.
-        features: what the batch holds for it.
-        form: the first batch's.
+        name: name of the sharded module, for messages.
+        features: the batch's features for the module.
+        form: form of the first batch.
 
     Raises:
-        InputError: keys are missing or extra, or weights, batch sizes or dtypes are not what they were.
+        InputError: keys are missing or extra, or weights, batch sizes or types differ from the first batch's.
     """
     found = FeatureForm.of(features)
     if found == form:
@@ -126,14 +126,14 @@ def conform(name: str, features: KeyedJaggedTensor, form: FeatureForm) -> KeyedJ
     extra = sorted(set(found.keys) - set(form.keys))
     if missing or extra or len(found.keys) != len(form.keys):
         raise InputError(
-            f"sharded module {name!r} got the features {list(found.keys)} and needs those of its first batch,"
-            f" {list(form.keys)}: missing {missing}, extra {extra}. Give every batch the same keys (in any order); a"
+            f"sharded module {name!r} expected the features of its first batch, {list(form.keys)}, got"
+            f" {list(found.keys)}: missing {missing}, extra {extra}. Give every batch the same keys (in any order); a"
             " feature without ids in a batch still needs its key, with lengths of 0."
         )
     if str(found) != str(form) or set(found.inverse_keys or ()) != set(form.inverse_keys or ()):
         raise InputError(
-            f"sharded module {name!r} got features with {found} and needs what its first batch had: {form}. Give"
-            " every batch the same form."
+            f"sharded module {name!r} expected features in the form of its first batch, {form}, got {found}. Give every"
+            " batch the same form."
         )
     return _reorder(features, form)
 
@@ -150,64 +150,64 @@ def _reorder(features: KeyedJaggedTensor, form: FeatureForm) -> KeyedJaggedTenso
 
 
 def check_samples(name: str, features: KeyedJaggedTensor) -> None:
-    """Raises InputError for a batch without samples, of which TorchRec's sequences know no shape."""
+    """Raise InputError for a batch without samples, for which TorchRec's sequences have no shape."""
     if not features.variable_stride_per_key() and features.stride() == 0:
         raise InputError(
-            f"sharded module {name!r} got the features {features.keys()} of 0 samples; needed is at least 1, since it"
-            " looks up sequences: leave empty batches out where they are made (drop_last=True, or a filter of the"
-            " dataset before it is batched). A sample without ids has a length of 0 for each feature."
+            f"sharded module {name!r} looks up sequences and must get at least 1 sample, got 0 samples of the features"
+            f" {features.keys()}. Leave out empty batches where they are made (drop_last=True, or a filter of the"
+            " dataset before batching). A sample without ids has a length of 0 for each feature."
         )
 
 
 def without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """``features``, or a shallow copy that has no weights: TorchRec's sharded modules use them unasked."""
+    """Return ``features`` without weights, as a shallow copy if needed: TorchRec's sharded modules always use them."""
     return features if features.weights_or_none() is None else with_tensors(features, weights=None)
 
 
 def other_inputs(name: str, features: object, keys: Sequence[str]) -> InputError:
-    """The error for what is no KeyedJaggedTensor; *keys* are the features of the module's tables."""
+    """Return the error for an input other than a KeyedJaggedTensor. *keys* are the features of the module's tables."""
     return InputError(
-        f"sharded module {name!r} got a {type(features).__name__}; expected a KeyedJaggedTensor with the features"
-        f" {list(keys)}: make one in the collate function, or in on_after_batch_transfer"
+        f"sharded module {name!r} expected a KeyedJaggedTensor with the features {list(keys)}, got a"
+        f" {type(features).__name__}. Make one in the collate function, or in on_after_batch_transfer."
     )
 
 
 def refuse_missing_weights(name: str, features: KeyedJaggedTensor) -> None:
-    """Raises InputError for features without weights: TorchRec's sharded modules would take each for 1."""
+    """Raise InputError for features without weights, for which TorchRec's sharded modules would silently use 1."""
     if features.weights_or_none() is None:
         raise InputError(
-            f"sharded module {name!r} has is_weighted=True, and got the features {features.keys()} without weights;"
-            " needed is one for each id: give the KeyedJaggedTensor its weights, or build the module without"
-            " is_weighted"
+            f"sharded module {name!r} has is_weighted=True and expected a weight for each id, got the features"
+            f" {features.keys()} without weights. Add weights to the KeyedJaggedTensor, or build the module without"
+            " is_weighted."
         )
 
 
 def refuse_trained_weights(name: str, features: KeyedJaggedTensor) -> None:
-    """Raises InputError for weights that require grad: a table on another rank could not send them any."""
+    """Raise InputError for weights that require grad, since tables on other ranks send no gradient back."""
     weights = features.weights_or_none()
     if weights is not None and weights.requires_grad:
         raise InputError(
-            f"sharded module {name!r} got features whose weights require grad; weights travel to the tables' ranks"
-            " and get no gradient back. Use torchrec's FeatureProcessedEmbeddingBagCollection for trained weights, or"
-            " pass weights.detach()."
+            f"sharded module {name!r} got features whose weights require grad, but weights are sent to the tables'"
+            " ranks and get no gradient back. Use torchrec's FeatureProcessedEmbeddingBagCollection for trained weights,"
+            " or pass weights.detach()."
         )
 
 
 @dataclass(frozen=True)
 class TableRows:
-    """The table that limits a feature's ids: the smallest it is looked up in."""
+    """The smallest table that a feature is looked up in, which limits its ids."""
 
     table: str
     rows: int
 
 
 def check_ids(name: str, features: KeyedJaggedTensor, tables: dict[str, TableRows]) -> None:
-    """Raises InputError if an id is negative or beyond its table, or if lengths do not add up to the number of ids.
+    """Raise InputError if an id is negative or beyond its table, or if lengths do not add up to the number of ids.
 
-    Reads every id once (a wait, on a device).
+    Reads every id once, and waits for the result on a GPU.
 
     Args:
-        name: the sharded module's, for the message.
+        name: name of the sharded module, for messages.
         features: ids per feature.
         tables: the limiting table of each feature; other features are not checked.
     """
@@ -216,7 +216,8 @@ def check_ids(name: str, features: KeyedJaggedTensor, tables: dict[str, TableRow
     if sum(features.length_per_key()) != values.numel():
         raise InputError(
             f"the features {keys} of sharded module {name!r} have {values.numel()} ids, but their lengths add up to"
-            f" {sum(features.length_per_key())}. Mend what makes the batch: lengths say how many ids each row has"
+            f" {sum(features.length_per_key())}. Correct the lengths, which are the number of ids per row, where the"
+            " batch is made."
         )
     largest = torch.iinfo(values.dtype).max
     rows = torch.tensor([tables[key].rows if key in tables else largest for key in keys], device=values.device)
@@ -231,12 +232,13 @@ def check_ids(name: str, features: KeyedJaggedTensor, tables: dict[str, TableRow
     key = next(key for index, key in enumerate(keys) if offsets[index] <= position < offsets[index + 1])
     table = tables[key]
     raise InputError(
-        f"feature {key!r} has the id {int(values[position])}, but table {table.table!r} of sharded module {name!r} has"
-        f" {table.rows} rows: ids must be from 0 to {table.rows - 1}. Mend the data, or give the table more rows."
+        f"feature {key!r} has the id {int(values[position])}, but ids must be from 0 to {table.rows - 1}, since table"
+        f" {table.table!r} of sharded module {name!r} has {table.rows} rows. Correct the data, or give the table more"
+        " rows."
     )
 
 
 def without_side_effects(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """A shallow copy of ``features`` that a feature processor may put weights on; the user's batch stays as it is."""
+    """Return a shallow copy of ``features``, so that a feature processor does not put weights on the user's batch."""
     weights = features.weights_or_none()
     return with_tensors(features, weights=None if weights is None else weights.clone())

@@ -1,8 +1,8 @@
-"""Outputs of sharded modules: waiting for them, and modules that return them in the order of the unsharded ones.
+"""Outputs of sharded modules: a wait for them, and modules that return them in the order of unsharded modules.
 
-TorchRec orders a sharded module's outputs by where its tables lie. A model that asks for each output by its key does
-not notice; one that takes ``KeyedTensor.values()`` for one feature vector would silently feed its dense layers permuted
-columns, and other ones for another number of ranks.
+TorchRec orders a sharded module's outputs by the placement of its tables. A model that reads each output by its key is
+not affected. A model that uses ``KeyedTensor.values()`` as one feature vector would silently feed permuted columns to
+its dense layers, in an order that depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def _features(configs: Sequence[BaseEmbeddingConfig]) -> list[str]:
 
 
 class OrderedKeyedTensor(KeyedTensor):
-    """A ``KeyedTensor`` with its columns in another order, in which they are copied when first asked for as a whole.
+    """A ``KeyedTensor`` with its columns in another order. They are copied when first read as a whole.
 
-    Models that take each feature by its key, as most do, never pay for the copy.
+    Models that read each feature by its key, as most do, never pay for the copy.
 
     Args:
-        source: the columns as they are.
-        names: its keys in the order wanted.
+        source: the tensor with the columns in their original order.
+        names: its keys in the new order.
     """
 
     def __init__(self, source: KeyedTensor, names: list[str]) -> None:
@@ -66,9 +66,9 @@ class OrderedKeyedTensor(KeyedTensor):
 
     @_values.setter
     def _values(self, values: torch.Tensor) -> None:
-        """What the base class is made with is the source's."""
+        """Ignore the values from the base class's constructor, which are the source's."""
 
-    # Once the copy is made it is the one that users may have changed in place.
+    # After the copy is made, it takes precedence over the source: users may have changed it in place.
     def __getitem__(self, key: str) -> torch.Tensor:
         found: torch.Tensor = self.source[key] if self._ordered is None else super().__getitem__(key)
         return found
@@ -91,7 +91,7 @@ class OrderedKeyedTensor(KeyedTensor):
             self._ordered.record_stream(stream)
 
 
-# As a plain KeyedTensor is: its values, and its keys and lengths.
+# The same tree as a plain KeyedTensor: its values, and its keys and lengths.
 register_pytree_node(
     OrderedKeyedTensor,
     lambda tensor: ([tensor.values()], (tensor.keys(), tensor.length_per_key())),
@@ -101,7 +101,7 @@ register_pytree_node(
 
 
 class OrderedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
-    """Pooled embeddings with their columns in the unsharded order, and the means of row-sharded tables right."""
+    """Pooled embeddings with columns in the unsharded order and correct means of row-sharded tables."""
 
     def __init__(
         self,
@@ -117,18 +117,18 @@ class OrderedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """TorchRec's; lengths of bags are known here."""
+        """TorchRec's input dist; the divisor of means is computed here, where the lengths of bags are known."""
         features = _in_first_form(self, self._configs, features, self._uses_weights)
         if self._row_means.needed:
             ctx.divisor = self._row_means.divisor(features)
         return super().input_dist(ctx, features)
 
     def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[torch.Tensor]) -> LazyAwaitable[KeyedTensor]:
-        """TorchRec's, in order."""
+        """TorchRec's output dist, with outputs in the unsharded order."""
         return self._finished(ctx, super().output_dist(ctx, output))
 
     def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
-        """TorchRec's, in order."""
+        """TorchRec's lookup and output dist, with outputs in the unsharded order."""
         return self._finished(ctx, super().compute_and_output_dist(ctx, input))
 
     def _finished(
@@ -152,19 +152,19 @@ class OrderedEmbeddingCollection(ShardedEmbeddingCollection):
         self._configs = module.embedding_configs()
 
     def input_dist(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
-        """TorchRec's, of features in the first batch's form."""
+        """TorchRec's input dist, of features in the form of the first batch."""
         return super().input_dist(ctx, _in_first_form(self, self._configs, features, False))
 
     def output_dist(
         self, ctx: EmbeddingCollectionContext, output: list[torch.Tensor]
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """TorchRec's, in order."""
+        """TorchRec's output dist, with outputs in the unsharded order."""
         return self._ordered(super().output_dist(ctx, output))
 
     def compute_and_output_dist(
         self, ctx: EmbeddingCollectionContext, input: KJTList
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """TorchRec's, in order."""
+        """TorchRec's lookup and output dist, with outputs in the unsharded order."""
         return self._ordered(super().compute_and_output_dist(ctx, input))
 
     def _ordered(self, awaitable: LazyAwaitable[dict[str, JaggedTensor]]) -> LazyAwaitable[dict[str, JaggedTensor]]:
@@ -175,7 +175,7 @@ class OrderedEmbeddingCollection(ShardedEmbeddingCollection):
 def _in_first_form(
     module: torch.nn.Module, configs: Sequence[BaseEmbeddingConfig], features: KeyedJaggedTensor, uses_weights: bool
 ) -> KeyedJaggedTensor:
-    """As the module's first batch, in evaluation or training, had them: TorchRec's input dist knows no other."""
+    """Return features in the form of the module's first batch, since TorchRec's input dist supports no other form."""
     if not isinstance(features, KeyedJaggedTensor):
         raise other_inputs(module_name(module), features, _features(configs))
     features = features if uses_weights else without_weights(features)
@@ -188,14 +188,14 @@ def _in_first_form(
 
 
 def wait_output(output: Any) -> Any:
-    """Waits for the output dist.
+    """Wait for the output dist.
 
     Args:
-        output: what a sharded module's forward or ``compute_and_output_dist`` returned.
+        output: result of a sharded module's forward or ``compute_and_output_dist``.
 
     Returns:
-        A ``KeyedTensor`` (B x sum of dims), a dict of ``JaggedTensor``, or for managed-collision modules a pair of
-        one of these and the remapped ids; in the order that the module itself gives them.
+        A ``KeyedTensor`` (B x sum of dims), a dict of ``JaggedTensor``, or for managed-collision modules a pair of one
+        of these and the remapped ids; in the module's own order.
     """
     if isinstance(output, tuple):
         return tuple(wait_output(part) for part in output)

@@ -1,13 +1,13 @@
-"""What embeddings, and their gradients, are on their way between ranks: numbers of 32, 16 or 8 bits.
+"""Precision of embeddings and their gradients between ranks: numbers of 32, 16 or 8 bits.
 
     lookup ──► encode ──► output dist ──► decode ──► dense part          forward
     kernel ◄── decode ◄── output dist's backward ◄── encode ◄──          backward
 
-TorchRec's output dists take the encoding as codecs, one for each of their collectives. The tables, the optimisers and
-the dense part know nothing of it. FBGEMM's codecs are used with two differences: the row that shares a scale in int8
-fits the tables, where FBGEMM's has 32 values whether a batch can be cut into them or not; and the loss scale is taken
-out in 32 bits, where FBGEMM does so in the 16 that the scale was to save from underflow. TorchRec's own registry would
-also put fp16 in the place of bf16 on CPU, which Gloo has learnt since.
+TorchRec's output dists take the encoding as codecs, one for each of their collectives. Tables, optimisers and the dense
+part are not affected. FBGEMM's codecs are used with two differences. In int8, the number of values that share a scale
+fits the tables, while FBGEMM's codec uses 32 values even if they do not divide the data. The loss scale is divided out
+in 32 bits, while FBGEMM does so in the 16 bits whose underflow the scale is meant to prevent. TorchRec's own registry
+would also replace bf16 by fp16 on CPU, although Gloo supports bf16 now.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _OPS = (
     CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER,
     CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL,
 )
-# Parts of a pooled embedding are added up on their way; int8 has a scale for each row, and codes that do not add up.
+# These sharding types add up parts of a pooled embedding on the way. int8 codes, with a scale per row, cannot be added.
 _ADDED_UP = {ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value}
 _LARGEST = torch.finfo(torch.float32).max
 _ADVICE = "for example {'forward': 'bf16', 'backward': 'fp16'}"
@@ -58,19 +58,20 @@ _ADVICE = "for example {'forward': 'bf16', 'backward': 'fp16'}"
 
 @dataclass(frozen=True)
 class QuantizedComms:
-    """How embeddings travel forward, and their gradients backward.
+    """Precision of embeddings in the forward and of their gradients in the backward.
 
     Args:
-        forward: ``fp32``, ``fp16``, ``bf16`` or ``int8``.
-        backward: the same.
-        forward_loss_scale: what embeddings are multiplied by before they are encoded, and divided by after.
-        backward_loss_scale: what gradients are. Those below 6e-8 are nothing in fp16, and in int8 those far below the
-            greatest of their row or below 1e-8.
-        int8_row_dim: how many values next to each other share a scale and an offset, which take 8 bytes. It must divide
-            the widths of all shards of a module's tables; their greatest common divisor where none is given.
+        forward: precision of embeddings: ``fp32`` (default), ``fp16``, ``bf16`` or ``int8``.
+        backward: precision of their gradients, with the same choices.
+        forward_loss_scale: factor that multiplies embeddings before they are encoded, and is divided out afterwards
+            (default None).
+        backward_loss_scale: the same for gradients. Without it, gradients below 6e-8 become 0 in fp16; in int8, those
+            below 1e-8 or far below the largest of their row.
+        int8_row_dim: number of adjacent values that share a scale and an offset, which take 8 bytes. It must divide the
+            widths of all shards of a module's tables (default: their greatest common divisor).
 
     Raises:
-        SetupError: another precision, a scale that is no positive number, or one that nothing uses.
+        SetupError: a precision is unknown; a scale is not a positive number; or a setting has no effect.
     """
 
     forward: str = "fp32"
@@ -81,20 +82,20 @@ class QuantizedComms:
 
     @classmethod
     def from_config(cls, config: QuantizedComms | Mapping[str, Any] | None) -> QuantizedComms:
-        """Reads ``{"forward": "bf16", "backward": "fp16"}``, as YAML gives it; None quantises nothing.
+        """Read ``{"forward": "bf16", "backward": "fp16"}``, as in YAML. None quantises nothing.
 
         Raises:
-            SetupError: another key, or what the class raises.
+            SetupError: a key is unknown, or the class rejects a value.
         """
         if isinstance(config, QuantizedComms):
             return config
         if config is not None and not isinstance(config, Mapping):
-            raise SetupError(f"quantized_comms is {config!r}; needed is a mapping, {_ADVICE}")
+            raise SetupError(f"quantized_comms must be a mapping, got {config!r}. Use one, {_ADVICE}.")
         given = dict(config or {})
         allowed = [field.name for field in dataclasses.fields(cls)]
         if unknown := sorted(str(key) for key in given if key not in allowed):
             raise SetupError(
-                f"quantized_comms has the unknown key {', '.join(unknown)}; allowed are {', '.join(allowed)}"
+                f"quantized_comms has the unknown key {', '.join(unknown)}. Remove it; expected {', '.join(allowed)}."
             )
         return cls(**given)
 
@@ -105,31 +106,32 @@ class QuantizedComms:
         ):
             if not isinstance(precision, str) or precision not in PRECISIONS:
                 raise SetupError(
-                    f"quantized_comms has {way}={precision!r}; needed is one of {', '.join(PRECISIONS)}, {_ADVICE}"
+                    f"{way} of quantized_comms must be one of {', '.join(PRECISIONS)}, got {precision!r}. Use one of"
+                    f" these, {_ADVICE}."
                 )
             if scale is None:
                 continue
             if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale <= _LARGEST:
                 raise SetupError(
-                    f"quantized_comms has {way}_loss_scale={scale!r}; needed is a positive number of 32 bits, for"
-                    " example 1024.0"
+                    f"{way}_loss_scale of quantized_comms must be a positive number of 32 bits, got {scale!r}. Set it"
+                    " to 1024.0, for example."
                 )
             if precision == "fp32":
                 raise SetupError(
-                    f"quantized_comms has {way}_loss_scale={scale!r}, but {way} is fp32, which needs none; give"
-                    f" {way} another precision, or leave the scale out"
+                    f"quantized_comms has {way}_loss_scale={scale!r}, but {way} is fp32, which needs no scale. Set"
+                    f" {way} to another precision, or remove the scale."
                 )
         row = self.int8_row_dim
         check_whole_number("int8_row_dim of quantized_comms", row, 1, optional=True)
         if row is not None and not self.has_int8:
             raise SetupError(
-                f"quantized_comms has int8_row_dim={row}, but forward is {self.forward} and backward {self.backward};"
-                " give one of them int8, or leave int8_row_dim out"
+                f"quantized_comms has int8_row_dim={row}, but forward is {self.forward} and backward {self.backward}."
+                " Set one of them to int8, or remove int8_row_dim."
             )
 
     @property
     def quantizes(self) -> bool:
-        """Whether anything travels in less than 32 bits."""
+        """True if anything is sent in less than 32 bits."""
         return (self.forward, self.backward) != ("fp32", "fp32")
 
     @property
@@ -137,27 +139,27 @@ class QuantizedComms:
         return "int8" in (self.forward, self.backward)
 
     def usable(self, sharding_types: Sequence[str], *, pooled: bool) -> list[str]:
-        """Those of the sharding types that a table may have."""
+        """Return the sharding types that a table can have with these precisions."""
         return [kind for kind in sharding_types if not (pooled and self.has_int8 and kind in _ADDED_UP)]
 
     def check_types(self, where: str, sharding_types: Sequence[str] | None, table: Table) -> None:
-        """Raises SetupError if a table's embeddings cannot travel under any of its sharding types."""
+        """Raise SetupError if a table's embeddings cannot be sent under one of its sharding types."""
         types = list(sharding_types or ())
         if types and not self.usable(types, pooled=not issubclass(table.module_type, EmbeddingCollection)):
             if issubclass(table.module_type, DynamicEmbeddingBagCollection):
                 raise SetupError(
-                    f"quantized_comms has forward={self.forward!r} and backward={self.backward!r}, and the dynamic"
-                    f" module {table.module_name or 'given'!r} adds up parts of a pooled embedding on their way (it is"
-                    " sharded by rows, and in no other way), where numbers of int8 cannot be added up: use fp16 or bf16"
+                    f"quantized_comms has forward={self.forward!r} and backward={self.backward!r}, but the dynamic"
+                    f" module {table.module_name or 'given'!r}, which is always sharded by rows, adds up parts of a"
+                    " pooled embedding between ranks, which int8 does not support. Use fp16 or bf16."
                 )
             raise SetupError(
-                f"{where} names {', '.join(types)} for table {table.name}, whose parts of a pooled embedding are added"
-                f" up on their way; quantized_comms has forward={self.forward!r} and backward={self.backward!r}, and"
-                " numbers of int8 cannot be added up: use fp16 or bf16, or shard the table table_wise or column_wise"
+                f"{where} names {', '.join(types)} for table {table.name}, which adds up parts of a pooled embedding"
+                f" between ranks, but quantized_comms has forward={self.forward!r} and backward={self.backward!r}, and"
+                " int8 does not support that. Use fp16 or bf16, or shard the table table_wise or column_wise."
             )
 
     def check_plan(self, plan: ShardingPlan, tables: Sequence[Table]) -> None:
-        """Raises SetupError, on every rank with the same plan, for a table that cannot travel as it is planned."""
+        """Raise SetupError for a table that cannot be sent as planned, on every rank that has the same plan."""
         for table in tables:
             module_plan = plan.get_plan_for_module(table.module_name)
             assert isinstance(module_plan, EmbeddingModuleShardingPlan)
@@ -166,10 +168,10 @@ class QuantizedComms:
             self._row(module_plan, table.module_name)
 
     def check_backend(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Sends a number to every rank in each way that embeddings will be sent. All ranks call it.
+        """Send a number to every rank in each precision that embeddings are sent in. All ranks call it.
 
         Raises:
-            SetupError: on every rank, where the group's backend cannot.
+            SetupError: the group's backend does not support a precision; raised on every rank.
         """
         if group.size() == 1 or not self.quantizes:
             return
@@ -179,19 +181,19 @@ class QuantizedComms:
                 dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
                 if precision != "int8":
                     dist.reduce_scatter(torch.empty_like(sent[:1]), list(sent.split(1)), group=group)
-            except RuntimeError as error:  # before anything is sent: every rank has the same dtype
+            except RuntimeError as error:  # on every rank: raised for the dtype, before sending
                 raise SetupError(
                     f"quantized_comms has the precision {precision}, which the process group's backend"
-                    f" {dist.get_backend(group)} cannot send ({error}); use fp16, or another version of PyTorch"
+                    f" {dist.get_backend(group)} cannot send ({error}). Use fp16, or another version of PyTorch."
                 ) from error
 
     def registry(
         self, sharding: Mapping[str, ParameterSharding] | None = None
     ) -> dict[str, QuantizedCommCodecs] | None:
-        """The codecs for TorchRec, by collective; None where nothing is quantised.
+        """Return the codecs for TorchRec, by collective; None if nothing is quantised.
 
         Args:
-            sharding: how each table of the module is sharded; None for a registry that only the planner reads.
+            sharding: sharding of each table of the module; None for a registry that only the planner reads.
         """
         if not self.quantizes:
             return None
@@ -203,27 +205,27 @@ class QuantizedComms:
         return {op.name: codecs for op in _OPS}
 
     def _row(self, sharding: Mapping[str, ParameterSharding], module_name: str) -> int:
-        """How many values share a scale: a number that divides whatever the module's ranks send each other."""
+        """Number of values that share a scale. It divides the size of any data that the module's ranks exchange."""
         shards = (shard for one in sharding.values() for shard in getattr(one.sharding_spec, "shards", ()))
         widest = math.gcd(*(int(shard.shard_sizes[1]) for shard in shards))
         if self.int8_row_dim is None:
-            return widest or 1  # nothing of the module travels
+            return widest or 1  # no data of the module is exchanged
         if widest % self.int8_row_dim:
             raise SetupError(
-                f"quantized_comms has int8_row_dim={self.int8_row_dim}, but the shards of the tables of module"
-                f" {module_name or 'given'} have widths that only {widest} and its divisors divide: give one of these,"
-                " or leave int8_row_dim out"
+                f"int8_row_dim of quantized_comms must be {widest} or one of its divisors, to divide the widths of all"
+                f" shards of the tables of module {module_name or 'given'}, got {self.int8_row_dim}. Use one of these,"
+                " or remove int8_row_dim."
             )
         return self.int8_row_dim
 
 
 class _Codec(QuantizedCommCodec):
-    """FBGEMM's codec of one way.
+    """FBGEMM's codec of one direction.
 
     Args:
-        precision: on the wire.
-        scale: what values are multiplied by before they are encoded, and divided by after.
-        row: values that share a scale, in int8.
+        precision: precision of the encoded values.
+        scale: factor that multiplies values before they are encoded, and is divided out afterwards; None for 1.
+        row: number of values that share a scale, in int8.
     """
 
     def __init__(self, precision: SparseType, scale: float | None, row: int) -> None:

@@ -1,8 +1,8 @@
-"""Mean pooling of tables that are sharded by rows: the parts are summed, and the sum divided by the length of the bag.
+"""Mean pooling of tables that are sharded by rows: the sum of the parts, divided by the length of the bag.
 
-TorchRec's own division (``_create_mean_pooling_divisor``) goes by feature: beside a row-sharded table pooled by mean it
-divides the outputs of tables sharded otherwise too, and where tables pooled by sum and by mean share a feature it gets
-one of them wrong. Here it goes by output.
+TorchRec's division (``_create_mean_pooling_divisor``) works per feature. If a module has a row-sharded table pooled by
+mean, it also divides the outputs of tables with other sharding types. If tables pooled by sum and by mean share a
+feature, one of the two outputs is wrong. Here the division works per output.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _BY_ROWS = {ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, Shar
 
 
 class RowMeans:
-    """Divides the outputs of one sharded module that need it.
+    """Divides the outputs of one sharded module that are means of row-sharded tables.
 
     Args:
         configs: the module's tables.
-        sharding: how each table is sharded, by its name.
+        sharding: sharding of each table, by its name.
         names: the module's outputs in the order of their columns.
         widths: columns of each output.
     """
@@ -46,16 +46,16 @@ class RowMeans:
 
     @property
     def needed(self) -> bool:
-        """Whether there is any such output."""
+        """True if any output must be divided."""
         return any(self._features)
 
     def divisor(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """What to divide by: batch size x columns of all outputs.
+        """Return the divisor of all outputs: batch size x columns.
 
         Args:
-            features: this rank's, before they are distributed.
+            features: this rank's features, before the input dist.
         """
-        # Not to_dict(), which has no features of a batch without samples.
+        # to_dict() would return no features for a batch without samples.
         lengths = dict(zip(features.keys(), features.lengths().split(features.stride_per_key()), strict=True))
         inverse = features.inverse_indices_or_none()
         batch = inverse[1].shape[1] if inverse is not None else features.stride()
@@ -64,7 +64,7 @@ class RowMeans:
         for column, name in enumerate(self._features):
             if name is not None:
                 of_feature = lengths[name]
-                if inverse is not None:  # a batch size of its own: each sample says which of the bags is its
+                if inverse is not None:  # batch size per feature: inverse indices map each sample to its bag
                     of_feature = of_feature[inverse[1][inverse[0].index(name)]]
                 # An empty bag's sum is zero, and so is its mean.
                 counts[:, column] = of_feature.clamp(min=1)
@@ -73,7 +73,7 @@ class RowMeans:
 
 
 def divide(sums: KeyedTensor, divisor: torch.Tensor) -> KeyedTensor:
-    """The outputs of a module, divided column by column."""
+    """Return a module's outputs, divided column by column."""
     return KeyedTensor(
         keys=sums.keys(),
         length_per_key=sums.length_per_key(),

@@ -1,4 +1,4 @@
-"""The embedding tables of a module, found before it is sharded, or the reason why they cannot be."""
+"""Finds the embedding tables of a module before it is sharded, and refuses those that cannot be sharded."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Table:
         module_name: the name of the module that holds it, for example ``model.ebc``.
         module_type: the class of that module.
         config: TorchRec's description: ``config.name`` (``users``), rows, columns, features, ``init_fn``.
-        optimizer: what trains it, None until that is resolved.
-        sharding_type: how it is sharded (``table_wise``, ...), empty until that is planned.
+        optimizer: optimiser of the table; None until it is resolved.
+        sharding_type: its sharding type (``table_wise``, ...); empty until it is planned.
     """
 
     name: str
@@ -75,17 +75,17 @@ class Table:
 
     @property
     def holder_name(self) -> str:
-        """The name of the module that holds nothing but tables: inside ``module_name`` where features are processed."""
-        return ".".join(self.name.split(".")[:-3])  # without embedding_bags, the table's name, weight
+        """The name of the module that holds only tables: a child of ``module_name`` if features are processed."""
+        return ".".join(self.name.split(".")[:-3])  # without embedding_bags, the table's name and weight
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether it has no size: what the sharded module holds is a cache of rows."""
+        """True if the table has no fixed size, so that the sharded module holds a cache of rows."""
         return is_dynamic_type(self.module_type)
 
     @property
     def known_optimizer(self) -> TableOptimizer:
-        """What trains it, once that is resolved."""
+        """The optimiser of the table, after it is resolved."""
         assert self.optimizer is not None
         return self.optimizer
 
@@ -95,7 +95,7 @@ class Table:
         return self.known_optimizer.learning_rate
 
     def planned(self, optimizer: TableOptimizer, sharding_type: str) -> Table:
-        """The same table, with what trains it and how it is sharded."""
+        """Return the same table with its optimiser and sharding type."""
         return replace(self, optimizer=optimizer, sharding_type=sharding_type)
 
 
@@ -104,12 +104,12 @@ def _join(*parts: str) -> str:
 
 
 def find_tables(module: nn.Module) -> list[tuple[Table, nn.Parameter]]:
-    """Finds the tables that TorchRec can shard, each with its unsharded parameter.
+    """Find the tables that TorchRec can shard, each with its unsharded parameter.
 
-    A plain ``nn.EmbeddingBag`` is not one of them: it stays a dense parameter.
+    A plain ``nn.EmbeddingBag`` is not included: it stays a dense parameter.
 
     Raises:
-        SetupError: a module that this project cannot shard, one that is sharded already, or none at all.
+        SetupError: a module cannot be sharded by this project, is sharded already, or no module has tables.
     """
     found: list[tuple[Table, nn.Parameter]] = []
     inside: list[str] = []
@@ -118,44 +118,46 @@ def find_tables(module: nn.Module) -> list[tuple[Table, nn.Parameter]]:
             continue
         label = f"module {name or 'given'} ({type(child).__name__})"
         if isinstance(child, ShardedModule):
-            raise SetupError(f"{label} is sharded already; hand over the module as it was before sharding")
+            raise SetupError(f"{label} is sharded already. Pass the module as it was before sharding.")
         if isinstance(child, _REFUSED):
             raise SetupError(
-                f"{label} cannot be sharded here; use EmbeddingBagCollection, EmbeddingCollection or"
-                " FeatureProcessedEmbeddingBagCollection"
+                f"{label} cannot be sharded by this project. Use EmbeddingBagCollection, EmbeddingCollection or"
+                " FeatureProcessedEmbeddingBagCollection instead."
             )
         if not isinstance(child, TABLE_MODULES):
             continue
         if type(child) not in TABLE_MODULES:
             raise SetupError(
-                f"{label} is a subclass of a TorchRec module, and TorchRec's sharders replace exact classes only;"
-                " hold the TorchRec module as a child instead of inheriting from it"
+                f"{label} is a subclass of a TorchRec module, and TorchRec's sharders only replace exact classes."
+                " Hold the TorchRec module as a child instead of inheriting from it."
             )
         inside.append(name)
         found.extend(_tables_of(name, child))
     _refuse_shared_tables(module, found)
     if not found:
         raise SetupError(
-            f"{type(module).__name__} holds no TorchRec embedding module, so there is nothing to shard; needed is an"
-            " EmbeddingBagCollection or EmbeddingCollection, or strategy='pipeline' for a module without one"
+            f"expected a module with tables, but {type(module).__name__} holds no TorchRec embedding module. Add an"
+            " EmbeddingBagCollection or EmbeddingCollection, or use strategy='pipeline' for a module without one."
         )
     return found
 
 
 def _refuse_shared_tables(module: nn.Module, found: Iterable[tuple[Table, nn.Parameter]]) -> None:
-    """A table is cut out of its module: whatever else holds the same parameter would train a copy and not say so."""
+    """Refuse shared tables: sharding replaces a table's parameter, and other holders would silently train a copy."""
     names: dict[int, str] = {}
     for table, parameter in found:
         other = names.setdefault(id(parameter), table.name)
         if other != table.name:
-            raise SetupError(f"tables {other} and {table.name} are one parameter; give each table its own")
+            raise SetupError(
+                f"tables {other} and {table.name} are one parameter. Give each table a separate parameter."
+            )
     for name, child in module.named_modules():
         held: dict[int, str] = {}
         for own, part in child._modules.items():
             if isinstance(part, TABLE_MODULES) and held.setdefault(id(part), own) != own:
                 raise SetupError(
-                    f"{_join(name, held[id(part)])} and {_join(name, own)} are one {type(part).__name__}, and sharding"
-                    " would replace the first only; hold it under one name, and call it by that"
+                    f"{_join(name, held[id(part)])} and {_join(name, own)} are one {type(part).__name__}, of which"
+                    " sharding would only replace the first. Hold it under one name, and call it by that name."
                 )
     holders = {table.holder_name for table, _ in found}
     for name, child in module.named_modules():
@@ -164,8 +166,8 @@ def _refuse_shared_tables(module: nn.Module, found: Iterable[tuple[Table, nn.Par
         for own, parameter in child.named_parameters(recurse=False):
             if id(parameter) in names:
                 raise SetupError(
-                    f"table {names[id(parameter)]} and parameter {_join(name, own)} are one and the same; a sharded"
-                    " table cannot be shared with a dense layer: give that layer a parameter of its own"
+                    f"table {names[id(parameter)]} and parameter {_join(name, own)} are the same tensor, but a sharded"
+                    " table cannot be shared with a dense layer. Give that layer a separate parameter."
                 )
 
 
@@ -188,7 +190,7 @@ def _tables_of(name: str, module: nn.Module) -> Iterator[tuple[Table, nn.Paramet
         table = Table(_join(prefix, kind, config.name, "weight"), name, type(module), config)
         if getattr(config, "pooling", None) == PoolingType.MEAN and holder.is_weighted():
             raise SetupError(
-                f"table {table.name} is pooled by mean, and its features are weighted; neither PyTorch's kernel nor"
-                " FBGEMM's backward has a weighted mean: pool by sum, with weights divided by the length of the bag"
+                f"table {table.name} is pooled by mean and its features are weighted, but neither PyTorch's kernel nor"
+                " FBGEMM's backward supports a weighted mean. Pool by sum, with weights divided by the bag's length."
             )
         yield table, parameter
