@@ -1,7 +1,7 @@
-"""What FBGEMM's fused lookup kernels need from their caller when nothing is trained.
+"""Handling of FBGEMM's fused lookup kernels outside of training.
 
-Under inference mode the fused lookups have no CPU kernel; under ``no_grad`` they work. And each lookup of an optimiser
-that counts steps (row-wise Adagrad, Adam) advances the count, which only training may do.
+The fused lookups have no CPU kernel under inference mode, but work under ``no_grad``. Each lookup of an optimiser that
+counts steps (row-wise Adagrad, Adam) also advances the count, which only training must do.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ __all__ = [
 
 
 def fused_kernels(module: torch.nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-    """The fused lookup kernels inside a sharded module, each once."""
+    """Return the fused lookup kernels inside a sharded module, each once."""
     found: dict[int, SplitTableBatchedEmbeddingBagsCodegen] = {}
     for child in module.modules():
-        for lookup in lookups_of(child):  # not among the child's modules
+        for lookup in lookups_of(child):  # not registered as child modules
             for kernel in lookup.modules():
                 if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen):
                     found[id(kernel)] = kernel
@@ -42,9 +42,9 @@ def fused_kernels(module: torch.nn.Module) -> list[SplitTableBatchedEmbeddingBag
 
 
 def moves_rows_at_zero_gradient(module: torch.nn.Module) -> bool:
-    """Whether the optimiser of any fused kernel inside a sharded module changes a row whose gradient is zero.
+    """Return True if the optimiser of any fused kernel in a sharded module changes a row whose gradient is zero.
 
-    By its momentum, by weight decay, or by a division of zero by zero.
+    Possible causes are its momentum, weight decay, or a division of zero by zero.
     """
     return any(_moves_at_zero(kernel) for kernel in fused_kernels(module))
 
@@ -62,21 +62,21 @@ def _moves_at_zero(kernel: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
 
 
 def count_step(module: torch.nn.Module) -> None:
-    """Counts a lookup that was not run, as one in training counts itself, where the kernels' optimisers count."""
+    """Count a lookup that was not run as a training lookup, if the kernels' optimisers count."""
     for kernel in fused_kernels(module):
-        if kernel.iter_cpu.item() > 0:  # an optimiser that counts has counted a lookup before
+        if kernel.iter_cpu.item() > 0:  # an optimiser that counts has counted an earlier lookup
             kernel.iter_cpu.add_(1)
             kernel.iter.add_(1)
 
 
 def newest_prefetches(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor | None]:
-    """For each kernel with a cache where the rows prefetched last are in it, None for others."""
+    """Return the cache locations of the newest prefetch, for each kernel: None without a cache or a prefetch."""
     queues = [kernel.lxu_cache_locations_list for module in modules for kernel in fused_kernels(module)]
     return [queue[-1] if queue else None for queue in queues]
 
 
 def prefetch_again(modules: Iterable[torch.nn.Module], locations: Iterable[torch.Tensor | None]) -> None:
-    """Tells kernels with a cache that rows are in it, which were prefetched before."""
+    """Queue the cache locations of rows that were prefetched before, in each kernel with a cache."""
     kernels = [kernel for module in modules for kernel in fused_kernels(module)]
     for kernel, where in zip(kernels, locations, strict=True):
         if where is not None:
@@ -85,7 +85,7 @@ def prefetch_again(modules: Iterable[torch.nn.Module], locations: Iterable[torch
 
 
 def take_back_step(module: torch.nn.Module) -> None:
-    """Takes one lookup back from the counters of a sharded module's kernels: its backward is not going to run."""
+    """Undo the count of one lookup in a sharded module's kernels, since its backward will not run."""
     for kernel in fused_kernels(module):
         if kernel.iter_cpu.item() > 0:  # an optimiser that counts has counted the lookup
             kernel.iter_cpu.sub_(1)
@@ -94,10 +94,10 @@ def take_back_step(module: torch.nn.Module) -> None:
 
 @contextmanager
 def prefetches_set_aside(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Within it the lookups of ``modules`` fetch rows for themselves, though rows were fetched ahead for others.
+    """Context in which lookups of ``modules`` fetch their own rows, and leave prefetched rows to later lookups.
 
-    A kernel with a cache keeps what was prefetched in a queue, and each lookup takes the first, whichever batch it is
-    for. Lookups between the prefetch of a training batch and its lookup would take that batch's.
+    A kernel with a cache keeps its prefetches in a queue. Each lookup takes the first entry, whichever batch it is for,
+    so a lookup between a training batch's prefetch and its lookup would take that batch's entry.
     """
     with prefetches_of_kernels_set_aside([kernel for module in modules for kernel in fused_kernels(module)]):
         yield
@@ -105,7 +105,7 @@ def prefetches_set_aside(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def prefetches_of_kernels_set_aside(kernels: Sequence[SplitTableBatchedEmbeddingBagsCodegen]) -> Iterator[None]:
-    """:func:`prefetches_set_aside`, of kernels."""
+    """Context like :func:`prefetches_set_aside`, for kernels."""
     queues = [(kernel, kernel.timesteps_prefetched, kernel.lxu_cache_locations_list) for kernel in kernels]
     for kernel in kernels:
         kernel.timesteps_prefetched, kernel.lxu_cache_locations_list = [], []
@@ -118,8 +118,10 @@ def prefetches_of_kernels_set_aside(kernels: Sequence[SplitTableBatchedEmbedding
 
 @contextmanager
 def counted_as(kernel: SplitTableBatchedEmbeddingBagsCodegen, count: int) -> Iterator[None]:
-    """Within it the next lookup is the ``count``-th for training, where the kernel's optimiser counts; afterwards the
-    counter is as it was."""
+    """Context in which the next lookup is the ``count``-th of the training, if the kernel's optimiser counts.
+
+    The counter is restored at the end.
+    """
     steps, steps_on_cpu = kernel.iter.clone(), kernel.iter_cpu.clone()
     if count > 0:
         kernel.iter.fill_(count - 1)
@@ -133,7 +135,7 @@ def counted_as(kernel: SplitTableBatchedEmbeddingBagsCodegen, count: int) -> Ite
 
 @contextmanager
 def evaluating(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Within it the lookups of ``modules`` run outside inference mode, without grad, and leave their counters alone."""
+    """Context in which lookups of ``modules`` run without grad or inference mode, and do not advance the counters."""
     kernels = [kernel for module in modules for kernel in fused_kernels(module)]
     with torch.inference_mode(False), torch.no_grad():
         counters = [(kernel, kernel.iter.clone(), kernel.iter_cpu.clone()) for kernel in kernels]

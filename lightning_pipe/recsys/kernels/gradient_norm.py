@@ -1,8 +1,8 @@
-"""The norm of all gradients, those of sharded tables included, and clipping by it.
+"""Norm of all gradients, including those of sharded tables, and clipping by it.
 
-The gradient of a table is never there as a tensor: it is known from the gradients of a kernel's outputs, to be added up
-for each row that was looked up. The transpose of a lookup is a lookup: a row's gradient is a bag of output gradients,
-one for each place where its id was.
+The gradient of a table never exists as a tensor. It follows from the gradients of a kernel's outputs, summed for each
+row that was looked up. The transpose of a lookup is itself a lookup: a row's gradient is a bag of output gradients, one
+for each position of its id.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def table_norm(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> torch.Tensor:
-    """The 2-norm of the gradients of all tables of all ranks, as if no table were sharded. A collective.
+    """2-norm of the gradients of all tables on all ranks, as if no table were sharded. A collective.
 
     Args:
-        gradients: of the outputs of this rank's kernels.
-        replicated: gradients of the tables that every rank holds, averaged over ranks: each counts once.
-        group: the ranks that the tables are sharded over.
-        device: of this rank.
+        gradients: gradients of the outputs of this rank's kernels.
+        replicated: gradients of the replicated tables, averaged over ranks; each counts once.
+        group: process group that the tables are sharded over.
+        device: device of this rank.
 
     Returns:
-        A scalar in double precision, the same on every rank.
+        A double-precision scalar, equal on all ranks.
     """
     square = torch.zeros((), dtype=torch.float64, device=device)
     by_kernel: dict[int, list[tuple[KernelCall, torch.Tensor]]] = {}
@@ -53,32 +53,32 @@ def table_norm(
 
 
 def clip_by_global_norm(parameters: Iterable[nn.Parameter], tables: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` with the tables as further parameters.
+    """``torch.nn.utils.clip_grad_norm_`` over dense parameters and tables together.
 
     Args:
-        parameters: dense ones, whose gradients are averaged over ranks; they are scaled here.
+        parameters: dense parameters, with gradients averaged over ranks, which are scaled in place.
         tables: norm of the tables' gradients.
-        max_norm: the norm that all gradients together may have.
+        max_norm: largest norm of all gradients together.
 
     Returns:
-        What the tables' gradients are to be scaled by, a scalar of at most 1.
+        The factor for the tables' gradients, a scalar of at most 1.
     """
     parameters = list(parameters)
     dense = torch.nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
     total = torch.linalg.vector_norm(torch.stack([dense.to(tables), tables])).float()
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
-    return torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as PyTorch has it
+    return torch.clamp(max_norm / (total + 1e-6), max=1.0)  # same formula as PyTorch's
 
 
 @torch.no_grad()
 def row_gradients(calls: Sequence[tuple[KernelCall, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The gradients of the rows that one kernel looked up.
+    """Gradients of the rows that one kernel looked up.
 
     Args:
-        calls: its calls in one step, and the gradient of each one's output.
+        calls: the kernel's calls in one step, each with the gradient of its output.
 
     Returns:
-        For each width of its tables: rows, counted through all its tables, and their gradients (rows x columns).
+        For each row width: row numbers, counted through all tables of the kernel, and gradients (rows x columns).
     """
     kernel = calls[0][0].kernel
     tables = kernel.feature_table_map
@@ -93,12 +93,12 @@ def row_gradients(calls: Sequence[tuple[KernelCall, torch.Tensor]]) -> list[tupl
     return found
 
 
-# Rows of tables, the bag whose output each went into, its weight there, and the gradients of the bags.
+# Rows of tables, the bag that each contributed to, its weight in the bag, and the gradients of the bags.
 _Places = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _places(call: KernelCall, gradient: torch.Tensor, features: list[int], widths: list[int]) -> _Places:
-    """Where the ids of some features, of tables of one width, went."""
+    """Positions of the ids of some features, whose tables have the same width."""
     kernel, count, width = call.kernel, call.indices.numel(), widths[features[0]]
     batch = (call.offsets.numel() - 1) // len(widths)
     lengths = call.offsets.diff()
@@ -106,7 +106,7 @@ def _places(call: KernelCall, gradient: torch.Tensor, features: list[int], width
     rows = call.indices.long() + kernel.hash_size_cumsum[bags // max(batch, 1)]
     weights = torch.ones(count, device=rows.device) if call.weights is None else call.weights.detach().float()
     if kernel.pooling_mode == PoolingMode.NONE:
-        # Each id has an output of its own; all tables of such a kernel have one width.
+        # Each id has an output; all tables of such a kernel have one width.
         return rows, torch.arange(count, device=rows.device), weights, gradient.reshape(count, width).float()
     if kernel.pooling_mode == PoolingMode.MEAN:
         weights = weights / lengths[bags]
@@ -125,7 +125,7 @@ def _places(call: KernelCall, gradient: torch.Tensor, features: list[int], width
 def _add_up(rows: torch.Tensor, parts: Sequence[_Places]) -> tuple[torch.Tensor, torch.Tensor]:
     starts = accumulate((len(part[3]) for part in parts[:-1]), initial=0)
     bags = torch.cat([part[1] + start for part, start in zip(parts, starts, strict=True)])
-    # A stable order, so that sums do not depend on the sort.
+    # A stable order, so that sums do not depend on the sort algorithm.
     rows, order = rows.sort(stable=True)
     rows, counts = torch.unique_consecutive(rows, return_counts=True)
     sums = nn.functional.embedding_bag(

@@ -1,9 +1,9 @@
-"""What the lookup kernels of a sharded module were called with: enough to stop its backward in front of them.
+"""Captured calls of a sharded module's lookup kernels, which let its backward stop before the kernels.
 
 kernels ──► cat ──► output dist ──► cut ──► user's dense part
    ▲         ▲
-   │         └ lookup outputs: there on every rank, also where it holds no kernel
-   └ kernel outputs: what is behind them belongs to the fused optimiser
+   │         └ lookup outputs: exist on every rank, even without a kernel
+   └ kernel outputs: behind them, the fused optimiser takes the gradients
 
 Tested in ``tests/recsys/kernels/test_gradient_norm.py``.
 """
@@ -49,14 +49,14 @@ class KernelCall:
     """One call of a fused kernel.
 
     Attributes:
-        kernel: looks up several features in the tables it holds.
-        indices: rows of tables, all features' one after the other.
-        offsets: where each bag's begin in ``indices``, with the end: features x batch size + 1.
-        weights: of each id in its bag; None for ones.
-        output: batch size x sum of the features' columns; where the kernel does not pool, ids x columns.
-        arguments: all that it was called with, these among them.
-        learning_rate: that its backward will step with, whatever the kernel's is by then.
-        count: of the kernel's lookups for training, this one included, where its optimiser counts.
+        kernel: fused kernel, which looks up several features in its tables.
+        indices: row numbers, one feature after the other.
+        offsets: start of each bag in ``indices``, and the end: features x batch size + 1.
+        weights: weight of each id in its bag; None for ones.
+        output: batch size x sum of the features' columns; without pooling, ids x columns.
+        arguments: all arguments of the call, including these.
+        learning_rate: learning rate that its backward steps with, even if the kernel's rate changes later.
+        count: number of the kernel's training lookups, including this one, if its optimiser counts.
     """
 
     kernel: SplitTableBatchedEmbeddingBagsCodegen
@@ -70,11 +70,11 @@ class KernelCall:
 
     @property
     def has_present_rate(self) -> bool:
-        """Whether the kernel's learning rate is still the one that it was called with."""
+        """True if the kernel's learning rate has not changed since the call."""
         return self.learning_rate == self.kernel.learning_rate_tensor.item()
 
     def with_present_rate(self) -> torch.Tensor:
-        """The output to run backward from: of another such call where the learning rate has changed since this one."""
+        """Return the output to run backward from: of a repeated call if the learning rate has changed since."""
         if self.has_present_rate:
             return self.output
         with (
@@ -91,9 +91,9 @@ class LookupCalls:
     """One call of a sharded module.
 
     Attributes:
-        outputs: of its lookups, one for each kind of sharding: what the output dists send.
-        kernels: calls of fused kernels, which a rank may have none of.
-        replicated: the weights of the dense kernels called, which look up tables that every rank holds.
+        outputs: outputs of its lookups, one per kind of sharding, which the output dists send.
+        kernels: calls of fused kernels; possibly empty on a rank.
+        replicated: weights of the dense kernels called, which look up replicated tables.
     """
 
     outputs: list[torch.Tensor] = field(default_factory=list)
@@ -103,12 +103,12 @@ class LookupCalls:
 
 @dataclass
 class KernelGradients:
-    """Gradients in front of the kernels.
+    """Gradients of the kernels' outputs.
 
     Attributes:
-        calls: of fused kernels.
-        gradients: of each call's output, shaped like it.
-        replicated: the weights of dense kernels; each has its gradient, of this rank's batch alone, in ``.grad``.
+        calls: calls of fused kernels.
+        gradients: gradient of each call's output, with the same shape.
+        replicated: weights of dense kernels, with the gradients of this rank's batch in ``.grad``.
     """
 
     calls: list[KernelCall]
@@ -117,55 +117,54 @@ class KernelGradients:
 
 
 def trains_only_tables(module: nn.Module) -> bool:
-    """Whether a sharded module has no dense weights, such as feature processors', beside its tables."""
+    """Return True if a sharded module has only tables, and no dense weights such as feature processors'."""
     return isinstance(module, _MODULES)
 
 
 def check_tables_wait(modules: Mapping[str, nn.Module]) -> None:
-    """Checks that sharded modules, by name, can be trained after the dense optimiser's step.
+    """Check that sharded modules, by name, can be trained after the dense optimiser's step.
 
     Raises:
-        SetupError: one trains dense weights together with its tables.
+        SetupError: a module trains dense weights together with its tables.
     """
     for name, module in modules.items():
         if not trains_only_tables(module):
             raise SetupError(
                 f"sharded module {name!r} is a {type(module).__name__}, which trains dense weights together with its"
-                " tables: these would have to be trained before the dense optimiser's step for the ones, and after it"
-                " for the other, since the step clips gradients or skips those that overflowed. Use an"
-                " EmbeddingBagCollection or EmbeddingCollection; or train without gradient clipping, in a precision"
-                " other than 16-mixed"
+                " tables. The dense weights must be trained before the dense optimiser's step and the tables after it,"
+                " since the step clips gradients or skips those that overflowed. Use an EmbeddingBagCollection or"
+                " EmbeddingCollection, or train without gradient clipping and in a precision other than 16-mixed."
             )
 
 
 def check_capturable(modules: Mapping[str, nn.Module]) -> None:
-    """Checks that the lookups of sharded modules, by name, are of kernels whose calls can be captured.
+    """Check that the kernels of sharded modules, by name, are of a type whose calls can be captured.
 
     Raises:
-        SetupError: naming the module and what it is, or which kernel it has.
+        SetupError: names the module and its type, or its kernel's.
     """
     check_tables_wait(modules)
     for name, module in modules.items():
         for kernel in _kernels(module):
             if not isinstance(kernel, (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBagsCodegen)):
                 raise SetupError(
-                    f"sharded module {name!r} looks up with a {type(kernel).__name__}, whose gradients cannot be told"
-                    " before its optimiser has used them, as a norm over all gradients needs. Give its tables the"
-                    " compute kernel 'fused', or train without gradient clipping"
+                    f"sharded module {name!r} looks up with a {type(kernel).__name__}, whose gradients are not known"
+                    " before its optimiser has used them, as a norm over all gradients requires. Give its tables the"
+                    " compute kernel 'fused', or train without gradient clipping."
                 )
 
 
 def can_follow_rates(module: nn.Module) -> bool:
-    """Whether a sharded module's tables can be stepped with a learning rate that is set after their lookup.
+    """Return True if a sharded module's tables can step with a learning rate that is set after their lookup.
 
-    It takes kernels whose calls can be captured, to be made once more.
+    That requires kernels whose calls can be captured and repeated.
     """
     kinds = (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBagsCodegen)
     return trains_only_tables(module) and all(isinstance(kernel, kinds) for kernel in _kernels(module))
 
 
 def has_dense_kernels(module: nn.Module) -> bool:
-    """Whether a sharded module looks up replicated tables, which no kernel trains."""
+    """Return True if a sharded module looks up replicated tables, which no kernel trains."""
     return any(isinstance(kernel, DenseTableBatchedEmbeddingBagsCodegen) for kernel in _kernels(module))
 
 
@@ -178,7 +177,7 @@ def _kernels(module: nn.Module) -> Iterator[Any]:
 
 @contextmanager
 def capture_calls(module: nn.Module) -> Iterator[LookupCalls]:
-    """Yields what the module's lookups are called with in the body."""
+    """Yield the calls that the module's lookups make in the context."""
     calls = LookupCalls()
     hooks = []
     for lookup in lookups_of(module):

@@ -1,7 +1,7 @@
-"""The compiled library, where it was built: plain C functions, called through ctypes, which releases the interpreter.
+"""The compiled library, if it was built: plain C functions, called through ctypes, which releases the GIL.
 
-Whatever it does has a slower way without it, in PyTorch or NumPy, that gives the same results. With
-``LIGHTNING_PIPE_NATIVE=0`` in the environment the slower ways are taken.
+Each function has a slower equivalent in PyTorch or NumPy with the same results, which is used without the library or
+with ``LIGHTNING_PIPE_NATIVE=0`` in the environment.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from pathlib import Path
 
 __all__ = ["library"]
 
-# As lp_version() in csrc/version.cpp: raised where a function changes.
+# Must equal lp_version() in csrc/version.cpp; incremented whenever a function changes.
 _VERSION = 2
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The library, or None where it was not built, is of another version, or is not wanted.
+    """Return the library, or None if it was not built, has another version, or is disabled.
 
-    Functions that return something else than a C int need their ``restype`` set by their caller.
+    Callers must set ``restype`` of functions that do not return a C int.
     """
     if os.environ.get("LIGHTNING_PIPE_NATIVE") == "0":
         return None
@@ -40,13 +40,15 @@ def library() -> ctypes.CDLL | None:
         version = found.lp_version()
     except (OSError, AttributeError) as error:
         warnings.warn(
-            f"the compiled library {path.name} cannot be loaded, slower ways are taken: {error}", stacklevel=2
+            f"the compiled library {path.name} cannot be loaded: {error}. Slower functions are used; to avoid them,"
+            " install the package again.",
+            stacklevel=2,
         )
         return None
     if version != _VERSION:
         warnings.warn(
-            f"the compiled library {path.name} is of version {version}, needed is {_VERSION}, slower ways are taken:"
-            " install the package again",
+            f"the compiled library {path.name} must have version {_VERSION}, got {version}. Slower functions are used;"
+            " to avoid them, install the package again.",
             stacklevel=2,
         )
         return None

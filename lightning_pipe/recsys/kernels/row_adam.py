@@ -1,7 +1,7 @@
-"""Adam over the rows that a batch looked up, for kernels that FBGEMM does not have: those on a CPU.
+"""Adam over the rows of a batch, for kernels that FBGEMM lacks on CPU.
 
-As FBGEMM's on a GPU: moments of a row move only when it is looked up, and the bias is corrected by the number of
-batches that the kernel has trained (Kingma and Ba, "Adam", 2015).
+It matches FBGEMM's Adam on a GPU: moments of a row only change when it is looked up, and the bias correction uses the
+number of batches that the kernel has trained (Kingma and Ba, "Adam", 2015).
 
 Tested in ``tests/scenarios/recommenders/test_dynamic_embeddings.py``.
 """
@@ -21,16 +21,16 @@ __all__ = ["RowAdam"]
 
 
 class RowAdam:
-    """Trains the tables of one kernel, whose own optimiser is left alone but for its learning rate.
+    """Trains the tables of one kernel in place of its optimiser, of which only the learning rate is used.
 
     Args:
-        kernel: FBGEMM's, with SGD for its optimiser.
-        hyper_parameters: of each of its tables ``betas`` of the moments and ``eps``, added to the root of the second;
-            None for a table that SGD is right for.
+        kernel: FBGEMM kernel, with SGD as its optimiser.
+        hyper_parameters: for each of its tables, ``betas`` of the moments and ``eps``, which is added to the root of
+            the second moment; None for a table that is trained with SGD.
 
     Attributes:
-        states: of each table the two moments, rows x columns, zeros at first; nothing under SGD.
-        steps: how many batches were trained.
+        states: the two moments of each table (rows x columns, initially zeros); empty under SGD.
+        steps: number of trained batches.
     """
 
     def __init__(self, kernel: Any, hyper_parameters: Sequence[Mapping[str, Any] | None]) -> None:
@@ -46,14 +46,14 @@ class RowAdam:
 
     @torch.no_grad()
     def step(self, calls: Sequence[tuple[KernelCall, torch.Tensor]]) -> None:
-        """Trains the rows that one batch looked up.
+        """Train the rows that one batch looked up.
 
         Args:
-            calls: the kernel's calls, and the gradient of each one's output.
+            calls: the kernel's calls, each with the gradient of its output.
         """
         self.steps += 1
         rate = self._kernel.get_learning_rate()
-        # By feature; several may be of one table.
+        # Hyper-parameters by feature; several features may share a table.
         starts = dict(zip(self._kernel.feature_table_map, self._kernel.hash_size_cumsum.tolist(), strict=False))
         for rows, gradients in row_gradients(calls):
             for table, weights in enumerate(self._weights):

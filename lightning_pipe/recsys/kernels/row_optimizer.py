@@ -1,4 +1,4 @@
-"""What trains the tables of a kernel in place of the kernel's own optimiser: where it is kept, and looked for.
+"""Registry of optimisers that train the tables of a kernel in place of the kernel's optimiser.
 
 Tested in ``tests/scenarios/recommenders/test_dynamic_embeddings.py``.
 """
@@ -19,21 +19,21 @@ class RowOptimizer(Protocol):
     """Trains the tables of one kernel.
 
     Attributes:
-        states: of each table, rows x columns.
+        states: states of each table (rows x columns).
     """
 
     states: list[list[Tensor]]
 
     def step(self, calls: Sequence[tuple[Any, Tensor]]) -> None:
-        """Train the rows that one batch looked up: the kernel's calls, and the gradient of each one's output."""
+        """Train the rows that one batch looked up, from the kernel's calls and the gradients of their outputs."""
 
 
 def set_row_optimizer(kernel: Any, optimizer: RowOptimizer) -> None:
-    """From now on *optimizer* trains the kernel's tables."""
+    """Let *optimizer* train the kernel's tables from now on."""
     setattr(kernel, _ATTRIBUTE, optimizer)
 
 
 def row_optimizer(kernel: Any) -> RowOptimizer | None:
-    """What trains a kernel's tables, if not its own optimiser."""
+    """Return the optimiser that replaces a kernel's optimiser, or None."""
     found: RowOptimizer | None = getattr(kernel, _ATTRIBUTE, None)
     return found

@@ -1,11 +1,11 @@
-"""The optimisers of embedding tables: what a fused kernel can do, said in full.
+"""Optimisers of embedding tables, with every hyper-parameter of their fused kernels explicit.
 
-FBGEMM steps a table inside the backward of its lookup. Its defaults are not those of ``torch.optim`` (Adagrad's
-``eps`` is 1e-8 in FBGEMM and 1e-10 in torch), and it ignores, or dies on, hyper-parameters it has no kernel for. So
-every hyper-parameter is resolved here before a table is sharded, or the user gets an error that names the
-hyper-parameter and the table. An argument that the user left out has the kernel's default where the optimiser was given
-by ``apply_optimizer_in_backward``, as under TorchRec's ``DistributedModelParallel``, so that a script moved from there
-keeps its numbers; and the class's default where it is the strategy's ``sparse_optimizer``.
+FBGEMM steps a table inside the backward of its lookup. Its defaults differ from those of ``torch.optim`` (Adagrad's
+``eps`` is 1e-8 in FBGEMM and 1e-10 in torch), and it ignores, or fails on, hyper-parameters that its kernel does not
+support. Every hyper-parameter is therefore resolved before a table is sharded, or the user gets an error that names the
+hyper-parameter and the table. An argument that the user omits takes the kernel's default if the optimiser comes from
+``apply_optimizer_in_backward``, as under TorchRec's ``DistributedModelParallel``, so that a script moved from there
+gives the same results. It takes the class's default if the optimiser is the strategy's ``sparse_optimizer``.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from lightning_pipe.engine.common.errors import SetupError
 
 __all__ = ["SparseOptimizer", "TableOptimizer", "class_name", "resolve_table_optimizer"]
 
-_IMPLEMENTATION_CHOICES = {"foreach", "fused"}  # say how torch computes a step, not what it computes
+_IMPLEMENTATION_CHOICES = {"foreach", "fused"}  # affect how torch computes a step, but not its result
 
 
 @dataclass(frozen=True)
 class _Support:
-    """What the fused kernel of one optimiser class takes.
+    """Support of one optimiser class by the fused kernels.
 
     Attributes:
-        reference: the class whose signature says which hyper-parameters exist and their defaults, and which steps
-            replicated tables. TorchRec's own SGD, Adagrad and Adam are placeholders without either.
-        passed: hyper-parameters that the kernel takes; every other one must be at its default.
-        explicit: hyper-parameters that ``sparse_optimizer`` must give, since kernel and class differ in their defaults,
+        reference: class whose signature defines the hyper-parameters and their defaults, and which steps replicated
+            tables. TorchRec's own SGD, Adagrad and Adam are placeholders that do neither.
+        passed: hyper-parameters that the kernel supports; all others must have their defaults.
+        explicit: hyper-parameters that ``sparse_optimizer`` must set, since kernel and class have different defaults,
             or the class has none.
-        cpu: whether FBGEMM has a CPU kernel.
-        row_local: whether a step leaves rows without a gradient as they are. Where it does not, stepping a whole
-            replicated table is another optimiser than stepping the rows that were looked up.
-        row_wise_state: whether one number per row is kept: splitting rows by columns makes several of it.
-        row_adam: whether :class:`~lightning_pipe.recsys.kernels.row_adam.RowAdam` stands in where there is no CPU
-            kernel, for dynamic tables.
+        cpu: True if FBGEMM has a CPU kernel.
+        row_local: True if a step leaves rows without a gradient unchanged. Otherwise a step of a whole replicated table
+            differs from a step of the rows that were looked up.
+        row_wise_state: True if the state is one number per row; column sharding then multiplies the state.
+        row_adam: True if :class:`~lightning_pipe.recsys.kernels.row_adam.RowAdam` replaces a missing CPU kernel, for
+            dynamic tables.
     """
 
     reference: type[torch.optim.Optimizer] | None
@@ -59,7 +59,7 @@ class _Support:
     row_adam: bool = False
 
 
-# The kernel's names of what the classes name otherwise; TorchRec's users may give either.
+# The kernel's names of hyper-parameters that the classes name differently; TorchRec's users may use either.
 _KERNEL_NAMES = {"lr": ("learning_rate",), "betas": ("beta1", "beta2")}
 _ADAM = ("lr", "betas", "eps")
 _SUPPORTED: dict[type[torch.optim.Optimizer], _Support] = {
@@ -80,7 +80,7 @@ _SUPPORTED: dict[type[torch.optim.Optimizer], _Support] = {
 
 
 def class_name(optimizer_class: type) -> str:
-    """The class as a user would write it in YAML, as far as that is known: ``torch.optim.SGD``."""
+    """Return the class as a user would write it in YAML, if that is known: ``torch.optim.SGD``."""
     module = optimizer_class.__module__
     for package, public in (("torch.optim", torch.optim), ("torchrec.optim", torchrec_optim)):
         if module.startswith(package) and getattr(public, optimizer_class.__name__, None) is optimizer_class:
@@ -102,10 +102,10 @@ def _usable(device: torch.device, is_dynamic: bool) -> str:
 
 @dataclass(frozen=True)
 class SparseOptimizer:
-    """An optimiser for every table that has none of its own.
+    """Optimiser of every table that has no other optimiser.
 
     Args:
-        optimizer_class: an optimiser class that FBGEMM has a fused kernel for.
+        optimizer_class: optimiser class that FBGEMM has a fused kernel for.
         arguments: its arguments, without the parameters.
     """
 
@@ -114,23 +114,23 @@ class SparseOptimizer:
 
     @classmethod
     def from_config(cls, config: SparseOptimizer | Mapping[str, Any]) -> SparseOptimizer:
-        """Reads ``{"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.1}}``, as YAML gives it.
+        """Read ``{"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.1}}``, as in YAML.
 
         Raises:
-            SetupError: another key, a class that cannot be imported, or one that is no optimiser.
+            SetupError: a key is unknown, or the class cannot be imported or is not an optimiser.
         """
         if isinstance(config, SparseOptimizer):
             return config
         if not isinstance(config, Mapping):
             raise SetupError(
-                f"sparse_optimizer is {config!r}; needed is a mapping with class_path and init_args, for example"
-                " {'class_path': 'torch.optim.Adagrad', 'init_args': {'lr': 0.1}}"
+                f"sparse_optimizer must be a mapping with class_path and init_args, got {config!r}. Use for example"
+                " {'class_path': 'torch.optim.Adagrad', 'init_args': {'lr': 0.1}}."
             )
         unknown = sorted(set(config) - {"class_path", "init_args"})
         if unknown or "class_path" not in config:
             raise SetupError(
-                f"sparse_optimizer has the keys {sorted(config)}; needed are class_path and, where the class takes"
-                f" arguments, init_args{f'; take out {unknown}' if unknown else ''}"
+                f"sparse_optimizer must have the key class_path and, if the class takes arguments, init_args, got"
+                f" {sorted(config)}. {f'Remove {unknown}' if unknown else 'Add class_path'}."
             )
         path = config["class_path"]
         found = path
@@ -140,24 +140,27 @@ class SparseOptimizer:
                 found = getattr(importlib.import_module(module_name), name)
             except (ImportError, AttributeError, ValueError) as error:
                 raise SetupError(
-                    f"sparse_optimizer names the class {path!r}, which cannot be imported ({error}); needed is a"
-                    " full path such as torch.optim.Adagrad"
+                    f"sparse_optimizer has class_path {path!r}, which cannot be imported ({error}). Use a full path"
+                    " such as torch.optim.Adagrad."
                 ) from error
         if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-            raise SetupError(f"sparse_optimizer names {path!r}, which is no torch.optim.Optimizer class")
+            raise SetupError(
+                f"class_path of sparse_optimizer must be a torch.optim.Optimizer class, got {path!r}. Use for example"
+                " torch.optim.Adagrad."
+            )
         return cls(found, dict(config.get("init_args") or {}))
 
 
 @dataclass(frozen=True)
 class TableOptimizer:
-    """The optimiser of one table, every hyper-parameter said.
+    """Optimiser of one table, with every hyper-parameter explicit.
 
     Attributes:
-        optimizer_class: the class the user named.
-        hyper_parameters: all that the fused kernel takes, in the class's own names.
-        step_class: the class that steps a replicated table, None where only a fused kernel can.
-        row_wise_state: whether its state is one number per row.
-        left_out: hyper-parameters that the user left out, and of which kernel and class have other defaults: the
+        optimizer_class: the class that the user chose.
+        hyper_parameters: all hyper-parameters of the fused kernel, by the class's names.
+        step_class: class that steps a replicated table; None if only a fused kernel can.
+        row_wise_state: True if its state is one number per row.
+        left_out: hyper-parameters that the user omitted and for which kernel and class have different defaults: the
             kernel's, which is used, and the class's.
     """
 
@@ -178,7 +181,7 @@ class TableOptimizer:
         return class_name(self.optimizer_class)
 
     def fused_arguments(self) -> dict[str, Any]:
-        """The hyper-parameters in FBGEMM's names, as TorchRec reads them from a parameter's ``_optimizer_kwargs``."""
+        """Return the hyper-parameters by FBGEMM's names, as TorchRec reads them from ``_optimizer_kwargs``."""
         arguments: dict[str, Any] = {}
         for key, value in self.hyper_parameters.items():
             names = _KERNEL_NAMES.get(key, (key,))
@@ -186,7 +189,7 @@ class TableOptimizer:
         return arguments
 
     def describe(self) -> str:
-        """One line that is the same on two ranks exactly if the optimisers are."""
+        """Return one line that is equal on two ranks exactly if the optimisers are equal."""
         arguments = (f"{key}={value}" for key, value in sorted(self.hyper_parameters.items()))
         return f"{self.name}({', '.join(arguments)})"
 
@@ -194,13 +197,12 @@ class TableOptimizer:
 def _chosen(
     table: str, parameter: nn.Parameter, default: SparseOptimizer | None
 ) -> tuple[type[torch.optim.Optimizer], Mapping[str, Any], bool] | None:
-    """The class and arguments that the user gave this table, and whether in TorchRec's way; None without any."""
+    """Return the user's class and arguments for a table, and True if given in TorchRec's way; None without any."""
     given = optimizers_in_backward(parameter)
     if len(given) > 1:
         raise SetupError(
-            f"table {table} has {len(given)} in-backward optimisers"
-            f" ({', '.join(class_name(one) for one, _ in given)}); one table takes one: call"
-            " apply_optimizer_in_backward once"
+            f"table {table} must have one in-backward optimiser, got {len(given)}"
+            f" ({', '.join(class_name(one) for one, _ in given)}). Call apply_optimizer_in_backward once."
         )
     if given:
         return *given[0], True
@@ -216,17 +218,17 @@ def resolve_table_optimizer(
     device: torch.device,
     is_dynamic: bool = False,
 ) -> TableOptimizer | None:
-    """The optimiser of one table: the one applied to its parameter, else the default, else None.
+    """Return the optimiser applied to a table's parameter, or else the default, or else None.
 
     Args:
         table: name of the table, for messages.
-        parameter: the table as the user's module holds it, unsharded.
-        default: optimiser of tables that have none of their own.
-        device: where the table will live.
-        is_dynamic: whether the table has no size.
+        parameter: unsharded parameter of the table in the user's module.
+        default: optimiser of tables that have no other.
+        device: device of the table.
+        is_dynamic: True if the table has no fixed size.
 
     Raises:
-        SetupError: a class or hyper-parameter that FBGEMM's kernel on this device does not do as the class does.
+            SetupError: FBGEMM's kernel on this device does not support the class or a hyper-parameter.
     """
     chosen = _chosen(table, parameter, default)
     if chosen is None:
@@ -236,13 +238,13 @@ def resolve_table_optimizer(
     support = _SUPPORTED.get(optimizer_class)
     if support is None:
         raise SetupError(
-            f"table {table} asks for the optimiser {name}, for which there is no fused kernel; use one of"
-            f" {_usable(device, is_dynamic)}"
+            f"table {table} has the optimiser {name}, which has no fused kernel. Use one of"
+            f" {_usable(device, is_dynamic)}."
         )
     if not _has_kernel(support, device, is_dynamic):
         raise SetupError(
-            f"table {table} asks for the optimiser {name}, which FBGEMM has no CPU kernel for; on CPU use one of"
-            f" {_usable(device, is_dynamic)}"
+            f"table {table} has the optimiser {name}, for which FBGEMM has no CPU kernel. On CPU, use one of"
+            f" {_usable(device, is_dynamic)}."
         )
     arguments = {key: value for key, value in arguments.items() if key != "optimizer"}
     defaults = _defaults(support.reference) or dict.fromkeys(support.passed, 0.0)
@@ -259,14 +261,14 @@ def resolve_table_optimizer(
     unknown = sorted(set(arguments) - set(defaults))
     if unknown:
         raise SetupError(
-            f"table {table}: the optimiser {name} has no argument {', '.join(unknown)}; it takes"
-            f" {', '.join(sorted(defaults))}"
+            f"table {table}: the optimiser {name} has no argument {', '.join(unknown)}. Remove it; expected"
+            f" {', '.join(sorted(defaults))}."
         )
     missing = [] if in_backward else [key for key in support.explicit if key not in arguments]
     if missing:
         raise SetupError(
-            f"table {table}: give the optimiser {name} its {', '.join(missing)}; the fused kernel's defaults are not"
-            " the class's, so none is assumed"
+            f"table {table}: the optimiser {name} requires {', '.join(missing)}, since the defaults of the fused kernel"
+            " and the class differ. Set its value."
         )
     _refuse_what_no_kernel_does(table, name, support, arguments)
     hyper_parameters = {key: arguments.get(key, defaults[key]) for key in support.passed if key in defaults}
@@ -282,7 +284,7 @@ def resolve_table_optimizer(
 
 @cache
 def _kernel_defaults() -> Mapping[str, Any]:
-    """What FBGEMM's kernels take for hyper-parameters that TorchRec does not pass, in the classes' names."""
+    """Return the defaults of FBGEMM's kernels for hyper-parameters that TorchRec omits, by the classes' names."""
     arguments = inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters
     found = {key: arguments[key].default for key in ("eps", "momentum", "weight_decay", "eta")}
     for key, names in _KERNEL_NAMES.items():
@@ -292,7 +294,7 @@ def _kernel_defaults() -> Mapping[str, Any]:
 
 
 def _in_names_of_class(table: str, name: str, support: _Support, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments as the class names them; TorchRec hands on what the kernel names otherwise."""
+    """Return arguments by the class's names. TorchRec passes them by the kernel's names where these differ."""
     found = dict(arguments)
     for key, names in _KERNEL_NAMES.items():
         given = {one: found.pop(one) for one in names if key in support.passed and one in found}
@@ -300,8 +302,8 @@ def _in_names_of_class(table: str, name: str, support: _Support, arguments: Mapp
             continue
         if key in found:
             raise SetupError(
-                f"table {table}: the optimiser {name} is given {key} and {', '.join(given)}, which say the same; leave"
-                f" {key} out"
+                f"table {table}: the optimiser {name} got {key} and {', '.join(given)}, which have the same meaning."
+                f" Remove {key}."
             )
         default = _kernel_defaults()[key]
         defaults = default if len(names) > 1 else (default,)
@@ -325,32 +327,32 @@ def _refuse_what_no_kernel_does(table: str, name: str, support: _Support, argume
         if key in support.passed or key in _IMPLEMENTATION_CHOICES or arguments.get(key, default) == default:
             continue
         raise SetupError(
-            f"table {table}: the optimiser {name} is given {key}={arguments[key]!r}, which the fused kernel does not"
-            f" do; leave it at {default!r}"
+            f"table {table}: the optimiser {name} got {key}={arguments[key]!r}, which the fused kernel does not"
+            f" support. Leave it at {default!r}."
         )
 
 
 def _check_values(table: str, name: str, support: _Support, hyper_parameters: Mapping[str, Any]) -> None:
-    """Refuses what makes rows NaN in a step or two, or steps them upwards; the rest the class itself may judge."""
+    """Refuse values that turn rows into NaN within a few steps or reverse the step; the class checks the others."""
     for key, value in hyper_parameters.items():
         if key == "betas":
             valid = isinstance(value, Sequence) and len(value) == 2 and all(_is_number(one, below=1) for one in value)
-            needed = "a pair of numbers from 0 to below 1: give betas such as (0.9, 0.999)"
+            needed = "a pair of numbers from 0 to below 1. Set betas such as (0.9, 0.999)"
         else:
-            valid, needed = _is_number(value), f"a finite number, 0 or more: give {key} another value"
+            valid, needed = _is_number(value), f"a finite number of at least 0. Set {key} to another value"
         if not valid:
-            raise SetupError(f"table {table}: the optimiser {name} is given {key}={value!r}; needed is {needed}")
+            raise SetupError(f"table {table}: the optimiser {name} got {key}={value!r}, expected {needed}.")
     try:
         if support.reference is not None:
             support.reference([nn.Parameter(torch.zeros(1, 1))], **hyper_parameters)
     except (TypeError, ValueError) as error:
         raise SetupError(
-            f"table {table}: the optimiser {name} cannot take {dict(hyper_parameters)}: {error}; mend the value"
+            f"table {table}: the optimiser {name} does not accept {dict(hyper_parameters)}: {error}. Correct the value."
         ) from error
 
 
 def _is_number(value: Any, below: float = math.inf) -> bool:
-    """Whether it is one from 0 to below a limit; a tensor of one is, text is not."""
+    """Return True for a number, or a tensor of one number, from 0 to below a limit. Text is not a number."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and _is_number(value.item(), below)
     return isinstance(value, numbers.Real) and 0 <= float(value) < below

@@ -1,4 +1,4 @@
-"""A learning-rate schedule for the tables alone."""
+"""Learning-rate schedule of the tables only."""
 
 from __future__ import annotations
 
@@ -13,67 +13,69 @@ from lightning_pipe.engine import SetupError
 
 
 class TableSchedule:
-    """Runs one of PyTorch's schedulers over the base rates of the tables, whose optimisers are inside fused kernels.
+    """Runs a PyTorch scheduler over the base rates of the tables, whose optimisers are inside fused kernels.
 
     Args:
-        config: ``class_path`` of an ``LRScheduler`` and ``init_args`` for it (all but the optimiser).
+        config: ``class_path`` of an ``LRScheduler``, and ``init_args`` with its arguments except the optimiser.
         base_rates: table name to learning rate.
 
     Raises:
-        SetupError: keys other than those two, no such class, arguments it does not take, or a scheduler that steps on
-            a metric.
+        SetupError: *config* has other keys, the class does not exist, does not accept the arguments, or steps on a
+            metric.
     """
 
     def __init__(self, config: Mapping[str, Any], base_rates: Mapping[str, float]) -> None:
         path = config.get("class_path") if isinstance(config, Mapping) else None
         if not isinstance(path, str) or set(config) - {"class_path", "init_args"}:
             raise SetupError(
-                f"sparse_lr_scheduler is {config!r}; needed are class_path (of a scheduler, such as"
-                " torch.optim.lr_scheduler.StepLR) and, where the class takes any, init_args"
+                f"sparse_lr_scheduler must be a mapping with class_path (of a scheduler, such as"
+                f" torch.optim.lr_scheduler.StepLR) and, if the class takes arguments, init_args, got {config!r}. Set"
+                " these keys only."
             )
         module, _, name = path.rpartition(".")
         try:
             scheduler_class = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
             raise SetupError(
-                f"sparse_lr_scheduler names the class {path!r}, which cannot be imported ({error}); give the full path"
-                " of an LRScheduler, such as torch.optim.lr_scheduler.StepLR"
+                f"sparse_lr_scheduler has class_path {path!r}, which cannot be imported ({error}). Use the full path of"
+                " an LRScheduler, such as torch.optim.lr_scheduler.StepLR."
             ) from error
         if not (isinstance(scheduler_class, type) and issubclass(scheduler_class, LRScheduler)):
             raise SetupError(
-                f"sparse_lr_scheduler names {path!r}, which is no LRScheduler; give one of torch.optim.lr_scheduler"
+                f"class_path of sparse_lr_scheduler must be an LRScheduler, got {path!r}. Use one of"
+                " torch.optim.lr_scheduler."
             )
         if issubclass(scheduler_class, ReduceLROnPlateau):
             raise SetupError(
-                f"sparse_lr_scheduler names {path!r}, which steps on a metric, but the tables' schedule steps after"
-                " every optimiser step; give a scheduler that counts steps"
+                f"sparse_lr_scheduler has class_path {path!r}, which steps on a metric, but the tables' schedule steps"
+                " after every optimiser step. Use a scheduler that counts steps."
             )
-        # PyTorch's schedulers change the groups of an optimiser: one that trains nothing holds the rates.
+        # PyTorch's schedulers change the groups of an optimiser, so an optimiser that trains nothing holds the rates.
         self._tables = list(base_rates)
         self._holder = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": rate} for rate in base_rates.values()])
         try:
             self._scheduler = scheduler_class(self._holder, **dict(config.get("init_args") or {}))
         except (TypeError, ValueError) as error:
             raise SetupError(
-                f"sparse_lr_scheduler: {path} does not take init_args {config.get('init_args')} ({error}); compare them"
-                " with its signature"
+                f"sparse_lr_scheduler: {path} does not accept init_args {config.get('init_args')} ({error}). Compare"
+                " them with its signature."
             ) from error
 
     def step(self) -> None:
         """Advance the schedule by one optimiser step."""
-        self._holder.step()  # PyTorch warns about a schedule stepped before its optimiser; this one has no gradients
+        self._holder.step()  # avoids PyTorch's warning of a schedule stepped before its optimiser; has no gradients
         self._scheduler.step()
 
     def learning_rates(self) -> dict[str, float]:
-        """Each table's present rate."""
+        """Return each table's current rate."""
         return {table: float(group["lr"]) for table, group in zip(self._tables, self._holder.param_groups, strict=True)}
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedule's position, for a checkpoint."""
+        """Return the position of the schedule, for a checkpoint."""
         return {"scheduler": self._scheduler.state_dict(), "rates": self.learning_rates()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a position that :meth:`state_dict` gave."""
+        """Restore a position from :meth:`state_dict`."""
         self._scheduler.load_state_dict(dict(state["scheduler"]))
         for table, group in zip(self._tables, self._holder.param_groups, strict=True):
             group["lr"] = state["rates"][table]

@@ -188,8 +188,8 @@ def refuse_trained_weights(name: str, features: KeyedJaggedTensor) -> None:
     if weights is not None and weights.requires_grad:
         raise InputError(
             f"sharded module {name!r} got features whose weights require grad, but weights are sent to the tables'"
-            " ranks and get no gradient back. Use torchrec's FeatureProcessedEmbeddingBagCollection for trained weights,"
-            " or pass weights.detach()."
+            " ranks and get no gradient back. Use torchrec's FeatureProcessedEmbeddingBagCollection for trained"
+            " weights, or pass weights.detach()."
         )
 
 
