@@ -140,8 +140,8 @@ class SparseOptimizer:
                 found = getattr(importlib.import_module(module_name), name)
             except (ImportError, AttributeError, ValueError) as error:
                 raise SetupError(
-                    f"sparse_optimizer has class_path {path!r}, which cannot be imported ({error}). Use a full path"
-                    " such as torch.optim.Adagrad."
+                    f"sparse_optimizer has class_path {path!r}, which cannot be imported ({error}). Use a full"
+                    " path such as torch.optim.Adagrad."
                 ) from error
         if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
             raise SetupError(

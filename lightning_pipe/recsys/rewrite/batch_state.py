@@ -1,4 +1,4 @@
-"""What one batch carries from task to task: its splits, requests, features and, at the boundary, its embeddings.
+"""State that one batch carries from task to task: splits, requests, features and, at the boundary, embeddings.
 
 Tested in ``tests/recsys/rewrite/test_model_rewrite.py``.
 """
@@ -24,13 +24,14 @@ __all__ = ["Embeddings", "Features", "Inputs", "ModuleCall", "Requests", "Splits
 
 @dataclass
 class Inputs:
-    """What of a batch the pipelined modules' calls were given ahead of the step.
+    """Inputs of the pipelined modules' calls that are taken from a batch ahead of the step.
 
     Attributes:
         batch: the transferred batch.
-        arguments: of each pipelined module's call, as found in the batch; not yet re-ordered or copied.
+        arguments: arguments of each pipelined module's call, as found in the batch, before keys are reordered or copies
+            are made.
         postprocessed: results of post-processing modules.
-        contexts: each module's own context of this batch.
+        contexts: TorchRec's context of this batch, for each module.
     """
 
     batch: Any
@@ -41,14 +42,14 @@ class Inputs:
 
 @dataclass
 class Splits:
-    """After EmbInputDistStart.
+    """State after EmbInputDistStart.
 
     Attributes:
         request: the fused splits; None if this rank failed or nothing is pipelined.
-        status: with several ranks, the collective that tells each whether any has failed, and its tensor; None where
-            the splits say so.
-        error: why this rank sent no splits.
-        answer: what it sent instead.
+        status: with several ranks, the collective that reports whether any rank has failed, and its tensor; None if the
+            splits report it.
+        error: reason why this rank sent no splits.
+        answer: work that this rank submitted instead.
     """
 
     inputs: Inputs
@@ -60,7 +61,7 @@ class Splits:
 
 @dataclass
 class Requests:
-    """After EmbInputDistWait: each module's awaitable of its distributed features."""
+    """State after EmbInputDistWait: each module's awaitable of its distributed features."""
 
     inputs: Inputs
     tensors: dict[str, Awaitable[Any]]
@@ -68,7 +69,7 @@ class Requests:
 
 @dataclass
 class Features:
-    """After EmbPrefetch: each module's distributed features."""
+    """State after EmbPrefetch: each module's distributed features."""
 
     inputs: Inputs
     distributed: dict[str, Any]
@@ -79,9 +80,9 @@ class ModuleCall:
     """One call of a sharded module in a step.
 
     Attributes:
-        name: of the module.
-        cuts: of its output.
-        lookups: what its lookups were called with, where that is captured.
+        name: name of the module.
+        cuts: cuts of its output.
+        lookups: captured calls of its lookups, if they are captured.
     """
 
     name: str
@@ -90,13 +91,13 @@ class ModuleCall:
 
 
 class Embeddings:
-    """After EmbForward: the cut outputs of the pipelined modules, and during the step those of all others.
+    """State after EmbForward: the cut outputs of the pipelined modules, and during the step those of other modules.
 
     Args:
-        inputs: of the same batch.
+        inputs: inputs of the same batch.
 
     Attributes:
-        kernel_gradients: after the first half of the tables' backward, where it is run in two.
+        kernel_gradients: result of the first half of the tables' backward, if that runs in two halves.
     """
 
     def __init__(self, inputs: Inputs) -> None:
@@ -107,7 +108,7 @@ class Embeddings:
         self._rows: list[BatchRows] = []
 
     def add(self, name: str, output: Any, lookups: LookupCalls | None = None) -> Any:
-        """Cuts the awaited ``output`` of one call of the module ``name`` and returns what the step may use."""
+        """Cut the awaited ``output`` of one call of the module ``name``, and return the output for the step."""
         cuts: list[Cut] = []
         handed_on = cut_output(output, cuts)
         self._calls.append(ModuleCall(name, cuts, lookups))
@@ -118,19 +119,19 @@ class Embeddings:
 
     @property
     def ready(self) -> dict[str, Any]:
-        """The outputs looked up ahead and not taken yet, by module."""
+        """Outputs that were looked up ahead and not taken yet, by module."""
         return self._ready
 
     def is_ready(self, name: str) -> bool:
         return name in self._ready
 
     def take(self, name: str) -> Any:
-        """The output looked up ahead, once: a second call of the module looks up anew."""
+        """Return the output that was looked up ahead, once: a second call of the module makes another lookup."""
         return self._ready.pop(name)
 
     @property
     def calls(self) -> list[ModuleCall]:
-        """Each module call, in the order of the lookups: the same on every rank."""
+        """Module calls in the order of the lookups, which is the same on every rank."""
         return self._calls
 
     def cuts(self) -> Iterator[Cut]:
@@ -138,21 +139,21 @@ class Embeddings:
             yield from call.cuts
 
     def gradient_tensors(self) -> list[torch.Tensor]:
-        """The gradients that the dense backward has sent to this rank's outputs so far, unscaled."""
+        """Return the unscaled gradients that the dense backward has sent to this rank's outputs so far."""
         return [cut.gradient for cut in self.cuts() if cut.gradient is not None]
 
     def hold_rows(self, rows: Iterable[BatchRows]) -> None:
-        """Rows of dynamic tables that were looked up, to be let go of when the step ends."""
+        """Hold rows of dynamic tables that were looked up, and release them when the step ends."""
         self._rows += rows
 
     def end(self, trained: bool) -> None:
-        """The tables' backward has been run, or will not be: lets go of everything."""
+        """Release all state, after the tables' backward or in its place."""
         rows, self._rows = self._rows, []
         end_step(rows, trained)
         self.clear()
 
     def clear(self) -> None:
-        """Lets go of outputs, graphs and gradients."""
+        """Release outputs, graphs and gradients."""
         self._ready.clear()
         self._calls.clear()
         self.kernel_gradients = None

@@ -1,12 +1,12 @@
-"""The cut between embeddings and the dense part: where ``loss.backward()`` stops and ``EmbBackward`` starts.
+"""The cut between embeddings and the dense part, where ``loss.backward()`` stops and ``EmbBackward`` starts.
 
-    lookup, output dist ──► source ─ ─ ─(no autograd edge)─ ─ ─► handed on ──► user's dense part ──► loss
+    lookup, output dist ──► source ─ ─ ─(no autograd edge)─ ─ ─► cut output ──► user's dense part ──► loss
                               ▲                                      │
                               └──── EmbBackward: Cut.gradient ◄──────┘ DenseBackward stops here and leaves the gradient
 
-What is handed on is neither a leaf nor a view, so users may change it in place, and shares the memory of the source.
-It also shares the source's version counter: were an operation of the output dist ever to save its result for
-backward, a user's change in place would be autograd's error, not a wrong gradient.
+The cut output is neither a leaf nor a view, so users may change it in place. It shares the memory of the source, and
+also its version counter: if an operation of the output dist ever saved its result for backward, an in-place change
+would raise an autograd error instead of giving a wrong gradient.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Cut:
     """One tensor at the boundary.
 
     Attributes:
-        name: the feature it belongs to, or "" where one tensor holds all features of its module.
-        source: the tensor that the lookup and output dist produced, with their autograd graph behind it.
-        gradient: what the dense part's backward has sent so far, summed over its uses; None if nothing came.
+        name: the feature it belongs to, or "" if one tensor holds all features of its module.
+        source: output of the lookup and the output dist, with its autograd graph.
+        gradient: sum of the gradients that the dense backward has sent so far; None if it has sent none.
     """
 
     __slots__ = ("gradient", "name", "source")
@@ -40,19 +40,19 @@ class Cut:
         self.gradient: torch.Tensor | None = None
 
     def scaled_gradient(self, scale: torch.Tensor | float | None) -> torch.Tensor:
-        """The gradient times ``scale``, shaped like the source; zeros where this rank did not use the output."""
+        """Return the gradient times ``scale``, shaped like the source; zeros if this rank did not use the output."""
         if self.gradient is None:
             return torch.zeros_like(self.source)
         return self.gradient if scale is None else self.gradient * scale
 
 
 class _Boundary(torch.autograd.Function):
-    """Identity without an edge to its tensor: the anchor makes the result require grad, the cut takes the gradient."""
+    """Identity without an autograd edge: the anchor makes the result require grad, and the cut gets the gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, detached: torch.Tensor, cut: Cut) -> torch.Tensor:
         ctx.cut = cut
-        return detached.detach()  # a new tensor: returning the argument itself would make the result a view of it
+        return detached.detach()  # a new tensor: if the argument was returned, the result would be a view of it
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -63,25 +63,26 @@ class _Boundary(torch.autograd.Function):
 
 
 def cut_tensor(source: torch.Tensor, cuts: list[Cut], name: str = "") -> torch.Tensor:
-    """``source`` for the dense part; its cut is added to ``cuts``. A tensor without a graph is handed on as it is."""
+    """Return ``source`` for the dense part and add its cut to ``cuts``. A tensor without a graph is returned as is."""
     if not source.requires_grad:
         return source
     cut = Cut(name, source)
     cuts.append(cut)
     anchor = torch.empty(0, device=source.device, requires_grad=True)
-    # One of several views of a tensor (TorchRec splits sequences by feature) would not bear a change in place.
+    # In-place changes fail on one of several views of a tensor (TorchRec splits sequences by feature), so views are
+    # copied.
     detached = source.detach().clone() if is_view(source) else source.detach()
     result: torch.Tensor = _Boundary.apply(anchor, detached, cut)
     return result
 
 
 def cut_output(output: Any, cuts: list[Cut]) -> Any:
-    """A sharded module's awaited output with every differentiable tensor in it cut.
+    """Cut every differentiable tensor in a sharded module's awaited output.
 
     Args:
-        output: what an unsharded module would return: a tensor, a ``KeyedTensor``, a dict of ``JaggedTensor``, or a
-            tuple of these (managed-collision modules add the remapped ids).
-        cuts: takes one ``Cut`` for each differentiable tensor.
+        output: the output that an unsharded module would return: a tensor, a ``KeyedTensor``, a dict of
+            ``JaggedTensor``, or a tuple of these (managed-collision modules add the remapped ids).
+        cuts: list that one ``Cut`` per differentiable tensor is added to.
 
     Returns:
         The same structure over the cut tensors; lengths, offsets and weights are shared with ``output``.
@@ -90,7 +91,7 @@ def cut_output(output: Any, cuts: list[Cut]) -> Any:
 
 
 def without_gradient(output: Any) -> Any:
-    """What :func:`cut_output` returned, for a call under ``no_grad``: the same values, which train nothing."""
+    """Return the output of :func:`cut_output` for a call under ``no_grad``: the same values without gradients."""
     return _map_tensors(output, lambda tensor, _: tensor.detach(), "")
 
 
@@ -118,5 +119,5 @@ def _map_tensors(output: Any, change: Callable[[torch.Tensor, str], torch.Tensor
         return {key: _map_tensors(value, change, str(key)) for key, value in output.items()}
     if isinstance(output, tuple):
         return tuple(_map_tensors(value, change, name) for value in output)
-    assert output is None or isinstance(output, KeyedJaggedTensor), type(output)  # ids: nothing to differentiate
+    assert output is None or isinstance(output, KeyedJaggedTensor), type(output)  # ids: not differentiable
     return output

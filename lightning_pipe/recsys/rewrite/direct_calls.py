@@ -1,4 +1,4 @@
-"""Calls of sharded modules that no task made ahead: the whole call at once, on the module's own process group.
+"""Calls of sharded modules that no task made ahead: all steps of a call at once, on the module's process group.
 
 Tested in ``tests/scenarios/recommenders/test_recsys_uneven_evaluation.py``.
 """
@@ -24,12 +24,12 @@ from lightning_pipe.recsys.rewrite.sharded_modules import Sharded
 
 __all__ = ["Announced", "call_now", "join_call", "lookup_mode"]
 
-# Name of a module, and the arguments of a call with features replaced by their form.
+# Name of a module, and the arguments of a call with features replaced by their forms.
 Announced = tuple[str, Arguments]
 
 
 def lookup_mode(*modules: torch.nn.Module) -> AbstractContextManager[None]:
-    """Context of lookups: without grad mode the kernels' step counters stay as they are."""
+    """Context of lookups. Without grad mode, the kernels' step counters do not advance."""
     return nullcontext() if torch.is_grad_enabled() else evaluating(modules)
 
 
@@ -43,12 +43,12 @@ def call_now(
 
     Args:
         entry: the module.
-        prepare: returns the arguments as the module takes them, or raises.
-        group: the ranks that call the module together; they agree first that all can.
-        announce: instead, tells ranks without a batch to join the call.
+        prepare: returns the arguments in the form that the module requires, or raises an error.
+        group: process group of the ranks that call the module together, which first agree that all can.
+        announce: if given, used instead of *group*: asks ranks without a batch to join the call.
 
     Raises:
-        InputError: on every rank, if the arguments of any rank are wrong; only on this rank with *announce*.
+        InputError: the arguments of a rank are wrong; raised on every rank, or with *announce* only on this rank.
     """
     with lookup_mode(entry.module):
         if announce is None:
@@ -66,8 +66,8 @@ def join_call(entry: Sharded, forms: Arguments, device: torch.device) -> None:
 
     Args:
         entry: the module.
-        forms: the arguments of the call, with features replaced by their form.
-        device: where the empty features go.
+        forms: the arguments of the call, with features replaced by their forms.
+        device: device of the empty features.
     """
     positional, named = tree_map_only(FeatureForm, lambda form: form.empty(device), forms)
     with lookup_mode(entry.module), entry.lock, prefetches_set_aside([entry.module]):
@@ -75,4 +75,4 @@ def join_call(entry: Sharded, forms: Arguments, device: torch.device) -> None:
 
 
 def _is_features(value: Any) -> bool:
-    return isinstance(value, KeyedJaggedTensor)  # otherwise tree_map descends into it
+    return isinstance(value, KeyedJaggedTensor)  # without this, tree_map descends into it

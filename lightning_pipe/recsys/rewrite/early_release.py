@@ -1,12 +1,11 @@
-"""Lets go of a batch's ids once the input dist has sent them: the step is served rows, and reads no ids.
+"""Releases a batch's ids after the input dist has sent them: the step gets looked-up rows, and does not read ids.
 
     batch.sparse   keys   lengths   offsets   ids        weights         before the input dist
                    keys   lengths   offsets   Released   Released        after: the step passes the same object
 
-Nothing is overwritten, and no memory is resized, which is what TorchRec's ``free_features_storage_early`` does: the
-batch's keyed jagged tensors only stop holding what they held. Whatever else holds it keeps it, such as another field of
-the batch over the same memory, a message on its way, or TorchRec's own context of the batch, which gets objects of its
-own.
+Memory is neither overwritten nor resized, as TorchRec's ``free_features_storage_early`` does: the batch's keyed jagged
+tensors only drop their references. Other references keep the memory alive, such as another field of the batch over the
+same memory, a message in flight, or TorchRec's context of the batch, which gets separate objects.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ __all__ = ["EarlyRelease", "ReleasedTensor", "own_objects"]
 
 
 class EarlyRelease:
-    """Decides whose ids nobody needs any more, and lets go of them.
+    """Decides which ids are not used again, and releases them.
 
-    Kept are features with a key that a module looks up inside the step (one that is not pipelined); objects that the
-    loader gave and the transfer did not make anew, which the next epoch may bring again; and objects that a batch makes
-    at each access, which cannot be reached.
+    Not released are features with a key that a module looks up inside the step (a module that is not pipelined);
+    objects from the loader that the transfer did not copy, which the next epoch may return again; and objects that a
+    batch creates at each access, which cannot be reached.
 
     Args:
-        sharded: the model's sharded modules; they are looked at when the first batch is let go of, resolved by then.
+        sharded: the model's sharded modules, which must be resolved before the first release.
     """
 
     def __init__(self, sharded: Mapping[str, Sharded]) -> None:
@@ -55,14 +54,14 @@ class EarlyRelease:
         self._looked_up_in_step: frozenset[str] | None = None
 
     def transferred(self, before: Any, after: Any) -> None:
-        """Note what a batch on the device has in common with the batch that the loader gave."""
+        """Record objects that a batch on the device shares with the loader's batch."""
         given = {id(piece) for _, piece in walk(before) if isinstance(piece, KeyedJaggedTensor)}
         for _, piece in walk(after):
             if isinstance(piece, KeyedJaggedTensor) and id(piece) in given:
                 self._of_loaders.add(piece)
 
     def release(self, inputs: Inputs) -> None:
-        """Let go of the ids and weights behind all arguments of pipelined modules, which have all been sent."""
+        """Release the ids and weights of all arguments of pipelined modules, all of which have been sent."""
         pipelined = {name: one.arguments for name, one in self._sharded.items() if one.arguments is not None}
         found: dict[int, tuple[KeyedJaggedTensor, str, list[str]]] = {}
         for name, arguments in pipelined.items():
@@ -80,19 +79,19 @@ class EarlyRelease:
             self._looked_up_in_step = frozenset(
                 key for one in self._sharded.values() if one.arguments is None for key in one.features or ("",)
             )
-        # A module whose features are not known may look up any.
+        # A module whose features are unknown may look up any feature.
         in_step = self._looked_up_in_step
         return features not in self._of_loaders and "" not in in_step and in_step.isdisjoint(features.keys())
 
 
 class ReleasedTensor(Tensor):
-    """Stands where ids or weights were: has their shape, dtype and device, and raises when their values are used."""
+    """Placeholder for ids or weights: has their shape, dtype and device, and raises an error if values are used."""
 
     _says: str
 
     @staticmethod
     def of(tensor: Tensor, says: str, device: torch.device | None = None) -> ReleasedTensor:
-        """In place of *tensor*, on its device or another; *says* is the error of who uses it."""
+        """Make the placeholder of *tensor*, on its device or another; *says* is the message of the error."""
         made: ReleasedTensor = Tensor._make_wrapper_subclass(
             ReleasedTensor, tensor.shape, dtype=tensor.dtype, device=device or tensor.device
         )
@@ -108,7 +107,7 @@ class ReleasedTensor(Tensor):
             return None if func is Tensor.record_stream else "ReleasedTensor()"
         released = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ReleasedTensor))
         if func in (Tensor.__getitem__, Tensor.split, torch.split) and args[0] is released:
-            # TorchRec cuts jagged tensors of single features like this, whose lengths may be of use.
+            # TorchRec splits jagged tensors into single features like this, and their lengths may still be used.
             parts = func(torch.empty(released.shape, dtype=released.dtype, device="meta"), *args[1:], **(kwargs or {}))
             return _like(parts, released)
         raise SetupError(released._says)
@@ -133,7 +132,7 @@ def _like(parts: Any, released: ReleasedTensor) -> Any:
 
 
 def own_objects(call: Arguments) -> Arguments:
-    """*call* with keyed jagged tensors of its own over the same tensors, which a release leaves as they are."""
+    """Return *call* with copies of its keyed jagged tensors over the same tensors, which a release does not affect."""
 
     def own(value: Any) -> Any:
         return copy.copy(value) if isinstance(value, KeyedJaggedTensor) else value
@@ -143,7 +142,7 @@ def own_objects(call: Arguments) -> Arguments:
 
 
 def _sources(arguments: CallArguments) -> Iterator[Source]:
-    """Every place of the batch, and every result of a post-processing module, that *arguments* come from."""
+    """Yield every place in the batch, and every result of a post-processing module, that *arguments* come from."""
     pending: list[Source] = [*arguments.positional, *arguments.named.values()]
     while pending:
         source = pending.pop()
@@ -157,10 +156,10 @@ def _sources(arguments: CallArguments) -> Iterator[Source]:
 
 def _let_go(features: KeyedJaggedTensor, where: str, names: list[str]) -> None:
     says = (
-        f"the ids and weights of {where} were let go of (free_features_early) when the input dist of sharded module(s)"
-        f" {', '.join(map(repr, names))} had sent them, but something uses them afterwards; what is left are keys,"
-        " lengths, offsets and batch sizes. Give the batch a copy of what is used under another name, in the collate"
-        " function or on_after_batch_transfer, or leave free_features_early off"
+        f"the ids and weights of {where} were released (free_features_early) after the input dist of sharded module(s)"
+        f" {', '.join(map(repr, names))} had sent them, but they are used afterwards. Only keys, lengths, offsets and"
+        " batch sizes remain: add a copy of the values to the batch under another name, in the collate function or"
+        " on_after_batch_transfer, or turn free_features_early off."
     )
     weights = features.weights_or_none()
     put_tensors(

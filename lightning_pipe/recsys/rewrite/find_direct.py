@@ -1,6 +1,6 @@
-"""Finds what feeds each sharded module by its keys: the one keyed jagged tensor in the batch that has all of them.
+"""Finds the input of each sharded module by its keys: the only keyed jagged tensor in the batch that has all of them.
 
-Needs only a batch, so nothing of the step is run; it fits where each feature comes in one keyed jagged tensor.
+Requires only a batch and does not run the step. Suitable if each feature is in exactly one keyed jagged tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["find_directly"]
 
 
 def find_directly(batch: Any, features: list[str]) -> CallArguments | str:
-    """The arguments of a module that looks ``features`` up, or the reason why they are not known."""
+    """Return the arguments of a module that looks ``features`` up, or the reason why they are unknown."""
     wanted = set(features)
     jagged = [(path, piece) for path, piece in walk(batch) if isinstance(piece, KeyedJaggedTensor)]
     fitting = [(path, piece) for path, piece in jagged if wanted <= set(piece.keys())]

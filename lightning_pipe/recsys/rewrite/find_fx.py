@@ -1,8 +1,9 @@
-"""Finds what feeds each sharded module by a symbolic trace of the step.
+"""Finds the input of each sharded module by a symbolic trace of the step.
 
-The trace stops at the last sharded call: what a step does after it (logging, branches on values, ``len``) cannot be
-traced and need not be. If the trace breaks before, what was found until then stays. Beside pieces of the batch, a trace
-sees modules between the batch and a sharded module; those without trainable parameters can be run ahead as well.
+The trace stops at the last sharded call, since later parts of a step (logging, branches on values, ``len``) often
+cannot be traced and need not be. If the trace fails earlier, its results up to that point are used. Besides pieces of
+the batch, a trace finds modules between the batch and a sharded module. Those without trainable parameters can run
+ahead, too.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from lightning_pipe.recsys.modules.call_arguments import (
 
 __all__ = ["COMPUTED", "find_by_trace"]
 
-# How the reason begins where the step makes an argument.
+# Beginning of the reason if the step computes an argument.
 COMPUTED = "its argument is computed in the step, "
 
 
 def find_by_trace(model: torch.nn.Module, step: str, names: Iterable[str]) -> dict[str, CallArguments | str]:
-    """For each named sharded module of ``model``: the arguments of its call, or the reason why they are not known.
+    """Return, for each named sharded module of ``model``, the arguments of its call or the reason why they are unknown.
 
     Args:
-        model: holds the sharded modules; the first argument of its step is the batch.
+        model: model with the sharded modules; the first argument of its step is the batch.
         step: name of the method of ``model`` to trace.
-        names: the sharded modules' names in ``model``.
+        names: names of the sharded modules in ``model``.
     """
     names = list(names)
     tracer = _StepTracer(leaf_module_names(model), step, names)
@@ -60,16 +61,16 @@ def find_by_trace(model: torch.nn.Module, step: str, names: Iterable[str]) -> di
         elif nodes:
             found[name] = f"is called {len(nodes)} times in {step}"
         else:
-            found[name] = f"is not called in {step}" if broken is None else f"a trace of {step} broke before: {broken}"
+            found[name] = f"is not called in {step}" if broken is None else f"a trace of {step} failed before: {broken}"
     return found
 
 
 class _Done(Exception):
-    """Every sharded module was called: the rest of the step need not be traceable."""
+    """Raised after all sharded modules were called, so that the rest of the step is not traced."""
 
 
 class _Unknown(Exception):
-    """An argument that does not come from the batch alone."""
+    """Raised for an argument that does not come from the batch alone."""
 
 
 class _StepTracer(Tracer):
@@ -79,12 +80,12 @@ class _StepTracer(Tracer):
         self._missing = set(names)
 
     def trace_until_done(self, model: torch.nn.Module) -> str | None:
-        """Traces; returns None, or what broke the trace before the last sharded call."""
+        """Trace until all sharded modules were called. Return None, or the error that stopped the trace before."""
         try:
             self.trace(model)
         except _Done:
             return None
-        except Exception as error:  # whatever the user's step does with a proxy
+        except Exception as error:  # any error of the user's step with a proxy
             return f"{type(error).__name__}: {error}".splitlines()[0]
         return None
 
@@ -128,7 +129,7 @@ def _source(argument: Any, batch: Node | None, model: torch.nn.Module) -> Source
 
 
 def _access(node: Node) -> Attribute | Item | None:
-    """The step of a path that ``node`` stands for: an attribute, an item, or ``get`` of a mapping."""
+    """Return the step of a path that ``node`` represents: an attribute, an item, or ``get`` of a mapping."""
     if len(node.args) != 2 or node.kwargs or isinstance(node.args[1], Node):
         return None
     if node.op == "call_function" and node.target is builtins.getattr:

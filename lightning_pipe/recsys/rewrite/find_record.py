@@ -1,7 +1,8 @@
-"""Finds what feeds each sharded module by watching the first batch train.
+"""Finds the input of each sharded module by observing the training of the first batch.
 
-The first batch trains serially with a recorder on. An argument of a sharded module's call that *is* an object of the
-transferred batch gives its path; no extra run is needed, and any Python may stand between the batch and the call.
+The first batch trains serially with a recorder. If an argument of a sharded module's call *is* an object of the
+transferred batch, the recorder knows its path. No extra run is needed, and any Python code may be between the batch and
+the call.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ __all__ = ["Recorder"]
 
 
 class Recorder:
-    """Watches the calls of sharded modules during one step.
+    """Observes the calls of sharded modules during one step.
 
     Args:
-        batch: the transferred batch, as the step gets it; looked through before the step can change it.
+        batch: the transferred batch that the step gets; searched before the step can change it.
     """
 
     def __init__(self, batch: Any) -> None:
-        self._pieces: list[tuple[Path, Any]] = list(walk(batch))  # keeps them alive: their ids stay theirs
+        self._pieces: list[tuple[Path, Any]] = list(walk(batch))  # keeps them alive, so that their id() stays unique
         self._path_by_id: dict[int, Path] = {}
         for path, piece in self._pieces:
             self._path_by_id.setdefault(id(piece), path)
         self._calls: dict[str, list[tuple[CallArguments | str, Arguments]]] = {}
 
     def called(self, name: str, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Notes one call of the sharded module ``name``."""
+        """Record one call of the sharded module ``name``."""
         sources = [self._source(value) for value in positional]
         named_sources = {key: self._source(value) for key, value in named.items()}
         unknown = [text for text in (*sources, *named_sources.values()) if isinstance(text, str)]
@@ -45,14 +46,14 @@ class Recorder:
         self._calls.setdefault(name, []).append((found, (positional, named)))
 
     def found(self, name: str) -> CallArguments | str:
-        """The arguments of the module's one call, or the reason why they are not known."""
+        """Return the arguments of the module's only call, or the reason why they are unknown."""
         calls = self._calls.get(name, [])
         if len(calls) == 1:
             return calls[0][0]
         return f"was called {len(calls)} times in the first step" if calls else "was not called in the first step"
 
     def call(self, name: str) -> Arguments | None:
-        """What the module's one call passed; None if there was none, or more than one."""
+        """Return the objects that the module's only call passed; None for no call or several calls."""
         calls = self._calls.get(name, [])
         return calls[0][1] if len(calls) == 1 else None
 
@@ -65,4 +66,4 @@ class Recorder:
         if path is not None:
             return BatchArgument(path)
         keys = f" with the keys {value.keys()}" if isinstance(value, KeyedJaggedTensor) else ""
-        return f"its argument, a {type(value).__name__}{keys}, is no piece of the batch: the step made it"
+        return f"its argument, a {type(value).__name__}{keys}, is not an object of the batch: the step made it"

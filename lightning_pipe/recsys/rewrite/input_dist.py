@@ -1,9 +1,9 @@
-"""The input dist of all pipelined modules at once: their splits travel in one all-to-all.
+"""The input dist of all pipelined modules, with their splits in one all-to-all.
 
-A sharded module's ``input_dist`` sends, for each of its shardings, first splits (how many values go where) and then
-the tensors. While this thread is *fusing*, the replaced forwards of the ``KJTAllToAll`` inside return what they would
-send; TorchRec's ``FusedKJTListSplitsAwaitable`` sends the splits of all of them together. At any other time, and on any
-other thread, the replaced forwards do what they did before: on the module's own process group.
+For each of its shardings, a sharded module's ``input_dist`` first sends splits (the number of values for each rank) and
+then the tensors. While this thread is *fusing*, the replaced forwards of the ``KJTAllToAll`` modules return their data
+instead of sending it, and TorchRec's ``FusedKJTListSplitsAwaitable`` sends all splits together. At other times and on
+other threads, the replaced forwards work as the original ones, on the module's process group.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _this_thread = threading.local()
 
 @contextmanager
 def fusing() -> Iterator[None]:
-    """Within it, on this thread, input dists return the splits to send instead of sending them."""
+    """Context in which input dists on this thread return their splits instead of sending them."""
     _this_thread.fusing = True
     try:
         yield
@@ -50,18 +50,18 @@ def fusing() -> Iterator[None]:
 
 
 class FusableAllToAll:
-    """Stands in for the forward of one ``KJTAllToAll`` between ``install`` and ``restore``.
+    """Replaces the forward of one ``KJTAllToAll`` between ``install`` and ``restore``.
 
     Args:
         all_to_all: the module whose forward is replaced.
-        group: sends while fusing; at other times the module's own group does.
-        int32: send ids so while fusing.
+        group: process group that sends while fusing; at other times the module's group does.
+        int32: True to send ids as int32 while fusing.
     """
 
     def __init__(self, all_to_all: KJTAllToAll, group: dist.ProcessGroup, int32: bool = False) -> None:
         self._all_to_all = all_to_all
         self._original = all_to_all.forward
-        self._int32 = int32 and group.size() > 1  # alone, a rank sends nothing
+        self._int32 = int32 and group.size() > 1  # a single rank sends no ids
         self._fused = forward_through(all_to_all, group)
 
     def __call__(self, features: KeyedJaggedTensor) -> Any:
@@ -77,11 +77,11 @@ class FusableAllToAll:
 
 
 class SplitsWithStatus(Awaitable[list[list[int]]]):
-    """Splits on their way, and behind them, to each rank, a 0: it is 1 from a rank that has none to send.
+    """Splits in flight, followed by a status for each rank: 1 from a rank that has no splits to send, otherwise 0.
 
     Args:
-        rows: of splits, each with a number for each rank.
-        group: sends them.
+        rows: rows of splits, each with a number for each rank.
+        group: process group that sends them.
     """
 
     def __init__(self, rows: list[torch.Tensor], group: dist.ProcessGroup) -> None:
@@ -90,7 +90,7 @@ class SplitsWithStatus(Awaitable[list[list[int]]]):
         self._received: list[list[int]] | None = None
 
     def any_failed(self) -> bool:
-        """Waits; whether any rank has none."""
+        """Wait for the splits. Return True if any rank has sent none."""
         return any(self._all()[-1])
 
     def _wait_impl(self) -> list[list[int]]:
@@ -103,12 +103,12 @@ class SplitsWithStatus(Awaitable[list[list[int]]]):
 
 
 class SplitsRequest:
-    """The splits on their way for some modules, fused or not.
+    """The splits of some modules in flight, fused or not.
 
     Args:
-        names: the modules.
-        awaitables: one that waits for all of them, or one for each.
-        status: what says, with the splits, whether other ranks have some; None where something else does.
+        names: names of the modules.
+        awaitables: one awaitable for all modules, or one for each.
+        status: reports, with the splits, whether other ranks have sent splits; None if that is reported elsewhere.
     """
 
     def __init__(
@@ -119,41 +119,42 @@ class SplitsRequest:
         self._status = status
 
     def any_failed(self) -> bool:
-        """Waits; whether a rank has said with its splits that it has none."""
+        """Wait for the splits. Return True if any rank reported with its splits that it has none."""
         return self._status is not None and self._status.any_failed()
 
     def wait(self) -> dict[str, Awaitable[Any]]:
-        """Waits for the splits, submits the tensors' all-to-alls and returns each module's awaitable for them."""
+        """Wait for the splits, submit the all-to-alls of the tensors, and return each module's awaitable for them."""
         results = [awaitable.wait() for awaitable in self._awaitables]
         fused = len(results) == 1 and isinstance(self._awaitables[0], FusedKJTListSplitsAwaitable)
         return dict(zip(self._names, results[0] if fused else results, strict=True))
 
 
 def splits_length(requests: dict[str, KJTListSplitsAwaitable[Any]]) -> int:
-    """How many rows of splits these requests send to each rank; equal on all ranks and for all batches alike."""
+    """Return the number of rows of splits that these requests send to a rank, equal for all ranks and batches."""
     return sum(len(part.splits_tensors) for part in _fusable_parts(requests))
 
 
 def send_splits(
     requests: dict[str, KJTListSplitsAwaitable[Any]], contexts: dict[str, Any], with_status: bool = False
 ) -> SplitsRequest:
-    """Submits the splits of all modules in one all-to-all; what ``input_dist`` has sent already is left as it is.
+    """Submit the splits of all modules in one all-to-all. Splits that ``input_dist`` has sent already are unchanged.
 
     Args:
-        requests: of each module's input dist.
-        contexts: of each module.
-        with_status: tell the others that there are some; on all ranks alike, and only where splits are sent.
+        requests: request of each module's input dist.
+        contexts: context of each module.
+        with_status: True to report to other ranks that this rank has splits. Equal on all ranks, and only used if
+            splits are sent.
     """
     names = list(requests)
     parts = _fusable_parts(requests)
-    if not parts:  # one process, or nothing but data-parallel tables: there are no splits
+    if not parts:  # without splits: a single process, or only data-parallel tables
         return SplitsRequest(names, list(requests.values()))
     group = parts[0].pg
     in_order = [contexts[name] for name in names]
     fused = FusedKJTListSplitsAwaitable(list(requests.values()), in_order, pg=None if with_status else group)
     if not with_status:
         return SplitsRequest(names, [fused])
-    # Without a group, it has not sent them.
+    # A request without a group has not sent its splits.
     status = SplitsWithStatus([row for part in parts for row in part.splits_tensors], group)
     set_splits(fused, status)
     return SplitsRequest(names, [fused], status)
@@ -167,13 +168,13 @@ def _fusable_parts(requests: dict[str, KJTListSplitsAwaitable[Any]]) -> list[KJT
 def answer_without_splits(
     length: int, group: dist.ProcessGroup, device: torch.device, with_status: bool = False
 ) -> dist.Work | None:
-    """What a rank submits that has no splits to send, so that the others' all-to-all of ``length`` rows completes.
+    """Submit data in place of splits on a rank that has none, so that an all-to-all of ``length`` rows completes.
 
     Args:
         length: see ``splits_length``.
-        group: sends splits.
-        device: of the splits.
-        with_status: as for ``send_splits``: the others get to know it from here.
+        group: process group that sends splits.
+        device: device of the splits.
+        with_status: as in ``send_splits``; reports to other ranks that this rank has no splits.
     """
     if not length:
         return None

@@ -1,13 +1,14 @@
 """Splits the call of every sharded module into steps that a plan can place: input dist, lookup, use, backward.
 
-The rewrite replaces each sharded module's ``forward``. What it replaces is the same in training, in evaluation and in a
-direct call; which of three things it does then depends on whether a step is being *served*:
+The rewrite replaces each sharded module's ``forward``, with the same replacement for training, evaluation and direct
+calls. The replacement has three cases, depending on whether a step is being *served*:
 
-1. served, and the module is pipelined: hand on the output that was looked up ahead for this batch;
-2. served otherwise (not pipelined, a second call, the recorded first step): look up now, hand on the cut output;
-3. not served: what the module does by itself, waited for.
+1. In a served step, for a pipelined module: return the output that was looked up ahead for this batch.
+2. In a served step otherwise (not pipelined, a second call, the recorded first step): look up now, and return the cut
+output.
+3. Outside of a served step: run the module's original forward, and wait for its output.
 
-All state of a batch is in the objects that the methods return; the rewrite itself holds only what was found once.
+All state of a batch is in the objects that the methods return. The rewrite only holds results of the resolution.
 """
 
 from __future__ import annotations
@@ -53,41 +54,43 @@ from lightning_pipe.recsys.rewrite.table_backward import TableBackward
 
 __all__ = ["ModelRewrite"]
 
-_ADVICE = " Or evaluate batch by batch, as the step comes: the strategy's rewrite: {evaluation: false}."
+_ADVICE = " Or evaluate without a pipeline: set the strategy's rewrite: {evaluation: false}."
 
 
 class ModelRewrite(ReplacedForwards):
     """Replaces the forwards of a model's sharded modules until ``restore``.
 
     Args:
-        model: holds sharded modules, at any depth; a wrapper (``DistributedModelParallel``, DDP) is looked through.
-        method: how to find what feeds each module: ``record`` (watch the first batch train), ``direct`` (by keys),
-            ``fx`` (trace the step); ``auto`` records, then traces for the modules whose argument the step made.
-        step: name of the model's method that a batch is trained with; its first argument is the batch.
-        input_group: sends input dists, and nothing else while they are under way. None: the modules' own group.
-        status_group: over all ranks, where the input group is not: says in time that a batch of any cannot be trained,
-            and is used for nothing else. None: the input group.
-        agree_group: over all ranks, for comparing what ranks found and for the texts of errors; used by the calling
-            thread. None: the input group.
-        validate_ids: check every id against its table before it is sent.
-        ids_on_wire: what the ids of pipelined modules travel as; see ``ids_on_wire.sends_int32``.
-        split_backward: keep what the lookups were called with, so that ``tables_backward`` can stop in front of them.
-            Where tables are trained by a row optimiser, that is so anyway.
-        look_ahead: keep it, as far as can be, for lookups before the batch before is trained: learning rates may change
-            until the batch's own turn.
-        free_features_early: let go of ids that only pipelined modules are fed once they are sent.
+        model: model with sharded modules at any depth; wrappers (``DistributedModelParallel``, DDP) are unwrapped.
+        method: method that finds the input of each module: ``record`` (observe the training of the first batch),
+            ``direct`` (by keys), ``fx`` (trace the step); ``auto`` (default) records, then traces for modules whose
+            argument the step made.
+        step: name of the model's method that trains a batch (default ``forward``); its first argument is the batch.
+        input_group: process group of the input dists, not used for anything else while they are in flight (default
+            None, the modules' group).
+        status_group: process group over all ranks that reports a batch that cannot be trained, and is not used for
+            anything else. Needed if the input group is not over all ranks (default None, the input group).
+        agree_group: process group over all ranks that compares results of the resolution and gathers error messages,
+            used by the calling thread (default None, the input group).
+        validate_ids: check every id against its table before it is sent (default False).
+        ids_on_wire: integer type of the ids that pipelined modules send; see ``ids_on_wire.sends_int32``.
+        split_backward: capture the calls of the lookups, so that ``tables_backward`` can stop before the kernels
+            (default False). Always on if a row optimiser trains tables.
+        look_ahead: capture the calls if possible, for lookups before the previous batch has trained: learning rates may
+            change until the batch's turn (default False).
+        free_features_early: release ids after they are sent, if only pipelined modules use them (default False).
 
     Attributes:
-        splits_backward: whether it is.
-        looks_ahead: as ``look_ahead``, if all modules can, on all ranks.
-        agrees_unused: what ``agree_unused`` of ``backward`` is to be: an output that no rank used has a gradient of
-            zero, at which an optimiser on any rank changes a row.
-        tables_backward: what ``backward`` calls, and its two halves.
-        announce: called with the argument of :meth:`join` before each lookup, if some ranks must join it.
+        splits_backward: True if the backward is split.
+        looks_ahead: True if ``look_ahead`` was requested and is possible for all modules on all ranks.
+        agrees_unused: value for ``agree_unused`` of ``backward``: True if an optimiser on any rank changes rows at a
+            gradient of zero, which an unused output has.
+        tables_backward: implementation of ``backward``, with its two halves.
+        announce: function called with the argument of :meth:`join` before each lookup, if some ranks must join it.
 
     Raises:
-        SetupError: no sharded module, one that cannot be trained here, whose backward cannot be split if it is to be,
-            whose ids do not fit what they shall travel as, or a model rewritten already.
+        SetupError: the model has no sharded module, one that cannot be trained here, one whose backward cannot be split
+            as requested, or one whose ids do not fit the requested type; or it is rewritten already.
     """
 
     def __init__(
@@ -116,7 +119,7 @@ class ModelRewrite(ReplacedForwards):
         self._group = group if group is not None and group.size() > 1 else None
         status = status_group if status_group is not None else group
         self._status_group = status if status is not None and status.size() > 1 else None
-        # A rank knows the kernels of its own shards alone, and all ranks must do alike.
+        # A rank only knows the kernels of its shards, but all ranks must behave alike.
         modules = self.modules.values()
         by_rows, some_cannot_follow, self.agrees_unused = any_of(
             [
@@ -138,36 +141,36 @@ class ModelRewrite(ReplacedForwards):
 
     @property
     def has_peers(self) -> bool:
-        """Whether other ranks take part: what one rank does not do, they would wait for."""
+        """True if other ranks take part, which would wait for operations that this rank leaves out."""
         return self._status_group is not None
 
     @contextmanager
     def recording(self, batch: Any) -> Iterator[Embeddings]:
-        """Around the user's step on the first batch: sharded modules look up as they are called, and are watched.
+        """Context of the user's step on the first batch: sharded modules look up when called, and are observed.
 
         Yields:
-            the embeddings of the step, for ``backward``.
+            The embeddings of the step, for ``backward``.
         """
         with self.serving(Embeddings(self._inputs(batch)), batch) as embeddings:
             yield embeddings
 
     def transferred(self, before: Any, after: Any) -> None:
-        """A batch was moved to the device: what it has in common with the loader's is not to be let go of."""
+        """Record that a batch was moved to the device: objects that it shares with the loader's are not released."""
         if self._early_release is not None:
             self._early_release.transferred(before, after)
 
     def start_input_dist(self, batch: Any, error: Exception | None = None) -> Splits:
-        """Takes the pipelined modules' arguments out of the transferred batch and submits all splits together.
+        """Take the pipelined modules' arguments from the transferred batch, and submit all splits together.
 
-        Until the model is resolved no splits are submitted; ``direct`` and ``fx`` resolve it here, at the first batch.
+        Until the model is resolved no splits are submitted. ``direct`` and ``fx`` resolve it here, at the first batch.
 
         Args:
             batch: the transferred batch.
-            error: what went wrong with this rank's batch before, if anything did: it is raised as one found here is.
+            error: earlier error of this rank's batch, or None; it is raised like an error that is found here.
 
         Raises:
-            InputError: what is wrong with this rank's batch, if it is alone. Among several ranks ``wait_splits``
-                raises it, on all of them.
+            InputError: this rank's batch cannot be trained, if it is the only rank. With several ranks, ``wait_splits``
+                raises it on all of them.
         """
         if not self.resolved:
             raise_together(error, "", self._agree_group, InputError)
@@ -207,11 +210,11 @@ class ModelRewrite(ReplacedForwards):
         return splits
 
     def inputs_again(self, batch: Any, contexts: dict[str, Any]) -> Inputs:
-        """The pipelined modules' arguments in a batch whose features are distributed already.
+        """Return the pipelined modules' inputs from a batch whose features are distributed already.
 
         Args:
-            batch: the transferred batch, with the features of the one that was distributed.
-            contexts: of that one.
+            batch: transferred batch with the same features as the distributed one.
+            contexts: contexts of the distributed batch.
         """
         inputs = self._inputs(batch)
         inputs.contexts = contexts
@@ -221,10 +224,10 @@ class ModelRewrite(ReplacedForwards):
         return inputs
 
     def wait_splits(self, splits: Splits) -> Requests:
-        """Waits for the splits and submits the tensors of all modules.
+        """Wait for the splits and submit the tensors of all modules.
 
         Raises:
-            InputError: on every rank, if the batch of any cannot be trained; names the rank.
+            InputError: the batch of a rank cannot be trained; raised on every rank, and names the rank.
         """
         any_failed = splits.error is not None
         if splits.status is not None:
@@ -240,13 +243,13 @@ class ModelRewrite(ReplacedForwards):
         return Requests(splits.inputs, {} if splits.request is None else splits.request.wait())
 
     def wait_inputs(self, requests: Requests, forward_stream: torch.Stream | None = None) -> Features:
-        """Waits for the tensors, and lets modules with cached tables fetch what the lookup will need.
+        """Wait for the tensors, and let modules with cached tables prefetch the rows of the lookup.
 
-        Safe on a worker thread: it submits nothing to a process group.
+        Safe on a worker thread, since it submits no collectives.
 
         Args:
-            requests: of ``wait_splits``.
-            forward_stream: the device stream that ``lookup`` will run on, if it is another than the current one.
+            requests: result of ``wait_splits``.
+            forward_stream: device stream that ``lookup`` will run on; None for the current stream.
         """
         inputs = requests.inputs
         distributed: dict[str, Any] = {}
@@ -258,9 +261,9 @@ class ModelRewrite(ReplacedForwards):
         return Features(inputs, distributed)
 
     def lookup(self, features: Features) -> Embeddings:
-        """Looks up for all modules, then waits for the output dist of each, and cuts what they return.
+        """Look up for all modules, wait for the output dist of each, and cut the outputs.
 
-        Without grad mode (evaluation) nothing is cut and the kernels' step counters stay.
+        Without grad mode (evaluation) outputs are not cut and the kernels' step counters do not advance.
         """
         inputs = features.inputs
         record_use([features.distributed, inputs.contexts])
@@ -280,19 +283,20 @@ class ModelRewrite(ReplacedForwards):
 
     @contextmanager
     def serving(self, embeddings: Embeddings, batch: Any) -> Iterator[Embeddings]:
-        """Around the user's step on a batch: sharded modules return what was looked up for it.
+        """Context of the user's step on a batch: sharded modules return the outputs that were looked up for it.
 
-        Until the model is resolved this records, as ``recording`` does, and resolves at its end (a collective).
+        Until the model is resolved, this context records, as ``recording`` does, and resolves at its end (a
+        collective).
 
         Args:
-            embeddings: of ``lookup``.
-            batch: as the step gets it.
+            embeddings: result of ``lookup``.
+            batch: the batch that the step gets.
 
         Raises:
-            InputError: in the step, where it passes a module something else than was distributed for it.
+            InputError: the step passes a module other objects than those distributed for it; raised in the step.
         """
         if self._serving is not None:
-            raise SetupError("a step is being served already; end its serving() before the next one's begins.")
+            raise SetupError("a step is being served already. End its serving() before the next one begins.")
         recorder = self._recorder = None if self.resolved else Recorder(batch)
         self._serving = embeddings
         record_use(embeddings.inputs.postprocessed.everything())
@@ -307,16 +311,16 @@ class ModelRewrite(ReplacedForwards):
     def backward(
         self, embeddings: Embeddings, scale: torch.Tensor | float | None = None, *, agree_unused: bool = False
     ) -> None:
-        """Sends the gradients that the dense backward left at the cuts through output dists and lookups, at once.
+        """Send the gradients that the dense backward left at the cuts through output dists and lookups.
 
-        Optimisers fused into the lookups step here. An output that this rank did not use sends zeros, so that no
-        rank waits alone. After ``tables_backward.begin``, only what that left to do.
+        Optimisers fused into the lookups step here. An output that this rank did not use sends zeros, so that other
+        ranks do not wait for it. After ``tables_backward.begin``, only the second half runs.
 
         Args:
-            embeddings: of the step; it lets go of its outputs and gradients.
-            scale: multiplies every gradient.
-            agree_unused: leave out a module whose output no rank used (one small collective); for optimisers that
-                change a row at a zero gradient (momentum, weight decay). All ranks must pass the same.
+            embeddings: embeddings of the step, which release their outputs and gradients.
+            scale: factor of every gradient; None for 1.
+            agree_unused: leave out modules whose output no rank used (one small collective). For optimisers that change
+                a row at a gradient of zero (momentum, weight decay). Equal on all ranks.
         """
         self.tables_backward.run(embeddings, scale, agree_unused)
 
@@ -325,9 +329,9 @@ class ModelRewrite(ReplacedForwards):
         if embeddings is not None and embeddings.is_ready(entry.name):
             if not same_arguments(call, embeddings.inputs.arguments[entry.name]):
                 raise InputError(
-                    f"sharded module {entry.name!r} was called with something else than was distributed for it ahead of"
-                    f" the step: {entry.arguments}. Pass it that piece of the batch, unchanged; or find its input with"
-                    " method='record', which takes it out of the pipeline if the step makes it."
+                    f"sharded module {entry.name!r} must be called with the objects that were distributed for it ahead"
+                    f" of the step, {entry.arguments}, but got others. Pass these objects of the batch unchanged, or"
+                    " use method='record', which does not pipeline a module whose input the step makes."
                     + ("" if torch.is_grad_enabled() else _ADVICE)
                 )
             output = embeddings.take(entry.name)
@@ -349,7 +353,7 @@ class ModelRewrite(ReplacedForwards):
         """Run a lookup that other ranks have announced, with empty features. The output is discarded.
 
         Args:
-            announced: name of the module, and the arguments of the call with features replaced by their form.
+            announced: name of the module, and the arguments of the call with features replaced by their forms.
         """
         name, forms = announced
         join_call(self._sharded[name], forms, self._device)
@@ -373,8 +377,8 @@ class ModelRewrite(ReplacedForwards):
         call = entry.prepare(call)
         if self.splits_backward and entry.form is not None and entry.form.inverse_keys is not None:
             raise InputError(
-                f"sharded module {entry.name!r} got features with a batch size per feature, which the norm of its"
-                " tables' gradients is not known for. Give one batch size, or train without gradient clipping."
+                f"sharded module {entry.name!r} got features with a batch size per feature, for which the norm of its"
+                " tables' gradients cannot be computed. Use one batch size, or train without gradient clipping."
             )
         return call
 
@@ -388,5 +392,5 @@ def _has_row_optimizers(modules: Iterable[torch.nn.Module]) -> bool:
 
 
 def _claim_rows(modules: Iterable[torch.nn.Module]) -> list[BatchRows]:
-    """The rows of dynamic tables that these modules have just looked up."""
+    """Return the rows of dynamic tables that these modules have just looked up."""
     return [rows for module in modules if isinstance(module, ShardedDynamicModule) for rows in module.claim_rows()]

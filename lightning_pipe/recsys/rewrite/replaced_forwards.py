@@ -1,4 +1,4 @@
-"""The forwards of sharded modules that a rewrite replaces, and puts back; and what feeds each of these modules.
+"""Replacement and restoration of sharded modules' forwards, and access to the results of the resolution.
 
 Tested in ``tests/recsys/rewrite/test_model_rewrite.py``.
 """
@@ -21,12 +21,12 @@ __all__ = ["ReplacedForwards"]
 
 
 class ReplacedForwards(ABC):
-    """Replaces the forwards of a model's sharded modules, and of the post-processing modules that run ahead.
+    """Replaces the forwards of a model's sharded modules, and of post-processing modules that run ahead.
 
     Args:
         model: the model, without wrappers.
         sharded: its sharded modules by name.
-        resolution: finds out what feeds each module.
+        resolution: finds the input of each module.
     """
 
     def __init__(self, model: torch.nn.Module, sharded: Mapping[str, Sharded], resolution: Resolution) -> None:
@@ -43,42 +43,42 @@ class ReplacedForwards(ABC):
 
     @property
     def resolved(self) -> bool:
-        """Whether it is known which modules are pipelined. Until then a batch must be trained serially."""
+        """True if it is known which modules are pipelined. Until then, batches must be trained serially."""
         return self._resolution.done
 
     @property
     def records(self) -> bool:
-        """Whether the method watches the first step; if so, that step must be trained serially."""
+        """True if the method observes the first step, which must then be trained serially."""
         return self._resolution.records
 
     @property
     def only_tables(self) -> bool:
-        """Whether the sharded modules train tables alone, and no feature processors."""
+        """True if the sharded modules train only tables, and no feature processors."""
         return all(map(trains_only_tables, self.modules.values()))
 
     @property
     def has_replicated_tables(self) -> bool:
-        """Whether this rank looks up tables that every rank holds, which no kernel trains."""
+        """True if this rank looks up replicated tables, which no kernel trains."""
         return any(map(has_dense_kernels, self.modules.values()))
 
     @property
     def attached(self) -> bool:
-        """Whether the forwards are replaced at present."""
+        """True while the forwards are replaced."""
         return self._attached
 
     @property
     def pipelined(self) -> dict[str, CallArguments]:
-        """The pipelined modules and how their arguments come out of a batch."""
+        """The pipelined modules, with the sources of their arguments in a batch."""
         return {name: entry.arguments for name, entry in self._sharded.items() if entry.arguments is not None}
 
     @property
     def unpipelined(self) -> dict[str, str]:
-        """The other sharded modules, and why each is not pipelined."""
+        """The other sharded modules, with the reason why each is not pipelined."""
         return {name: entry.reason for name, entry in self._sharded.items() if entry.arguments is None}
 
     @property
     def postprocessed(self) -> dict[str, CallArguments]:
-        """The post-processing modules that are run ahead, and how their arguments come out of a batch."""
+        """The post-processing modules that run ahead, with the sources of their arguments in a batch."""
         found: dict[str, CallArguments] = {}
         for arguments in self.pipelined.values():
             found |= arguments.postprocesses()
@@ -89,13 +89,13 @@ class ReplacedForwards(ABC):
         """All sharded modules by name."""
         return {name: entry.module for name, entry in self._sharded.items()}
 
-    # What is replaced, and put back
+    # Replacement and restoration
 
     def attach(self) -> None:
-        """Replaces the forwards, again after ``detach``; what was found about the model stays known.
+        """Replace the forwards, also after ``detach``. Results of the resolution are kept.
 
         Raises:
-            SetupError: something else has replaced one of them.
+            SetupError: a forward has been replaced by other code.
         """
         if not self._attached:
             for entry in self._sharded.values():
@@ -111,7 +111,7 @@ class ReplacedForwards(ABC):
                 module.forward = _PostprocessForward(self, name, module.forward)
 
     def detach(self) -> None:
-        """Puts back everything that was replaced: the model is as it was before. Batches in flight stay good."""
+        """Restore all replaced forwards, so that the model is as before. Batches in flight stay valid."""
         if self._attached:
             for entry in self._sharded.values():
                 entry.restore()
@@ -120,17 +120,17 @@ class ReplacedForwards(ABC):
             self._attached = False
 
     def restore(self) -> None:
-        """``detach``, for good: what is torn down can be rewritten by another."""
+        """Detach for good, so that another rewrite can replace the forwards."""
         self.detach()
 
-    # What feeds each module
+    # Resolution
 
     def resolve(self, batch: Any) -> None:
-        """Finds what feeds each module from a transferred batch alone, directly or by fx. A collective.
+        """Find the input of each module from a transferred batch alone, directly or by fx. A collective.
 
         Raises:
-            SetupError: the method is ``record``, which needs the first batch to train.
-            InputError: on any rank the batch cannot feed a module.
+            SetupError: the method is ``record``, which must train the first batch.
+            InputError: the batch of a rank cannot feed a module.
         """
         self._resolution.without_step(batch)
         self._attach_postprocesses()
@@ -145,7 +145,7 @@ class ReplacedForwards(ABC):
 
 
 class _ServedForward:
-    """Stands in for a sharded module's forward."""
+    """Replacement of a sharded module's forward."""
 
     def __init__(self, rewrite: ReplacedForwards, entry: Sharded) -> None:
         self._rewrite = rewrite
@@ -156,7 +156,7 @@ class _ServedForward:
 
 
 class _PostprocessForward:
-    """Stands in for a post-processing module's forward."""
+    """Replacement of a post-processing module's forward."""
 
     def __init__(self, rewrite: ReplacedForwards, name: str, forward: Callable[..., Any]) -> None:
         self._rewrite = rewrite

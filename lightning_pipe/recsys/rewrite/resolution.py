@@ -1,4 +1,4 @@
-"""Decides, once, which sharded modules are pipelined: finds what feeds them and makes all ranks agree on it.
+"""Decides once which sharded modules are pipelined: finds their inputs and makes all ranks agree on them.
 
 Tested in ``tests/recsys/rewrite/test_model_rewrite.py``.
 """
@@ -31,18 +31,18 @@ Found = dict[str, CallArguments | str]
 
 
 class Resolution:
-    """Finds what feeds each module, in the way asked for, and writes it into the modules' records.
+    """Finds the input of each module by the chosen method, and sets it in the modules' records.
 
     Args:
-        model: holds the sharded modules.
+        model: model with the sharded modules.
         method: one of ``Method``.
-        step: the method of ``model`` that fx traces.
-        sharded: the records; their ``arguments`` and ``reason`` are set here.
-        agreement: all methods here are collectives of it.
-        group: will send the input dists; None for a single process.
+        step: name of the model's method that fx traces.
+        sharded: records of the modules, whose ``arguments`` and ``reason`` are set here.
+        agreement: process group of all collectives of this class.
+        group: process group of the input dists; None for a single process.
 
     Attributes:
-        done: whether every module is either pipelined or has its reason.
+        done: True if every module is either pipelined or has a reason.
     """
 
     def __init__(
@@ -55,9 +55,12 @@ class Resolution:
         group: dist.ProcessGroup | None,
     ) -> None:
         if method not in ("auto", "record", "direct", "fx"):
-            raise SetupError(f"method {method!r} is unknown; it must be 'auto', 'record', 'direct' or 'fx'.")
+            raise SetupError(f"method must be 'auto', 'record', 'direct' or 'fx', got {method!r}. Use one of these.")
         if not callable(getattr(type(model), step, None)):
-            raise SetupError(f"{type(model).__name__} has no method {step!r}; needed is the one that trains a batch.")
+            raise SetupError(
+                f"step must be a method of {type(model).__name__} that trains a batch, got {step!r}. Use the name of"
+                " such a method."
+            )
         self.done = False
         self._model = model
         self._method = method
@@ -71,10 +74,10 @@ class Resolution:
         return self._method in ("auto", "record")
 
     def before_first_step(self, batch: Any) -> None:
-        """Compares the ranks' first batches and, unless the first step has to be watched, resolves.
+        """Compare the ranks' first batches and, unless the first step must be observed, resolve.
 
         Raises:
-            InputError: on every rank, if a batch has no features or ranks have features that do not go together.
+            InputError: a batch has no features, or the features of ranks are incompatible; raised on every rank.
         """
         jagged = {
             describe(path): str(FeatureForm.of(piece))
@@ -83,11 +86,11 @@ class Resolution:
         }
         check_agreement(sorted(jagged.items()), "form of the KeyedJaggedTensors", self._agree_group, error=InputError)
         if self.records:
-            return  # a step may make its features of other tensors
+            return  # the step may make its features from other tensors
         if not jagged and self._method == "direct":
             raise self._no_features(batch)
         try:
-            self.without_step(batch)  # a batch without jagged tensors may have post-processing that makes them
+            self.without_step(batch)  # post-processing may make features from a batch without jagged tensors
         except InputError as error:
             if jagged:
                 raise
@@ -99,15 +102,15 @@ class Resolution:
     def _no_features(self, batch: Any) -> InputError:
         pieces = ", ".join(f"{describe(path)} ({type(piece).__name__})" for path, piece in walk(batch))
         return InputError(
-            f"a batch of type {type(batch).__name__} holds no KeyedJaggedTensor, which the sharded modules"
-            f" {', '.join(self._sharded)} need; it holds: {pieces or 'no tensor at all'}. Put the sparse features of"
-            " each batch into a torchrec KeyedJaggedTensor (in the collate function, or in on_after_batch_transfer)."
+            f"a batch must hold a KeyedJaggedTensor for the sharded modules {', '.join(self._sharded)}, got a"
+            f" {type(batch).__name__} with {pieces or 'no tensor'}. Put the sparse features of each batch into a"
+            " torchrec KeyedJaggedTensor (in the collate function, or in on_after_batch_transfer)."
         )
 
     def without_step(self, batch: Any) -> None:
-        """Resolves directly or by fx: from a batch, before any step."""
+        """Resolve directly or by fx, from a batch before any step."""
         if self._method == "record":
-            raise SetupError("method='record' resolves during the first step: wrap that in recording(batch).")
+            raise SetupError("method='record' resolves during the first step. Run that step in recording(batch).")
         found: Found = {}
         names = [name for name, entry in self._sharded.items() if entry.pipelinable]
         if self._method == "direct":
@@ -128,13 +131,13 @@ class Resolution:
             for entry in self._sharded.values():
                 entry.arguments = None
         raise_together(error, "", self._agree_group, InputError)
-        for name, (positional, named) in calls.items():  # TorchRec makes a module's input dist at its first batch
+        for name, (positional, named) in calls.items():  # TorchRec builds a module's input dist at its first batch
             module = self._sharded[name].module
             module.input_dist(module.create_context(), *positional, **named).wait().wait()
         self._settle(agreed, calls)
 
     def after_step(self, recorder: Recorder) -> None:
-        """Resolves from what the first step did; by fx for modules whose argument the step made."""
+        """Resolve from the recorded first step, or by fx for modules whose argument the step made."""
         names = [name for name, entry in self._sharded.items() if entry.pipelinable]
         found: Found = {name: recorder.found(name) for name in names}
         made = [name for name, what in found.items() if isinstance(what, str) and recorder.call(name) is not None]
@@ -143,7 +146,7 @@ class Resolution:
             for name in made:
                 why = traced[name]
                 if isinstance(why, str):
-                    # That the step computes it is said already.
+                    # The recorder's reason already states that the step computes it.
                     comma = "," if why.startswith(COMPUTED) else ";"
                     why = f"{found[name]}{comma} {why.removeprefix(COMPUTED)}"
                 found[name] = why
@@ -157,10 +160,10 @@ class Resolution:
         self._settle(agreed, calls)
 
     def _agree(self, found: Found) -> dict[str, CallArguments]:
-        """Keeps what all ranks found alike; the other modules get their reason."""
+        """Return the inputs that are equal on all ranks, and set the reasons of the other modules."""
         for name, entry in self._sharded.items():
             if not entry.pipelinable:
-                found[name] = f"is a {type(entry.module).__name__}, which is not among the kinds that are pipelined"
+                found[name] = f"is a {type(entry.module).__name__}, a type that cannot be pipelined"
         texts = {name: (isinstance(what, CallArguments), str(what)) for name, what in found.items()}
         by_rank = gather(texts, self._agree_group)
         agreed: dict[str, CallArguments] = {}
@@ -192,8 +195,8 @@ class Resolution:
             said = "; ".join(left_out)
             if "the step made it" in said:
                 said += (
-                    ". To have them pipelined, make the KeyedJaggedTensor that a module takes in the collate function,"
-                    " or in on_after_batch_transfer"
+                    ". To pipeline them, make each module's KeyedJaggedTensor in the collate function or in"
+                    " on_after_batch_transfer"
                 )
             warnings.warn(
                 f"These sharded modules are not pipelined and do all their work inside the step: {said}", stacklevel=2

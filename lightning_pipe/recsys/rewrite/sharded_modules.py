@@ -1,4 +1,4 @@
-"""The sharded modules of a model, one record each: what it looks up, what its features must be like, how to call it.
+"""Records of a model's sharded modules: features, requirements on them, and calls.
 
 Tested in ``tests/recsys/rewrite/test_model_rewrite.py``.
 """
@@ -59,15 +59,15 @@ _REFUSED = (ShardedEmbeddingTower, ShardedEmbeddingTowerCollection)
 
 
 class Sharded:
-    """One sharded module and what is known of it.
+    """Record of one sharded module.
 
     Attributes:
         name: its name in the model.
         module: the module.
-        forward: its own forward.
-        arguments: how its arguments come out of a batch; None while, or if, it is not pipelined.
-        reason: why it is not pipelined, as the end of a sentence that begins with its name.
-        splits: rows of splits that its input dist sends to each rank.
+        forward: its original forward.
+        arguments: sources of its arguments in a batch; None if it is not pipelined, or not yet.
+        reason: reason why it is not pipelined, as the end of a sentence that begins with its name.
+        splits: number of rows of splits that its input dist sends to each rank.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Sharded:
         self.reason = "has not been called in a step yet"
         self.splits = 0
         self.form: FeatureForm | None = None
-        # Rows are fetched ahead in a worker, beside calls of the module: one of the two at a time.
+        # A worker may prefetch rows during calls of the module; the lock serialises the two.
         self.lock = threading.Lock()
         self._fusable: list[FusableAllToAll] = []
         self._changes_features = isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection)
@@ -102,20 +102,20 @@ class Sharded:
 
     @property
     def own_group(self) -> dist.ProcessGroup | None:
-        """The group it was sharded over."""
+        """Process group that it was sharded over."""
         return group_of(self.module)
 
     @property
     def features(self) -> list[str]:
-        """The features it looks up, in the order of its tables."""
+        """Features that it looks up, in the order of its tables."""
         return list(_tables_by_feature(self.module))
 
     def prepare(self, arguments: Arguments) -> Arguments:
-        """Checks a call's features and brings them into the form of the first batch.
+        """Check a call's features and convert them to the form of the first batch.
 
         Raises:
-            InputError: what ``conform``, ``check_ids``, ``check_samples`` and the refusals of weights say; or a batch
-                size per feature over tables that cannot take it.
+            InputError: ``conform``, ``check_ids``, ``check_samples`` or a check of weights fails; or the tables do not
+                support a batch size per feature.
         """
         positional, named = arguments
         features = positional[0] if positional else named.get("features")
@@ -123,8 +123,8 @@ class Sharded:
             if self.form is None:
                 return arguments
             raise InputError(
-                f"sharded module {self.name!r} got a {type(features).__name__} and needs a KeyedJaggedTensor with the"
-                f" keys {list(self.form.keys)}, as in its first batch. Give every batch the same structure."
+                f"sharded module {self.name!r} expected a KeyedJaggedTensor with the keys {list(self.form.keys)}, as in"
+                f" its first batch, got a {type(features).__name__}. Give every batch the same structure."
             )
         if not self.pipelinable:
             return arguments
@@ -153,45 +153,45 @@ class Sharded:
             return
         kinds = sharding_types(self.module)
         if kinds & _SHARDED_BY_ROWS:
-            dynamic = isinstance(self.module, ShardedDynamicModule)  # which are sharded in one way alone
+            dynamic = isinstance(self.module, ShardedDynamicModule)  # always sharded by rows
             raise InputError(
-                f"sharded module {self.name!r} got features with a batch size per feature, and has tables sharded"
-                f" {', '.join(sorted(kinds & _SHARDED_BY_ROWS))}: their gradients differ in size between ranks, which"
-                f" Gloo cannot exchange. {'G' if dynamic else 'Shard these tables table_wise or column_wise, or g'}ive"
+                f"sharded module {self.name!r} got features with a batch size per feature, but has tables sharded"
+                f" {', '.join(sorted(kinds & _SHARDED_BY_ROWS))}: their gradients differ in size between ranks, and"
+                f" Gloo cannot exchange them. {'U' if dynamic else 'Shard these tables table_wise or column_wise, or u'}se"
                 " one batch size."
             )
 
     def take_arguments(self, batch: Any, results: PostprocessResults) -> Arguments:
-        """Its call's arguments as they are in ``batch``.
+        """Return its call's arguments from ``batch``.
 
         Raises:
-            InputError: the batch does not have them where the first batch had.
+            InputError: the batch lacks an argument where the first batch had it.
         """
         assert self.arguments is not None
         try:
             return self.arguments.get(batch, results)
         except LookupError as error:
             raise InputError(
-                f"sharded module {self.name!r} is fed {self.arguments} of each batch, but {error.args[0]}. Give every"
+                f"sharded module {self.name!r} gets {self.arguments} of each batch, but {error.args[0]}. Give every"
                 " batch the same structure."
             ) from error
 
     def prefetch(self, features: Any, context: Any, forward_stream: torch.Stream | None) -> None:
-        """Lets cached tables fetch the rows of distributed ``features``, if the module knows how to."""
+        """Let cached tables prefetch the rows of distributed ``features``, if the module supports it."""
         if type(self.module).prefetch is ShardedModule.prefetch:
             return
         with self.lock:
             self.module.prefetch(dist_input=features, ctx=context, forward_stream=forward_stream)
 
     def make_fusable(self, arguments: Arguments, group: dist.ProcessGroup | None) -> str | None:
-        """Prepares its input dists, which its first call has made, to send their splits with other modules'.
+        """Prepare its input dists, which its first call has built, to send their splits together with other modules'.
 
         Args:
-            arguments: prepared ones of any batch; nothing is sent.
-            group: will send the splits and tensors; None for a single process.
+            arguments: prepared arguments of any batch; they are not sent.
+            group: process group of the splits and tensors; None for a single process.
 
         Returns:
-            None, or why it cannot be, as the end of a sentence that begins with the module's name.
+            None, or the reason why that is impossible, as the end of a sentence that begins with the module's name.
         """
         self._unfuse()
         if group is None:
@@ -213,15 +213,15 @@ class Sharded:
         return None
 
     def install(self, forward: Callable[..., Any]) -> None:
-        """Replaces the module's forward, and those of its input dists if they are known.
+        """Replace the module's forward, and those of its input dists if they are known.
 
         Raises:
-            SetupError: something else has replaced it.
+            SetupError: other code has replaced the forward.
         """
         if "forward" in self.module.__dict__:
             raise SetupError(
-                f"the forward of sharded module {self.name!r} is replaced already. Call restore() on the rewrite, or"
-                " detach() on the pipeline, that did so."
+                f"the forward of sharded module {self.name!r} is replaced already. Call restore() on the other rewrite,"
+                " or detach() on its pipeline."
             )
         self.module.forward = forward
         self._fuse()
@@ -250,10 +250,10 @@ def _tables_by_feature(module: ShardedModule[Any, Any, Any, Any]) -> dict[str, T
 
 
 def find_sharded(model: torch.nn.Module, validate_ids: bool, ids_on_wire: IdsOnWire) -> dict[str, Sharded]:
-    """The sharded modules of ``model`` by name, without those inside another sharded module.
+    """Return the sharded modules of ``model`` by name, without those inside another sharded module.
 
     Raises:
-        SetupError: there is none, one is of a kind that cannot be trained here, or what ``sends_int32`` says.
+        SetupError: the model has no sharded module, or one that cannot be trained here; or ``sends_int32`` fails.
     """
     found: dict[str, Sharded] = {}
     for name, module in model.named_modules():
@@ -261,13 +261,13 @@ def find_sharded(model: torch.nn.Module, validate_ids: bool, ids_on_wire: IdsOnW
             continue
         if isinstance(module, _REFUSED):
             raise SetupError(
-                f"sharded module {name!r} is a {type(module).__name__}: its interaction layers would be trained on the"
-                " ranks of one host only. Use an EmbeddingBagCollection and put the interaction into the model."
+                f"sharded module {name!r} is a {type(module).__name__}, whose interaction layers would only be trained"
+                " on the ranks of one host. Use an EmbeddingBagCollection and move the interaction into the model."
             )
         found[name] = Sharded(name, module, validate_ids, ids_on_wire)
     if not found:
         raise SetupError(
-            f"{type(model).__name__} holds no sharded module. Shard it first: torchrec's DistributedModelParallel"
-            " shards the EmbeddingBagCollection and EmbeddingCollection modules of a model."
+            f"{type(model).__name__} must hold a sharded module, got none. Shard it first: torchrec's"
+            " DistributedModelParallel shards the EmbeddingBagCollection and EmbeddingCollection modules of a model."
         )
     return found

@@ -1,10 +1,10 @@
-"""Backward of the output dists and the lookups: at once, or in two halves.
+"""Backward of the output dists and the lookups, in one call or in two halves.
 
     cuts ──► output dists' backward ──► kernel outputs ──► kernels' backward, optimisers inside
              └────────── first half ──────────┘ └────────── second half ──────────┘
 
-Between the halves the gradient of every row is known on the rank that owns it, and no table has changed: the place for
-a norm over all gradients. The collectives are all in the first half.
+Between the halves, the gradient of every row is known on the rank that owns it and no table has changed, so a norm over
+all gradients can be computed. All collectives are in the first half.
 
 Tested in ``tests/scenarios/recommenders/test_rewrite_equality.py``.
 """
@@ -30,12 +30,12 @@ __all__ = ["TableBackward"]
 class TableBackward:
     """Sends the gradients that the dense backward left at the cuts of a batch's embeddings into the tables.
 
-    An output that this rank did not use sends zeros, so that no rank waits alone. All ranks call the same methods with
-    the same arguments.
+    An output that this rank did not use sends zeros, so that other ranks do not wait for it. All ranks call the same
+    methods with the same arguments.
 
     Args:
         modules: the sharded modules by name.
-        group: all ranks, used by the calling thread.
+        group: process group of all ranks, used by the calling thread.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], group: dist.ProcessGroup | None) -> None:
@@ -43,15 +43,15 @@ class TableBackward:
         self._group = group
 
     def run(self, embeddings: Embeddings, scale: torch.Tensor | float | None, agree_unused: bool) -> None:
-        """All of it, or after ``begin`` the second half. Optimisers fused into the lookups step here.
+        """Run the backward, or after ``begin`` its second half. Optimisers fused into the lookups step here.
 
-        A kernel takes its learning rate when it looks up. Where that has changed since then, and the calls were
-        captured, the kernel is called once more, for a backward with the present rate.
+        A kernel takes its learning rate at lookup. If the rate has changed since then and the calls were captured, the
+        kernel is called again, for a backward with the current rate.
 
         Args:
-            embeddings: of the step; it lets go of its outputs and gradients.
-            scale: multiplies every gradient.
-            agree_unused: leave out a module whose output no rank used; without effect after ``begin``.
+            embeddings: embeddings of the step, which release their outputs and gradients.
+            scale: factor of every gradient; None for 1.
+            agree_unused: leave out modules whose output no rank used; without effect after ``begin``.
         """
         if embeddings.kernel_gradients is None and not _have_present_rates(embeddings):
             self.begin(embeddings, agree_unused)
@@ -63,18 +63,18 @@ class TableBackward:
         embeddings.end(trained=True)
 
     def begin(self, embeddings: Embeddings, agree_unused: bool = False) -> KernelGradients:
-        """The first half: through the output dists, up to the lookups, whose calls were captured. No table changes.
+        """Run the first half: through the output dists, up to the captured calls of the lookups. No table changes.
 
         Returns:
-            What is left for ``run``, and stays in ``embeddings.kernel_gradients``.
+            The gradients for ``run``, which are also in ``embeddings.kernel_gradients``.
         """
         embeddings.kernel_gradients = _to_kernels(self._calls(embeddings, agree_unused))
         return embeddings.kernel_gradients
 
     def discard(self, embeddings: Embeddings) -> None:
-        """In place of ``run``: the tables stay as they are, and so do the counts of their optimisers' steps."""
+        """Discard the gradients instead of ``run``: tables and the step counts of their optimisers do not change."""
         for call in embeddings.calls:
-            if call.cuts:  # without grad mode nothing was counted
+            if call.cuts:  # without grad mode, the lookup was not counted
                 take_back_step(self._modules[call.name])
         if embeddings.kernel_gradients is not None:
             for weights in embeddings.kernel_gradients.replicated:
@@ -82,12 +82,12 @@ class TableBackward:
         embeddings.end(trained=False)
 
     def overflowed(self, embeddings: Embeddings) -> bool:
-        """Whether the dense backward left an infinity or NaN at the cuts of any rank."""
+        """Return True if the dense backward left an infinity or NaN at the cuts of any rank."""
         finite = [gradient.isfinite().all() for gradient in embeddings.gradient_tensors()]
         return any_of([bool(finite) and not torch.stack(finite).all().item()], self._group)[0]
 
     def _calls(self, embeddings: Embeddings, agree_unused: bool) -> list[ModuleCall]:
-        """Those that backward goes through: with a cut, since there is none where nothing can be trained."""
+        """Return the calls that backward goes through: those with a cut, since others cannot be trained."""
         calls = embeddings.calls
         if agree_unused:
             used = any_of([any(cut.gradient is not None for cut in call.cuts) for call in calls], self._group)
@@ -114,11 +114,11 @@ def _to_kernels(calls: Sequence[ModuleCall]) -> KernelGradients:
     replicated = list(dict.fromkeys(weights for lookups in captured for weights in lookups.replicated))
     if not calls:
         return KernelGradients([], [], [])
-    # A rank without a kernel must go through the output dist's backward too: the others wait for it there.
+    # A rank without a kernel must run the output dist's backward too, since other ranks wait for it there.
     ends = [output for lookups in captured for output in lookups.outputs]
     cuts = [cut for call in calls for cut in call.cuts]
     inputs = [*(call.output for call in kernels), *replicated, *ends]
-    if not inputs:  # a replayed lookup: no kernel was called
+    if not inputs:  # a replayed lookup, which calls no kernel
         return KernelGradients([], [], [])
     gradients = torch.autograd.grad(
         [cut.source for cut in cuts],

@@ -1,9 +1,8 @@
 // Slots of ids: a hash table with open addressing and linear probing, in memory that the caller owns.
 //
-// A table is 2^bits entries, at most half of them in use, so a search ends after few steps. An entry without a slot is
-// empty: every key is legal. The tick lies beside the key, so that to find a row and to note its use is one visit.
-// Searches go over the batch in two steps: entries are asked for some keys ahead, since what a search costs is the wait
-// for memory.
+// A table has 2^bits entries, at most half of them used, so a search ends after few steps. An entry without a slot is
+// empty, so every key is legal. The tick is next to the key, so that a row is found and its use recorded in one memory
+// access. Entries are prefetched some keys ahead of the search, whose cost is the wait for memory.
 
 #include <algorithm>
 #include <cstdint>
@@ -17,10 +16,10 @@ struct Entry {
 };
 static_assert(sizeof(Entry) == 16, "as the dtype in id_map.py");
 
-// How many keys the memory is asked ahead of the search.
+// Number of keys that are prefetched ahead of the search.
 constexpr int64_t kAhead = 24;
 
-// Finaliser of MurmurHash3 (Appleby): keys that differ in any bits start anywhere in the table.
+// Finaliser of MurmurHash3 (Appleby): distributes keys that differ in any bits over the whole table.
 inline uint64_t mixed(int64_t key) {
     uint64_t x = static_cast<uint64_t>(key);
     x ^= x >> 33;
@@ -33,7 +32,7 @@ inline uint64_t mixed(int64_t key) {
 
 inline uint64_t home(int64_t key, int64_t bits) { return mixed(key) >> (64 - bits); }
 
-// The entry of the key, or the empty one where it would be.
+// The entry of the key, or the empty entry where it would be inserted.
 inline Entry* search(Entry* table, int64_t bits, int64_t key) {
     const uint64_t mask = (1ULL << bits) - 1;
     uint64_t at = home(key, bits);
@@ -58,8 +57,8 @@ EXPORTED void lp_id_map_find(Entry* table, int64_t bits, const int64_t* keys, in
     for_each(table, bits, keys, count, [&](int64_t i, const Entry* entry) { slots[i] = entry->slot; });
 }
 
-// Slots, -1 where there is none; each slot that did not have this tick yet, once; and the places of keys without a
-// slot. How many of these two there are is written to counts.
+// Writes the slots of all keys (-1 if missing), each slot whose tick changes (once), and the positions of missing keys.
+// The numbers of changed slots and of missing keys are written to counts.
 EXPORTED void lp_id_map_touch(Entry* table, int64_t bits, const int64_t* keys, int64_t count, uint32_t tick,
                               int64_t* slots, int64_t* touched, int64_t* missing, int64_t* counts) {
     int64_t noted = 0, without = 0;
@@ -77,7 +76,7 @@ EXPORTED void lp_id_map_touch(Entry* table, int64_t bits, const int64_t* keys, i
     counts[1] = without;
 }
 
-// Distinct keys that are not in the table.
+// Inserts distinct keys that are not in the table.
 EXPORTED void lp_id_map_insert(Entry* table, int64_t bits, const int64_t* keys, int64_t count, const int64_t* slots,
                                uint32_t tick) {
     for_each(table, bits, keys, count, [&](int64_t i, Entry* entry) {
@@ -85,7 +84,7 @@ EXPORTED void lp_id_map_insert(Entry* table, int64_t bits, const int64_t* keys, 
     });
 }
 
-// Gives the keys of an empty table slots 0, 1, ... in the order in which they first come; returned is how many.
+// Gives the keys of an empty table slots 0, 1, ... in the order of first occurrence. Returns the number of slots.
 EXPORTED int64_t lp_id_map_number(Entry* table, int64_t bits, const int64_t* keys, int64_t count, int64_t* slots,
                                   int64_t* distinct) {
     int64_t used = 0;
@@ -99,8 +98,8 @@ EXPORTED int64_t lp_id_map_number(Entry* table, int64_t bits, const int64_t* key
     return used;
 }
 
-// Entries behind a hole move back into it, unless that would put them before their home (Knuth, vol. 3, 6.4,
-// algorithm R): no tombstones, so searches stay as short as if the keys had never been there.
+// Entries after a hole move back into it, unless that would put them before their home (Knuth, vol. 3, 6.4, algorithm
+// R). Without tombstones, searches stay as short as if the keys had never been inserted.
 EXPORTED void lp_id_map_remove(Entry* table, int64_t bits, const int64_t* keys, int64_t count) {
     const uint64_t mask = (1ULL << bits) - 1;
     for_each(table, bits, keys, count, [&](int64_t, Entry* entry) {
@@ -117,7 +116,7 @@ EXPORTED void lp_id_map_remove(Entry* table, int64_t bits, const int64_t* keys, 
     });
 }
 
-// The tick of each slot in use.
+// Writes the tick of each used slot.
 EXPORTED void lp_id_map_ticks(const Entry* table, int64_t bits, int64_t* ticks) {
     for (const Entry* entry = table; entry != table + (1ULL << bits); ++entry) {
         if (entry->slot >= 0) ticks[entry->slot] = entry->tick;

@@ -1,5 +1,5 @@
-// Which rank gets which sample of a global batch. partition.py says how, and does the same in Python: the two must make
-// the same comparisons and the same sums in the same order, so that their results are equal to the bit.
+// Assigns the samples of a global batch to ranks. partition.py describes the algorithm and implements it in Python.
+// Both must make the same comparisons and the same sums in the same order, so that their results are equal to the bit.
 
 #include <algorithm>
 #include <cmath>
@@ -17,7 +17,7 @@ namespace {
 
 using Index = int64_t;
 
-// As many disjoint sets of samples as there are ranks, largest sum first. Sets are lists, chained through `next`.
+// Disjoint sets of samples, one per rank, largest sum first. Sets are lists, chained through `next`.
 struct Sets {
   std::vector<double> sums;
   std::vector<Index> heads, tails;
@@ -28,9 +28,9 @@ class Differencing {
  public:
   Differencing(Index ranks, Index samples) : ranks_(ranks), next_(samples, -1) {}
 
-  // The groups of `ranks` samples each, given in order of falling workload.
+  // Merges the groups of `ranks` samples each, given in order of decreasing workload.
   Sets merge_all(const std::vector<Index>& order, Index groups, const double* workloads) {
-    using Entry = std::tuple<double, Index, Index>;  // -spread, when it was made, where it is
+    using Entry = std::tuple<double, Index, Index>;  // -spread, time of creation, index
     std::priority_queue<Entry, std::vector<Entry>, std::greater<Entry>> open;
     std::vector<Sets> made(groups);
     for (Index group = 0; group < groups; ++group) {
@@ -55,7 +55,7 @@ class Differencing {
   Index next(Index sample) const { return next_[sample]; }
 
  private:
-  // The largest set of the one joins the smallest of the other.
+  // Joins the largest set of one with the smallest set of the other.
   Sets merged(const Sets& one, const Sets& other) {
     std::vector<double> sums(ranks_);
     for (Index set = 0; set < ranks_; ++set) sums[set] = one.sums[set] + other.sums[ranks_ - 1 - set];
@@ -77,8 +77,8 @@ class Differencing {
   std::vector<Index> next_;
 };
 
-// 4. Two samples change places between the ranks with the most and the least to do, as long as that helps: the two whose
-// difference is nearest to half of what lies between the ranks.
+// 4. While that helps, two samples are exchanged between the ranks with the largest and the smallest load: the two
+// whose difference is nearest to half of the difference of the loads.
 class Swaps {
  public:
   Swaps(Index samples, const double* workloads, const std::vector<Index>& order, Index ranks, int32_t* assignment)
@@ -104,7 +104,7 @@ class Swaps {
     double best = std::numeric_limits<double>::infinity();
     Index give = 0, take = 0, place = 0;
     for (Index one = 0; one < static_cast<Index>(big.size()); ++one) {
-      // `place`: the first of the other rank's that has no more than what would be ideal.
+      // `place`: the first sample of the other rank whose workload is at most the ideal one.
       const double workload = workloads_[big[one]], ideal = workload - half;
       while (place <= last && workloads_[small[place]] > ideal) ++place;
       for (Index other : {std::max<Index>(place - 1, 0), std::min(place, last)}) {
@@ -124,7 +124,7 @@ class Swaps {
     return true;
   }
 
-  // Keeps the order: of equal samples the one with the smaller index first.
+  // Keeps the order: of equal samples, the one with the smaller index comes first.
   void replace(std::vector<Index>& list, Index place, Index sample) {
     list.erase(list.begin() + place);
     list.insert(std::upper_bound(list.begin(), list.end(), sample, [&](Index a, Index b) {
@@ -153,7 +153,7 @@ void partition(Index samples, const double* workloads, const int32_t* source, In
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](Index a, Index b) { return workloads[a] > workloads[b]; });
 
-  // 1. As many samples as the smallest rank has, for each rank.
+  // 1. Gives each rank the number of samples that the smallest rank has.
   std::vector<double> loads(ranks, 0.0);
   if (groups > 0) {
     Differencing differencing(ranks, samples);
@@ -163,7 +163,7 @@ void partition(Index samples, const double* workloads, const int32_t* source, In
       for (Index sample = sets.heads[set]; sample >= 0; sample = differencing.next(sample))
         ++overlap[source[sample] * ranks + set];
 
-    // 2. The smaller sets to the ranks with more room; where rooms are equal, so that most samples stay.
+    // 2. The smaller sets go to the ranks with more room; among ranks with equal room, so that most samples stay.
     std::vector<Index> by_room(ranks);
     std::iota(by_room.begin(), by_room.end(), 0);
     std::stable_sort(by_room.begin(), by_room.end(), [&](Index a, Index b) { return counts[a] < counts[b]; });
@@ -189,7 +189,7 @@ void partition(Index samples, const double* workloads, const int32_t* source, In
     }
   }
 
-  // 3. The rest, largest first, to the rank with the least to do that has room.
+  // 3. The other samples, largest first, go to the rank with the smallest load that has room.
   using Rank = std::pair<double, Index>;
   std::priority_queue<Rank, std::vector<Rank>, std::greater<Rank>> open;
   for (Index rank = 0; rank < ranks; ++rank)
@@ -205,15 +205,15 @@ void partition(Index samples, const double* workloads, const int32_t* source, In
   for (Index sample = 0; sample < samples; ++sample) total += workloads[sample];
   Swaps(samples, workloads, order, ranks, assignment).run(enough * (total / ranks), 8 * ranks);
 
-  // 5. What is no better is not worth a move.
+  // 5. A partition that is not better is discarded.
   if (!(largest_sum(samples, workloads, assignment, ranks) < largest_sum(samples, workloads, source, ranks)))
     std::copy(source, source + samples, assignment);
 }
 
 }  // namespace
 
-// workloads: finite. source: the rank that has each sample, in 0 to ranks - 1. enough: of the mean, what the
-// slowest rank may have. Returns 0, or 1 where memory ran out.
+// workloads: finite. source: current rank of each sample, in 0 to ranks - 1. enough: largest load of a rank that is
+// accepted, as a multiple of the mean. Returns 0, or 1 if memory ran out.
 extern "C" __attribute__((visibility("default"))) int lp_partition(
     int64_t samples, const double* workloads, const int32_t* source, int64_t ranks, double enough,
     int32_t* assignment) {

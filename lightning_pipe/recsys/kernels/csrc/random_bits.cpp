@@ -1,11 +1,11 @@
-// Random bits by position: of a seed, a key and a column, and of nothing else.
+// Random bits that depend on a seed, a key and a column only.
 
 #include <cstdint>
 
 namespace {
 
-// SplitMix64 (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators", 2014): its step and its mixer, which
-// is Stafford's variant 13.
+// SplitMix64 (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators", 2014): step and mixer, which is
+// Stafford's variant 13.
 constexpr uint64_t kStep = 0x9e3779b97f4a7c15ULL;
 
 inline uint64_t mixed(uint64_t x) {
@@ -16,7 +16,7 @@ inline uint64_t mixed(uint64_t x) {
 
 }  // namespace
 
-// bits[i][j]: the number j of the SplitMix64 generator whose state is made of the seed and keys[i].
+// bits[i][j]: output j of the SplitMix64 generator whose state is derived from the seed and keys[i].
 extern "C" __attribute__((visibility("default"))) void lp_random_bits(uint64_t seed, const uint64_t* keys, int64_t count,
                                                                       int64_t width, uint64_t* bits) {
     for (int64_t i = 0; i < count; ++i) {

@@ -1,4 +1,4 @@
-// Counts and last uses of a batch's rows, advanced in one visit.
+// Counts and last uses of a batch's rows, updated in one pass.
 
 #include <algorithm>
 #include <cstdint>
@@ -10,14 +10,14 @@ struct Header {
     int64_t last_seen;
 };
 
-// How many rows the memory is asked ahead.
+// Number of rows that are prefetched ahead.
 constexpr int64_t kAhead = 16;
 
 }  // namespace
 
-// For distinct rows: a row last seen more than ttl steps ago starts anew (ttl < 0: none does), each count rises by one,
-// and the row is as last seen at step and dirty. What last_seen was goes to before, the rows that start anew to expired,
-// those with counts below threshold to young; how many of these two there are, to numbers.
+// For distinct rows: resets the count of a row last seen more than ttl steps ago (ttl < 0: of none), then adds one to
+// each count and marks the row as last seen at step, and as dirty. Writes the previous last_seen to before, reset rows
+// to expired, rows with counts below threshold to young, and the numbers of these two to numbers.
 extern "C" __attribute__((visibility("default"))) void lp_row_headers_begin(
     Header* headers, uint8_t* dirty, const int64_t* rows, int64_t count, int64_t step, int64_t ttl, int64_t threshold,
     int64_t* before, int64_t* expired, int64_t* young, int64_t* numbers) {

@@ -1,4 +1,4 @@
-// What the Python side compares with its own number, so that a library left from another version is not called.
+// Version that the Python side compares with its own, so that a library of another version is not called.
 
 #include <cstdint>
 
