@@ -157,8 +157,8 @@ class Sharded:
             raise InputError(
                 f"sharded module {self.name!r} got features with a batch size per feature, but has tables sharded"
                 f" {', '.join(sorted(kinds & _SHARDED_BY_ROWS))}: their gradients differ in size between ranks, and"
-                f" Gloo cannot exchange them. {'U' if dynamic else 'Shard these tables table_wise or column_wise, or u'}"
-                "se one batch size."
+                " Gloo cannot exchange them."
+                f" {'U' if dynamic else 'Shard these tables table_wise or column_wise, or u'}se one batch size."
             )
 
     def take_arguments(self, batch: Any, results: PostprocessResults) -> Arguments:

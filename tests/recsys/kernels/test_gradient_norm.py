@@ -418,7 +418,7 @@ def test_a_train_pipeline_clips_as_a_loop_over_the_unsharded_module_does(
 def test_a_train_pipeline_refuses_to_clip_what_it_cannot(one_rank: dist.ProcessGroup) -> None:
     model = sharded(Case(lambda: Paired(Bags()), optimizer=SGD))
     optimizer = torch.optim.SGD([parameter for _, parameter in model.dense_parameters()], lr=0.5)
-    with pytest.raises(SetupError, match="needed is a number above 0"):
+    with pytest.raises(SetupError, match="must be a number above 0"):
         TrainPipeline(model, optimizer, "cpu", max_norm=0.0)
     with pytest.raises(SetupError, match=r"give the model that shard_model\(\) returns"):
         TrainPipeline(model.dmp, optimizer, "cpu", max_norm=1.0)

@@ -83,7 +83,7 @@ def test_in_torchrec_s_way_arguments_may_have_the_kernel_s_names() -> None:
     found = in_backward(torch.optim.Adam, CUDA, learning_rate=0.2, beta1=0.7, eps=1e-6)
     assert found.fused_arguments() == {"learning_rate": 0.2, "beta1": 0.7, "beta2": KERNELS["beta2"], "eps": 1e-6}
     assert found.left_out == {}
-    with pytest.raises(SetupError, match=r"given lr and learning_rate, which say the same"):
+    with pytest.raises(SetupError, match=r"got lr and learning_rate, which have the same meaning"):
         in_backward(torch.optim.SGD, lr=0.1, learning_rate=0.2)
     with pytest.raises(SetupError, match="no argument beta1"):
         in_backward(torch.optim.SGD, lr=0.1, beta1=0.2)
@@ -117,7 +117,7 @@ def test_a_hyper_parameter_that_the_kernel_would_ignore_or_die_on_is_named(
     (key,) = arguments
     assert f"{key}={arguments[key]!r}" in message
     assert optimizer_class in message
-    assert "leave it at" in message
+    assert "Leave it at" in message
 
 
 def test_an_argument_that_the_class_does_not_have_is_named_even_where_the_class_would_swallow_it() -> None:
@@ -137,14 +137,14 @@ def test_a_hyper_parameter_that_is_no_finite_number_from_0_on_is_refused(value: 
         elif optimizer_class is torchrec_optim.LarsSGD:
             others |= {"eta": 0.001, "momentum": 0.0}
         assert refusal(optimizer_class, CUDA, **(others | {key: value})).endswith(
-            f" is given {key}={value!r}; needed is a finite number, 0 or more: give {key} another value"
+            f" got {key}={value!r}, expected a finite number of at least 0. Set {key} to another value."
         )
 
 
 @pytest.mark.parametrize("betas", [(0.9, 1.0), (math.nan, 0.9), (0.9, -0.1), (0.9,), 0.9, ("0.9", "0.99")])
 def test_betas_that_are_no_pair_of_rates_are_refused(betas: Any) -> None:
     said = refusal("torch.optim.Adam", CUDA, lr=0.1, eps=1e-8, betas=betas)
-    assert f"is given betas={betas!r}; needed is a pair of numbers from 0 to below 1" in said
+    assert f"got betas={betas!r}, expected a pair of numbers from 0 to below 1" in said
 
 
 def test_a_rate_may_be_zero_and_a_tensor_and_come_from_numpy() -> None:
@@ -155,7 +155,7 @@ def test_a_rate_may_be_zero_and_a_tensor_and_come_from_numpy() -> None:
 
 def test_adam_has_no_kernel_on_cpu_and_the_message_says_what_has() -> None:
     message = refusal("torch.optim.Adam", lr=0.1, betas=(0.9, 0.999), eps=1e-8)
-    assert "torch.optim.Adam, which FBGEMM has no CPU kernel for" in message
+    assert "torch.optim.Adam, for which FBGEMM has no CPU kernel" in message
     assert "torch.optim.SGD" in message
     assert "torchrec.optim.LAMB" not in message
 
@@ -171,11 +171,11 @@ def test_adam_on_cuda_is_accepted_once_all_of_it_is_said() -> None:
 def test_torchrec_s_placeholders_stand_for_torch_s_classes_and_have_no_defaults() -> None:
     found = resolve(torchrec_optim.SGD, lr=0.1)
     assert found.step_class is torch.optim.SGD
-    assert "its lr, eps" in refusal(torchrec_optim.Adagrad)
+    assert "requires lr, eps" in refusal(torchrec_optim.Adagrad)
 
 
 def test_an_optimiser_without_a_fused_kernel_is_refused() -> None:
-    assert "torch.optim.RMSprop, for which there is no fused kernel" in refusal(torch.optim.RMSprop)
+    assert "torch.optim.RMSprop, which has no fused kernel" in refusal(torch.optim.RMSprop)
 
 
 def test_an_optimiser_of_its_own_comes_before_the_default() -> None:
@@ -194,19 +194,19 @@ def test_two_optimisers_on_one_table_are_refused() -> None:
     parameter = table()
     for optimizer_class in (torch.optim.SGD, torch.optim.Adagrad):
         _apply_optimizer_in_backward(optimizer_class, [parameter], {"lr": 0.1})
-    with pytest.raises(SetupError, match=r"users has 2 in-backward optimisers \(torch.optim.SGD, torch.optim.Adagrad"):
+    with pytest.raises(SetupError, match=r"users must have one .* got 2 \(torch.optim.SGD, torch.optim.Adagrad"):
         resolve_table_optimizer("users", parameter, None, CPU)
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"class_path": "torch.optim.SGD", "lr": 0.1}, r"take out \['lr'\]"),
-        ({"init_args": {"lr": 0.1}}, "needed are class_path"),
+        ({"class_path": "torch.optim.SGD", "lr": 0.1}, r"Remove \['lr'\]"),
+        ({"init_args": {"lr": 0.1}}, "must have the key class_path"),
         ({"class_path": "torch.optim.Sgd"}, "cannot be imported"),
         ({"class_path": "SGD"}, "full path"),
-        ({"class_path": "torch.nn.Linear"}, "is no torch.optim.Optimizer class"),
-        ("torch.optim.SGD", "needed is a mapping"),
+        ({"class_path": "torch.nn.Linear"}, "must be a torch.optim.Optimizer class"),
+        ("torch.optim.SGD", "must be a mapping"),
     ],
 )
 def test_a_configuration_that_says_no_optimiser_is_refused(config: Any, message: str) -> None:

@@ -90,7 +90,7 @@ def test_missing_and_extra_keys_are_named() -> None:
     ],
 )
 def test_another_form_is_refused_with_both_forms_named(later: KeyedJaggedTensor, what: str) -> None:
-    with pytest.raises(InputError, match=f"{what}.*needs what its first batch had.*without weights, one batch size"):
+    with pytest.raises(InputError, match=f"form of its first batch,.*without weights, one batch size.* got .*{what}"):
         conform("m", later, FeatureForm.of(FIRST))
 
 
@@ -103,7 +103,7 @@ def test_weights_that_require_grad_are_refused_with_what_to_use_instead() -> Non
 def test_an_id_beyond_its_table_is_named_with_feature_table_and_rows() -> None:
     tables = {"a": TableRows("ta", 2), "b": TableRows("tb", 4)}
     check_ids("m", kjt(["a", "b", "free"], [[0, 1], [3, 0], [99]]), tables)
-    with pytest.raises(InputError, match=r"feature 'b' has the id 4, but table 'tb' of sharded module 'm' has 4 rows"):
+    with pytest.raises(InputError, match=r"feature 'b' has the id 4, .* table 'tb' of sharded module 'm' has 4 rows"):
         check_ids("m", kjt(["a", "b"], [[1], [3, 4]]), tables)
     with pytest.raises(InputError, match="feature 'a' has the id -1"):
         check_ids("m", kjt(["b", "a"], [[3, 3], [0, -1]]), tables)

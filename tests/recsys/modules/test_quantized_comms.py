@@ -511,9 +511,9 @@ def test_the_planner_chooses_types_that_int8_can_travel_under(two_ranks: list[di
 REFUSED = {
     "constraints": "names row_wise for table pooled.embedding_bags.users.weight",
     "plan": "the sharding plan of table pooled.embedding_bags.users.weight names row_wise",
-    "row": "have widths that only 4 and its divisors divide",
+    "row": "must be 4 or one of its divisors, to divide the widths of all shards",
     "other ranks": "the module differs between ranks",
-    "sharders": "sharders bring codecs of their own",
+    "sharders": "sharders bring their own codecs",
     "backend": "backend gloo cannot send (Invalid scalar type)",
 }
 
@@ -539,16 +539,19 @@ def test_on_one_rank_nothing_travels_and_nothing_is_off(precision: str) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("fp16", "quantized_comms is 'fp16'; needed is a mapping"),
-        ({"forwards": "fp16"}, "the unknown key forwards; allowed are forward, backward"),
-        ({"forward": "float16"}, "forward='float16'; needed is one of fp32, fp16, bf16, int8"),
-        ({"backward": None}, "backward=None; needed is one of"),
-        ({"forward": ["fp16"]}, r"forward=\['fp16'\]; needed is one of"),
-        ({"forward": "fp16", "forward_loss_scale": 10**400}, "needed is a positive number of 32 bits"),
-        ({"backward": "fp16", "backward_loss_scale": 0}, "backward_loss_scale=0; needed is a positive number"),
-        ({"forward": "fp16", "backward_loss_scale": 8.0}, "but backward is fp32, which needs none"),
+        ("fp16", "quantized_comms must be a mapping, got 'fp16'"),
+        ({"forwards": "fp16"}, "the unknown key forwards. Remove it; expected forward, backward"),
+        ({"forward": "float16"}, "forward of quantized_comms must be one of fp32, fp16, bf16, int8, got 'float16'"),
+        ({"backward": None}, "backward of quantized_comms must be one of .*, got None"),
+        ({"forward": ["fp16"]}, r"forward of quantized_comms must be one of .*, got \['fp16'\]"),
+        ({"forward": "fp16", "forward_loss_scale": 10**400}, "must be a positive number of 32 bits"),
+        (
+            {"backward": "fp16", "backward_loss_scale": 0},
+            "backward_loss_scale of .* must be a positive .*, got 0",
+        ),
+        ({"forward": "fp16", "backward_loss_scale": 8.0}, "but backward is fp32, which needs no scale"),
         ({"forward": "int8", "int8_row_dim": 1.5}, "int8_row_dim of quantized_comms is 1.5; expected a whole number"),
-        ({"forward": "fp16", "int8_row_dim": 8}, "give one of them int8"),
+        ({"forward": "fp16", "int8_row_dim": 8}, "Set one of them to int8"),
     ],
 )
 def test_an_option_that_cannot_be_is_named(config: Any, message: str) -> None:
@@ -557,9 +560,9 @@ def test_an_option_that_cannot_be_is_named(config: Any, message: str) -> None:
 
 
 def test_one_that_is_made_by_hand_is_checked_as_well() -> None:
-    with pytest.raises(SetupError, match="forward='fp8'; needed is one of"):
+    with pytest.raises(SetupError, match=r"forward of quantized_comms must be one of .*, got 'fp8'"):
         QuantizedComms(forward="fp8")
-    with pytest.raises(SetupError, match=r"forward_loss_scale=-1\.0; needed is a positive number"):
+    with pytest.raises(SetupError, match=r"forward_loss_scale of .* must be a positive number .*, got -1\.0"):
         QuantizedComms(forward="fp16", forward_loss_scale=-1.0)
 
 

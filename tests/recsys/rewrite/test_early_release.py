@@ -241,9 +241,9 @@ def test_a_step_that_reads_ids_is_an_error_that_names_modules_and_the_fix(ranks:
     for of_rank in ranks:
         kinds, text = of_rank["error"]
         assert kinds[0] == "SetupError"
-        assert "of batch.sparse were let go of (free_features_early)" in text
+        assert "of batch.sparse were released (free_features_early)" in text
         assert "'model.a', 'model.b'" in text
-        assert "leave free_features_early off" in text
+        assert "turn free_features_early off" in text
 
 
 # What stands where ids were.

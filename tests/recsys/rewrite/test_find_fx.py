@@ -88,7 +88,7 @@ def test_what_was_found_before_a_trace_broke_stays() -> None:
 
     results = found(Step())
     assert results["table"] == "batch[0]"
-    assert results["other"].startswith("a trace of forward broke before: TraceError: symbolically traced variables")
+    assert results["other"].startswith("a trace of forward failed before: TraceError: symbolically traced variables")
 
 
 def test_post_processing_without_trainable_parameters_is_found_and_run_once_for_a_batch() -> None:

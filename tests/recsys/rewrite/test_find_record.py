@@ -39,7 +39,7 @@ def test_a_batch_that_the_step_changes_is_recorded_as_it_came() -> None:
     recorder.called("b", (batch["sparse"],), {})
     assert str(recorder.found("a")) == "batch['sparse']"
     assert recorder.found("b") == (
-        "its argument, a KeyedJaggedTensor with the keys ['f'], is no piece of the batch: the step made it"
+        "its argument, a KeyedJaggedTensor with the keys ['f'], is not an object of the batch: the step made it"
     )
 
 

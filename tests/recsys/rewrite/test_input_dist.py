@@ -206,10 +206,11 @@ def errors(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 EXPECTED = {
-    "missing key": "'a' got the features ['f0', 'f1'] and needs those of its first batch",
-    "id beyond its table": "has the id 1000, but table",
+    "missing key": "'a' expected the features of its first batch, ['f0', 'f1', 'f2'], got ['f0', 'f1']: missing",
+    "id beyond its table": "has the id 1000, but ids must be",
     "trained weights": "FeatureProcessedEmbeddingBagCollection",
-    "no features": "'a' got a NoneType and needs a KeyedJaggedTensor with the keys ['f0', 'f1', 'f2']",
+    "no features": "'a' expected a KeyedJaggedTensor with the keys ['f0', 'f1', 'f2'], as in its first batch, got a"
+    " NoneType",
 }
 
 
@@ -260,8 +261,8 @@ def test_wrong_ids_in_the_first_batch_are_found_before_any_step(errors: list[dic
 
 def test_what_cannot_be_set_up_is_named(errors: list[dict[str, Any]]) -> None:
     for of_rank in errors:
-        assert of_rank["method"].startswith("SetupError: method 'guess' is unknown")
-        assert of_rank["step"].startswith("SetupError: Bags has no method 'training_step'")
+        assert of_rank["method"].startswith("SetupError: method must be 'auto', 'record',")
+        assert of_rank["step"].startswith("SetupError: step must be a method of Bags that trains a batch")
         assert of_rank["resolve"].startswith("SetupError: method='record' resolves during the first step")
 
 

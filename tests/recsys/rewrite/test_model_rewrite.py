@@ -374,7 +374,7 @@ def test_a_second_call_in_a_later_step_looks_up_anew(behaviour: list[dict[str, A
 def test_a_module_whose_argument_the_step_makes_runs_unpipelined(behaviour: list[dict[str, Any]]) -> None:
     both(behaviour, "made")
     reason = behaviour[0]["made"]["unpipelined"]["a"]
-    assert "is no piece of the batch: the step made it, by call_" in reason
+    assert "is not an object of the batch: the step made it, by call_" in reason
     assert reason.count("its argument") == 1, "the same is said twice"
     assert behaviour[0]["made"]["warnings"][0].count("its argument") == 1
     assert behaviour[0]["made"]["pipelined"] == {"b": "batch.sparse"}
@@ -445,7 +445,7 @@ def test_what_is_replaced_is_put_back_and_can_be_replaced_again(behaviour: list[
 
 def test_another_piece_than_was_distributed_is_an_error_that_names_the_module(behaviour: list[dict[str, Any]]) -> None:
     for of_rank in behaviour:
-        assert "'a' was called with something else than was distributed" in of_rank["wrong piece"]
+        assert "'a' must be called with the objects that were distributed for it" in of_rank["wrong piece"]
         assert "batch.sparse" in of_rank["wrong piece"]
 
 
@@ -454,7 +454,7 @@ def test_a_model_without_sharded_modules_and_a_tower_are_refused() -> None:
         def __init__(self) -> None:
             nn.Module.__init__(self)
 
-    with pytest.raises(SetupError, match="Linear holds no sharded module"):
+    with pytest.raises(SetupError, match="Linear must hold a sharded module"):
         ModelRewrite(nn.Linear(1, 1))
-    with pytest.raises(SetupError, match="'0' is a Tower: its interaction layers"):
+    with pytest.raises(SetupError, match="'0' is a Tower, whose interaction layers"):
         ModelRewrite(nn.Sequential(Tower()))

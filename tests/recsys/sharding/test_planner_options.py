@@ -73,18 +73,24 @@ def test_without_constraints_there_is_nothing_to_hold() -> None:
 @pytest.mark.parametrize(
     ("constraints", "message"),
     [
-        ({"genres": {}}, "constraints name the table genres, which the model does not have; its tables are history"),
-        ({"users": {"sharding": ["row_wise"]}}, "has the unknown key sharding; allowed are sharding_types"),
-        ({"users": {"sharding_types": ["rowwise"]}}, "names rowwise; allowed are data_parallel, table_wise"),
-        ({"users": {"sharding_types": "row_wise"}}, "is the text 'row_wise'; needed is a list"),
-        ({"users": {"compute_kernels": ["fast"]}}, "names fast; allowed are dense, fused"),
-        ({"users": {"bounds_check_mode": "never"}}, "bounds_check_mode, is 'never'; needed is one of FATAL"),
-        ({"users": {"cache_params": {"size": 3}}}, "unknown key size; allowed are algorithm"),
-        ({"users": ["row_wise"]}, "needed is a mapping"),
-        (5, "constraints are 5; needed is a mapping"),
+        (
+            {"genres": {}},
+            "table genres, which the model does not have. Use one of its tables: history",
+        ),
+        (
+            {"users": {"sharding": ["row_wise"]}},
+            "the unknown key sharding. Remove it; expected one of sharding_types",
+        ),
+        ({"users": {"sharding_types": ["rowwise"]}}, "names rowwise. Use some of data_parallel, table_wise"),
+        ({"users": {"sharding_types": "row_wise"}}, "must be a list, got the text 'row_wise'"),
+        ({"users": {"compute_kernels": ["fast"]}}, "names fast. Use some of dense, fused"),
+        ({"users": {"bounds_check_mode": "never"}}, "bounds_check_mode, must be one of FATAL.* got 'never'"),
+        ({"users": {"cache_params": {"size": 3}}}, "unknown key size. Remove it; expected one of algorithm"),
+        ({"users": ["row_wise"]}, "must be a mapping, got"),
+        (5, "constraints must be a mapping .* got 5"),
         ({5: {}}, "constraints name the table 5, which the model does not have"),
         ({"history": {"sharding_types": ["table_wise", "data_parallel"]}}, r"for table sequence.*pools sequences"),
-        ({"history": {"sharding_types": ["table_row_wise"]}}, "allowed are table_wise, column_wise, row_wise"),
+        ({"history": {"sharding_types": ["table_row_wise"]}}, "Use some of table_wise, column_wise, row_wise"),
         ({"movies": {"sharding_types": ["grid_shard"]}}, "grid_shard for table .*movies.*pooled by mean"),
     ],
 )
@@ -125,19 +131,19 @@ def test_a_topology_in_plain_words_knows_the_ranks_of_a_node_from_the_environmen
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert read_topology({"local_world_size": 2}, CPU, 4)[0].local_world_size == 2
-    with pytest.raises(SetupError, match="local_world_size 4, and the environment says 2"):
+    with pytest.raises(SetupError, match="local_world_size 4, but the environment has 2"):
         read_topology({"local_world_size": 4}, CPU, 4)
 
 
 @pytest.mark.parametrize(
     ("topology", "message"),
     [
-        ({"hbm": 3}, "unknown key hbm; allowed are hbm_cap"),
+        ({"hbm": 3}, "unknown key hbm. Remove it; expected one of hbm_cap"),
         ({"world_size": 4}, "unknown key world_size"),
-        (5, "topology is 5; needed is a mapping"),
-        (["hbm_cap"], r"topology is \['hbm_cap'\]; needed is a mapping"),
-        ({"pod_size": 64}, "cannot be had: pod_size=64"),
-        (Topology(world_size=4, compute_device="cpu"), "topology is for 4 ranks, and there are 2"),
+        (5, "topology must be a mapping .* got 5"),
+        (["hbm_cap"], r"topology must be a mapping .* got \['hbm_cap'\]"),
+        ({"pod_size": 64}, "is invalid: pod_size=64"),
+        (Topology(world_size=4, compute_device="cpu"), "topology must have 2 ranks, got 4"),
     ],
 )
 def test_a_topology_that_cannot_be_had_is_refused(topology: Any, message: str) -> None:

@@ -327,17 +327,17 @@ def test_the_planner_leaves_out_what_replicas_cannot_have(ranks: list[dict[str, 
 def test_what_replicas_cannot_have_is_refused_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     size = len(ranks) // 2
     wanted = {
-        "three": f"replicas is 3, and there are {len(ranks)} ranks",
+        "three": f"replicas must be a divisor of the number of ranks, {len(ranks)}, got 3",
         "none": "replicas is 0; expected a whole number, 1 or more",
         "steps": "sync_every is 0; expected a whole number, 1 or more",
-        "without": "sync_every is 2, but there is one replica",
+        "without": "sync_every is 2, but the tables have a single replica",
         "others": "rank 0 has 'sync_every' = '1', but rank 1 has 'sync_every' = '2'",
         "far": f"the sharding plan has rank {len(ranks) - 1} for table pooled.embedding_bags.users.weight, but each of"
         f" the 2 replicas has {size} rank(s)",
-        "cached": "the compute kernel fused_uvm_caching, whose cache an average would miss",
-        "dynamic": "is a dynamic one, and there are replicas of tables",
-        "clipped": "gradients are to be clipped, and there are 2 replicas of tables",
-        "ahead": "looks up batches ahead of their turn, but this model's lookups read replica_steps too",
+        "cached": "the compute kernel fused_uvm_caching, whose cache is not averaged",
+        "dynamic": "is a dynamic table, which cannot have replicas",
+        "clipped": "gradients cannot be clipped with 2 replicas of tables",
+        "ahead": "looks up batches ahead of their turn, but the lookups of this model also read replica_steps",
         "table_row_wise": "names table_row_wise for table pooled.embedding_bags.users.weight",
         "data_parallel": "names data_parallel for table pooled.embedding_bags.users.weight",
     }

@@ -349,7 +349,7 @@ def test_what_a_table_differs_in_is_named_on_every_rank(errors: list[dict[str, s
 
 def test_the_first_rank_s_plan_counts_and_must_name_every_table(errors: list[dict[str, str]]) -> None:
     for found in errors:
-        assert "says nothing about table users" in found["a plan without tables"]
+        assert "has no entry for table users" in found["a plan without tables"]
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -365,7 +365,7 @@ def test_tables_without_an_optimiser_are_named() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_sharding_plan_of_another_kind_is_refused() -> None:
-    assert "the sharding plan is a int; needed is TorchRec's ShardingPlan" in error_of(
+    assert "the sharding plan must be TorchRec's ShardingPlan, got a int" in error_of(
         model=make_model(), sharding_plan=3
     )
 

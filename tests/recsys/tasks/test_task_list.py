@@ -105,7 +105,7 @@ def test_scaled_late_the_tables_backward_comes_last_and_reads_the_scale() -> Non
 @pytest.mark.parametrize("name", NAMES)
 def test_a_declaration_cannot_be_run_and_says_what_is_missing(name: str) -> None:
     (task,) = (task for task in recsys_tasks() if task.name == name)
-    with pytest.raises(LookupError, match=f"task '{name}' is a declaration; give recsys_tasks"):
+    with pytest.raises(LookupError, match=f"task '{name}' has no model to run on. Pass .* to recsys_tasks"):
         task.fn(IterContext())
 
 
@@ -349,7 +349,7 @@ def test_a_task_of_the_callers_own_trains_in_a_plan_that_places_it(name: str, tm
 def test_extra_tasks_come_after_the_tasks_that_they_name() -> None:
     more = {**DOUBLED, "Double": RecsysTask("Again", double, reads=("batch",), writes=("batch",))}
     assert [task.name for task in recsys_tasks(extra=more)][:4] == ["H2DAndShuffle", "Double", "Again", NAMES[1]]
-    with pytest.raises(PlanError, match="extra tasks follow Duble; expected names of tasks: H2DAndShuffle, "):
+    with pytest.raises(PlanError, match=r"extra tasks must follow one of H2DAndShuffle, .*, got Duble"):
         recsys_tasks(extra={"Duble": more["Double"]})
 
 

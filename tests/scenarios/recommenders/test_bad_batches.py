@@ -70,7 +70,7 @@ def refused(rank: int, world_size: int, path: Path) -> list[str]:
 def test_sequences_of_a_batch_without_samples_are_refused_on_every_rank(world_size: int, tmp_path: Path) -> None:
     for messages in run_ranks(refused, world_size, tmp_path):
         for message in messages:
-            assert "got the features ['friend', 'item', 'past', 'user'] of 0 samples; needed is at least 1" in message
+            assert "got 0 samples of the features ['friend', 'item', 'past', 'user']" in message
 
 
 def bags(rank: int, world_size: int, path: Path) -> list[list[torch.Tensor]]:
@@ -102,7 +102,7 @@ def test_weights_count_where_they_are_asked_for_and_nowhere_else(tmp_path: Path)
         assert same(found["unasked"], found["none"])
         assert not same(found["asked"], found["none"])
         assert "has is_weighted=True" in found["missing"]
-        assert "without weights; needed is one for each id" in found["missing"]
+        assert "expected a weight for each id" in found["missing"]
 
 
 # ---------------------------------------------------------------------- tables
@@ -115,9 +115,9 @@ def table(**options: Any) -> DynamicTable:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"embedding_dim": 3}, "embedding_dim=3; needed is a multiple of 4, .*: 4, for example"),
+        ({"embedding_dim": 3}, "embedding_dim of .* must be a multiple of 4, .* got 3. Set it to 4, for example"),
         ({"embedding_dim": 9}, "12, for example"),
-        ({"data_type": DataType.INT8}, "INT8.*; needed is .* DataType.FP32, DataType.FP16"),
+        ({"data_type": DataType.INT8}, "INT8.* Use DataType.FP32, DataType.FP16"),
     ],
 )
 def test_rows_that_no_kernel_trains_are_refused_when_the_table_is_made(options: dict[str, Any], message: str) -> None:

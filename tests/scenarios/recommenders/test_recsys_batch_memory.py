@@ -110,7 +110,7 @@ def test_training_logging_validation_and_prediction_are_the_same_to_the_bit(
 
 
 def test_a_callback_that_reads_ids_is_told_on_every_rank(ranks: list[dict[str, Any]]) -> None:
-    assert all("were let go of (free_features_early)" in of_rank["error"] for of_rank in ranks)
+    assert all("were released (free_features_early)" in of_rank["error"] for of_rank in ranks)
 
 
 def test_a_profile_in_the_middle_changes_nothing(ranks: list[dict[str, Any]]) -> None:

@@ -228,7 +228,7 @@ def test_an_evaluation_checks_ids_where_asked_to_and_leaves_the_kernels_counts()
         batch.sparse.values().add_(1000)
         return batch
 
-    with pytest.raises(InputError, match=r"the id 10\d\d, but table"):
+    with pytest.raises(InputError, match=r"the id 10\d\d, but ids must be"):
         trainer(recsys(validate_ids=True)).validate(Clicks(), DataLoader(Rows(8), 4, collate_fn=spoilt), verbose=False)
     strategy = recsys()
     used = trainer(strategy, max_epochs=1)

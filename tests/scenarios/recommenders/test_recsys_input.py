@@ -58,8 +58,8 @@ def test_keys_may_come_in_another_order_in_training_and_in_validation(stages: tu
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (another_name, r"'network\.bags' got the features .*'usr'\], and its tables look up .*missing \['user'\]"),
-        (not_integers, r"'network\.bags' got ids of dtype torch\.float32; needed is torch\.int64"),
+        (another_name, r"'network\.bags' look up the features .*, but the batch has .*'usr'\]: missing \['user'\]"),
+        (not_integers, r"'network\.bags' must be torch\.int64 or torch\.int32, got torch\.float32"),
     ],
     ids=["another name", "not integers"],
 )

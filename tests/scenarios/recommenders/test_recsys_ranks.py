@@ -80,7 +80,7 @@ BAD: dict[str, tuple[Callable[[Batch], Batch], dict[str, Any], str]] = {
     "no keyed jagged tensor": (_without_jagged, {}, "KeyedJaggedTensor"),
     "other keys": (_other_keys, {}, "other user"),
     "a type that cannot be moved": (_unmovable, {}, "cannot be moved to a device"),
-    "an id out of range": (_out_of_range, {"validate_ids": True}, r"the id 10\d\d, but table 'people'"),
+    "an id out of range": (_out_of_range, {"validate_ids": True}, r"the id 10\d\d, but .* table 'people'"),
     "a loss that is not a number": (_not_a_number, {"detect_nan": True}, r"not finite on rank\(s\) \[1\]"),
 }
 
@@ -404,7 +404,7 @@ def test_batches_of_different_numbers_of_rows_are_explained_where_gloo_cannot_ex
     ranks: Results,
 ) -> None:
     said = ranks("rows of a batch differ")
-    assert any("batches of different numbers of rows" in one for one in said), said
+    assert any("had different numbers of rows" in one for one in said), said
 
 
 def test_uneven_ranks_predict_every_row_once(ranks: Results) -> None:

@@ -254,9 +254,9 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
 
 def test_what_replicas_cannot_have_is_refused_on_every_rank() -> None:
     for found in run_ranks(refused, 2):
-        assert "gradients are to be clipped, and there are 2 replicas of tables" in found["clipped"]
-        assert "replicas is 3, and there are 2 ranks" in found["three"]
-        assert "this model's lookups read replica_steps too" in found["ahead"]
+        assert "gradients cannot be clipped with 2 replicas of tables" in found["clipped"]
+        assert "replicas must be a divisor of the number of ranks, 2, got 3" in found["three"]
+        assert "the lookups of this model also read replica_steps" in found["ahead"]
         assert "names table_row_wise for table network.bags.embedding_bags.people.weight" in found["nodes"]
         assert "were sharded by an earlier strategy with replicas=2; this one has replicas=1" in found["other"]
         assert found["left out"] == "True"

@@ -169,7 +169,7 @@ def test_there_is_a_pipeline_only_while_training_runs() -> None:
 
 
 def test_tables_without_an_optimiser_are_named() -> None:
-    with pytest.raises(SetupError, match=f"no optimiser is said for tables {PEOPLE}, {THINGS}.*sparse_optimizer"):
+    with pytest.raises(SetupError, match=f"tables {PEOPLE}, {THINGS} must have an optimiser.*sparse_optimizer"):
         fit(Clicks(), recsys(optimizer=None))
 
 
