@@ -186,7 +186,7 @@ def _check_lookups(plan: str, tasks: Sequence[PipelineTask]) -> None:
 def needs_input_group(plan: PipelinePlan) -> bool:
     """Return True if the input dist needs a process group in addition to the tables'. Ranks pass the same plan."""
     world = dist.group.WORLD
-    # If no task runs ahead, no other collective is in flight at the same time.
+    # If no task runs ahead, no other collective is in flight: a group only pays off for Gloo across hosts.
     return plan.max_stage > 0 or (world is not None and gains_from_messages(world))
 
 

@@ -3,9 +3,9 @@
     batch.sparse   keys   lengths   offsets   ids        weights         before the input dist
                    keys   lengths   offsets   Released   Released        after: the step passes the same object
 
-Memory is neither overwritten nor resized, as TorchRec's ``free_features_storage_early`` does: the batch's keyed jagged
-tensors only drop their references. Other references keep the memory alive, such as another field of the batch over the
-same memory, a message in flight, or TorchRec's context of the batch, which gets separate objects.
+The batch's keyed jagged tensors drop their references. Unlike in TorchRec's ``free_features_storage_early``, memory is
+not resized, so other references stay valid: another field of the batch over the same memory, a message in flight, or
+TorchRec's context of the batch, which gets separate objects.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ __all__ = ["EarlyRelease", "ReleasedTensor", "own_objects"]
 class EarlyRelease:
     """Decides which ids are not used again, and releases them.
 
-    Not released are features with a key that a module looks up inside the step (a module that is not pipelined);
-    objects from the loader that the transfer did not copy, which the next epoch may return again; and objects that a
-    batch creates at each access, which cannot be reached.
+    Three kinds of features are not released: those with a key that a module looks up inside the step (a module that is
+    not pipelined); objects from the loader that the transfer did not copy, which the next epoch may return again; and
+    objects that a batch creates at each access, which cannot be reached.
 
     Args:
         sharded: the model's sharded modules, which must be resolved before the first release.

@@ -140,7 +140,7 @@ def recsys_limits(max_in_flight: int, device: torch.device, *, replicated: bool 
         max_in_flight=max_in_flight,
         on_workers=ON_WORKERS,
         by_caller=frozenset(task.name for task in TASKS if task.trains and (replicated or task.needs != "replicas")),
-        # The hooks around a batch follow the transfer of a later batch and precede that batch's other tasks.
+        # In a period, the hooks around the trained batch follow the transfer of a later batch and precede all lookups.
         submitted_before=(("H2DAndShuffle", "EmbForward"),),
         streams=_STREAMS if device.type == "cuda" else {},
     )

@@ -52,7 +52,8 @@ class RecsysSession:
         device: device of the batches.
         options: options of the rewrite, of ids on the wire, of memory and of checks.
         balancer: exchanges samples between ranks in training; opened when training begins and closed with the session.
-        input_group: process group of the input dist; None to make one if the plan runs tasks ahead.
+        input_group: process group of the input dist; None to make one if the plan runs tasks ahead, or if the ranks
+            communicate by Gloo across hosts.
         timeout: timeout of a collective in the groups that are made here (default PyTorch's).
 
     Attributes:

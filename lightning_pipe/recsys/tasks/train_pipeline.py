@@ -73,7 +73,8 @@ class TrainPipeline:
         extra_tasks: additional training tasks, each by the name of the task that it follows in serial order; *plan*
             must place them.
         input_group: process group of the input dist, over the ranks that the tables are sharded over. By default every
-            rank of the world makes a new group; under a plan that runs no batch ahead, the tables' group is used.
+            rank of the world makes a new group if the plan runs a batch ahead, or if the ranks communicate by Gloo
+            across hosts; otherwise the tables' group is used.
 
     Raises:
         PlanError: the plan does not exist, or cannot be run.
