@@ -338,7 +338,7 @@ def _check_committed(committed: Any) -> None:
         ):
             raise SetupError(
                 "the checkpoint's description of the rows of a dynamic module is damaged: expected version, progress"
-                f" and tables, got {shown(found)}. Use another checkpoint."
+                f" and tables, got {shown(found)}. Take another checkpoint."
             )
 
 

@@ -30,7 +30,7 @@ def test_the_environment_can_turn_it_off(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_library_of_another_version_is_left_alone_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_VERSION", 0)
-    with pytest.warns(UserWarning, match="is of version"):
+    with pytest.warns(UserWarning, match="must have version 0, got"):
         assert native.library() is None
 
 

@@ -303,8 +303,8 @@ def edited(old: str, new: str) -> str:
         ("  OptimStep: {}\n", "  OptimStep: {}\n  Evaluate: {}\n", "unknown task 'Evaluate'"),
         ("  EmbForward: {}\n", "  EmbForward: {stage: 2}\n", "drops a required dependency"),
         ("  EmbInputDistStart: {stage: 2", "  EmbInputDistStart: {stage: 3", "lower"),
-        ("  EmbForward: {}\n", "  EmbForward: {thread_group: own}\n", "'EmbForward' to the thread group 'own'"),
-        ("{stage: 2, stream: memcpy}", "{stage: 2, thread_group: own}", "'H2DAndShuffle' to the thread group 'own'"),
+        ("  EmbForward: {}\n", "  EmbForward: {thread_group: own}\n", "'EmbForward' to thread group 'own'"),
+        ("{stage: 2, stream: memcpy}", "{stage: 2, thread_group: own}", "'H2DAndShuffle' to thread group 'own'"),
     ],
 )
 def test_a_plan_that_cannot_run_is_refused_by_name(tmp_path: Path, old: str, new: str, says: str) -> None:

@@ -87,7 +87,7 @@ def test_one_of_the_two_alone_is_an_error(tmp_path: Path) -> None:
 
 def test_neither_may_run_on_a_worker() -> None:
     text = recsys_plan("base", BALANCED).to_yaml().replace("BalanceStart: {", "BalanceStart: {thread_group: x, ")
-    with pytest.raises(PlanError, match="'BalanceStart' to the thread group 'x'"):
+    with pytest.raises(PlanError, match="'BalanceStart' to thread group 'x'"):
         recsys_plan(PipelinePlan.from_yaml(text, BALANCED), BALANCED)
 
 

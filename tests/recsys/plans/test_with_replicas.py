@@ -51,7 +51,7 @@ def test_a_plan_in_yaml_gets_the_same_place_and_loses_it_again(plan: str, late: 
 
 def test_it_may_not_run_on_a_worker() -> None:
     text = recsys_plan("base", REPLICATED).to_yaml().replace("SyncReplicas: {", "SyncReplicas: {thread_group: x, ")
-    with pytest.raises(PlanError, match="'SyncReplicas' to the thread group 'x'"):
+    with pytest.raises(PlanError, match="'SyncReplicas' to thread group 'x'"):
         recsys_plan(PipelinePlan.from_yaml(text, REPLICATED), REPLICATED)
 
 

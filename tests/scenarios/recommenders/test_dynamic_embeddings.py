@@ -262,7 +262,7 @@ def test_an_exported_file_is_loaded_without_rows_which_the_folder_brings(tmp_pat
     module = Loaded.load_from_checkpoint(tmp_path / "whole.ckpt", store=str(tmp_path / "other"))
     dense = {name: value for name, value in module.state_dict().items() if ".over." in name}
     assert same(dense, trained["dense"])
-    with pytest.raises(SetupError, match="is not sharded"):
+    with pytest.raises(SetupError, match="must be sharded before it is called"):
         trainer("auto", max_epochs=1).fit(module, loader())
     used = trainer(recsys("prefetch", optimizer=ROW_WISE_ADAGRAD))
     used.validate(module, loader(12), ckpt_path=checkpoint, verbose=False)

@@ -421,7 +421,7 @@ def test_a_cache_smaller_than_a_batch_is_an_error_on_every_rank_that_says_how_ma
 
 
 def test_an_unsharded_module_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match="is not sharded"):
+    with pytest.raises(SetupError, match="must be sharded before it is called"):
         Model(tmp_path).bags(batch(0, 0).sparse)
 
 
