@@ -40,7 +40,7 @@ class DynamicTable:
         name: name of the table, unique in its module.
         embedding_dim: length of a row, a multiple of 4.
         feature_names: features that are looked up in the table.
-        cache_rows: number of rows in memory, over all ranks; each rank has an equal part. Must hold the rows of all
+        cache_rows: number of rows in memory, over all ranks; each rank has its share. Must hold the rows of all
             batches in flight.
         pooling: pooling of a bag, ``sum`` or ``mean`` (default ``sum``); without effect in a
             ``DynamicEmbeddingCollection``.
