@@ -1,11 +1,11 @@
-"""Exchanges samples between ranks so that all have about as much to do: the slowest rank sets the pace of all.
+"""Exchange of samples between ranks, which gives all ranks about the same workload; every rank waits for the slowest.
 
     main      BalanceStart                  ... forward of another batch ...   BalanceFinish
               workloads ─► all-gather ┐                                    ┌─► exchange of samples
     worker                            └─► wait, partition (no lock held) ──┘
 
-The two halves are what the tasks ``BalanceStart`` and ``BalanceFinish`` run; both are collectives of the main thread,
-and what is between them is not.
+The tasks ``BalanceStart`` and ``BalanceFinish`` run the two halves. The collectives of both are submitted by the main
+thread; the work between them runs on a worker thread and submits no collectives.
 """
 
 from __future__ import annotations
@@ -39,15 +39,17 @@ _SAME_FORM = ": pad rows to one width on all ranks, or make the part jagged (a K
 
 @dataclass(frozen=True)
 class BalanceReport:
-    """How uneven ranks' work was; 1 is perfect, the number of ranks the worst.
+    """Imbalance of the ranks' workloads: the largest workload of a rank divided by the mean over ranks.
+
+    1.0 is perfect balance; the worst value is the number of ranks.
 
     Args:
-        batches: balanced so far.
-        before: work of the slowest rank over the mean of all, in the batch balanced last, as it came.
-        after: as it is trained.
-        mean_before: of all batches so far.
-        mean_after: of all batches so far.
-        moved: which part of the last global batch's samples went to another rank.
+        batches: number of batches balanced so far.
+        before: imbalance of the last batch as the loader delivered it.
+        after: imbalance of the last batch after the exchange.
+        mean_before: mean of ``before`` over all batches so far.
+        mean_after: mean of ``after`` over all batches so far.
+        moved: fraction of the last global batch's samples that moved to another rank.
     """
 
     batches: int = 0
@@ -58,7 +60,7 @@ class BalanceReport:
     moved: float = 0.0
 
     def with_batch(self, before: float, after: float, moved: float) -> BalanceReport:
-        """With one batch more."""
+        """Return the report updated by one batch."""
         count = self.batches + 1
         mean_before = self.mean_before + (before - self.mean_before) / count
         mean_after = self.mean_after + (after - self.mean_after) / count
@@ -67,16 +69,16 @@ class BalanceReport:
 
 @dataclass(frozen=True)
 class _Partition:
-    """What the worker found."""
+    """Partition that the worker has computed."""
 
     gathered: Gathered
-    assignment: Ranks | None = None  # where not all was told
-    before: float = 1.0  # how uneven it was
+    assignment: Ranks | None = None  # None if the gathered data are incomplete
+    before: float = 1.0  # imbalance, see BalanceReport
     after: float = 1.0
 
     @property
     def moved(self) -> float:
-        """Which part of the samples go to another rank."""
+        """Fraction of the samples that move to another rank."""
         if self.assignment is None or not len(self.assignment):
             return 0.0
         return float(np.mean(self.assignment != self.gathered.source))
@@ -84,14 +86,14 @@ class _Partition:
 
 @dataclass(frozen=True)
 class Balance:
-    """A batch whose samples are being distributed; ``BatchBalancer.start`` makes it.
+    """Pending exchange of a batch's samples, returned by ``BatchBalancer.start``.
 
     Args:
-        samples: of this rank's batch; None where it failed.
-        workloads: of these.
-        error: why it failed.
-        found: the partition, when it is there; None where there is one rank.
-        keep: the balancer's.
+        samples: samples of this rank's batch; None if the batch failed.
+        workloads: workload of each sample; None if the batch failed.
+        error: the error of this rank's batch, if it failed.
+        found: future of the partition; None if there is only one rank.
+        keep: the balancer's ``keep``.
     """
 
     samples: Samples | None
@@ -101,34 +103,37 @@ class Balance:
     keep: Collection[str]
 
     def around(self, batch: Any) -> Balance:
-        """The same for another batch of the same samples."""
+        """Return the same pending exchange for another batch object with the same samples."""
         return self if self.samples is None else replace(self, samples=take_apart(batch, self.samples.real, self.keep))
 
 
 class BatchBalancer:
-    """Exchanges samples between ranks, so that the workloads of their batches are about equal.
+    """Exchanges samples between ranks so that the workloads of their batches are about equal.
 
-    The global batch stays the same set of samples, and every rank keeps its number of samples: only who has which
-    changes. So do the losses of single ranks, but not the mean over ranks of their means, if all have as many samples
-    (:func:`~lightning_pipe.recsys.batches.token_weighted_loss.token_weighted_mean` where they have not).
+    The global batch remains the same set of samples, and every rank keeps its number of samples; only the assignment of
+    samples to ranks changes. The loss of a single rank therefore changes. The mean over ranks of their mean losses does
+    not, if all ranks have the same number of samples. Otherwise use
+    :func:`~lightning_pipe.recsys.batches.token_weighted_loss.token_weighted_mean`.
 
-    Dense tensors, keyed and plain jagged ones are exchanged, weights included, at any depth of a batch. Tensors without
-    dimensions, strings and numbers stay with the rank, and so does padding.
+    Dense tensors, keyed tensors and jagged tensors (including their weights) are exchanged at any depth of the batch.
+    Zero-dimensional tensors, strings, numbers and padding rows stay on their rank.
 
     Args:
-        workload: called with the batch on the device, returns what each sample costs, in any unit: a tensor of one
-            number a sample, 0 or more. Or its import path. By default the number of ids in all keyed jagged tensors.
-        samples: how many rows of a padded batch are samples, those that come first: a function of the batch, or the
-            name of an attribute or key of it. None: all of them.
-        exchange: ``"all_to_all"``, or ``"all_gather"``, which sends all samples to all ranks.
-        keep: parts of the batch that have no row a sample and stay with the rank, with all that is in them, as errors
-            call them (``"batch.class_weights"``).
+        workload: function that maps the batch on the device to the cost of each sample, in any unit: a tensor [samples]
+            of numbers >= 0; or the import path of such a function (default: number of ids of the sample in all
+            KeyedJaggedTensors). Set it if the cost of a sample is not proportional to its ids.
+        samples: number of real samples in a padded batch, whose padding rows come last: a function of the batch, or the
+            name of one of its attributes or keys (default None: every row is a sample).
+        exchange: collective of the exchange, ``"all_to_all"`` (default) or ``"all_gather"``. ``"all_gather"`` sends
+            every sample to every rank; use it where the backend or network makes that faster.
+        keep: paths of batch parts that have no row per sample and stay on their rank with all their contents, spelled
+            as in error messages, for example ``"batch.class_weights"`` (default: none).
 
     Attributes:
-        report: how uneven ranks' work was.
+        report: imbalance before and after the exchange.
 
     Raises:
-        SetupError: an argument is none of these.
+        SetupError: An argument has a wrong type or value.
     """
 
     def __init__(
@@ -140,15 +145,13 @@ class BatchBalancer:
         keep: Collection[str] = (),
     ) -> None:
         if exchange not in get_args(ExchangeKind):
-            raise SetupError(f"the balancer's exchange is {exchange!r}; needed is one of {get_args(ExchangeKind)}")
+            raise SetupError(f"the balancer's exchange is {exchange!r}; expected one of {get_args(ExchangeKind)}")
         if isinstance(keep, str) or not isinstance(keep, Collection) or not all(isinstance(one, str) for one in keep):
-            raise SetupError(
-                f"the balancer's keep is {keep!r}; needed is a list of names such as 'batch.class_weights'"
-            )
+            raise SetupError(f"the balancer's keep is {keep!r}; expected a list of names such as 'batch.class_weights'")
         self._workload = _imported(workload) if isinstance(workload, str) else workload
         for name, value in (("workload", self._workload), ("samples", samples)):
             if value is not None and not callable(value) and not (name == "samples" and isinstance(value, str)):
-                raise SetupError(f"the balancer's {name} is {value!r}; needed is a function of the batch")
+                raise SetupError(f"the balancer's {name} is {value!r}; expected a function of the batch")
         self._samples = samples
         self._kind: ExchangeKind = exchange
         self._keep = tuple(keep)
@@ -163,18 +166,18 @@ class BatchBalancer:
     def open(
         self, group: dist.ProcessGroup | None, agree_group: dist.ProcessGroup | None, device: torch.device
     ) -> None:
-        """Make ready for batches. Every rank calls it.
+        """Prepare for batches. Collective: every rank calls it.
 
         Args:
-            group: over all ranks, used for nothing else; None for one process.
-            agree_group: over all ranks, for the texts of errors.
-            device: where batches are.
+            group: process group of all ranks, reserved for this balancer; None for a single process.
+            agree_group: process group of all ranks for the texts of errors.
+            device: device of the batches.
 
         Raises:
-            SetupError: ranks have balancers with different arguments, or it is open already.
+            SetupError: The arguments differ between ranks, or the balancer is already open.
         """
         if self._is_open:
-            raise SetupError("this BatchBalancer is at work in another pipeline; give each pipeline one of its own")
+            raise SetupError("this BatchBalancer is in use by another pipeline. Create one balancer for each pipeline")
         settings = [("exchange", self._kind), ("keep", str(sorted(self._keep)))]
         check_agreement(settings, "balancer", agree_group, error=SetupError)
         self._group = group if group is not None and group.size() > 1 else None
@@ -184,18 +187,18 @@ class BatchBalancer:
         self._room = Room()
 
     def close(self) -> None:
-        """End the worker. May be called again, and so may :meth:`open`."""
+        """Stop the worker. Further calls have no effect; :meth:`open` may be called again."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
         self._is_open = False
 
     def start(self, batch: Any, error: Exception | None = None) -> Balance:
-        """Submit this rank's workloads; the partition is made as soon as all ranks' are there, on another thread.
+        """Start the all-gather of the workloads; a worker thread computes the partition once it has completed.
 
         Args:
-            batch: on the device.
-            error: what went wrong with it before, if anything did. :meth:`finish` raises it, on all ranks.
+            batch: the batch, on the device.
+            error: earlier error of this batch, if any. :meth:`finish` raises it on all ranks.
         """
         samples: Samples | None = None
         workloads: torch.Tensor | None = None
@@ -224,15 +227,15 @@ class BatchBalancer:
         return Balance(samples, workloads, error, found, self._keep)
 
     def finish(self, batch: Any, balance: Balance) -> Any:
-        """Exchange samples; returns the batch that this rank trains.
+        """Exchange samples and return the batch that this rank trains.
 
         Args:
-            batch: the one that was given to :meth:`start`.
-            balance: what that returned.
+            batch: the batch given to :meth:`start`.
+            balance: the return value of :meth:`start`.
 
         Raises:
-            InputError: on every rank, if the batch of any cannot be balanced: it has a wrong number of rows somewhere,
-                another form than other ranks' batches, or workloads that are none.
+            InputError: On every rank, if any rank's batch cannot be balanced: a part has a wrong number of rows, the
+                structure differs from the other ranks' batches, or a workload is negative or not finite.
         """
         assert self._is_open
         if self._group is None or balance.found is None:
@@ -262,7 +265,7 @@ class BatchBalancer:
         return Gathering(samples, workloads, self._room, self._group, device)
 
     def _finish_alone(self, balance: Balance) -> None:
-        """In one process there is nothing to exchange, but what is wrong is wrong here too."""
+        """Raise the errors that several ranks would raise; a single process has no samples to exchange."""
         if balance.error is not None:
             raise balance.error
         assert balance.workloads is not None
@@ -279,7 +282,7 @@ class BatchBalancer:
             except (KeyError, AttributeError) as error:
                 raise InputError(
                     f"the balancer's samples is {self._samples!r}, but the batch, a {type(batch).__name__}, has no such"
-                    " key or attribute; needed is the name of the one with the number of its samples"
+                    " key or attribute. Give the name of the key or attribute that holds the number of samples"
                 ) from error
         else:
             found = self._samples(batch)
@@ -287,8 +290,8 @@ class BatchBalancer:
             return operator.index(found)
         except TypeError as error:
             raise InputError(
-                f"the number of samples of the batch is {_described(found)}, as the balancer's samples says; needed"
-                " is a whole number"
+                f"the balancer's samples gave {_described(found)} as the number of samples of the batch; expected a"
+                " whole number"
             ) from error
 
     def _workloads(self, batch: Any, samples: Samples) -> torch.Tensor:
@@ -296,21 +299,21 @@ class BatchBalancer:
         counts = isinstance(found, torch.Tensor) and found.dim() == 1 and not found.is_complex()
         if not counts or len(found) not in (samples.real, samples.rows):
             raise InputError(
-                f"the balancer's workload function returned {_described(found)}; needed is a tensor of"
+                f"the balancer's workload function returned {_described(found)}; expected a tensor of"
                 f" [{samples.real}], one number for each sample of the batch"
             )
         return found[: samples.real].detach().to(torch.float64).contiguous()
 
 
 def make_balancer(config: bool | Mapping[str, Any] | BatchBalancer | None) -> BatchBalancer | None:
-    """What a strategy's or pipeline's argument ``balancer`` says.
+    """Make the balancer that the argument ``balancer`` of a strategy or pipeline describes.
 
     Args:
-        config: a balancer; True for one with defaults; its arguments as a mapping; ``class_path`` and ``init_args``, as
-            YAML gives them; None or False for none.
+        config: a balancer; True for a balancer with default arguments; a mapping of its arguments; a mapping with
+            ``class_path`` and ``init_args``, as in YAML; None or False for no balancer.
 
     Raises:
-        SetupError: it is none of these.
+        SetupError: The value is none of these.
     """
     if config is None or config is False:
         return None
@@ -327,11 +330,11 @@ def make_balancer(config: bool | Mapping[str, Any] | BatchBalancer | None) -> Ba
         made = _imported(config["class_path"])(**config.get("init_args") or {})
     except TypeError as error:
         raise SetupError(
-            f"balancer is {config!r}; needed is true, a BatchBalancer, or a mapping of its arguments: {error}"
+            f"balancer is {config!r}; expected true, a BatchBalancer, or a mapping of its arguments: {error}"
         ) from error
     if unknown or not isinstance(made, BatchBalancer):
         raise SetupError(
-            f"balancer is {config!r}, which makes a {type(made).__name__}; needed is a mapping of class_path and"
+            f"balancer is {config!r}, which makes a {type(made).__name__}; expected a mapping of class_path and"
             " init_args that makes a BatchBalancer"
         )
     return made
@@ -358,6 +361,6 @@ def _imported(path: Any) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise SetupError(
-            f"the balancer names {path!r}, which cannot be imported ({error}); needed is the path of a function or"
-            " class, as in 'my_package.costs.tokens'"
+            f"the balancer names {path!r}, which cannot be imported ({error}); expected the import path of a function"
+            " or class, such as 'my_package.costs.tokens'"
         ) from error

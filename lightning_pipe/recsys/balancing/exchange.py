@@ -1,4 +1,4 @@
-"""Exchanges samples between ranks: two messages, one of rows and one of ids, whose sizes all ranks know beforehand.
+"""Exchange of samples in two collectives, rows and ids, whose sizes every rank knows in advance.
 
 Tested in ``tests/recsys/balancing/test_balancer.py``.
 """
@@ -23,22 +23,22 @@ __all__ = ["ExchangeKind", "exchange"]
 
 ExchangeKind = Literal["all_to_all", "all_gather"]
 
-# Bytes that go from each rank to each: [source, destination].
+# Bytes from each rank to each rank: [source, destination].
 _Sizes = npt.NDArray[np.int64]
 
 
 def exchange(
     samples: Samples, gathered: Gathered, assignment: Ranks, group: dist.ProcessGroup, kind: ExchangeKind
 ) -> Any:
-    """The batch with the samples that this rank is to have, in the order of their numbers. A collective.
+    """Return the batch with the samples assigned to this rank, ordered by their global number. Collective.
 
     Args:
-        samples: of this rank's batch.
-        gathered: of all ranks.
-        assignment: the rank of each sample, as many to a rank as it has.
-        group: of all ranks.
-        kind: ``all_to_all`` sends each rank what it needs; ``all_gather`` sends everything to all, for backends and
-            networks where that is faster.
+        samples: samples of this rank's batch.
+        gathered: workloads and id counts of all ranks' samples.
+        assignment: rank of each sample. Every rank keeps its number of samples.
+        group: process group of all ranks.
+        kind: ``all_to_all`` sends each rank only its samples; ``all_gather`` sends every sample to every rank, for
+            backends and networks where that is faster.
     """
     ranks, me = group.size(), group.rank()
     source = gathered.source
@@ -66,21 +66,21 @@ def exchange(
     received_rows = rows()
     received: list[Tensor] = []
     if ids is not None:
-        # From each rank its part of every stream, one after the other.
+        # Each source rank has sent its parts of all streams one after the other.
         parts = ids().split([int(size[rank, me]) for rank in range(ranks) for size in of_streams])
         received = [torch.cat(parts[place :: len(of_streams)]) for place in range(len(of_streams))]
     return samples.with_samples(received_rows, received)
 
 
 class _Through:
-    """One of the two ways."""
+    """Transport of bytes by all-to-all or all-gather."""
 
     def __init__(self, group: dist.ProcessGroup, kind: ExchangeKind, device: torch.device) -> None:
         self._group, self._kind, self._device = group, kind, device
         self._via = communicating_device(group, device)
 
     def send(self, sent: Tensor, sizes: Any) -> Callable[[], Tensor]:
-        """Submit bytes, in the order of their destinations; what is returned waits for those of all sources."""
+        """Submit bytes ordered by destination; return a function that waits for the bytes received from all ranks."""
         me = self._group.rank()
         sent = sent.to(self._via)
         if not sizes.sum():

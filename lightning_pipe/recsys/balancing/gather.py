@@ -1,8 +1,8 @@
-"""What every rank tells the others about its samples before they are exchanged: one all-gather, waited for later.
+"""Asynchronous all-gather of the workloads and id counts of all ranks' samples, before the exchange.
 
-A message has a fixed size, which all ranks must agree on before anyone knows how many samples the others have. So it
-has room for as many as there were at most so far; where that is too little, its head says so, and once more is
-gathered, with enough room for all. That happens at the first batch, and rarely afterwards::
+All ranks must agree on the message size before they know the other ranks' numbers of samples. The message therefore has
+room for the largest number of samples so far. If that is too small, its head shows it, and a second all-gather runs
+with enough room for all ranks. This happens on the first batch and rarely afterwards::
 
     head: [failed, samples, jagged tensors, form]    for each place: workload (a double), ids in each jagged tensor
 
@@ -30,11 +30,11 @@ _HEAD = 4
 
 @dataclass(frozen=True)
 class Room:
-    """What a message has room for.
+    """Capacity of a message.
 
     Args:
-        samples: of one rank.
-        jagged: jagged tensors.
+        samples: number of samples of one rank.
+        jagged: number of jagged tensors.
     """
 
     samples: int = 0
@@ -43,16 +43,17 @@ class Room:
 
 @dataclass(frozen=True)
 class Gathered:
-    """What is known on every rank of all samples, which are numbered rank by rank.
+    """Gathered information on all samples, numbered rank by rank; the same on every rank.
 
     Args:
         failed: ranks whose batch cannot be balanced.
-        forms_differ: whether ranks' batches have different forms.
-        needed: the room that a message needs.
-        complete: whether there was room, and nothing failed; if not, what follows is empty.
-        source: of each sample, its rank.
-        workloads: of each sample.
-        totals: of each jagged tensor, the ids of each sample.
+        forms_differ: True if the ranks' batches have different structures.
+        needed: capacity that a message needs.
+        complete: True if the messages had room, no rank failed and the structures agree; otherwise the fields below are
+            empty.
+        source: rank of each sample.
+        workloads: workload of each sample.
+        totals: number of ids of each sample in each jagged tensor, [jagged tensors, samples].
     """
 
     failed: tuple[int, ...]
@@ -65,14 +66,14 @@ class Gathered:
 
 
 def check_workloads(workloads: npt.NDArray[np.float64], source: npt.NDArray[np.int32]) -> None:
-    """Raise the same error on every rank where a workload is none.
+    """Raise the same error on every rank if a workload is negative or not finite.
 
     Args:
-        workloads: of all samples, rank by rank.
-        source: of each, its rank.
+        workloads: workloads of all samples, rank by rank.
+        source: rank of each sample.
 
     Raises:
-        InputError: naming a sample and its rank.
+        InputError: A workload is negative or not finite; names the first such sample and its rank.
     """
     wrong = ~(np.isfinite(workloads) & (workloads >= 0))
     if wrong.any():
@@ -80,20 +81,20 @@ def check_workloads(workloads: npt.NDArray[np.float64], source: npt.NDArray[np.i
         rank = int(source[sample])
         place = sample - int(np.searchsorted(source, rank))
         raise InputError(
-            f"sample {place} of rank {rank} has the workload {workloads[sample]}, and {int(wrong.sum())} sample(s) of"
-            f" {len(wrong)} have such; needed are finite numbers from 0 up. Look at the balancer's workload function"
+            f"sample {place} of rank {rank} has the workload {workloads[sample]}; expected finite numbers >= 0, but"
+            f" {int(wrong.sum())} of {len(wrong)} sample(s) have invalid ones. Fix the balancer's workload function"
         )
 
 
 class Gathering:
-    """A message on its way to all ranks. Made on the thread that submits collectives; read on any.
+    """All-gather of a message in flight. Created on the thread that submits collectives; may be read on any thread.
 
     Args:
-        samples: of this rank; None where its batch failed.
-        workloads: of these, float64.
-        room: of every rank's message.
-        group: of all ranks.
-        device: where its backend takes tensors.
+        samples: this rank's samples; None if its batch failed.
+        workloads: workload of each sample, float64; None if the batch failed.
+        room: capacity of every rank's message.
+        group: process group of all ranks.
+        device: device of tensors that the group's backend takes.
     """
 
     def __init__(
@@ -120,14 +121,14 @@ class Gathering:
         self._work = dist.all_gather(list(self._messages), message, group=group, async_op=True)
         self._copied: torch.cuda.Event | None = None
         if device.type == "cuda":
-            # Behind the collective on this stream; whoever reads waits for the event, and for no stream.
+            # The copy follows the collective on this stream. A reader waits for the event instead of the whole stream.
             self._work.wait()
             self._messages = self._messages.to("cpu", non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
 
     def read(self) -> Gathered:
-        """Wait for the messages of all ranks, and read them. Submits nothing."""
+        """Wait for the messages of all ranks and parse them. Submits no collective."""
         if self._copied is not None:
             self._copied.synchronize()
         else:
@@ -154,5 +155,5 @@ class Gathering:
 
 
 def _digest(description: list[tuple[str, str]]) -> int:
-    """A number of 63 bits, the same wherever the description is."""
+    """63-bit digest of the description, the same on every rank."""
     return int.from_bytes(hashlib.sha256(json.dumps(description).encode()).digest()[:8], "big") >> 1

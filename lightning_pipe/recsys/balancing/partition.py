@@ -1,24 +1,26 @@
-"""Which rank gets which sample of a global batch, so that no rank has much more to do than another.
+"""Assignment of the samples of a global batch to ranks with nearly equal workloads.
 
-Every rank keeps its number of samples: shapes stay as they were, and a rank that was given few (because it has less
-memory, or because the data end) is not given more. In five steps, each the same on every rank:
+Every rank keeps its number of samples. Shapes therefore stay the same, and a rank that was given few samples, because
+it has less memory or the data end, does not get more. The algorithm has five steps, with the same result on every rank:
 
-1. As many samples as the smallest rank has are chosen for each, the largest of all, by the balanced largest
-   differencing method: sorted, they are cut into groups of one sample a rank; the two groups that differ most in
-   themselves are joined, the largest of the one to the smallest of the other, until one is left (Karmarkar and Karp,
-   "The Differencing Method of Set Partitioning", 1982; for as many in each set: Michiels, Korst, Aarts and van Leeuwen,
-   "Performance Ratios for the Differencing Method Applied to the Balanced Number Partitioning Problem", 2003).
-2. The sets go to ranks: the smaller to those that have room for more; where it makes no difference, to the rank from
-   which most of the set's samples come, so that few move.
-3. What is left, where ranks have different numbers of samples, goes one by one, the largest first, to the rank that has
-   the least to do and room (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969).
-4. The method of step 1 gives every rank one sample of each group, and so cannot make up for one that is far above all
-   others. So the ranks with the most and the least to do exchange two samples, those whose difference is nearest to
-   half of what lies between them, until the one with the most has a thousandth more than the mean, or no exchange
-   helps.
-5. If then the slowest rank has no less to do than before, everything stays where it is.
+1. Let k be the number of samples of the smallest rank. The largest k x ranks samples are divided into sets of k by the
+   balanced largest differencing method: the sorted samples are cut into groups of one sample per rank. The two groups
+   with the largest spread are merged, the largest set of the first with the smallest set of the second, until one
+   group is left (Karmarkar and Karp, "The Differencing Method of Set Partitioning", 1982; for sets of equal size:
+   Michiels, Korst, Aarts and van Leeuwen, "Performance Ratios for the Differencing Method Applied to the Balanced
+   Number Partitioning Problem", 2003).
+2. The sets are assigned to ranks, sets with smaller sums to ranks with more samples. Among ranks with equal numbers of
+   samples, a set goes to the rank that already has most of its samples, so that few samples move.
+3. If ranks have different numbers of samples, the remaining samples are assigned one by one, the largest first, to the
+   rank with the smallest load that has room (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969).
+4. Step 1 gives every rank one sample of each group, so it cannot compensate for a sample far larger than all others.
+   The ranks with the largest and the smallest load therefore swap two samples, those whose difference is closest to
+   half the difference of the loads. This repeats until the largest load is at most 0.1 % above the mean, no swap helps,
+   or the limit of swaps is reached.
+5. If the largest load is not smaller than before, every sample stays on its rank.
 
-Ties are decided by index. The compiled way and the one in Python compare and add the same numbers in the same order.
+Ties are broken by index. The compiled version and the Python version compare and add the same numbers in the same
+order.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from lightning_pipe.recsys.kernels.native import library
 
 __all__ = ["imbalance", "loads_of", "partition"]
 
-# The slowest rank's work over the mean, which is good enough; and how many swaps there are at most, for each rank.
+# Imbalance at which swapping stops, and the maximum number of swaps per rank.
 _ENOUGH = 1.001
 _SWAPS = 8
 
@@ -43,15 +45,15 @@ Ranks = npt.NDArray[np.int32]
 
 
 def partition(workloads: Workloads, source: Ranks, ranks: int) -> Ranks:
-    """The rank of every sample.
+    """Assign every sample to a rank.
 
     Args:
-        workloads: of each sample, finite.
-        source: the rank that has it now, 0 to ``ranks`` - 1; every rank keeps its number of samples.
-        ranks: how many there are.
+        workloads: workload of each sample, finite.
+        source: current rank of each sample, 0 to ``ranks`` - 1. Every rank keeps its number of samples.
+        ranks: number of ranks.
 
     Returns:
-        For each sample the rank that is to have it.
+        The new rank of each sample.
     """
     workloads = np.ascontiguousarray(workloads, np.float64)
     source = np.ascontiguousarray(source, np.int32)
@@ -69,18 +71,18 @@ def partition(workloads: Workloads, source: Ranks, ranks: int) -> Ranks:
             assignment.ctypes.data_as(ctypes.c_void_p),
         )
         if failed:
-            raise MemoryError(f"no memory to distribute {len(source)} samples over {ranks} ranks")
+            raise MemoryError(f"out of memory while assigning {len(source)} samples to {ranks} ranks")
         return assignment
     return _in_python(workloads, source, ranks)
 
 
 def loads_of(workloads: Workloads, rank_of: Ranks, ranks: int) -> Workloads:
-    """What each rank has to do."""
+    """Sum of the workloads of each rank."""
     return np.bincount(rank_of, weights=workloads, minlength=ranks).astype(np.float64, copy=False)
 
 
 def imbalance(loads: Workloads) -> float:
-    """The slowest rank's work over the mean of all: 1 is perfect; also where there is nothing to do."""
+    """Largest load divided by the mean load; 1.0 is perfect balance, and also the result if all loads are 0."""
     mean = float(loads.mean())
     return float(loads.max()) / mean if mean > 0 else 1.0
 
@@ -89,7 +91,7 @@ def imbalance(loads: Workloads) -> float:
 
 
 class _Sets:
-    """As many disjoint sets of samples as there are ranks, largest sum first."""
+    """Disjoint sets of samples, one per rank, ordered by falling sum."""
 
     def __init__(self, sums: list[float], samples: list[list[int]]) -> None:
         self.sums = sums
@@ -100,7 +102,7 @@ class _Sets:
         return self.sums[0] - self.sums[-1]
 
     def merged(self, other: _Sets) -> _Sets:
-        """The largest set of this one joins the smallest of the other."""
+        """Merge the sets of two groups, the largest with the smallest."""
         sums = [one + opposite for one, opposite in zip(self.sums, reversed(other.sums), strict=True)]
         falling = sorted(range(len(sums)), key=lambda index: -sums[index])
         for samples, opposite in zip(self.samples, reversed(other.samples), strict=True):
@@ -136,7 +138,7 @@ def _in_python(workloads: Workloads, source: Ranks, ranks: int) -> Ranks:
 def _swap(workloads: Workloads, order: npt.NDArray[np.int64], assignment: Ranks, ranks: int) -> None:
     loads = loads_of(workloads, assignment, ranks)
     enough = _ENOUGH * (float(np.bincount(np.zeros_like(assignment), weights=workloads)[0]) / ranks)
-    place_of = np.empty_like(order)  # in falling order; of equal samples the one with the smaller index first
+    place_of = np.empty_like(order)  # place in falling order; among equal samples, the smaller index comes first
     place_of[order] = np.arange(len(order))
     falling = [order[assignment[order] == rank] for rank in range(ranks)]
     for _ in range(_SWAPS * ranks):
@@ -166,7 +168,7 @@ def _difference(workloads: Workloads, groups: npt.NDArray[np.int64]) -> _Sets:
         _Sets(sums, [[sample] for sample in samples])
         for sums, samples in zip(workloads[groups].tolist(), groups.tolist(), strict=True)
     ]
-    # The index when it was made decides between equal ones.
+    # Equal spreads are ordered by the index at creation.
     joined = [(-sets.spread, index, sets) for index, sets in enumerate(made)]
     heapq.heapify(joined)
     count = len(made)

@@ -1,10 +1,10 @@
-"""Takes the samples out of a batch as bytes, and puts a batch together from the bytes of others.
+"""Conversion of a batch's samples to bytes, and of received bytes to a batch.
 
-    batch ── dense tensors, lengths ──► rows:    one line of R bytes a sample            ┐ in the order in which
-          ── ids, weights ────────────► streams: for each sample the bytes of its ids    ┘ samples are asked for
+    batch ── dense tensors, lengths ──► rows:    R bytes per sample                      ┐ in the requested
+          ── ids, weights ────────────► streams: for each sample the bytes of its ids    ┘ order of samples
 
-A *sample* is a row of every dense tensor and of every jagged one. The rows behind the real samples are padding: they
-stay where they are, at the end.
+A *sample* is one row of every dense and every jagged tensor. Rows after the real samples are padding, which stays at
+the end of its rank's batch.
 
 Tested in ``tests/recsys/balancing/test_balancer.py``.
 """
@@ -30,13 +30,13 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
 @dataclass
 class _Jagged:
-    """A jagged tensor, seen as samples x keys of lists.
+    """View of a jagged tensor as lists, samples x keys.
 
     Args:
-        piece: what it is in the batch.
-        lengths: rows x keys, int.
-        streams: the values, and the weights where there are some; each has an entry an id.
-        totals: ids of each row.
+        piece: the jagged tensor in the batch.
+        lengths: lengths of the lists, rows x keys, integers.
+        streams: the values, and the weights if the tensor has any; one entry per id.
+        totals: number of ids of each row.
     """
 
     piece: KeyedJaggedTensor | JaggedTensor
@@ -46,15 +46,15 @@ class _Jagged:
 
 
 class Samples:
-    """A batch taken apart; :func:`take_apart` makes it.
+    """Samples of a batch, made by :func:`take_apart`.
 
     Args:
-        batch: what was taken apart.
-        rows: of every tensor in it, the padding included.
-        real: how many of these are samples; they come first.
-        dense: its dense and keyed tensors.
-        jagged: its jagged ones.
-        description: of a sample's form, (name, value) entries: what must be the same on every rank.
+        batch: the batch.
+        rows: number of rows of every tensor in the batch, including padding.
+        real: number of rows that are samples; these come first.
+        dense: dense and keyed tensors of the batch.
+        jagged: jagged tensors of the batch.
+        description: (name, value) entries for the structure of a sample, which must be the same on every rank.
     """
 
     def __init__(
@@ -74,51 +74,56 @@ class Samples:
 
     @property
     def device(self) -> torch.device:
-        """Where the samples are."""
+        """Device of the samples."""
         tensors = [_tensor(one) for one in self._dense] + [one.lengths for one in self._jagged]
         return tensors[0].device
 
     @property
     def totals(self) -> list[Tensor]:
-        """For each jagged tensor the number of ids of each real sample."""
+        """Number of ids of each real sample, for each jagged tensor."""
         return [one.totals[: self.real] for one in self._jagged]
 
     def ids(self) -> Tensor:
-        """How many ids each real sample has, of all keyed jagged tensors together.
+        """Number of ids of each real sample, summed over all KeyedJaggedTensors.
 
         Raises:
-            InputError: there is none.
+            InputError: The batch has no KeyedJaggedTensor.
         """
         totals = [one.totals[: self.real] for one in self._jagged if isinstance(one.piece, KeyedJaggedTensor)]
         if not totals:
             raise InputError(
-                "the batch has no KeyedJaggedTensor, whose ids a sample's workload is counted by; give the balancer a"
-                " workload function that says what each sample costs"
+                "the batch has no KeyedJaggedTensor, whose ids are the default workload of a sample. Give the balancer"
+                " a workload function that returns the cost of each sample"
             )
         return torch.stack(totals).sum(0)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
+        """Number of bytes of a row."""
         dense = (_tensor(one) for one in self._dense)
         lengths = (one.lengths for one in self._jagged)
         return sum(_bytes_each(one) for one in (*dense, *lengths))
 
     @property
     def stream_bytes(self) -> list[tuple[int, int]]:
-        """For each stream the jagged tensor it belongs to, by its place, and the bytes of each of its entries."""
+        """For each stream, the index of its jagged tensor and the number of bytes of an entry."""
         return [(place, _bytes_each(one)) for place, jagged in enumerate(self._jagged) for one in jagged.streams]
 
     # ------------------------------------------------------------------ to bytes
 
     def pack_rows(self, order: Tensor) -> Tensor:
-        """The rows of real samples in *order*, as bytes, one after the other."""
+        """Return the rows of the real samples in *order*, as concatenated bytes."""
         columns = [_as_bytes(_tensor(one).detach().index_select(0, order)) for one in self._dense]
         columns += [_as_bytes(one.lengths.index_select(0, order)) for one in self._jagged]
         return torch.cat(columns, dim=1).reshape(-1)
 
     def pack_streams(self, order: Tensor, totals: Sequence[int]) -> list[Tensor]:
-        """The streams of real samples in *order*, as bytes; *totals* are the ids of these in each jagged tensor."""
+        """Return the streams of the real samples in *order*, as bytes.
+
+        Args:
+            order: indices of the samples.
+            totals: number of ids of these samples in each jagged tensor.
+        """
         packed: list[Tensor] = []
         for jagged, total in zip(self._jagged, totals, strict=True):
             picks = _by_sample(jagged, order, total)
@@ -128,11 +133,11 @@ class Samples:
     # ------------------------------------------------------------------ from bytes
 
     def with_samples(self, rows: Tensor, streams: Sequence[Tensor]) -> Any:
-        """The batch with other real samples in it, as many as there were; what is no sample stays.
+        """Return the batch with its real samples replaced by the same number of others. All other parts stay.
 
         Args:
-            rows: as :meth:`pack_rows` makes them.
-            streams: as :meth:`pack_streams` makes them.
+            rows: rows in the format of :meth:`pack_rows`.
+            streams: streams in the format of :meth:`pack_streams`.
         """
         made: dict[int, Any] = {}
         table, begin = rows.view(self.real, self.row_bytes), 0
@@ -176,14 +181,15 @@ def take_apart(batch: Any, real: int | None = None, keep: Collection[str] = ()) 
     """Find the samples of *batch*.
 
     Args:
-        batch: a tensor, a jagged or keyed one, or anything :func:`~lightning_pipe.recsys.batches.pieces.walk` goes
-        through. real: how many rows are samples; the others, at the end, are padding. None: all of them.
-        keep: parts that have no row a sample, as errors call them (``batch.class_weights``).
+        batch: a dense, jagged or keyed tensor, or any object that :func:`~lightning_pipe.recsys.batches.pieces.walk`
+            traverses.
+        real: number of rows that are samples; the rows after them are padding (default None: every row is a sample).
+        keep: paths of parts that have no row per sample, spelled as in error messages (``batch.class_weights``).
 
     Raises:
-        InputError: there is no part of a name in *keep*; parts have different numbers of rows; or a part has samples
-            that cannot be exchanged: a plain list of one entry a sample, an array that is no tensor, a nested or sparse
-            tensor, features with a batch size per feature.
+        InputError: A path in *keep* does not exist; parts have different numbers of rows; or a part cannot be
+            exchanged: a plain list with one entry per sample, an array that is not a tensor, a nested or sparse tensor,
+            or features with a batch size per feature.
     """
     pieces: dict[int, tuple[str, Any]] = {}
     others: list[tuple[str, Any]] = []
@@ -201,11 +207,12 @@ def take_apart(batch: Any, real: int | None = None, keep: Collection[str] = ()) 
     if missing := [name for name in keep if name not in kept]:
         raise InputError(
             f"the balancer's keep names {', '.join(missing)}, which the batch, a {type(batch).__name__}, does not have;"
-            " needed are names of its parts, as 'batch.class_weights' or \"batch['weights'][0]\""
+            " expected names of its parts, such as 'batch.class_weights' or \"batch['weights'][0]\""
         )
     if not found:
         raise InputError(
-            f"the batch, a {type(batch).__name__}, holds no tensor with a row a sample; nothing can balance it"
+            f"the batch, a {type(batch).__name__}, has no tensor with a row for each sample, so it cannot be balanced."
+            " Put the samples into tensors or train without a balancer"
         )
     first, of_first = next(
         ((name, one) for name, one in found if isinstance(one, (KeyedJaggedTensor, JaggedTensor))), found[0]
@@ -214,20 +221,21 @@ def take_apart(batch: Any, real: int | None = None, keep: Collection[str] = ()) 
     for name, one in found:
         if (has := _rows(name, one)) != rows:
             raise InputError(
-                f"{name} has {has} row(s), but {first} has {rows}; needed is a row for each sample in every part of a"
-                f" batch that is balanced. If {name} belongs to the batch as a whole, name it in the balancer's keep"
+                f"{name} has {has} row(s), but {first} has {rows}; expected a row for each sample in every part of a"
+                f" balanced batch. If {name} belongs to the batch as a whole, name it in the balancer's keep"
             )
     for name, value in others:
         if _per_sample(value, rows):
             raise InputError(
-                f"{name} is a {type(value).__name__} of {rows} entries, as many as there are samples, which are"
-                f" exchanged as tensors only. Make it a tensor; or, if it belongs to the batch as a whole, name it in"
-                f" the balancer's keep"
+                f"{name} is a {type(value).__name__} with one entry for each of {rows} samples, and only tensors can be"
+                f" exchanged. Make it a tensor or, if it belongs to the batch as a whole, name it in the balancer's"
+                f" keep"
             )
     real = rows if real is None else real
     if not 0 <= real <= rows:
         raise InputError(
-            f"the batch is said to have {real} samples, but {first} has {rows} row(s); needed are 0 to {rows}"
+            f"the balancer's samples gave {real} as the number of samples of the batch, but {first} has {rows} row(s);"
+            f" expected 0 to {rows}"
         )
     jagged = [_jagged_of(name, one, rows) for name, one in found if isinstance(one, (KeyedJaggedTensor, JaggedTensor))]
     dense = [one for _, one in found if isinstance(one, (Tensor, KeyedTensor))]
@@ -249,34 +257,36 @@ def _rows(name: str, piece: Any) -> int:
     if isinstance(piece, KeyedJaggedTensor):
         if piece.variable_stride_per_key():
             raise InputError(
-                f"{name} has a batch size per feature, so that no list of it belongs to one sample; needed is one batch"
-                " size for all features, or no balancer"
+                f"{name} has a batch size per feature, so its lists cannot be assigned to samples. Use one batch size"
+                " for all features, or train without a balancer"
             )
         return piece.stride()
     if isinstance(piece, JaggedTensor):
         return len(piece.lengths())
     tensor = _tensor(piece)
     if tensor.is_nested or tensor.layout != torch.strided:
-        raise InputError(f"{name} is a nested or sparse tensor; needed is a dense one, or TorchRec's jagged tensors")
+        raise InputError(
+            f"{name} is a nested or sparse tensor; expected a dense tensor or one of TorchRec's jagged tensors"
+        )
     return len(tensor)
 
 
 def _per_sample(value: Any, rows: int) -> bool:
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return rows > 0 and len(value) == rows and all(isinstance(one, _PLAIN) for one in value)
-    shape = getattr(value, "shape", None)  # NumPy's and others' arrays
+    shape = getattr(value, "shape", None)  # arrays of NumPy and similar libraries
     return isinstance(shape, tuple) and len(shape) > 0 and shape[0] == rows
 
 
 def _jagged_of(name: str, piece: Any, rows: int) -> _Jagged:
-    # Of a CPU's batch alone: a GPU would be waited for.
+    # Checked on the CPU only: on a GPU the check would synchronize.
     if not piece.lengths().is_cuda:
         total, ids = int(piece.lengths().sum()), len(piece.values())
         if total != ids or bool((piece.lengths() < 0).any()):
             raise InputError(
-                f"{name} has {ids} ids, and its lengths add up to {total}, the least being"
-                f" {int(piece.lengths().min())}; needed are lengths of 0 or more that add up to the ids: mend where the"
-                " batch is made"
+                f"{name} has {ids} ids, but its lengths add up to {total} and their minimum is"
+                f" {int(piece.lengths().min())}; expected lengths >= 0 that add up to the number of ids. Fix the code"
+                " that makes the batch"
             )
     weights = piece.weights_or_none()
     streams = [piece.values()] if weights is None else [piece.values(), weights]
@@ -306,7 +316,7 @@ def _tensor(piece: Tensor | KeyedTensor) -> Tensor:
 
 
 def _rebuilt(value: Any, made: Mapping[int, Any], seen: dict[int, Any]) -> Any:
-    """*value* with what was made in the place of its pieces; what holds none of them stays the object it is."""
+    """Return *value* with its pieces replaced by those in *made*; objects without such pieces are not copied."""
     if id(value) in made:
         return made[id(value)]
     if isinstance(value, PIECES) or id(value) in seen:
@@ -331,7 +341,7 @@ def _with_parts(value: Any, parts: list[Any]) -> Any:
         return build(*parts)
     if isinstance(value, Sequence):
         return build(parts)
-    made = copy.copy(value)  # not made anew: some fields may not be arguments
+    made = copy.copy(value)  # not constructed: some fields may not be arguments of the constructor
     for name, part in zip((name for name in field_names(value) if hasattr(value, name)), parts, strict=True):
         object.__setattr__(made, name, part)
     return made
@@ -341,7 +351,7 @@ def _with_parts(value: Any, parts: list[Any]) -> Any:
 
 
 def _by_sample(jagged: _Jagged, order: Tensor, total: int) -> Tensor:
-    """Where the ids of samples are in the streams: sample by sample, and key by key in each."""
+    """Indices of the samples' ids in the streams, ordered by sample and then by key."""
     keys_first = jagged.lengths.t().reshape(-1)
     starts = _offsets(keys_first).view(jagged.lengths.shape[1], -1).t()
     picked = jagged.lengths.index_select(0, order)
@@ -353,7 +363,7 @@ def _offsets(lengths: Tensor) -> Tensor:
 
 
 def _segments(starts: Tensor, lengths: Tensor, total: int) -> Tensor:
-    """The numbers from each start on, as many as its length, one after the other; *total* is the sum of the lengths."""
+    """Concatenated ranges ``start .. start + length - 1``; *total* is the sum of the lengths."""
     shifts = torch.repeat_interleave(starts - _offsets(lengths), lengths, output_size=total)
     return shifts + torch.arange(total, device=starts.device)
 
@@ -363,7 +373,7 @@ def _bytes_each(tensor: Tensor) -> int:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Rows x bytes of a row."""
+    """View of a tensor as bytes, rows x bytes of a row."""
     return (
         tensor.contiguous()
         .reshape(-1)

@@ -1,8 +1,8 @@
-"""Walks a batch: which tensors and jagged tensors it holds, and how to reach the same place in the next batch.
+"""Traversal of a batch: finds its tensors and jagged tensors, and the paths to the same pieces in the next batch.
 
-The rewrite finds, on the first batch, the piece that feeds each sharded module; from then on it follows the recorded
-path in every batch. A batch may be a tensor, a mapping, a sequence, a named tuple, a dataclass, an attrs class, any
-object with attributes, or these nested.
+On the first batch, the rewrite finds the piece that feeds each sharded module. In every later batch it follows the
+recorded path. A batch may be a tensor, a mapping, a sequence, a named tuple, a dataclass, an attrs class, any object
+with attributes, or any nesting of these.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OPAQUE = (str, bytes, bytearray, bool, int, float, complex, type, torch.nn.Modu
 
 @dataclasses.dataclass(frozen=True)
 class Attribute:
-    """One step of a path: an attribute of the object so far."""
+    """Step of a path: an attribute of the current object."""
 
     name: str
 
@@ -37,7 +37,7 @@ class Attribute:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One step of a path: an element of the sequence, or the value of a key of the mapping, so far."""
+    """Step of a path: an element of the current sequence, or the value of a key of the current mapping."""
 
     key: Any
 
@@ -52,10 +52,10 @@ Path = tuple[Attribute | Item, ...]
 
 
 def walk(batch: Any) -> Iterator[tuple[Path, Any]]:
-    """Yields ``(path, piece)`` for every tensor, keyed or plain jagged tensor and keyed tensor in ``batch``.
+    """Yield ``(path, piece)`` for every tensor, KeyedJaggedTensor, JaggedTensor and KeyedTensor in ``batch``.
 
-    Pieces come in a fixed order (fields as declared, mappings as ordered), depth first. An object reached over two
-    paths is yielded for each; a cycle is entered once.
+    The order is fixed: depth first, fields as declared, mappings in their own order. An object that is reachable over
+    two paths is yielded for both; a cycle is entered once.
     """
     yield from _walk(batch, (), ())
 
@@ -72,12 +72,12 @@ def _walk(value: Any, path: Path, parents: tuple[int, ...]) -> Iterator[tuple[Pa
 
 
 def children(value: Any) -> Iterator[tuple[Attribute | Item, Any]]:
-    """The steps from ``value`` to its parts, and these: entries, elements, or attributes."""
+    """Yield ``(step, part)`` for the entries, elements or attributes of ``value``."""
     if value is None or isinstance(value, _OPAQUE):
         return
     if isinstance(value, Mapping):
         yield from ((Item(key), child) for key, child in value.items())
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple: its names read better than numbers
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple: names are more readable than indices
         yield from ((Attribute(name), getattr(value, name)) for name in value._fields)
     elif isinstance(value, Sequence):
         yield from ((Item(index), child) for index, child in enumerate(value))
@@ -86,10 +86,10 @@ def children(value: Any) -> Iterator[tuple[Attribute | Item, Any]]:
 
 
 def field_names(value: Any) -> list[str]:
-    """The attributes of an object that is neither mapping nor sequence, as declared."""
+    """Names of the attributes of an object that is neither a mapping nor a sequence, in order of declaration."""
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
-    else:  # attrs classes, with slots or not, carry their fields' names; everything else is asked for its attributes
+    else:  # attrs classes, with or without slots, list their fields; other classes have only __dict__
         names = [field.name for field in getattr(type(value), "__attrs_attrs__", ())]
     return names + [name for name in getattr(value, "__dict__", {}) if name not in names]
 
@@ -98,7 +98,7 @@ def follow(path: Path, batch: Any) -> Any:
     """The object at ``path`` in ``batch``.
 
     Raises:
-        LookupError: ``batch`` has nothing there; the message is the part of the path that was found.
+        LookupError: ``batch`` has no such path; the message shows the part of the path that exists.
     """
     value = batch
     for depth, step in enumerate(path):
@@ -115,9 +115,9 @@ def describe(path: Path) -> str:
 
 
 def same_piece(one: Any, other: Any) -> bool:
-    """Whether two objects are the same piece of a batch: one object, or two jagged tensors over the same tensors.
+    """Return True if two objects are the same piece of a batch: one object, or two KJTs over the same tensors.
 
-    The second case is for batches whose properties wrap the same tensors anew at each access.
+    The second case is for batches whose properties wrap the same tensors in a new KeyedJaggedTensor at each access.
     """
     if one is other:
         return True

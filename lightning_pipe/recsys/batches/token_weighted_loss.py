@@ -1,12 +1,12 @@
-"""Losses that are means over all tokens of all ranks, where ranks have different numbers of tokens.
+"""Mean loss over the tokens of all ranks, for ranks with different numbers of tokens.
 
-What averages gradients over ranks divides by the number of ranks, so a mean over each rank's own tokens gives a token
-of a rank with few of them more weight. Here every rank's sum is divided by the tokens of all ranks together::
+Averaging gradients over ranks divides by the number of ranks. With a mean over each rank's own tokens, a token would
+weigh more on a rank with few tokens. Here every rank's sum is divided by the number of tokens of all ranks::
 
     rank r:   loss_r = sum_r x ranks / (tokens_0 + tokens_1 + ...)
     mean of the ranks' gradients = gradient of (sum_0 + sum_1 + ...) / (tokens_0 + tokens_1 + ...)
 
-That needs the other ranks' counts, which are on their way from the moment on when this rank's is known.
+This needs the token counts of the other ranks. Their all-gather starts as soon as this rank's count is known.
 """
 
 from __future__ import annotations
@@ -22,36 +22,37 @@ from lightning_pipe.engine.ranks.together import communicating_device
 
 __all__ = ["TokenCount", "token_weighted_mean"]
 
-# The group that counts travel through, made at the first count in a world, and left with it.
+# Process group for the counts of each world, made at the first count and dropped with the world.
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 class TokenCount:
-    """The number of tokens of all ranks, on its way.
+    """Token count of all ranks, gathered asynchronously.
 
-    A collective: every rank makes one for each of its batches, in the same order, on the main thread. The first one in
-    a process makes a process group for them. Without ``torch.distributed`` it is this process's count.
+    Collective: every rank creates one for each of its batches, in the same order, on the main thread. The first one in
+    a process also creates a process group for the counts. Without ``torch.distributed`` it holds this process's count.
 
-    Made in ``on_after_batch_transfer``, and kept in the batch, it is there long before the loss needs it; made at the
-    begin of ``training_step``, it travels during the forward pass. Where samples are balanced between ranks the count
-    of all of them stays what it was.
+    If created in ``on_after_batch_transfer`` and kept in the batch, the total is available long before the loss needs
+    it. If created at the start of ``training_step``, its all-gather overlaps with the forward pass. Balancing samples
+    between ranks does not change the total.
 
     Args:
-        tokens: of this rank's batch: a number or a tensor of one, 0 or more.
-        group: the ranks whose gradients are averaged; by default all, over a group of the counts' own.
+        tokens: number of tokens of this rank's batch, >= 0: a number or a tensor with one element.
+        group: process group of the ranks whose gradients are averaged (default None: all ranks, in a process group
+            reserved for the counts).
 
     Raises:
-        InputError: it is no number, or several. The other ranks hear of it in :meth:`total`.
+        InputError: ``tokens`` is not a single number. The other ranks raise an error in :meth:`total`.
     """
 
-    __slots__ = ("_counts", "_group", "_work")  # no attributes: nothing in it belongs to samples
+    __slots__ = ("_counts", "_group", "_work")  # no __dict__: walks over the batch must find no per-sample data here
 
     def __init__(self, tokens: torch.Tensor | float, group: dist.ProcessGroup | None = None) -> None:
         error: InputError | None = None
         try:
             count = _count_of(tokens)
         except InputError as wrong:
-            # The others wait for this rank's count; NaN tells them that it is none.
+            # The other ranks wait for this rank's count; NaN marks it as invalid.
             count, error = torch.tensor([torch.nan], dtype=torch.float64), wrong
         self._group = _own_group() if group is None else group
         self._work: dist.Work | None = None
@@ -65,15 +66,15 @@ class TokenCount:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return len(self._counts)
 
     def total(self) -> torch.Tensor:
-        """The tokens of all ranks, a float64 tensor without dimensions; waits until it is there.
+        """Wait for the number of tokens of all ranks and return it, a zero-dimensional float64 tensor.
 
         Raises:
-            InputError: on every rank, if the count of any is negative or no number. On a GPU this is not looked at,
-                for that would wait for it; the loss is then NaN on all ranks.
+            InputError: On every rank, if any rank's count is negative or not finite. Counts on a GPU are not checked,
+                because the check would synchronize; the loss is then NaN on all ranks.
         """
         if self._work is not None:
             self._work.wait()
@@ -83,25 +84,26 @@ class TokenCount:
             found = {rank: self._counts[rank].item() for rank in wrong.nonzero().flatten().tolist()}
             raise InputError(
                 f"the number of tokens is {', '.join(f'{count} on rank {rank}' for rank, count in found.items())};"
-                " needed is a finite number, 0 or more"
+                " expected a finite number >= 0. Fix the count of these ranks' batches"
             )
         return torch.where(wrong, torch.nan, self._counts).sum()
 
     def mean(self, loss_sum: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the mean over all tokens, times the number of ranks.
+        """This rank's part of the mean over all tokens, multiplied by the number of ranks.
 
-        The mean over ranks of what they get is the loss of the global batch, and the mean of its gradients that of the
-        loss. A rank without tokens gets 0, whose gradients are zeros; if no rank has any, all do.
+        The mean of the returned values over ranks is the loss of the global batch, and the mean of their gradients is
+        its gradient. A rank without tokens gets 0 with zero gradients, even if all ranks are without tokens.
 
         Args:
-            loss_sum: the sum of the losses of this rank's tokens; 0 where there is none, and on the graph all the same.
+            loss_sum: sum of the losses of this rank's tokens. Without tokens it must be 0 and still be part of the
+                autograd graph.
         """
         total = self.total().to(loss_sum.device)
         return loss_sum * (self.ranks / total.clamp(min=1.0)).to(loss_sum.dtype)
 
 
 def token_weighted_mean(loss_sum: torch.Tensor, tokens: TokenCount | torch.Tensor | float) -> torch.Tensor:
-    """The loss of this rank, so that gradients averaged over ranks are those of the mean over all ranks' tokens.
+    """Loss of this rank whose gradients, averaged over ranks, are those of the mean loss over all ranks' tokens.
 
     Example::
 
@@ -111,28 +113,29 @@ def token_weighted_mean(loss_sum: torch.Tensor, tokens: TokenCount | torch.Tenso
             return token_weighted_mean(losses.sum(), tokens)
 
     Args:
-        loss_sum: the sum of the losses of this rank's tokens.
-        tokens: how many these are, 0 or more; or a :class:`TokenCount` that was made earlier, so that no rank waits.
+        loss_sum: sum of the losses of this rank's tokens.
+        tokens: number of these tokens, >= 0; or a :class:`TokenCount` created earlier, whose all-gather overlaps with
+            the forward pass.
 
     Raises:
-        InputError: see :meth:`TokenCount.total`.
+        InputError: See :class:`TokenCount` and :meth:`TokenCount.total`.
     """
     count = tokens if isinstance(tokens, TokenCount) else TokenCount(tokens)
     return count.mean(loss_sum)
 
 
 def _count_of(tokens: object) -> torch.Tensor:
-    """A float64 tensor of one element."""
+    """Return the count as a float64 tensor of one element."""
     try:
         count = torch.as_tensor(tokens).detach().reshape(-1)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(
-            f"the number of tokens is {tokens!r}, a {type(tokens).__name__}; needed is one number, as"
-            " tensor.sum() gives"
+            f"the number of tokens is {tokens!r}, a {type(tokens).__name__}; expected one number, such as the result of"
+            " tensor.sum()"
         ) from error
     if len(count) != 1 or count.is_complex():
         kind = "is complex" if count.is_complex() else f"has {len(count)} elements"
-        raise InputError(f"the number of tokens {kind}; needed is one number, as tensor.sum() gives")
+        raise InputError(f"the number of tokens {kind}; expected one number, such as the result of tensor.sum()")
     return count.to(torch.float64)
 
 

@@ -1,4 +1,4 @@
-"""Moving a batch to the device."""
+"""Copy of a batch to the device."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _PLAIN = (str, bytes, int, float, bool, complex, type(None))
 
 
 def check_movable(batch: Any) -> None:
-    """Refuse a batch, or a part of one, that nobody knows how to move: it would silently stay where it is.
+    """Refuse a batch with a part of a type that cannot be moved, which would otherwise silently stay where it is.
 
     Args:
-        batch: a tensor, an object with a ``to`` method (TorchRec's types), plain data, or a list, tuple, mapping or
-            dataclass of such.
+        batch: a tensor, an object with a ``to`` method (such as TorchRec's types), plain data, or a list, tuple,
+            mapping or dataclass of these.
 
     Raises:
-        InputError: naming the part and its type.
+        InputError: A part cannot be moved; names the part and its type.
     """
     _check(batch, "batch")
 
@@ -41,17 +41,17 @@ def _check(value: Any, where: str) -> None:
             _check(getattr(value, field.name), f"{where}.{field.name}")
     else:
         raise InputError(
-            f"{where} is of type {type(value).__qualname__}, which cannot be moved to a device; needed is a tensor, an"
-            " object with a to(device, non_blocking) method, or a list, tuple, dict or dataclass of such. Give the"
+            f"{where} is of type {type(value).__qualname__}, which cannot be moved to a device; expected a tensor, an"
+            " object with a to(device, non_blocking) method, or a list, tuple, dict or dataclass of these. Give the"
             " class a to method, or override transfer_batch_to_device"
         )
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
-    """The batch on *device*, copied without waiting where its memory is pinned.
+    """Return the batch on *device*; the copy is asynchronous if the batch is in pinned memory.
 
     Raises:
-        InputError: a type that cannot be moved.
+        InputError: A part of the batch cannot be moved.
     """
     check_movable(batch)
     return _move(batch, device)
@@ -63,7 +63,7 @@ def _move(value: Any, device: torch.device) -> Any:
     if callable(getattr(value, "to", None)):
         return value.to(device=device, non_blocking=True)
     if isinstance(value, MutableMapping):
-        moved_mapping = copy.copy(value)  # what else it holds, such as the factory of a defaultdict, stays
+        moved_mapping = copy.copy(value)  # keeps other attributes, such as the factory of a defaultdict
         for key, entry in value.items():
             moved_mapping[key] = _move(entry, device)
         return moved_mapping
@@ -73,7 +73,7 @@ def _move(value: Any, device: torch.device) -> Any:
         return type(value)(*(_move(entry, device) for entry in value))
     if isinstance(value, (list, tuple)):
         return type(value)(_move(entry, device) for entry in value)
-    moved = copy.copy(value)  # not made anew: its __post_init__ has run, and some fields may not be arguments
+    moved = copy.copy(value)  # not constructed: __post_init__ has run, and some fields may not be arguments
     for field in dataclasses.fields(value):
         object.__setattr__(moved, field.name, _move(getattr(value, field.name), device))
     return moved

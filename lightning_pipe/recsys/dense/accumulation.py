@@ -1,4 +1,4 @@
-"""Gradients of several batches in one step of the dense optimiser.
+"""Accumulation of the gradients of several batches for one step of the dense optimiser.
 
 Tested in ``tests/recsys/tasks/test_train_pipeline.py``.
 """
@@ -18,26 +18,27 @@ __all__ = ["Accumulation"]
 
 
 class Accumulation:
-    """Which of the batches clear gradients, average them over ranks and step the dense optimiser.
+    """Selects the batches that clear gradients, average them over ranks and step the dense optimiser.
 
-    Tables step in every batch, with the gradients of its part of the loss: their optimisers are fused into backward.
+    Table optimisers are fused into backward. Tables therefore step in every batch, with the gradients of that batch's
+    part of the loss.
 
     Args:
-        batches: in one step, each of which counts for as much of its loss.
-        optimizer: of the dense parameters.
-        reducer: averages dense gradients over ranks, which only the last batch of a step needs; none where something
-            else does, in every batch.
+        batches: number of batches in one step of the dense optimiser. All have equal weight.
+        optimizer: optimiser of the dense parameters.
+        reducer: averages dense gradients over ranks, only in the last batch of a step; None if the model averages its
+            gradients itself, in every batch.
 
     Raises:
-        SetupError: not a whole number from 1; or several, where something else averages gradients.
+        SetupError: ``batches`` is not a whole number >= 1, or is above 1 without a reducer.
     """
 
     def __init__(self, batches: int, optimizer: torch.optim.Optimizer, reducer: DenseGradientReducer | None) -> None:
         check_whole_number("accumulate", batches, 1)
         if batches > 1 and reducer is None:
             raise SetupError(
-                f"accumulate is {batches}, but the model averages its gradients in every backward; give the model that"
-                " shard_model() returns"
+                f"accumulate is {batches}, but the model averages its gradients in every backward. Pass the model that"
+                " shard_model() returns, or set accumulate to 1"
             )
         self._batches = batches
         self._optimizer = optimizer
@@ -49,24 +50,24 @@ class Accumulation:
         return self._done == self._batches - 1
 
     def zero_grad(self) -> None:
-        """Before the forward of a batch that is trained."""
+        """Clear gradients before the first forward of a step."""
         if self._done == 0:
             self._optimizer.zero_grad()
 
     def part_of(self, loss: torch.Tensor) -> torch.Tensor:
-        """What of a batch's loss its backward begins with."""
+        """Part of a batch's loss that its backward starts from."""
         return loss if self._batches == 1 else loss / self._batches
 
     def reducing(self) -> AbstractContextManager[Any]:
-        """Around the backward of a batch."""
+        """Context for the backward of a batch: gradients are averaged over ranks only in the last batch of a step."""
         return nullcontext() if self._reducer is None or self._is_last else self._reducer.no_sync()
 
     def step(self) -> None:
-        """After the backward of a batch."""
+        """Step the dense optimiser after the backward of the last batch of a step."""
         if self._is_last:
             self._optimizer.step()
 
     def trained(self, ctx: IterContext) -> None:
-        """When a batch is over."""
+        """Count a batch that has finished."""
         if ctx.has_gradients:
             self._done = (self._done + 1) % self._batches

@@ -1,4 +1,4 @@
-"""The user's own optimiser, the dense one: it must not hold tables, and its schedule may drive theirs."""
+"""The user's dense optimiser, which must not hold tables and whose schedule may drive the tables' learning rates."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["TableParameters", "base_learning_rate", "learning_rate_factor", "tak
 
 
 class TableParameters:
-    """The parameters that are tables, by identity, each with its name.
+    """Table parameters by identity, each with its name.
 
-    Holds the sharded parameters, and weakly those that the module held before sharding: a user's
-    ``configure_optimizers`` may list either, and the unsharded ones must not be kept alive for that.
+    A user's ``configure_optimizers`` may list the sharded parameters or those that the module held before sharding. The
+    original ones are held by weak references, so that they are not kept alive.
     """
 
     def __init__(self) -> None:
@@ -26,16 +26,16 @@ class TableParameters:
         self._sharded: dict[str, nn.Parameter] = {}
 
     def add_sharded(self, name: str, parameter: nn.Parameter) -> None:
-        """Adds a table as the sharded module holds it."""
+        """Add a table parameter of the sharded module."""
         self._sharded[name] = parameter
         self.add_original(name, parameter)
 
     def add_original(self, name: str, parameter: nn.Parameter) -> None:
-        """Adds a table as the module held it before sharding; it is held weakly."""
+        """Add a table parameter that the module held before sharding, by weak reference."""
         self._names[id(parameter)] = (weakref.ref(parameter), name)
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
-        """The table's name, None for a dense parameter."""
+        """Name of the table, or None for a dense parameter."""
         reference, name = self._names.get(id(parameter), (None, ""))
         return name if reference is not None and reference() is parameter else None
 
@@ -47,17 +47,17 @@ class TableParameters:
 
 
 def take_tables_out(optimizer: torch.optim.Optimizer, tables: TableParameters) -> list[str]:
-    """Removes tables from an optimiser's parameter groups: their own optimisers step them, inside backward.
+    """Remove tables from an optimiser's parameter groups, because table optimisers step them inside backward.
 
     Args:
-        optimizer: what the user's ``configure_optimizers`` returned; changed in place.
-        tables: the tables of the sharded model.
+        optimizer: optimiser returned by the user's ``configure_optimizers``; changed in place.
+        tables: tables of the sharded model.
 
     Returns:
-        Names of the tables removed, in the groups' order, each once.
+        Names of the removed tables without duplicates, in the order of the groups.
 
     Raises:
-        SetupError: a group that holds nothing but tables; the optimiser is then unchanged.
+        SetupError: A group holds only tables; the optimiser is then unchanged.
     """
     kept: list[list[nn.Parameter]] = []
     removed: dict[str, None] = {}
@@ -68,9 +68,9 @@ def take_tables_out(optimizer: torch.optim.Optimizer, tables: TableParameters) -
         if found and not dense:
             raise SetupError(
                 f"parameter group {index} of the optimiser {class_name(type(optimizer))} holds embedding tables only"
-                f" ({', '.join(dict.fromkeys(found))}), which their own optimisers step inside backward; list the"
-                " dense parameters in it, or take the group out of configure_optimizers and say the tables'"
-                " optimiser with apply_optimizer_in_backward or sparse_optimizer"
+                f" ({', '.join(dict.fromkeys(found))}), which table optimisers step inside backward. Add dense"
+                " parameters to the group, or remove the group from configure_optimizers and set the tables' optimiser"
+                " with apply_optimizer_in_backward or sparse_optimizer"
             )
         kept.append(dense)
         removed.update(dict.fromkeys(found))
@@ -82,22 +82,22 @@ def take_tables_out(optimizer: torch.optim.Optimizer, tables: TableParameters) -
 
 
 def base_learning_rate(optimizer: torch.optim.Optimizer) -> float:
-    """The rate that a scheduler counts an optimiser's from: ``initial_lr`` of its first group.
+    """Learning rate to which an optimiser's schedule is relative: ``initial_lr`` of its first group.
 
-    A one-cycle schedule begins far below the rate that it is given, and says that as ``max_lr``. 0.0 where no scheduler
-    has ever been attached (there is no ``initial_lr`` then).
+    A one-cycle schedule starts far below its nominal rate, which it stores as ``max_lr``; ``max_lr`` is then used. The
+    result is 0.0 if no scheduler was ever attached, because the group then has no ``initial_lr``.
     """
     group = optimizer.param_groups[0]
     return float(group.get("max_lr", group.get("initial_lr", 0.0)))
 
 
 def learning_rate_factor(optimizer: torch.optim.Optimizer, base: float | None = None) -> float:
-    """How far an optimiser's rate is from where it began: ``lr / base`` of its first group; 1.0 where that was zero.
+    """Current learning rate relative to the base rate: ``lr / base`` of the first group; 1.0 if the base is zero.
 
     Args:
-        optimizer: whose rate it is.
-        base: what :func:`base_learning_rate` said before a callback (``LearningRateFinder``) wrote over it; by default
-            what it says now.
+        optimizer: the optimiser.
+        base: result of :func:`base_learning_rate` before a callback (``LearningRateFinder``) overwrote the rate
+            (default None: its result now).
     """
     base = base_learning_rate(optimizer) if base is None else base
     return float(optimizer.param_groups[0]["lr"]) / base if base else 1.0

@@ -1,16 +1,16 @@
-"""Averages dense gradients over ranks while backward still runs, and waits for them only when asked.
+"""Average of dense gradients over ranks, started during backward and waited for on request.
 
-DistributedDataParallel waits inside backward; here the wait is a call of its own, so that the tables' backward can run
-beside the reduction.
+DistributedDataParallel waits inside backward. Here the wait is a separate call, so that the tables' backward can
+overlap with the reduction.
 
-    backward         gradients come, those of the last layers first     layer 3   layer 2   layer 1   layer 0
-    hooks        1.  a bucket whose gradients are all there is filled   [-- bucket 0 --]    [-- bucket 1 --]
-                 2.  and launched, unless an earlier one is not yet     all-reduce ......   all-reduce ......
-    finalize     3.  the buckets left are launched: parameters without a gradient send zeros
-                 4.  each is waited for, and its averages go to `.grad`
+    backward         gradients arrive, last layers first                layer 3   layer 2   layer 1   layer 0
+    hooks        1.  a bucket with all its gradients is filled          [-- bucket 0 --]    [-- bucket 1 --]
+                 2.  and launched, after all earlier buckets            all-reduce ......   all-reduce ......
+    finalize     3.  the remaining buckets are launched; parameters without a gradient send zeros
+                 4.  each bucket is waited for, and its averages are copied to `.grad`
 
-Buckets are cut from the parameters in reverse order and launched in that order on every rank, whatever the order in
-which gradients come: so ranks cannot wait for each other's, and sums do not depend on timing.
+Parameters are divided into buckets in reverse order, and every rank launches the buckets in that order, independent of
+the order in which gradients arrive. Collectives therefore match between ranks, and sums do not depend on timing.
 """
 
 from __future__ import annotations
@@ -31,27 +31,29 @@ from lightning_pipe.engine.ranks.agreement import check_agreement
 
 __all__ = ["DenseGradientReducer"]
 
-# What a rank sends for each parameter, beside the gradient. The ranks' sum is 0 if none has one, NaN if any is sparse.
+# Kind that a rank sends for each parameter in addition to the gradient. The sum over ranks is 0 if no rank has a
+# gradient and NaN if any rank's gradient is sparse.
 _NONE, _DENSE, _SPARSE = 0.0, 1.0, float("nan")
 
 
 class DenseGradientReducer:
-    """Averages the gradients of parameters over the ranks of a group.
+    """Averages the gradients of parameters over the ranks of a process group.
 
-    One step is ``prepare()``, one backward, ``finalize()``, on every rank. A parameter that a rank does not use counts
-    as zero there; one that no rank uses keeps ``grad`` None. Gradients that were there before the backward are averaged
-    with the new ones, as one sum. In a group of one rank nothing is hooked, copied or sent.
+    A step is ``prepare()``, one backward and ``finalize()``, on every rank. A parameter that a rank does not use counts
+    as zero on that rank; a parameter that no rank uses keeps ``grad`` None. Gradients accumulated before the backward
+    are averaged together with the new ones, as one sum. A group of one rank adds no hooks, copies or collectives.
 
-    Parameters that are frozen are left out; they may be frozen and unfrozen between steps, on all ranks alike.
+    Frozen parameters are excluded. Parameters may be frozen and unfrozen between steps, in the same way on all ranks.
 
     Args:
         parameters: names and parameters, the same in the same order on every rank.
-        group: all collectives go through it; between ``prepare`` and ``finalize`` nothing else may.
-        bucket_bytes: a bucket is closed once its gradients have this many bytes. Buckets are of one dtype and device,
-            and take as much memory as the gradients.
+        group: process group of all collectives. Between ``prepare`` and ``finalize`` it must not be used otherwise.
+        bucket_bytes: size in bytes at which a bucket is closed (default 25 MiB). Larger buckets mean fewer all-reduces
+            and less overlap with backward. A bucket has one dtype and device; all buckets together take as much memory
+            as the gradients.
 
     Raises:
-        SetupError: on every rank, if the parameters differ between ranks.
+        SetupError: On every rank, if the parameters differ between ranks.
     """
 
     def __init__(
@@ -60,11 +62,11 @@ class DenseGradientReducer:
         self._parameters = list(parameters) if group.size() > 1 else []
         self._group = group
         self._bucket_bytes = bucket_bytes
-        # Not even known to be none: the ranks compare once in any case.
+        # None instead of an empty list, so that the ranks compare their parameters at least once.
         self._trained: list[str] | None = None
         self._buckets: list[_Bucket] = []
         self._hooks: list[RemovableHandle] = []
-        # Autograd has a thread for each device, and calls hooks on them.
+        # Autograd calls hooks on one thread per device.
         self._lock = threading.Lock()
         self._sync = True
         self._armed = False
@@ -73,9 +75,9 @@ class DenseGradientReducer:
         self._follow_requires_grad()
 
     def prepare(self) -> None:
-        """To be called before a backward: from now on, full buckets are launched.
+        """Prepare for a backward, during which full buckets are launched.
 
-        What an earlier backward left, because it raised, is brought to its end first, as :meth:`reset` does.
+        If an earlier backward raised, its reductions are finished first, as by :meth:`reset`.
         """
         self.reset()
         left, self._left = self._left, []
@@ -86,10 +88,10 @@ class DenseGradientReducer:
             self._armed = True
 
     def finalize(self) -> None:
-        """Waits until every gradient is averaged, and in ``.grad``. In the body of :meth:`no_sync`: nothing.
+        """Wait for all averages and copy them to ``.grad``. No effect inside :meth:`no_sync`.
 
         Raises:
-            SetupError: a parameter has a sparse gradient on any rank; raised on every rank.
+            SetupError: On every rank, if a parameter has a sparse gradient on any rank.
         """
         if not (self._armed or self._sync):
             return
@@ -100,12 +102,12 @@ class DenseGradientReducer:
             self._disarm()
         if sparse:
             raise SetupError(
-                f"the gradients of {', '.join(sparse)} are sparse tensors, which are not averaged over ranks. Make the"
-                " embedding with sparse=False, or use TorchRec's EmbeddingBagCollection, whose tables are sharded"
+                f"the gradients of {', '.join(sparse)} are sparse tensors, which are not averaged over ranks. Create"
+                " the embedding with sparse=False, or use TorchRec's EmbeddingBagCollection, whose tables are sharded"
             )
 
     def received(self, parameters: Iterable[Parameter]) -> None:
-        """In place of a backward, after :meth:`prepare`: the gradients that these have came in it."""
+        """Replace the backward after :meth:`prepare`: existing gradients of *parameters* count as its results."""
         if not (self._armed and self._sync):
             return
         there = {id(parameter) for parameter in parameters if parameter.grad is not None}
@@ -114,7 +116,7 @@ class DenseGradientReducer:
         self._launch_full()
 
     def leave(self) -> None:
-        """In place of :meth:`finalize`: leaves ``.grad`` as it is, and waits only when the next step begins."""
+        """Replace :meth:`finalize`: leave ``.grad`` unchanged, and wait only when the next step begins."""
         if not self._armed:
             return
         self._launch_rest()
@@ -122,9 +124,10 @@ class DenseGradientReducer:
         self._disarm()
 
     def reset(self) -> None:
-        """In place of :meth:`finalize` after a backward that raised: leaves ``.grad`` as it is on this rank.
+        """Replace :meth:`finalize` after a backward that raised: leave ``.grad`` of this rank unchanged.
 
-        What was not sent yet is sent as it stands, so that no other rank waits alone: each calls this or ``finalize``.
+        Buckets that were not launched are sent with their current contents. Every rank calls ``reset`` or ``finalize``,
+        so no rank waits for a collective that another rank does not join.
         """
         if not self._armed:
             return
@@ -137,7 +140,7 @@ class DenseGradientReducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """In the body, gradients accumulate on this rank; the next step outside averages the accumulated sum."""
+        """Context in which gradients accumulate on this rank; the next step outside it averages the accumulated sum."""
         before, self._sync = self._sync, False
         try:
             yield
@@ -145,7 +148,7 @@ class DenseGradientReducer:
             self._sync = before
 
     def close(self) -> None:
-        """Removes every hook, and forgets the parameters. Waits for nothing; may be called again."""
+        """Remove all hooks and drop the parameters, without waiting. Further calls have no effect."""
         self._parameters = []
         self._forget_buckets()
         self._disarm()
@@ -153,7 +156,7 @@ class DenseGradientReducer:
     # ------------------------------------------------------------------ buckets
 
     def _follow_requires_grad(self) -> None:
-        """Makes buckets for the parameters that are trained now, if others are than at the last step."""
+        """Rebuild the buckets if the set of trained parameters has changed since the last step."""
         parameters = [(name, parameter) for name, parameter in self._parameters if parameter.requires_grad]
         names = [name for name, _ in parameters]
         if names == self._trained:
@@ -176,16 +179,16 @@ class DenseGradientReducer:
     # ------------------------------------------------------------------ one step
 
     def _receive(self, bucket: _Bucket, name: str, parameter: torch.Tensor) -> None:
-        """A gradient has come."""
+        """Mark a gradient as arrived and launch full buckets."""
         if not self._armed:
             return
         with self._lock:
             if bucket.launched:
                 raise SetupError(
                     f"parameter {name!r} got a gradient again after it was sent to the other ranks: backward ran twice"
-                    " in one step, or the parameter is used in several reentrant checkpoints. Call backward once, on"
-                    " the sum of the losses, or all but the last in no_sync() (the strategy's block_backward_sync());"
-                    " and checkpoint with use_reentrant=False"
+                    " in one step, or the parameter is used in several reentrant activation checkpoints. Call backward"
+                    " once, on the sum of the losses, or run all but the last backward in no_sync() (the strategy's"
+                    " block_backward_sync()), and use activation checkpoints with use_reentrant=False"
                 )
             if self._sync:
                 bucket.missing.discard(name)
@@ -211,12 +214,12 @@ class DenseGradientReducer:
 
 
 class _Bucket:
-    """Gradients that travel together, in one flat buffer: the gradients, then a number for each parameter.
+    """Gradients that are reduced together in one flat buffer: the gradients, then one kind for each parameter.
 
     Attributes:
         parameters: names and parameters.
-        missing: names of the parameters whose gradient has not come in this step.
-        work: what was sent, since it was.
+        missing: names of the parameters whose gradient has not arrived in this step.
+        work: the all-reduce; None before launch.
     """
 
     def __init__(self, parameters: list[tuple[str, Parameter]], group: dist.ProcessGroup) -> None:
@@ -237,13 +240,13 @@ class _Bucket:
         return self.work is not None
 
     def clear(self) -> None:
-        """Ready for the next step."""
+        """Reset for the next step."""
         self.work = None
         self.missing = {name for name, _ in self.parameters}
 
     @torch.no_grad()
     def launch(self) -> None:
-        """Sends the gradients as they stand; zeros for those that are not there."""
+        """Start the all-reduce of the current gradients, with zeros for missing ones."""
         self._own_kinds = []
         for (_, parameter), view in zip(self.parameters, self._views, strict=True):
             gradient = parameter.grad
@@ -265,14 +268,14 @@ class _Bucket:
 
     @torch.no_grad()
     def finish(self) -> list[str]:
-        """Waits, and puts the averages into ``.grad``.
+        """Wait, and copy the averages to ``.grad``.
 
         Returns:
-            Names of the parameters with a sparse gradient on any rank, whose ``.grad`` is not touched.
+            Names of the parameters with a sparse gradient on any rank, whose ``.grad`` is unchanged.
         """
         self.wait()
         self._buffer.div_(self._group.size())
-        # On a device, to read what the others sent is to wait for it: only where this rank's own does not say all.
+        # Reading the reduced kinds synchronizes with the device. It is not needed if this rank has all gradients dense.
         kinds = self._own_kinds if all(kind == _DENSE for kind in self._own_kinds) else self._kinds.tolist()
         sparse = []
         for (name, parameter), view, kind in zip(self.parameters, self._views, kinds, strict=True):
@@ -286,7 +289,7 @@ class _Bucket:
 
 
 def _cut(parameters: list[tuple[str, Parameter]], bucket_bytes: int) -> list[list[tuple[str, Parameter]]]:
-    """Parameters of one bucket each, in reverse order: about the order in which backward gives their gradients."""
+    """Divide parameters into buckets, in reverse order: roughly the order in which backward produces gradients."""
     full = []
     filling: dict[tuple[torch.dtype, torch.device], list[tuple[str, Parameter]]] = {}
     filled = Counter[tuple[torch.dtype, torch.device]]()

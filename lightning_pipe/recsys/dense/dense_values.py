@@ -1,4 +1,4 @@
-"""Values of the dense parameters and buffers before training: one rank's on every rank, as in data parallelism."""
+"""Initial values of dense parameters and buffers: the first rank's on every rank, as in data parallelism."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["broadcast_from_first_rank", "materialise_dense", "unfillable"]
 
 
 def _dense_modules(module: nn.Module, tables: set[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Modules in the order in which they are filled, children first, those inside a table's module left out."""
+    """Modules in the order in which they are initialised, children first, without modules inside a table's module."""
     found: list[tuple[str, nn.Module]] = []
 
     def visit(name: str, current: nn.Module) -> None:
@@ -38,27 +38,27 @@ def _own_meta(module: nn.Module) -> list[str]:
 
 
 def unfillable(module: nn.Module, tables: set[nn.Module]) -> None:
-    """Checks that every dense tensor on the meta device can be given values.
+    """Check that every dense tensor on the meta device can be initialised.
 
     Raises:
-        SetupError: one whose module has no ``reset_parameters``.
+        SetupError: A module with such a tensor has no ``reset_parameters``.
     """
     for name, current in _dense_modules(module, tables):
         meta = _own_meta(current)
         if meta and not callable(getattr(current, "reset_parameters", None)):
             raise SetupError(
                 f"{', '.join(f'{name}.{own}' if name else own for own in meta)} is on the meta device, and"
-                f" {type(current).__name__} has no reset_parameters to give it values; add that method, or make the"
-                " module on a real device"
+                f" {type(current).__name__} has no reset_parameters method to initialise it. Add that method, or create"
+                " the module on a real device"
             )
 
 
 @torch.no_grad()
 def materialise_dense(module: nn.Module, tables: set[nn.Module], device: torch.device) -> None:
-    """Gives dense tensors on the meta device storage, and values by their module's ``reset_parameters``.
+    """Allocate dense tensors that are on the meta device and initialise them with ``reset_parameters``.
 
-    Draws from the global random state, in an order that depends on the module alone; the caller seeds and keeps it.
-    A parameter that several modules share stays shared.
+    Draws from the global random state, in an order that depends only on the module; the caller seeds and restores that
+    state. A parameter shared by several modules stays shared.
     """
     made: dict[int, torch.Tensor] = {}
     for _, current in _dense_modules(module, tables):
@@ -76,11 +76,11 @@ def materialise_dense(module: nn.Module, tables: set[nn.Module], device: torch.d
 
 @torch.no_grad()
 def broadcast_from_first_rank(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrites tensors with those of the group's first rank; every rank calls it with the same shapes in order."""
+    """Overwrite tensors with those of the group's first rank. Collective: shapes and order agree on all ranks."""
     if group.size() == 1:
         return
     for tensor in tensors:
-        sent = tensor.detach().contiguous()  # a channels-last weight is copied, what is contiguous is sent as it is
+        sent = tensor.detach().contiguous()  # copies a channels-last weight, for example, but not a contiguous one
         dist.broadcast(sent, group_src=0, group=group)
         if sent.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(sent)
