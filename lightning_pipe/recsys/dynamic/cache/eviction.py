@@ -1,4 +1,4 @@
-"""Which rows leave a full cache. That costs time and never changes what is trained: a row comes back as it left."""
+"""Eviction policies of a full cache. The policy affects speed only: an evicted row is restored unchanged."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from lightning_pipe.recsys.dynamic.store.row_store import Keys
 __all__ = ["Policy", "Score", "checked_policy", "victims"]
 
 Numbers = npt.NDArray[np.int64]
-# Of ids, counts and last steps: what each row is worth. The rows that are worth least leave first.
+# Function (ids, counts, last steps) -> score of each row. Rows with the lowest scores are evicted first.
 Score = Callable[[Keys, Numbers, Numbers], npt.NDArray[Any]]
 Policy = Literal["lru", "lfu"] | Score
 
 
 def checked_policy(table: str, policy: Policy) -> Policy:
-    """*policy*, where it is one.
+    """Return *policy* if it is valid.
 
     Raises:
-        SetupError: it is none.
+        SetupError: It is not a policy.
     """
     if policy in ("lru", "lfu") or callable(policy):
         return policy
-    raise SetupError(f"table {table!r}: eviction policy {policy!r}, needed is 'lru', 'lfu' or a function of scores")
+    raise SetupError(f"table {table!r}: eviction policy is {policy!r}; expected 'lru', 'lfu' or a function of scores")
 
 
 def victims(
     policy: Policy, number: int, ticks: Numbers, headers: Callable[[], tuple[Keys, Numbers, Numbers]]
 ) -> npt.NDArray[np.intp]:
-    """Indices of the *number* rows that leave first.
+    """Indices of the *number* rows that are evicted first.
 
-    ``lru``: those least recently used; ``lfu``: those in the fewest trained batches, of equals the least recently used;
-    a function: those with the lowest scores, likewise.
+    ``lru`` evicts the least recently used rows, ``lfu`` the rows that occurred in the fewest trained batches, and a
+    function the rows with the lowest scores. Ties are broken by least recent use.
 
     Args:
-        policy: as above.
-        number: at least 1, at most all.
-        ticks: of each row, higher where it was used later.
-        headers: gives ids, counts and last steps of the rows.
+        policy: eviction policy.
+        number: number of rows to evict, from 1 to the number of rows.
+        ticks: time of last use of each row; a higher tick is a later use.
+        headers: function that returns ids, counts and last steps of the rows. ``lru`` does not call it.
 
     Raises:
-        InputError: a function that returned something else than a number for each row.
+        InputError: The policy's function did not return one number for each row.
     """
     if policy == "lru":
         return _least(ticks, ticks, number)
@@ -55,14 +55,14 @@ def victims(
     scores = np.asarray(policy(keys, counts, last_seen))
     if scores.shape != ticks.shape or scores.dtype.kind not in "iuf" or bool(np.isnan(scores).any()):
         raise InputError(
-            f"the eviction policy's function returned {scores.dtype} of shape {scores.shape}, some NaN perhaps, for"
-            f" {len(ticks)} rows; needed is one number for each: return a vector"
+            f"the eviction policy's function returned {scores.dtype} of shape {scores.shape}, possibly with NaN, for"
+            f" {len(ticks)} rows; expected one number for each. Return a vector of scores without NaN"
         )
     return _least(scores, ticks, number)
 
 
 def _least(scores: npt.NDArray[Any], ties: Numbers, number: int) -> npt.NDArray[np.intp]:
-    """Indices of the least scores, of equal ones those with the least ties. In linear time."""
+    """Indices of the *number* lowest scores, equal scores in order of *ties*. Linear time."""
     if number >= len(scores):
         return np.arange(len(scores))
     limit = np.partition(scores, number - 1)[number - 1]

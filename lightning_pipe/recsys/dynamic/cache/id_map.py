@@ -1,7 +1,7 @@
-"""Which slot of the cache holds the row of an id: a hash map from int64 to slot, for whole batches at a time.
+"""Hash map from int64 ids to cache slots, with operations on whole batches.
 
-In the compiled library it is open addressing with software prefetching over the batch; without it a dictionary, with
-the same results.
+The compiled library uses open addressing with software prefetching over the batch. Without the library, a dictionary
+gives the same results.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ __all__ = ["LAST_TICK", "IdMap", "Slots", "distinct"]
 
 Slots = npt.NDArray[np.int64]
 
-# Ticks are 32 bits wide.
+# Ticks are stored in 32 bits.
 LAST_TICK = 2**32 - 1
 
 _MOST_SLOTS = 2**31 - 1
-# As Entry in csrc/id_map.cpp.
+# Same layout as Entry in csrc/id_map.cpp.
 _ENTRY = np.dtype([("key", np.int64), ("slot", np.int32), ("tick", np.uint32)])
 
 
 class IdMap:
-    """Slots of ids, and when each was last used. Every int64 is a legal id.
+    """Map of ids to slots, with the tick of each slot's last use. Every int64 is a valid id.
 
-    With the compiled library it takes 32 to 64 bytes a slot. One thread at a time.
+    The compiled version takes 32 to 64 bytes per slot. Not thread-safe.
 
     Args:
-        capacity: slots are 0 to *capacity* - 1; as many ids at most.
+        capacity: number of slots, which are numbered from 0, and maximum number of ids; 1 to 2^31 - 1.
 
     Raises:
-        SetupError: a capacity below 1 or above 2^31 - 1.
+        SetupError: The capacity is below 1 or above 2^31 - 1.
     """
 
     def __init__(self, capacity: int) -> None:
         if not 1 <= capacity <= _MOST_SLOTS:
-            raise SetupError(f"a map of ids to {capacity} slots: needed are 1 to {_MOST_SLOTS}; change the capacity")
+            raise SetupError(f"the capacity of an id map is {capacity} slots; expected 1 to {_MOST_SLOTS}")
         self.capacity = capacity
         self._keys = np.zeros(capacity, np.int64)
         library = native.library()
@@ -53,24 +53,24 @@ class IdMap:
         return self._table.used
 
     def find(self, keys: Keys) -> Slots:
-        """Slots of *keys*, which may repeat; -1 where there is none."""
+        """Slots of *keys*, which may repeat; -1 for keys without a slot."""
         return self._table.find(_checked(keys))
 
     def touch(self, keys: Keys, tick: int) -> tuple[Slots, Slots, Slots]:
-        """Slots of *keys*, which may repeat, and a note of their use, in one pass.
+        """Find the slots of *keys*, which may repeat, and record their use, in one pass.
 
         Args:
-            keys: of a batch.
-            tick: 0 to ``LAST_TICK``; a number that no call before had.
+            keys: ids of a batch.
+            tick: time of this use, 0 to ``LAST_TICK``; not used by any earlier call.
 
         Returns:
-            slots, -1 where there is none; the distinct slots, in the order in which they first come; and the indices of
+            The slots, -1 for keys without a slot; the distinct slots in order of first occurrence; and the indices of
             the keys without a slot, in order.
         """
         return self._table.touch(_checked(keys), tick)
 
     def insert(self, keys: Keys, slots: Slots, tick: int = 0) -> None:
-        """Give *keys*, distinct and not in the map, *slots*, distinct and free."""
+        """Assign *slots*, distinct and free, to *keys*, distinct and not in the map."""
         keys = _checked(keys)
         self._table.insert(keys, _checked(slots), tick)
         self._keys[slots] = keys
@@ -86,11 +86,11 @@ class IdMap:
         return self._keys[slots]
 
     def ticks(self) -> npt.NDArray[np.int64]:
-        """When each slot was last touched, by slot; 0 where it is free."""
+        """Tick of the last use of each slot; 0 for free slots."""
         return self._table.ticks()
 
     def reset_ticks(self) -> None:
-        """All as if touched at tick 0."""
+        """Set the ticks of all slots to 0."""
         self._table.reset_ticks()
 
     def clear(self) -> None:
@@ -100,7 +100,7 @@ class IdMap:
 
 
 def distinct(keys: Keys) -> tuple[Keys, Slots]:
-    """The distinct keys in the order in which they first come, and for each of *keys* its place among them."""
+    """Distinct keys in order of first occurrence, and the index of each of *keys* among them."""
     keys = _checked(keys)
     library = native.library()
     if library is not None:
@@ -114,7 +114,7 @@ def distinct(keys: Keys) -> tuple[Keys, Slots]:
 
 def _checked(keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     if keys.dtype != np.int64 or keys.ndim != 1:
-        raise TypeError(f"needed is a vector of int64, found {keys.dtype} of shape {keys.shape}")
+        raise TypeError(f"expected a vector of int64, got {keys.dtype} of shape {keys.shape}")
     return np.ascontiguousarray(keys)
 
 

@@ -1,9 +1,9 @@
-"""What a row holds when its id is first seen: a function of the seed, the table and the id, and of nothing else.
+"""Initial values of new rows, which depend only on the seed, the table and the id.
 
-So a row starts the same whichever rank holds it, whatever else its batch had, and however often it has been forgotten.
-The random bits are those of SplitMix64, started anew for every id. What is made of them uses only operations that
-IEEE 754 rounds in one way (no library's logarithm or cosine, which differ between processors and with the place in an
-array), so the values are the same to the bit on every machine, with the compiled library and without.
+A row therefore starts with the same values on every rank, in every batch, and after every expiry. The random bits come
+from SplitMix64, seeded for each id. They are converted to values only with operations that IEEE 754 rounds exactly, not
+with a library's logarithm or cosine, whose results differ between processors and between positions in an array. The
+values are therefore bitwise identical on every machine, with and without the compiled library.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ __all__ = ["Constant", "Distribution", "InitialValues", "Normal", "Uniform"]
 Values = npt.NDArray[np.float32]
 Bits = npt.NDArray[np.uint64]
 
-# So many values at a time that what is computed with them stays in the processor's cache.
+# Values per block, so that intermediate results stay in the processor's cache.
 _BLOCK = 8192
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Distribution(ABC):
-    """Values of random bits."""
+    """Distribution of initial values."""
 
     @abstractmethod
     def values(self, bits: Bits) -> Values:
-        """One for each 64 bits."""
+        """Convert random bits to values, one for each 64 bits."""
 
 
 @dataclass(frozen=True)
 class Uniform(Distribution):
-    """Between *low* and *high*, in 2^24 steps."""
+    """Uniform distribution between *low* and *high*, in 2^24 steps."""
 
     low: float
     high: float
@@ -54,7 +54,8 @@ class Uniform(Distribution):
     def __post_init__(self) -> None:
         if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low <= self.high):
             raise SetupError(
-                f"uniform initial values from {self.low} to {self.high}: needed are two numbers, the lower one first"
+                f"uniform initial values are from {self.low} to {self.high}; expected two finite numbers, the lower one"
+                " first"
             )
 
     def values(self, bits: Bits) -> Values:
@@ -66,7 +67,7 @@ class Uniform(Distribution):
 
 @dataclass(frozen=True)
 class Normal(Distribution):
-    """With that mean and standard deviation."""
+    """Normal distribution with the given mean and standard deviation."""
 
     mean: float
     std: float
@@ -74,19 +75,19 @@ class Normal(Distribution):
     def __post_init__(self) -> None:
         if not (math.isfinite(self.mean) and 0 <= self.std < math.inf):
             raise SetupError(
-                f"normal initial values with mean {self.mean} and standard deviation {self.std}: needed are numbers,"
-                " the second not below 0"
+                f"normal initial values have mean {self.mean} and standard deviation {self.std}; expected finite"
+                " numbers, the second >= 0"
             )
 
     def values(self, bits: Bits) -> Values:
-        # The middles of 2^52 intervals: neither 0 nor 1.
+        # Midpoints of 2^52 intervals, so that no probability is 0 or 1.
         probabilities = (_signed(bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
         return (normal_quantile(probabilities) * self.std + self.mean).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class Constant(Distribution):
-    """The same everywhere."""
+    """The same value for every element."""
 
     value: float = 0.0
 
@@ -95,14 +96,14 @@ class Constant(Distribution):
 
 
 class InitialValues:
-    """The first values of a table's rows.
+    """Initial values of a table's rows.
 
     Args:
-        table: its name; tables of other names get other values.
-        width: numbers in a row.
-        values: a distribution; or a function of ids (int64, on the CPU) that returns rows (ids x width), each made of
-            its id alone, since it is called again where a row starts anew, from any thread.
-        seed: any int.
+        table: name of the table. Tables with different names get different values.
+        width: number of values in a row.
+        values: a distribution; or a function that maps ids (int64, on the CPU) to rows [ids, width]. Each row must
+            depend only on its id, because the function is called again whenever a row restarts, from any thread.
+        seed: random seed, any int (default 0).
     """
 
     def __init__(
@@ -112,15 +113,15 @@ class InitialValues:
         self.reseed(seed)
 
     def reseed(self, seed: int) -> None:
-        """Values of another seed from now on."""
+        """Use another seed from now on."""
         digest = hashlib.blake2b(f"{seed}/{self._table}".encode(), digest_size=8).digest()
         self._seed = int.from_bytes(digest, "little")
 
     def __call__(self, keys: Keys) -> Tensor:
-        """Rows of *keys*: float32 on the CPU, keys x width; of a function, what it returned.
+        """Initial rows of *keys*: float32 on the CPU, [keys, width]; or the result of the user's function.
 
         Raises:
-            InputError: a function returned something else than a row for each id.
+            InputError: The function did not return one row for each id.
         """
         values = self._values
         if not isinstance(values, Distribution):
@@ -142,14 +143,14 @@ class InitialValues:
         if not isinstance(rows, Tensor) or tuple(rows.shape) != shape:
             found = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
             raise InputError(
-                f"the function of initial values of table {self._table!r} returned {found} for {len(keys)} ids, needed"
-                f" is a tensor of shape {shape}: return a row for each id"
+                f"the function of initial values of table {self._table!r} returned {found} for {len(keys)} ids;"
+                f" expected a tensor of shape {shape}. Return a row for each id"
             )
         return rows.detach().cpu()
 
 
 def _random_bits(seed: int, keys: Keys, width: int) -> Bits:
-    """64 bits for each column of each key: keys x width. As lp_random_bits() in csrc/random_bits.cpp."""
+    """64 random bits for each column of each key, [keys, width]; same as lp_random_bits() in csrc/random_bits.cpp."""
     library = native.library()
     unsigned = np.ascontiguousarray(keys).view(np.uint64)
     if library is None:
@@ -168,7 +169,7 @@ def _random_bits(seed: int, keys: Keys, width: int) -> Bits:
 
 
 def _signed(bits: Bits) -> npt.NDArray[np.int64]:
-    # Of signed numbers processors have a conversion, of unsigned ones not all do.
+    # Not all processors have an instruction that converts unsigned integers to floating point.
     return bits.view(np.int64)
 
 

@@ -1,7 +1,7 @@
-"""The quantile function of the standard normal distribution, of operations that IEEE 754 rounds in one way.
+"""Quantile function of the standard normal distribution, made only of operations that IEEE 754 rounds exactly.
 
 Wichura, "Algorithm AS 241: The Percentage Points of the Normal Distribution", Applied Statistics 37 (1988), PPND16:
-relative accuracy about 1e-16. Its logarithm is a series of its own, for the same bits everywhere.
+relative accuracy about 1e-16. The logarithm is computed here by a series, for the same bits on every machine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["normal_quantile"]
 
 Doubles = npt.NDArray[np.float64]
 
-# Coefficients, highest power first: |p - 0.5| <= 0.425, then r = sqrt(-log(min(p, 1 - p))) up to 5, then above.
+# Coefficients, highest power first, for |p - 0.5| <= 0.425, then for r = sqrt(-log(min(p, 1 - p))) <= 5 and for r > 5.
 _MIDDLE = (
     (2509.0809287301226727, 33430.575583588128105, 67265.770927008700853, 45921.953931549871457,
      13731.693765509461125, 1971.5909503065514427, 133.14166789178437745, 3.387132872796366608),
@@ -40,10 +40,10 @@ _HALF_ROOT = 0.7071067811865476
 
 
 def normal_quantile(probabilities: Doubles) -> Doubles:
-    """The value below which a standard normal number is with each probability, above 0 and below 1, of any shape."""
+    """Quantiles of the standard normal distribution at *probabilities*, which are in (0, 1) and of any shape."""
     centred = probabilities - 0.5
     square = 0.180625 - centred * centred
-    # Right where |p - 0.5| <= 0.425, and finite elsewhere.
+    # Correct for |p - 0.5| <= 0.425; finite elsewhere, and replaced below.
     result = centred * _ratio(_MIDDLE, square)
     outside = np.flatnonzero(square < 0)
     if outside.size:
@@ -54,7 +54,7 @@ def normal_quantile(probabilities: Doubles) -> Doubles:
 
 
 def _tail(probabilities: Doubles) -> Doubles:
-    """Minus the quantile of probabilities up to 0.075."""
+    """Negated quantiles of probabilities up to 0.075."""
     r = np.sqrt(-_log(probabilities))
     values = _ratio(_OUTER, r - 1.6)
     far = np.flatnonzero(r > 5.0)
@@ -64,7 +64,7 @@ def _tail(probabilities: Doubles) -> Doubles:
 
 
 def _log(x: Doubles) -> Doubles:
-    """Natural logarithm: 2 artanh((m - 1) / (m + 1)) + e log 2 with x = m 2^e and m around 1."""
+    """Natural logarithm: 2 artanh((m - 1) / (m + 1)) + e log 2 with x = m 2^e and m near 1."""
     mantissa, exponent = np.frexp(x)
     low = mantissa < _HALF_ROOT
     mantissa = np.where(low, 2.0 * mantissa, mantissa)

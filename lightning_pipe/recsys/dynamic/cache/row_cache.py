@@ -1,15 +1,16 @@
-"""A bounded cache of rows over a store on disk: one rank's part of a table that has a row for every int64 id.
+"""Bounded cache of rows over a store on disk: one rank's part of a table that has a row for every int64 id.
 
-    worker  prefetch(i + 1) ────────── prefetch(i + 2) ─────────      finds, reads, makes, evicts rows: has no effect on
-                                                                      what is trained
-    main    begin(i) ─ lookup ─ backward ─ trained(i) ─ begin(i + 1)  counts rows, starts some anew, admits some: in the
-                                                                      order of training, so the same under every plan
+    worker  prefetch(i + 1) ────────── prefetch(i + 2) ─────────      finds, reads, creates and evicts rows: no effect
+                                                                      on training results
+    main    begin(i) ─ lookup ─ backward ─ trained(i) ─ begin(i + 1)  counts, restarts and admits rows in the order of
+                                                                      training: the same under every plan
 
-A row of a batch that is open, from its prefetch to its end, is pinned: its slot is nobody else's, and only the main
-thread changes it. A prefetch writes to slots that are free and takes from those that no open batch has. So both work on
-the columns at the same time, on different rows. Two locks keep the rest apart. One is for what finds, moves, reads and
-writes rows (prefetch, flush, scans) and may be held for long. The other is for headers and for what is open, and is
-held short. ``begin`` and ``trained`` need only that, so the main thread does not wait for the disk.
+The rows of an open batch, from its prefetch to its end, are pinned: their slots are not reused, and only the main
+thread changes them. A prefetch writes only to free slots and evicts only rows that no open batch uses. Both threads can
+therefore work on the columns at the same time, on different rows. Two locks protect everything else. The lock of rows
+covers operations that find, move, read and write rows (prefetch, flush, scans) and may be held for a long time. The
+lock of headers and open batches is held only briefly. ``begin`` and ``trained`` take only the second lock, so the main
+thread does not wait for the disk.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ __all__ = ["CacheStats", "CachedRows", "RowCache", "Ticket"]
 
 @dataclass(frozen=True)
 class CachedRows:
-    """Some rows of a table.
+    """Chunk of a table's rows.
 
     Attributes:
-        keys: their ids.
-        counts: in how many trained batches each has occurred.
-        last_seen: the step of the last of these.
-        columns: weights, and states of the optimiser, as the table's columns are.
+        keys: ids of the rows.
+        counts: number of trained batches in which each row has occurred.
+        last_seen: step of the last such batch.
+        columns: weights and optimiser states, in the order of the table's columns.
     """
 
     keys: Keys
@@ -54,33 +55,34 @@ class CachedRows:
 
 
 class RowCache:
-    """One rank's part of one table.
+    """One rank's part of a table.
 
     Args:
-        table: its name in the store.
-        columns: weights, slots x numbers, then the optimiser's states, slots x numbers or slots alone. They stay the
-            caller's, who changes rows of batches that have begun, and no others.
-        store: where all rows live that are not cached. A record is a header (count and last step, int64 each) and the
-            bytes of each column's row.
-        store_lock: one for all caches of a store, which is called by one thread at a time.
-        initial: a row's first weights.
-        state_fill: with what a row's states begin, one number for each column but the first.
-        policy: which rows leave a full cache; see :func:`~lightning_pipe.recsys.dynamic.cache.eviction.victims`.
-        admission_threshold: an id is trained from the batch on that is the so many-th in which it occurs. Before that
-            it reads its initial values, and what the optimiser does to its row is taken back. Batches are counted, not
-            occurrences: how often a batch repeats an id is lost where ids are made distinct on the way here.
-        ttl: a row that was last seen more than so many steps ago starts anew; None: none ever does. At least the steps
-            between two batches that have begun at the same time, where a plan begins one before another is trained.
-        check_nan: refuse to hand the store a row with NaN.
-        ids_of: what messages call keys; None for the keys themselves.
+        table: name of the table in the store.
+        columns: weights [slots, width], then optimiser states [slots, width] or [slots]. The caller owns the tensors
+            and changes only rows of batches that have begun.
+        store: store of all rows that are not cached. A record is a header (count and last step, int64 each) followed by
+            the bytes of the row in each column.
+        store_lock: lock shared by all caches of the store, which is not thread-safe.
+        initial: initial weights of new rows.
+        state_fill: initial values of the optimiser states, one number for each column after the first.
+        policy: eviction policy (default ``"lru"``); see :func:`~lightning_pipe.recsys.dynamic.cache.eviction.victims`.
+        admission_threshold: n, if rows are trained from the n-th batch in which their id occurs (default 1: from the
+            first). Until then the lookup reads initial values, and updates by the optimiser are reverted. Batches are
+            counted instead of occurrences, because deduplication loses how often a batch repeats an id.
+        ttl: maximum number of steps since a row was last seen; older rows restart with initial values (default None:
+            rows never expire). If the plan begins a batch before an earlier one is trained, ``ttl`` must be at least
+            the number of steps between the two.
+        check_nan: if True, refuse to write rows with NaN to the store (default False). Costs a pass over the rows.
+        ids_of: function that maps keys to the ids shown in messages (default None: the keys are shown).
 
     Attributes:
-        table: as given.
-        capacity: slots.
-        width: bytes of a record.
+        table: name of the table.
+        capacity: number of slots.
+        width: number of bytes of a record.
 
     Raises:
-        SetupError: arguments that do not fit each other.
+        SetupError: The arguments do not match each other.
     """
 
     def __init__(
@@ -100,8 +102,8 @@ class RowCache:
     ) -> None:
         if admission_threshold < 1 or (ttl is not None and ttl < 1):
             raise SetupError(
-                f"table {table!r}: admission_threshold={admission_threshold} and ttl={ttl}, needed are 1 or more, or"
-                " ttl=None for rows that stay: change them"
+                f"table {table!r} has admission_threshold={admission_threshold} and ttl={ttl}; expected at least 1 for"
+                " both, or ttl=None for rows that never expire"
             )
         self.table = table
         self._columns = RowColumns(table, columns, state_fill)
@@ -114,7 +116,7 @@ class RowCache:
             table, self._columns, self._headers, store, store_lock, initial, policy, check_nan, ids_of
         )
         self._step: int | None = None
-        # Raised whenever rows or headers change: a scan must not go on then.
+        # Incremented whenever rows or headers change, which invalidates scans.
         self._version = 0
         self._rows_lock = threading.Lock()
         self._open = OpenBatches(self._undo, self._columns.behind)
@@ -122,31 +124,31 @@ class RowCache:
 
     @property
     def columns(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape of a row in each column, and the column's type."""
+        """Shape of a row and type, for each column."""
         return self._columns.kinds
 
     @property
     def stats(self) -> CacheStats:
-        """What happened so far."""
+        """Statistics of the cache so far."""
         return replace(self._slots.stats)
 
-    # In any thread, for batches to come.
+    # Called on any thread, for later batches.
 
     def prefetch(self, keys: Tensor) -> Ticket:
-        """Make the rows of a batch's ids be there until its ticket ends.
+        """Cache the rows of a batch's ids and pin them until the ticket ends.
 
         Args:
-            keys: int64, a vector; ids may repeat.
+            keys: ids of the batch, an int64 vector; ids may repeat.
 
         Raises:
-            InputError: more rows are in use at once than there are slots; ``check_nan`` found one in a row that was to
-                leave; *keys* are something else. No row is lost, and none pinned.
-            SetupError: of the store; likewise.
+            InputError: Open batches use more rows than the cache has slots; ``check_nan`` found NaN in a row to evict;
+                or *keys* have another type or shape. No row is lost, and the batch pins no rows.
+            SetupError: The store failed, with the same guarantees.
         """
         if keys.dtype != torch.int64 or keys.ndim != 1:
             raise InputError(
-                f"table {self.table!r}: ids of {keys.dtype} and shape {tuple(keys.shape)}, needed is a vector of int64:"
-                " convert them"
+                f"table {self.table!r} got ids of {keys.dtype} and shape {tuple(keys.shape)}; expected a vector of"
+                " int64. Convert the ids"
             )
         ids = keys.detach().cpu().numpy()
         with self._rows_lock:
@@ -170,22 +172,22 @@ class RowCache:
             return self._open.pinned(self.capacity), len(self._open) - 1
 
     def _bring_up_to_date(self) -> None:
-        """Before rows are read: what was dropped has ended, and what is to start anew has. With the lock held."""
+        """End dropped batches and restart rows that are due, before rows are read. Requires the lock."""
         self._open.end_dropped()
         self._slots.settle()
 
-    # On the main thread, in the order of training.
+    # Called on the main thread, in the order of training.
 
     def begin(self, ticket: Ticket, step: int) -> None:
-        """The batch is trained next: its rows are counted, start anew where nobody saw them for long, are admitted.
+        """Begin the batch that is trained next: count its rows, restart expired ones and admit rows.
 
         Args:
-            ticket: of a prefetch.
-            step: number of the batch among those that are trained; it rises from one to the next.
+            ticket: ticket of the batch's prefetch.
+            step: number of the batch in the order of training; it increases from batch to batch.
 
         Raises:
-            PlanError: a step that does not rise, a ticket that has begun or ended, or a ``ttl`` that is over before a
-                batch that has begun is trained.
+            PlanError: The step does not increase, the ticket has already begun or ended, or ``ttl`` is shorter than the
+                distance to a batch that has begun and is not trained yet.
         """
         with self._lock:
             self._bring_up_to_date()
@@ -193,16 +195,16 @@ class RowCache:
             others = self._open.begun()
             if (self._step is not None and step < self._step) or (others and step <= others[-1][1].step):
                 raise PlanError(
-                    f"table {self.table!r}: step {step} begins after step {self._step}, needed are rising steps: begin"
-                    " batches in the order in which they are trained"
+                    f"table {self.table!r}: step {step} begins after step {self._step}; expected increasing steps."
+                    " Begin batches in the order in which they are trained"
                 )
             ttl = self._headers.ttl
             if ttl is not None and others and step - others[0][1].step > ttl:
                 raise PlanError(
                     f"table {self.table!r} has ttl={ttl}, and batch {step} begins before batch {others[0][1].step} is"
-                    " trained, whose rows would start anew under it; needed is a ttl of at least"
-                    f" {step - others[0][1].step} for this plan: raise it, or take a plan that looks batches up later."
-                    " (A module that is called several times in a step counts as many batches.)"
+                    " trained, so rows of that batch would expire while in use; expected a ttl of at least"
+                    f" {step - others[0][1].step} for this plan. Raise ttl, or use a plan that looks batches up later."
+                    " (Each call of a module counts as a batch, also within one step.)"
                 )
             self._step = step
             self._version += 1
@@ -211,11 +213,11 @@ class RowCache:
             self._slots.stats.expired += len(batch.begun.expired)
 
     def expire(self, ticket: Ticket, step: int) -> None:
-        """Before the lookup of a batch that is not trained: rows that nobody saw for long read their initial values.
+        """Restart expired rows before the lookup of a batch that is not trained, so that it reads initial values.
 
         Args:
-            ticket: of a prefetch.
-            step: of the batch that was trained last.
+            ticket: ticket of the batch's prefetch.
+            step: step of the last trained batch.
         """
         with self._lock:
             self._bring_up_to_date()
@@ -225,27 +227,27 @@ class RowCache:
                 self._slots.forget(expired)
 
     def trained(self, ticket: Ticket) -> None:
-        """The batch's backward is done: its rows may leave, and those that are not admitted are as they were.
+        """End a batch after its backward: unpin its rows, and reset rows that are not admitted to initial values.
 
         Raises:
-            PlanError: a ticket that has not begun, or has ended.
+            PlanError: The ticket has not begun, or has ended.
         """
         with self._lock:
             self._open.end_dropped()
             batch = self._open.check(self.table, ticket, begun=True)
             assert batch.begun is not None
             self._version += 1
-            # On this rank alone: what goes wrong is raised where the next batch begins, with the other ranks.
+            # This runs on one rank only. An error is raised when the next batch begins, together with the other ranks.
             self._slots.start_or_owe(batch.begun.young)
             self._slots.stats.held_back += len(batch.begun.young)
             self._columns.behind(self._columns.mark())
             self._open.end(batch)
 
     def discard(self, ticket: Ticket) -> None:
-        """The batch is not trained: its rows may leave, and where it had begun, it has not been seen.
+        """End a batch that is not trained: unpin its rows and revert the counts of ``begin``, if it was called.
 
-        In any thread, in finalisers, and for tickets that have ended. What a backward has already done to rows that
-        were there before stays.
+        May be called on any thread, in finalisers, and for tickets that have ended. Updates that a backward has already
+        made to existing rows are not reverted.
         """
         if not ticket.batch.ended:
             ticket.batch.mark = self._columns.mark()
@@ -257,20 +259,20 @@ class RowCache:
         self._headers.undo(batch.rows, batch.begun)
         self._slots.start_or_owe(self._headers.young(batch.rows))
 
-    # On the main thread, between batches; others may be prefetched meanwhile.
+    # Called on the main thread between batches; prefetches may run at the same time.
 
     def flush(self) -> None:
-        """Make the store have every row as it is behind the last trained batch. Rows stay cached.
+        """Write every changed row to the store, as of the last trained batch. Rows stay cached.
 
-        A batch that has begun, and whose backward has not, is written as if it had not begun.
+        Rows of a batch that has begun but not run its backward are written as if it had not begun.
 
         Raises:
-            InputError: of ``check_nan``.
-            SetupError: of the store. What was not written can be with the next call.
+            InputError: ``check_nan`` found NaN in a row.
+            SetupError: The store failed. The next call retries the rows that were not written.
         """
         with self._rows_lock, self._lock:
             self._bring_up_to_date()
-            # From the last to the first, and back.
+            # Undo from the last batch to the first, then restore in the opposite order.
             kept: list[tuple[Slots, npt.NDArray[np.int64]]] = []
             for batch, begun in reversed(self._open.begun()):
                 kept.append((batch.rows, self._headers.read(batch.rows)))
@@ -283,7 +285,7 @@ class RowCache:
                     self._headers.dirty[rows] = 1
 
     def forget(self) -> None:
-        """Empty the cache, and write nothing: the store holds something else now. Tickets have ended."""
+        """Empty the cache without writing, because the store's contents were replaced. Ends all tickets."""
         with self._rows_lock, self._lock:
             self._version += 1
             self._step = None
@@ -291,10 +293,10 @@ class RowCache:
             self._slots.clear()
 
     def purge(self, step: int) -> int:
-        """Erase rows that were last seen more than ``ttl`` steps before *step*. Scans the store.
+        """Erase rows last seen more than ``ttl`` steps before *step*. Scans the whole store.
 
         Returns:
-            how many.
+            The number of erased rows.
         """
         if self._headers.ttl is None:
             return 0
@@ -308,7 +310,7 @@ class RowCache:
             stored: list[Keys] = []
             for keys, records in self._scan(65536):
                 ended = keys[self._headers.expired_headers(headers_of(records), step)]
-                # Where a row is cached, its header there is the newer one.
+                # The header of a cached row is newer than the one in the store.
                 stored.append(ended[self._slots.map.find(ended) < 0])
             for keys in stored:
                 if keys.size:
@@ -319,15 +321,15 @@ class RowCache:
             return number + len(cached)
 
     def rows(self, *, since: int | None = None, step: int | None = None, chunk: int = 65536) -> Iterator[CachedRows]:
-        """All rows, cached or not, in the store's order. Flushes first.
+        """Yield all rows, cached or not, in the store's order. Flushes first.
 
         Args:
-            since: only rows that were last seen at this step or later.
-            step: of the batch that was trained last: rows that have expired by then are left out.
-            chunk: rows at a time, at most.
+            since: first step; rows last seen before it are skipped (default None: all rows).
+            step: step of the last trained batch; rows expired at this step are skipped (default None: no row is).
+            chunk: maximum number of rows in each item (default 65536).
 
         Raises:
-            PlanError: a batch was trained, or rows were erased, since the scan began.
+            PlanError: A batch was begun or ended, or rows were erased, after the scan began.
         """
         self.flush()
         version = self._version
@@ -336,8 +338,8 @@ class RowCache:
             with self._rows_lock:
                 if self._version != version:
                     raise PlanError(
-                        f"table {self.table!r} has changed while its rows were scanned, needed is one that stays as it"
-                        " is: end the scan before the next batch"
+                        f"table {self.table!r} has changed while its rows were scanned. Finish the scan before the next"
+                        " batch begins"
                     )
                 found = next(scan, None)
             if found is None:
@@ -352,7 +354,7 @@ class RowCache:
                 yield CachedRows(keys[chosen], counts, last_seen, self._columns.typed(records[chosen][:, BYTES:]))
 
     def _scan(self, chunk: int) -> Iterator[tuple[Keys, Records]]:
-        """The store's, each step with its lock."""
+        """Scan the store, taking its lock for each chunk."""
         with self._store_lock:
             scan = self._store.scan(self.table, chunk)
         while True:

@@ -1,4 +1,4 @@
-"""Rows of someone else's tensors as bytes: what a table's weights and its optimiser's states hold of a row."""
+"""Access to the rows of a table as bytes: its weights and optimiser states, in tensors owned by the caller."""
 
 from __future__ import annotations
 
@@ -15,76 +15,76 @@ from lightning_pipe.recsys.dynamic.store.row_store import Records
 
 __all__ = ["Mark", "RowColumns"]
 
-# A stream's handle, and an event on it.
+# Handle of a stream, and an event recorded on it.
 Mark = tuple[int, torch.cuda.Event]
 
 
 class RowColumns:
-    """The columns of a table's rows: weights first, then the states of the optimiser.
+    """Columns of a table: weights first, then the optimiser's states.
 
-    On a CUDA device what is read and written is in order with the current stream, behind whatever used the rows of
-    batches that have ended.
+    On a CUDA device, reads and writes are ordered on the current stream, after all work that used the rows of ended
+    batches.
 
     Args:
-        table: its name.
-        columns: contiguous, slots x numbers or slots alone, of any types, all on one device.
-        state_fill: with what a new row's states begin, one number for each column but the first.
+        table: name of the table.
+        columns: contiguous tensors [slots, width] or [slots], of any types, all on one device.
+        state_fill: initial values of the states, one number for each column after the first.
 
     Attributes:
-        capacity: slots.
-        kinds: shape of a row in each column, and the column's type.
-        width: bytes of a row.
+        capacity: number of slots.
+        kinds: shape of a row and type, for each column.
+        width: number of bytes of a row.
 
     Raises:
-        SetupError: columns that do not fit each other.
+        SetupError: The columns do not match each other.
     """
 
     def __init__(self, table: str, columns: Sequence[Tensor], state_fill: Sequence[float]) -> None:
         if not columns:
-            raise SetupError(f"table {table!r} has no column, needed are its weights: pass columns=[weights, *states]")
+            raise SetupError(f"table {table!r} has no columns; expected at least its weights. Pass [weights, *states]")
         if len(state_fill) != len(columns) - 1:
             raise SetupError(
-                f"table {table!r} has {len(columns) - 1} columns of optimiser states and {len(state_fill)} values in"
-                " state_fill, needed is one for each: give as many"
+                f"table {table!r} has {len(columns) - 1} columns of optimiser states, but {len(state_fill)} values in"
+                " state_fill; expected one value for each column"
             )
-        # Not detach(): what is written here must not look like a change of what autograd has saved.
+        # .data instead of detach(): writes here must not increment the version of tensors that autograd has saved.
         self._columns = [column.data for column in columns]
         self.capacity, self.device = len(columns[0]), columns[0].device
         for index, column in enumerate(self._columns):
             if column.dim() not in (1, 2):
                 raise SetupError(
-                    f"column {index} of table {table!r} has shape {tuple(column.shape)}, needed is slots x numbers, or"
-                    " slots alone: reshape it"
+                    f"column {index} of table {table!r} has shape {tuple(column.shape)}; expected [slots, width] or"
+                    " [slots]. Reshape it"
                 )
             if len(column) != self.capacity or column.device != self.device or not column.is_contiguous():
                 raise SetupError(
                     f"column {index} of table {table!r} has {len(column)} rows on {column.device}"
-                    f"{'' if column.is_contiguous() else ' and is not contiguous'}, needed are {self.capacity},"
-                    f" contiguous, on {self.device}: pass columns of one table"
+                    f"{'' if column.is_contiguous() else ' and is not contiguous'}; expected {self.capacity} contiguous"
+                    f" rows on {self.device}. Pass columns of one table"
                 )
         self.kinds = [(tuple(column.shape[1:]), column.dtype) for column in self._columns]
         self._fill = list(state_fill)
         self._widths = [column[:1].numel() * column.element_size() for column in self._columns]
         self.width = sum(self._widths)
-        # The last mark on each stream.
+        # Last mark on each stream.
         self._marks: dict[int, torch.cuda.Event] = {}
 
     def read(self, rows: Slots) -> Tensor:
-        """Bytes of *rows*: uint8 on the CPU, rows x width."""
+        """Read the bytes of *rows*: uint8 on the CPU, [rows, width]."""
         self._wait()
         at = torch.from_numpy(rows).to(self.device)
         parts = [column.index_select(0, at).cpu() for column in self._columns]
         return torch.cat([_matrix(part).view(torch.uint8) for part in parts], dim=1)
 
     def write(self, rows: Slots, records: Records) -> None:
-        """Make *rows*, distinct, what ``read`` returned."""
+        """Write bytes, in the format of ``read``, to *rows*, which are distinct."""
         self._wait()
         at = torch.from_numpy(rows).to(self.device)
         for column, values in zip(self._columns, self.typed(records), strict=True):
             column.index_copy_(0, at, values.to(self.device))
 
     def start(self, rows: Slots, weights: Tensor) -> None:
-        """Make *rows*, distinct, new ones: with these weights, and states as they begin."""
+        """Set *rows*, which are distinct, to new ones, with *weights* and the initial states."""
         self._wait()
         at = torch.from_numpy(rows).to(self.device)
         first, *states = self._columns
@@ -93,7 +93,7 @@ class RowColumns:
             column.index_fill_(0, at, value)
 
     def with_nan(self, rows: Slots) -> npt.NDArray[np.bool_]:
-        """Which of *rows* have a number that is none."""
+        """Mask of the *rows* that contain NaN."""
         self._wait()
         at = torch.from_numpy(rows).to(self.device)
         found = torch.zeros(len(rows), dtype=torch.bool, device=self.device)
@@ -104,16 +104,16 @@ class RowColumns:
         return result
 
     def typed(self, records: Records) -> list[Tensor]:
-        """Bytes as ``read`` returned them, column by column."""
+        """Convert bytes, in the format of ``read``, to one tensor for each column."""
         parts = np.split(records, np.cumsum(self._widths)[:-1], axis=1)
         return [
-            # A copy: what a store returns may be read-only, and numbers need aligned addresses.
+            # Copied, because a store may return read-only memory, and the numbers need aligned addresses.
             torch.from_numpy(np.array(part, order="C")).view(column.dtype).view(len(records), *column.shape[1:])
             for column, part in zip(self._columns, parts, strict=True)
         ]
 
     def mark(self) -> Mark | None:
-        """Behind what the current stream has been given so far; None where there are no streams."""
+        """Record an event after the work submitted to the current stream so far; None without CUDA."""
         if self.device.type != "cuda":
             return None
         stream, event = torch.cuda.current_stream(self.device), torch.cuda.Event()
@@ -121,7 +121,7 @@ class RowColumns:
         return stream.cuda_stream, event
 
     def behind(self, mark: Mark | None) -> None:
-        """Rows are read and written from now on behind *mark*; where it is None, behind all that the device has."""
+        """Order later reads and writes after *mark*; if it is None, synchronize with the device."""
         if mark is not None:
             stream, event = mark
             self._marks[stream] = event

@@ -1,7 +1,7 @@
-"""What is known of each cached row beside its values: how often and when it was trained, whether the store has it so.
+"""Headers of cached rows: number of trained batches, step of last use, and whether the store is up to date.
 
-A row with count 0 is not there as far as anybody can see: the store has no record of it, or is yet to be told to
-forget it, and its values are the initial ones.
+A row with count 0 does not exist for readers: its values are the initial ones, and the store has no record of it or
+will erase the record at the next write-back.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from lightning_pipe.recsys.kernels import native
 
 __all__ = ["BYTES", "Begun", "RowHeaders"]
 
-# Of a header in a record: count and last_seen, int64 each.
+# Size of a header in a record: count and last_seen, int64 each.
 BYTES = 16
 
 
 @dataclass(frozen=True)
 class Begun:
-    """What a batch found when it began.
+    """Result of beginning a batch.
 
     Attributes:
-        step: its number.
-        before: when each of its rows was last seen before.
-        expired: its rows that start anew.
-        young: its rows that are not admitted yet.
+        step: number of the batch.
+        before: step in which each row was last seen before this batch.
+        expired: rows of the batch that restart with initial values.
+        young: rows of the batch that are not admitted yet.
     """
 
     step: int
@@ -42,15 +42,15 @@ class RowHeaders:
     """Headers of all slots.
 
     Args:
-        capacity: slots.
-        ttl: a row not seen for more than so many steps starts anew; None: never.
-        threshold: the count from which on a row is admitted.
+        capacity: number of slots.
+        ttl: maximum number of steps since a row was last seen, after which it expires; None: rows never expire.
+        threshold: minimum count of an admitted row.
 
     Attributes:
-        ttl: as given.
-        counts: in how many trained batches the row has occurred, by slot.
-        last_seen: at which step it last did.
-        dirty: 1 where the store does not have the row as it is.
+        ttl: maximum number of steps since a row was last seen.
+        counts: number of trained batches in which each slot's row has occurred.
+        last_seen: step of the last such batch.
+        dirty: 1 if the store does not have the current row.
     """
 
     def __init__(self, capacity: int, ttl: int | None, threshold: int) -> None:
@@ -61,32 +61,32 @@ class RowHeaders:
         self._library = native.library()
 
     def read(self, rows: Slots) -> npt.NDArray[np.int64]:
-        """Count and last step of each: rows x 2."""
+        """Count and last step of *rows*: [rows, 2]."""
         return self._headers[rows]
 
     def write(self, rows: Slots, headers: npt.NDArray[np.int64]) -> None:
-        """As ``read`` gave them."""
+        """Write headers in the format of ``read``."""
         self._headers[rows] = headers
 
     def clear(self, rows: Slots) -> None:
-        """Rows that are not there; whether the store must be told is the caller's to note."""
+        """Mark *rows* as nonexistent. The caller sets ``dirty`` if the store must erase them."""
         self._headers[rows] = 0
 
     def expired(self, rows: Slots, step: int) -> Slots:
-        """Those of *rows* that were last seen too long before *step*."""
+        """Select the *rows* that have expired at *step*."""
         if self.ttl is None:
             return rows[:0]
         headers = self._headers[rows]
         return rows[(headers[:, 0] > 0) & (step - headers[:, 1] > self.ttl)]
 
     def expired_headers(self, headers: npt.NDArray[np.int64], step: int) -> npt.NDArray[np.bool_]:
-        """Which headers, rows x 2, are of rows last seen too long before *step*."""
+        """Mask of the *headers* [rows, 2] whose rows have expired at *step*."""
         if self.ttl is None:
             return np.zeros(len(headers), bool)
         return step - headers[:, 1] > self.ttl
 
     def begin(self, rows: Slots, step: int) -> Begun:
-        """A batch begins: its rows, distinct, are seen once more."""
+        """Begin a batch: count an occurrence of its *rows*, which are distinct."""
         if self._library is None:
             return self._begin_slowly(rows, step)
         before, expired, young, numbers = (np.empty(size, np.int64) for size in (*[len(rows)] * 3, 2))
@@ -108,11 +108,11 @@ class RowHeaders:
         return Begun(step, before, expired, self.young(rows))
 
     def undo(self, rows: Slots, begun: Begun) -> None:
-        """As if the batch had not begun; rows that started anew are those that are not there."""
+        """Revert ``begin``. Rows that had expired at ``begin`` have count 0 afterwards."""
         self.counts[rows] -= 1
         last = self.last_seen[rows] == begun.step
         self.last_seen[rows[last]] = begun.before[last]
 
     def young(self, rows: Slots) -> Slots:
-        """Those of *rows* that are not admitted."""
+        """Select the *rows* that are not admitted."""
         return rows[self.counts[rows] < self._threshold]

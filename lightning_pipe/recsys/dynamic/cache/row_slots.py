@@ -1,6 +1,6 @@
-"""The slots of a cache: which row each holds, how rows come into them from the store or as new ones, and leave again.
+"""Slots of a cache: assignment of rows to slots, loading of stored and new rows, and eviction.
 
-One thread at a time, but for headers and values of rows that somebody has pinned.
+Not thread-safe, except for headers and values of pinned rows.
 
 Tested in ``tests/scenarios/recommenders/test_row_cache_equality.py``.
 """
@@ -25,25 +25,25 @@ from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records, RowStor
 
 __all__ = ["CacheStats", "RowSlots", "headers_of"]
 
-# Of the capacity: so many rows leave at once, since to find them costs time for every slot.
+# Each eviction frees at least 1 / _EVICTED of the capacity, because choosing rows costs time for every slot.
 _EVICTED = 16
-# Rows that are handed to the store at once.
+# Maximum number of rows per write to the store.
 _CHUNK = 65536
 
 
 @dataclass
 class CacheStats:
-    """What a cache has done since it was made.
+    """Statistics of a cache since its creation.
 
     Attributes:
-        ids: ids that were prefetched.
-        hits: of these, ids whose row was cached.
-        read: rows that came from the store.
-        new: rows of ids that the store did not have.
-        evicted: rows that left for others.
-        written: rows handed to the store.
-        expired: rows that started anew, or were erased, since nobody had seen them for longer than ``ttl``.
-        held_back: rows that were looked up for training and were not admitted.
+        ids: number of prefetched ids.
+        hits: number of prefetched ids whose row was cached.
+        read: number of rows read from the store.
+        new: number of new rows, whose ids the store did not have.
+        evicted: number of rows evicted to make room for others.
+        written: number of rows written to the store.
+        expired: number of rows restarted or erased because they were not seen for more than ``ttl`` steps.
+        held_back: number of rows looked up for training but not admitted, summed over batches.
     """
 
     ids: int = 0
@@ -57,18 +57,18 @@ class CacheStats:
 
 
 class RowSlots:
-    """The slots of one table's columns.
+    """Slots of one table's columns.
 
     Args:
-        table, store, store_lock, initial, policy, check_nan: see
+        table, store, store_lock, initial, policy, check_nan, ids_of: see
             :class:`~lightning_pipe.recsys.dynamic.cache.row_cache.RowCache`.
-        columns: the table's.
-        headers: of as many slots.
+        columns: columns of the table.
+        headers: headers of the same number of slots.
 
     Attributes:
-        headers: as given.
-        map: slots of ids.
-        stats: what happened so far.
+        headers: headers of the slots.
+        map: map of ids to slots.
+        stats: statistics so far.
     """
 
     def __init__(
@@ -90,14 +90,14 @@ class RowSlots:
         self.map = IdMap(columns.capacity)
         self.stats = CacheStats()
         self._tick = 0
-        # Rows that are to start anew, and could not.
+        # Rows whose restart failed and is repeated by settle().
         self._owed: list[Slots] = []
-        # A stack of free slots, the lowest on top.
+        # Stack of free slots, initially with the lowest on top.
         self._free = np.arange(columns.capacity)[::-1].copy()
         self._free_count = columns.capacity
 
     def touch(self, keys: Keys) -> tuple[Slots, Slots, Slots]:
-        """As ``IdMap.touch``, for a batch: slots, the distinct ones of these, and the indices of ids that have none."""
+        """Same as ``IdMap.touch``, with the tick of a new batch and statistics."""
         if self._tick == LAST_TICK:
             self.map.reset_ticks()
             self._tick = 0
@@ -108,21 +108,21 @@ class RowSlots:
         return slots, rows, missing
 
     def bring(self, keys: Keys, pinned: Callable[[], tuple[npt.NDArray[np.bool_], int]]) -> tuple[Slots, Slots]:
-        """Give ids without a row their rows: from the store, or new ones.
+        """Load the rows of ids that are not cached: from the store, or new ones.
 
         Args:
             keys: ids that are not in the map; they may repeat.
-            pinned: tells which slots must stay, and in how many batches in flight.
+            pinned: function that returns a mask of pinned slots and the number of other batches in flight.
 
         Returns:
-            a slot for each of *keys*, and the distinct ones of these.
+            The slot of each of *keys*, and the distinct slots.
         """
         keys, places = distinct(keys)
         if len(keys) > self._free_count:
             self._evict(len(keys), *pinned())
         with self._store_lock:
             records, found = self._store.read(self._table, keys)
-        # Nobody looks at free slots, none of which is dirty: until they are handed out, an error changes nothing.
+        # Free slots are never read and never dirty, so an error before the insertion into the map changes nothing.
         rows = self._free[self._free_count - len(keys) : self._free_count][::-1].copy()
         known, unseen = rows[found], ~found
         if unseen.any():
@@ -140,13 +140,13 @@ class RowSlots:
         return rows[places], rows
 
     def _evict(self, wanted: int, pinned: npt.NDArray[np.bool_], in_flight: int) -> None:
-        """Have *wanted* slots free."""
+        """Evict rows until at least *wanted* slots are free."""
         capacity, in_use = len(pinned), int(np.count_nonzero(pinned))
         if wanted > capacity - in_use:
             raise InputError(
-                f"table {self._table!r}: this batch and the {in_flight} in flight beside it use {in_use + wanted} rows"
-                f" at once, of which {wanted} are not cached yet; the cache has {capacity} slots: give the table a"
-                f" cache of at least {in_use + wanted} rows, or take smaller batches or a plan that has fewer in flight"
+                f"table {self._table!r}: this batch and {in_flight} other batch(es) in flight use {in_use + wanted}"
+                f" rows at the same time, {wanted} of them not cached yet, but the cache has {capacity} slots. Give the"
+                f" table at least {in_use + wanted} cache rows, or use smaller batches or a plan with fewer in flight"
             )
         pinned[self._free[: self._free_count]] = True
         candidates = np.flatnonzero(~pinned)
@@ -165,20 +165,20 @@ class RowSlots:
         self.stats.evicted += len(rows)
 
     def dirty(self) -> Slots:
-        """Rows that the store does not have as they are."""
+        """Rows that differ from the store."""
         return np.flatnonzero(self.headers.dirty)
 
     def expired(self, step: int) -> Slots:
-        """Rows that were last seen too long before *step*."""
+        """Cached rows that have expired at *step*."""
         used = np.ones(len(self._free), bool)
         used[self._free[: self._free_count]] = False
         return self.headers.expired(np.flatnonzero(used), step)
 
     def write_back(self, rows: Slots) -> None:
-        """Make the store have dirty *rows* as they are, and forget those that are not there.
+        """Write dirty *rows* to the store, and erase those with count 0 from it.
 
         Raises:
-            InputError: of ``check_nan``.
+            InputError: ``check_nan`` found NaN in a row.
         """
         for first in range(0, len(rows), _CHUNK):
             part = rows[first : first + _CHUNK]
@@ -198,14 +198,14 @@ class RowSlots:
             self.stats.written += len(kept)
 
     def start(self, rows: Slots) -> None:
-        """Give rows their initial values and states."""
+        """Set *rows* to their initial values and states."""
         if rows.size:
             self._columns.start(rows, self._initial(self.map.keys_of(rows)))
 
     def start_or_owe(self, rows: Slots) -> None:
-        """As ``start``, which ``settle`` makes up for where it fails: for callers on one rank, whom no other waits for.
+        """Same as ``start``, but ``settle`` repeats it if it fails, as a user's function of initial values may.
 
-        A user's function of initial values may fail at any call.
+        For code that runs on one rank without the others, where an error must not be raised.
         """
         try:
             self.start(rows)
@@ -213,23 +213,23 @@ class RowSlots:
             self._owed.append(rows)
 
     def settle(self) -> None:
-        """Start what is owed; what goes wrong is raised, again and again, until it does not.
+        """Repeat failed restarts of rows. Raises the error again at every call, until the restart succeeds.
 
-        Whoever reads rows, counts them or hands them to the store calls this first.
+        Must be called before rows are read, counted or written to the store.
         """
         while self._owed:
             self.start(self._owed[-1])
             self._owed.pop()
 
     def forget(self, rows: Slots) -> None:
-        """Rows that are there, and are not from now on."""
+        """Turn existing *rows* into nonexistent ones, which have count 0 and initial values."""
         self.start(rows)
         self.headers.clear(rows)
         self.headers.dirty[rows] = 1
         self.stats.expired += len(rows)
 
     def clear(self) -> None:
-        """All slots are free, and nothing is written."""
+        """Free all slots without writing."""
         self._owed.clear()
         self.map.clear()
         self.headers.clear(np.arange(len(self._free)))
@@ -247,12 +247,12 @@ class RowSlots:
             first = keys[:10] if self._ids_of is None else self._ids_of(keys[:10])
             shown = ", ".join(map(str, first.tolist()))
             raise InputError(
-                f"table {self._table!r}: {keys.size} rows have NaN, those of ids {shown}"
-                f"{', ...' if keys.size > 10 else ''}; needed are numbers, and none of these rows has been stored: go"
-                " back to a checkpoint, with a lower learning rate or clipped gradients"
+                f"table {self._table!r}: {keys.size} row(s) contain NaN, with ids {shown}"
+                f"{', ...' if keys.size > 10 else ''}; they were not stored. Resume from a checkpoint with a lower"
+                " learning rate or gradient clipping"
             )
 
 
 def headers_of(records: Records) -> npt.NDArray[np.int64]:
-    """Count and last step of each record: records x 2."""
+    """Count and last step of each record: [records, 2]."""
     return np.array(records[:, :BYTES], order="C").view(np.int64)

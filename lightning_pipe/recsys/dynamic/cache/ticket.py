@@ -1,4 +1,4 @@
-"""Batches whose rows are in use: from the prefetch of their rows to the end of their training.
+"""Open batches, whose rows are in use from their prefetch to the end of their training.
 
 Tested in ``tests/recsys/dynamic/cache/test_row_cache.py``.
 """
@@ -24,13 +24,13 @@ __all__ = ["Batch", "OpenBatches", "Ticket"]
 
 @dataclass(eq=False)
 class Batch:
-    """What the cache knows of a batch.
+    """State of a batch in the cache.
 
     Attributes:
-        rows: its distinct slots; nobody else gets them while it is open.
-        begun: where it has begun, what was found.
-        ended: it is not open any more.
-        mark: behind its use on the device, where it was discarded by a call.
+        rows: distinct slots of the batch. They are not reused while the batch is open.
+        begun: result of beginning the batch; None before.
+        ended: True if the batch is no longer open.
+        mark: event after its use on the device, if it was discarded explicitly.
     """
 
     rows: Slots
@@ -40,10 +40,11 @@ class Batch:
 
 
 class Ticket:
-    """A batch's hold on its rows. One that is forgotten is discarded.
+    """Pins the rows of a batch. A ticket that is garbage collected discards its batch.
 
     Attributes:
-        slots: of each of the batch's ids the row of the columns that holds it: int64, on the ids' device.
+        slots: slot of each of the batch's ids, int64, on the ids' device.
+        batch: state of the batch.
     """
 
     __slots__ = ("__weakref__", "_dropped", "batch", "slots")
@@ -54,20 +55,20 @@ class Ticket:
         self._dropped = dropped
 
     def __del__(self) -> None:
-        # At any place, in any thread, perhaps one that holds the lock: this takes none.
+        # May run anywhere, on any thread, even one that holds the lock. It must not take a lock.
         self._dropped.append(self.batch)
 
 
 class OpenBatches:
-    """The batches that are open, in the order in which they came.
+    """Open batches, in the order of their prefetches.
 
     Args:
-        undo: takes back what a batch changed when it began; called with the lock held.
-        behind: takes the mark of a batch that was discarded.
+        undo: function that reverts the changes made when a batch began; called with the lock held.
+        behind: function that takes the mark of a discarded batch.
 
     Attributes:
-        lock: held short, by whoever changes headers or what is open. It is never waited for in a finaliser.
-        dropped: batches that somebody wants ended; whoever next has the lock ends them.
+        lock: lock of headers and open batches, held only briefly. A finaliser never waits for it.
+        dropped: batches to end; the next holder of the lock ends them.
     """
 
     def __init__(self, undo: Callable[[Batch], None], behind: Callable[[Mark | None], None]) -> None:
@@ -80,21 +81,21 @@ class OpenBatches:
         return len(self._open)
 
     def add(self, batch: Batch) -> None:
-        """With the lock held."""
+        """Add a batch. Requires the lock."""
         self._open[batch] = None
 
     def begun(self) -> list[tuple[Batch, Begun]]:
-        """Those that have begun, in that order. With the lock held."""
+        """Batches that have begun, in the order of their steps. Requires the lock."""
         found = [(batch, batch.begun) for batch in self._open if batch.begun is not None]
         return sorted(found, key=lambda pair: pair[1].step)
 
     def end(self, batch: Batch) -> None:
-        """It is trained. With the lock held."""
+        """End a batch. Requires the lock."""
         batch.ended = True
         self._open.pop(batch, None)
 
     def drop(self, batch: Batch) -> None:
-        """Discard it, now or, where the lock is taken, by whoever has it next."""
+        """Discard a batch now, or leave it to the next holder of the lock if the lock is taken."""
         self.dropped.append(batch)
         if self.lock.acquire(blocking=False):
             try:
@@ -103,7 +104,7 @@ class OpenBatches:
                 self.lock.release()
 
     def end_dropped(self) -> None:
-        """End what was dropped. With the lock held."""
+        """End dropped batches. Requires the lock."""
         while self.dropped:
             batch = self.dropped.popleft()
             if batch.ended:
@@ -114,28 +115,33 @@ class OpenBatches:
                 self._undo(batch)
 
     def end_all(self) -> None:
-        """None is open any more, and nothing is undone. With the lock held."""
+        """End all batches without reverting their changes. Requires the lock."""
         for batch in list(self._open):
             self.end(batch)
 
     def pinned(self, capacity: int) -> npt.NDArray[np.bool_]:
-        """Which slots are in use. With the lock held."""
+        """Mask of the slots in use. Requires the lock."""
         pinned = np.zeros(capacity, bool)
         for batch in self._open:
             pinned[batch.rows] = True
         return pinned
 
     def check(self, table: str, ticket: Ticket, begun: bool) -> Batch:
-        """The ticket's batch, which must be open, and have begun or not. With the lock held.
+        """Return the ticket's batch. Requires the lock.
+
+        Args:
+            table: name of the table, for messages.
+            ticket: the ticket.
+            begun: True if the batch must have begun, False if it must not.
 
         Raises:
-            PlanError: it is not.
+            PlanError: The batch has ended, or has begun contrary to *begun*.
         """
         batch = ticket.batch
         if batch.ended or (batch.begun is not None) != begun:
             found = "has ended" if batch.ended else "has not begun" if begun else "has begun"
             raise PlanError(
-                f"table {table!r}: this batch's ticket {found}, needed is one that {'has' if begun else 'has not'}"
-                " begun: call prefetch, begin, and then trained or discard, once for each batch"
+                f"table {table!r}: this batch's ticket {found}; expected a ticket that {'has' if begun else 'has not'}"
+                " begun. Call prefetch, begin, and then trained or discard, once for each batch"
             )
         return batch
