@@ -1,10 +1,11 @@
-"""All ranks' stores are at the same version, whatever happens to any of them: two-phase commit, and its recovery.
+"""Two-phase commit and recovery, which keep the stores of all ranks at the same version after any failure.
 
     rank 0   write ... prepare(v) ─┐             ┌─► commit(v) ─┐
-                                   ├─ all have? ─┤              ├─ all have? ─► training goes on
+                                   ├─ all have? ─┤              ├─ all have? ─► training continues
     rank 1   write ... prepare(v) ─┘             └─► commit(v) ─┘
 
-A rank that ends before the first question is answered leaves all at v - 1; after it, at v: see ``row_store``.
+If a rank ends before all ranks have prepared v, all reopen at v - 1. Once any rank has committed v, all reopen at v.
+See ``row_store``.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ _NOT_OPENED = "the store of rows cannot be opened"
 
 
 def open_together(make: Callable[[], RowStore], group: dist.ProcessGroup) -> RowStore:
-    """This rank's store, settled at the newest version that any rank has committed. All ranks call it together.
+    """Open this rank's store at the newest version that any rank has committed. Collective.
 
-    Stores that have nothing committed on any rank become those of a new run.
+    If no rank has committed or prepared a version, the stores start a new run.
 
     Args:
-        make: opens this rank's store.
-        group: all ranks.
+        make: function that opens this rank's store.
+        group: process group of all ranks.
 
     Raises:
-        SetupError: on every rank, where one of them cannot open its store, or the stores are not those of one run of
-            as many ranks, or one of them does not have the version; names what was found, rank by rank.
+        SetupError: On every rank, if any rank cannot open its store, if the stores do not belong to one run with this
+            number of ranks, or if a store does not have the version. Lists the state of every rank's store.
     """
     store: RowStore | None = None
 
@@ -63,17 +64,17 @@ def open_together(make: Callable[[], RowStore], group: dist.ProcessGroup) -> Row
 def commit_together(
     store: RowStore, group: dist.ProcessGroup, version: int, notes: Mapping[str, str] | None = None
 ) -> None:
-    """What was written on all ranks becomes *version*, or on none. All ranks call it together.
+    """Commit the writes of all ranks as *version*, on all ranks or on none. Collective.
 
     Args:
-        store: this rank's, with everything written that belongs to the version.
-        group: all ranks.
-        version: the committed one's successor.
-        notes: kept with the version.
+        store: this rank's store, with all writes that belong to the version.
+        group: process group of all ranks.
+        version: number of the new version, committed + 1.
+        notes: texts stored with the version.
 
     Raises:
-        SetupError: on every rank, where one of them could not prepare, which leaves the version before; or could not
-            commit: then the stores must be opened again, which makes it the present version on all.
+        SetupError: On every rank, if any rank could not prepare, which keeps the previous version; or if any rank could
+            not commit. In that case the stores must be opened again, which completes the commit on all ranks.
     """
     failed = f"version {version} of the rows cannot be committed"
     on_all_ranks(lambda: store.prepare(version, notes), failed, group)
@@ -81,28 +82,28 @@ def commit_together(
 
 
 def _wrong(states: list[StoreState], version: int) -> str | None:
-    """What keeps the stores from being opened at *version*, with what each of them is; None where nothing does."""
-    # The one that has most: where no rank has committed anything, one that has prepared.
+    """Message on why the stores cannot be opened at *version*, with the state of each store; None if they can."""
+    # The most advanced store: if no rank has committed a version, one that has prepared.
     known = max(states, key=lambda state: (state.committed, state.prepared or 0)).part
     problems = []
     if known is None or known.ranks != len(states):
-        problems.append(f"they are of {known.ranks if known else 'an unknown number of'} ranks, not {len(states)}")
+        problems.append(f"they belong to {known.ranks if known else 'an unknown number of'} ranks, not {len(states)}")
     for rank, state in enumerate(states):
         if state.part is None:
-            problems.append(f"that of rank {rank} is missing: its folder is new")
+            problems.append(f"the store of rank {rank} is missing: its folder is new")
         elif known is not None and state.part.run != known.run:
-            problems.append(f"that of rank {rank} is of another run")
+            problems.append(f"the store of rank {rank} belongs to another run")
         elif state.part.rank != rank:
-            problems.append(f"that of rank {rank} was rank {state.part.rank}'s")
+            problems.append(f"the store of rank {rank} was written by rank {state.part.rank}")
         elif version not in (state.committed, state.prepared):
-            problems.append(f"that of rank {rank} does not have version {version}")
+            problems.append(f"the store of rank {rank} does not have version {version}")
     if not problems:
         return None
     found = "\n".join(f"  rank {rank}: {_described(state)}" for rank, state in enumerate(states))
     return (
-        f"the stores of rows do not fit together: {'; '.join(problems)}. Found:\n{found}\nNeeded: of one run, of"
-        f" {len(states)} ranks, each at version {version} or with it prepared. Start as many ranks as there were, bring"
-        " the folders of all of them back as they were together, or start with empty folders"
+        f"the stores of rows do not match: {'; '.join(problems)}. Found:\n{found}\nExpected stores of one run with"
+        f" {len(states)} ranks, each with version {version} committed or prepared. Start the original number of ranks,"
+        " restore the folders of all ranks from copies made at the same time, or start with empty folders"
     )
 
 

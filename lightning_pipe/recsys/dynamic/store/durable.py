@@ -1,7 +1,7 @@
-"""Files that are there whole or not at all, whenever the process or the machine stops.
+"""Atomic and durable file operations: after a crash of the process or machine, a file exists completely or not at all.
 
-Each function has one step that decides, a rename; before it nothing has happened, after it all has. Data is on disk
-before the step, and the step itself when the function returns.
+The effect of each function takes place in a single rename. The data are on disk before the rename, and the rename is on
+disk when the function returns.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from lightning_pipe.engine.common.durable_files import sync, write_file
 
 __all__ = ["checksum", "discard", "link_files", "move", "open_regular", "read_json", "write_json"]
 
-# What it becomes in memory is fifty times that, at worst. A store of 30,000 files fits.
+# Bytes; parsed JSON takes at most about fifty times as much memory. A store of 30,000 files fits.
 _LARGEST_JSON = 2 << 20
 
 
 def move(source: Path, target: Path) -> None:
-    """*target*, in the same folder, is *source* from now on; a file that was there is gone, a folder must not be."""
+    """Rename *source* to *target* in the same folder. Replaces an existing file; an existing folder is an error."""
     os.replace(source, target)
     sync(target.parent)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """The file holds *value*, with a checksum, in place of what it held."""
+    """Replace the file's contents by *value* and a checksum."""
     text = json.dumps(value, sort_keys=True, indent=1)
     new = path.with_name(path.name + ".new")
     write_file(new, f"{text}\n{zlib.crc32(text.encode()):08x}\n".encode())
@@ -41,12 +41,16 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextmanager
 def open_regular(path: Path, largest: int | None = None) -> Iterator[BinaryIO]:
-    """Open a file to read.
+    """Open a regular file for reading.
+
+    Args:
+        path: the file.
+        largest: maximum size in bytes (default None: any size).
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is a link, a pipe, a device or a folder, or has more than *largest* bytes.
-        OSError: it cannot be read.
+        FileNotFoundError: The file does not exist.
+        ValueError: It is a link, a pipe, a device or a folder, or has more than *largest* bytes.
+        OSError: It cannot be read.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -66,25 +70,25 @@ def open_regular(path: Path, largest: int | None = None) -> Iterator[BinaryIO]:
 
 
 def read_json(path: Path) -> Any:
-    """What :func:`write_json` wrote.
+    """Read a value written by :func:`write_json`.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is not what was written.
+        FileNotFoundError: The file does not exist.
+        ValueError: Its contents were not written by :func:`write_json`, or have changed.
     """
     with open_regular(path, _LARGEST_JSON) as file:
         content = file.read()
     text, _, checksum = content.removesuffix(b"\n").rpartition(b"\n")
     if f"{zlib.crc32(text):08x}".encode() != checksum or not content.endswith(b"\n"):
-        raise ValueError(f"{path.name} does not fit its checksum")
+        raise ValueError(f"{path.name} does not match its checksum")
     try:
         return json.loads(text)
     except RecursionError as error:
-        raise ValueError(f"{path.name} is nested too deep") from error
+        raise ValueError(f"{path.name} is nested too deeply") from error
 
 
 def checksum(file: BinaryIO) -> int:
-    """CRC-32 of a file from its beginning, read some at a time."""
+    """CRC-32 of a whole file, read in blocks."""
     found = file.seek(0)
     while block := file.read(1 << 20):
         found = zlib.crc32(block, found)
@@ -92,13 +96,13 @@ def checksum(file: BinaryIO) -> int:
 
 
 def discard(path: Path) -> None:
-    """The file or folder is gone, at once; nothing happens where it was not there."""
+    """Remove a file or folder atomically, if it exists."""
     try:
         if not path.is_dir() or path.is_symlink():
             path.unlink(missing_ok=True)
             return
-        # A folder that was removed in part must not be taken for what it was. Without a sync: after a power cut it may
-        # be, and by then nobody needs it.
+        # A partly removed folder must not be mistaken for a complete one. The rename needs no sync: a folder that
+        # reappears after a power cut is no longer in use.
         trash = path.with_name(f"trash.{path.name}")
         shutil.rmtree(trash, ignore_errors=True)
         os.replace(path, trash)
@@ -108,9 +112,9 @@ def discard(path: Path) -> None:
 
 
 def link_files(source: Path, target: Path, names: Iterable[str], shared: str) -> None:
-    """A new folder with files of *source*: those whose names end in *shared*, which nobody changes, take no space.
+    """Create a folder with files of *source*, as hard links if their names end in *shared*, else as copies.
 
-    Where the file system has no hard links, they are copied.
+    Files that are linked must never be changed. If the file system has no hard links, they are copied.
     """
     target.mkdir()
     for name in names:

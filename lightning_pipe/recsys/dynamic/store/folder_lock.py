@@ -1,9 +1,9 @@
-"""Locks of folders, each held by one process until it lets go or ends.
+"""Locks of folders, each held by one process until it releases the lock or ends.
 
-They are of the kind that belongs to the open file (``flock``): POSIX record locks vanish when the process closes any
-descriptor of the file, such as that of a copy of the folder. A forked child shares the open file and would hold the
-lock after its parent was killed, so it closes its descriptor at once; one that executes another program does not
-inherit it. On NFS, Linux turns these locks into the server's.
+The locks belong to the open file (``flock``). POSIX record locks are unsuitable: they vanish when the process closes
+any descriptor of the file, for example while it copies the folder. A forked child shares the open file and would hold
+the lock after its parent was killed, so it closes its descriptor immediately. A child that executes another program
+does not inherit the descriptor. On NFS, Linux turns these locks into locks of the server.
 
 Tested in ``tests/scenarios/recommenders/test_store_damage.py``.
 """
@@ -21,14 +21,14 @@ _held: dict[Path, FileIO] = {}
 
 
 class FolderLock:
-    """A lock that is held until it is closed.
+    """Lock of a folder, held until it is closed.
 
     Args:
-        folder: one that is there; the file ``lock`` in it is made.
+        folder: an existing folder; the file ``lock`` is created in it.
 
     Raises:
-        BlockingIOError: it is held already; says by which process, this or another.
-        OSError: the file cannot be opened or locked.
+        BlockingIOError: The lock is held already; the message is "this" or "another", for the process that holds it.
+        OSError: The file cannot be opened or locked.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -45,7 +45,7 @@ class FolderLock:
         _held[self._folder] = self._file
 
     def close(self) -> None:
-        """Let go; a second call, and one in a forked child, does nothing."""
+        """Release the lock. A second call, and a call in a forked child, has no effect."""
         if not self._file.closed:
             del _held[self._folder]
             self._file.close()
@@ -53,7 +53,7 @@ class FolderLock:
 
 def _let_go_in_child() -> None:
     for file in _held.values():
-        file.close()  # not unlocked: the parent has the same open file
+        file.close()  # without unlocking, which would release the parent's lock on the shared open file
     _held.clear()
 
 

@@ -1,4 +1,4 @@
-"""Keys and records as the byte strings that stores want, many at once."""
+"""Batched conversion of keys and records to and from the byte strings of a key-value store."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
 
 __all__ = ["KEY_BYTES", "join_keys", "join_records", "split_keys", "split_records"]
 
-# The table's number, and the key, which sorts as a number does: big-endian, the sign turned over.
+# Number of the table, then the key, encoded so that byte order is numeric order: big-endian with the sign bit inverted.
 KEY_BYTES = 10
 _SIGN = np.uint64(1 << 63)
 _KEY = np.dtype([("table", ">u2"), ("key", ">u8")])
 
 
 def split_keys(table: int, keys: Keys) -> list[bytes]:
-    """A byte string for each key of the table with this number."""
+    """Encode each key of the table with this number as a byte string."""
     whole = np.empty(len(keys), _KEY)
     whole["table"] = table
     whole["key"] = keys.view(np.uint64) ^ _SIGN
@@ -25,25 +25,25 @@ def split_keys(table: int, keys: Keys) -> list[bytes]:
 
 
 def join_keys(parts: Sequence[bytes]) -> Keys:
-    """The keys that :func:`split_keys` made the strings of."""
+    """Decode the byte strings made by :func:`split_keys`."""
     whole = np.frombuffer(b"".join(parts), _KEY)
     return (whole["key"].astype(np.uint64) ^ _SIGN).view(np.int64)
 
 
 def split_records(records: Records) -> list[bytes]:
-    """A byte string for each row of an array of bytes."""
+    """Split an array of bytes into one byte string for each row."""
     return _split(records.tobytes(), records.shape[1])
 
 
 def join_records(parts: Sequence[bytes], width: int) -> Records:
-    """Rows of *width* bytes.
+    """Join byte strings into an array with rows of *width* bytes.
 
     Raises:
-        ValueError: the strings are not of that width.
+        ValueError: The total length is not that of strings of this width.
     """
     whole = np.frombuffer(b"".join(parts), np.uint8)
     if len(whole) != len(parts) * width:
-        raise ValueError(f"{len(parts)} records of {width} bytes have {len(whole)} bytes together")
+        raise ValueError(f"{len(parts)} records have {len(whole)} bytes in total, expected {width} bytes each")
     return whole.reshape(len(parts), width)
 
 

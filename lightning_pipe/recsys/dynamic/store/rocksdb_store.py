@@ -1,8 +1,9 @@
-"""Rows in RocksDB, a log-structured merge tree, through the package rocksdict.
+"""Store of rows in RocksDB, a log-structured merge tree, through the package rocksdict.
 
-Its files of records are never changed once written, so a version of the store is a folder of hard links to them
-(RocksDB's checkpoint), and the working copy is opened from such links. Writes in between go to memory and, in the
-background, to new files, without a log: they may be lost, and nothing is written twice for a commit.
+RocksDB never changes a file of records after writing it. A version of the store is therefore a folder of hard links to
+such files (a RocksDB checkpoint), and the working copy is opened from links as well. Writes between commits go to
+memory and, in the background, to new files, without a write-ahead log. They may be lost in a crash, but a commit writes
+no data twice.
 """
 
 from __future__ import annotations
@@ -42,29 +43,33 @@ from lightning_pipe.recsys.dynamic.store.versions import VersionedFolder
 
 __all__ = ["RocksDbStore"]
 
-# Fewer keys than this are not worth a thread of their own.
+# Minimum number of keys for which another reader thread pays off.
 _KEYS_PER_READER = 256
-# Seconds that one reader takes for a record where it waits for the disk, alone and as one of several. From memory it is
-# 3 to 5 µs alone; there several are no faster, since they wait for the interpreter, and take cores from the training.
+# Seconds per record above which a reader counts as waiting for the disk, alone and as one of several. A read from
+# memory takes 3 to 5 µs; several readers are then no faster, because they wait for the interpreter lock, and they take
+# cores from training.
 _WAITS_ALONE, _WAITS_AS_ONE_OF_SEVERAL = 10e-6, 40e-6
 _MB = 1 << 20
-# Of a scan at a time, however wide its records are.
+# Maximum size of a scan's chunk, for any width of records.
 _SCAN_BYTES = 4 * _MB
 
 
 class RocksDbStore(RowStore):
-    """A :class:`~lightning_pipe.recsys.dynamic.store.row_store.RowStore` in RocksDB; its docstring says what all share.
+    """:class:`~lightning_pipe.recsys.dynamic.store.row_store.RowStore` in RocksDB.
 
-    Memory: twice ``write_buffer``, ``block_cache``, and for each record some 1.5 bytes of filters and indexes.
+    Memory: twice ``write_buffer``, ``block_cache``, and about 1.5 bytes per record for filters and indexes.
 
     Args:
-        path: of the rank's folder.
-        widths: bytes of a record, by table.
-        description: what must be the same whenever the store is opened.
-        readers: threads that share the keys of a read while reads wait for the disk, which serves several at once.
-        write_buffer: bytes written before they go to a file.
-        block_cache: bytes of blocks kept in memory, beside the system's own cache of the files.
-        direct: read past the system's cache, where the machine's memory is needed for other things.
+        path: folder of this rank.
+        widths: number of bytes of a record, for each table.
+        description: description of the tables, which must be the same whenever the store is opened (default None).
+        readers: maximum number of threads that share the keys of a read (default 8). They are used while reads wait for
+            the disk, which serves several requests concurrently.
+        write_buffer: number of bytes collected in memory before they are written to a file (default 64 MiB).
+        block_cache: number of bytes of blocks cached in memory, in addition to the operating system's file cache
+            (default 32 MiB).
+        direct: if True, bypass the operating system's file cache (default False). Set it if other work needs the
+            memory.
     """
 
     def __init__(
@@ -88,7 +93,7 @@ class RocksDbStore(RowStore):
         self._open: Rdict | None = None
         self._readers = readers
         self._pool: ThreadPoolExecutor | None = None
-        self._waits = True  # whether the last read waited for the disk
+        self._waits = True  # True if the last read waited for the disk
 
     @property
     def state(self) -> StoreState:
@@ -100,8 +105,8 @@ class RocksDbStore(RowStore):
     def settle(self, version: int) -> None:
         if self._open is not None:
             raise SetupError(
-                f"settle({version}) came after the store was settled at {self.state.committed}; needed is one call:"
-                " open the store again"
+                f"settle({version}) was called after the store was settled at {self.state.committed}; expected a single"
+                " call. Open the store again"
             )
         self._folder.settle(version)
         with self._engine_errors():
@@ -111,7 +116,7 @@ class RocksDbStore(RowStore):
 
     def read(self, table: str, keys: Keys) -> tuple[Records, npt.NDArray[np.bool_]]:
         width = self._widths[table]
-        # Neighbours are in the same block.
+        # Sorted, because neighbouring keys are in the same block.
         order = np.argsort(keys)
         with self._engine_errors():
             values = self._get(split_keys(self._numbers[table], keys[order]))
@@ -161,7 +166,7 @@ class RocksDbStore(RowStore):
             keys, values = zip(*part, strict=True)
             last = keys[-1]
             joined = join_keys(keys), self._joined(values, width)
-            del part, keys, values  # before the next are read
+            del part, keys, values  # frees memory before the next chunk is read
             yield joined
             del joined
         self._expect_end(options, last)
@@ -180,7 +185,7 @@ class RocksDbStore(RowStore):
             self._pool.shutdown()
             self._pool = None
         if self._open is not None:
-            # It writes what may be lost, and the disk may be full.
+            # Closing writes uncommitted data, which may be lost. An error, such as a full disk, does not matter.
             with suppress(Exception):
                 self._open.close()
             self._open = None
@@ -191,11 +196,11 @@ class RocksDbStore(RowStore):
     @property
     def _database(self) -> Rdict:
         if self._open is None:
-            raise SetupError("the store of rows is closed or not settled; needed is an open one: call settle() first")
+            raise SetupError("the store of rows is closed or not settled. Open it and call settle() first")
         return self._open
 
     def _get(self, keys: list[bytes]) -> list[bytes | None]:
-        get: Callable[[Any], Any] = self._database.get  # lets go of the interpreter while it reads
+        get: Callable[[Any], Any] = self._database.get  # releases the interpreter lock while it reads
         most = min(self._readers, len(keys) // _KEYS_PER_READER)
         readers = most if most > 1 and self._waits and self._pool is not None else 1
         begun = time.perf_counter()
@@ -228,7 +233,12 @@ class RocksDbStore(RowStore):
         return options
 
     def _expect_end(self, options: ReadOptions, last: bytes) -> None:
-        """Iteration ends at a damaged block as it does at the end: one more step tells them apart."""
+        """Raise an error if a scan ended at a damaged block, where iterators end silently; one more step shows the error.
+
+        Args:
+            options: options of the scan.
+            last: last key of the scan.
+        """
         step = self._database.iter(options)
         step.seek(last)
         if step.valid():
@@ -238,7 +248,7 @@ class RocksDbStore(RowStore):
 
     @contextmanager
     def _engine_errors(self) -> Iterator[None]:
-        """RocksDB's errors come as plain exceptions with a text."""
+        """Convert RocksDB's errors, which are plain exceptions with a text."""
         try:
             yield
         except (SetupError, OSError):
@@ -255,13 +265,13 @@ class RocksDbStore(RowStore):
 def _options(write_buffer: int, block_cache: int, direct: bool) -> Options:
     blocks = BlockBasedOptions()
     blocks.set_block_cache(Cache(block_cache))
-    # A key that is not there costs no read.
+    # Looking up a key that does not exist then usually costs no read.
     blocks.set_bloom_filter(10, False)
     blocks.set_format_version(5)
     options = Options(raw_mode=True)
     options.create_if_missing(True)
     options.set_block_based_table_factory(blocks)
-    # Numbers that were trained hardly get smaller.
+    # Trained numbers hardly compress.
     options.set_compression_type(DBCompressionType.none())
     options.set_write_buffer_size(write_buffer)
     options.set_level_compaction_dynamic_level_bytes(True)
@@ -278,10 +288,10 @@ def _options(write_buffer: int, block_cache: int, direct: bool) -> Options:
 
 
 def _first(number: int) -> bytes:
-    """No key of the table with this number is less."""
+    """Lower bound of the keys of the table with this number."""
     return number.to_bytes(2, "big") + bytes(8)
 
 
 def _all(calls: Iterator[Any]) -> None:
-    """Makes the calls of a ``map`` without a loop in Python."""
+    """Run the calls of a ``map`` without a Python loop."""
     deque(calls, maxlen=0)

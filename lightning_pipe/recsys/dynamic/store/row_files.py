@@ -1,9 +1,9 @@
-"""Rows of dynamic tables as files: what a checkpoint and an export are made of.
+"""Files with the rows of dynamic tables, for checkpoints and exports.
 
-    <table>.rank-0-of-2.00000.pt     ids, counts, the batches they were last seen in, and a tensor for each column
-    <table>.rank-0-of-2.json         the rank's files: how many rows each has, its bytes and their checksum
+    <table>.rank-0-of-2.00000.pt     ids, counts, steps in which the rows were last seen, and a tensor for each column
+    <table>.rank-0-of-2.json         list of the rank's files: number of rows, size in bytes and checksum of each
 
-Every rank writes its own; any number of ranks can read them. Ids are the user's own, not mixed.
+Every rank writes its own rows. Any number of ranks can read them. Ids are the original ids, not mixed ones.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from lightning_pipe.recsys.dynamic.store.tensor_file import read_tensors
 
 __all__ = ["Column", "Columns", "StoredRows", "check_rows", "read_rows", "write_rows"]
 
-# Shape of a row in it, and type.
+# Shape of a row in the column, and type of the column.
 Column = tuple[tuple[int, ...], torch.dtype]
 Columns = Sequence[Column]
 
-# Bytes: a scan of a store gives some megabytes at a time, and once gave 65,536 rows.
+# Limits in bytes. A chunk of a store's scan has a few megabytes; older versions wrote 65,536 rows per file.
 _LARGEST_FILE = 1 << 32
 _LARGEST_LIST = 1 << 26
 _NUMBERS = re.compile(rb'(\d{1,18}), "bytes": (\d{1,18}), "crc32": (\d{1,10})\}(, |\])')
@@ -41,12 +41,12 @@ _NUMBERS = re.compile(rb'(\d{1,18}), "bytes": (\d{1,18}), "crc32": (\d{1,10})\}(
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Some rows of one table.
+    """Chunk of one table's rows.
 
     Attributes:
-        ids: int64 [n].
-        counts: int64 [n], in how many batches each has been.
-        last_seen: int64 [n], the number of the batch that each was last in.
+        ids: ids of the rows, int64 [n].
+        counts: number of trained batches in which each id has occurred, int64 [n].
+        last_seen: number of the last such batch, int64 [n].
         columns: weights [n, dimensions] and the optimiser's states, each [n] or [n, dimensions].
     """
 
@@ -57,12 +57,20 @@ class StoredRows:
 
 
 def write_rows(folder: Path, table: str, rank: int, ranks: int, chunks: Iterator[StoredRows]) -> int:
-    """Write this rank's rows of a table, a file for each of *chunks*; returns how many rows there were.
+    """Write this rank's rows of a table durably, one file for each chunk.
 
-    They are on disk when it returns.
+    Args:
+        folder: target folder; created if it does not exist.
+        table: name of the table.
+        rank: this rank.
+        ranks: number of ranks.
+        chunks: this rank's rows.
+
+    Returns:
+        The number of rows written.
 
     Raises:
-        SetupError: the folder has rows of the table already.
+        SetupError: The folder already has rows of the table, from this rank or another number of ranks.
     """
     folder.mkdir(parents=True, exist_ok=True)
     there = [
@@ -70,8 +78,8 @@ def write_rows(folder: Path, table: str, rank: int, ranks: int, chunks: Iterator
     ]
     if there:
         raise SetupError(
-            f"rows of dynamic table {table} were to be written to {str(folder)!r}, which has some already, as"
-            f" {sorted(there)[0]}; needed is a folder without: name another, or remove it"
+            f"rows of dynamic table {table} cannot be written to {str(folder)!r}, which already has rows of it, such"
+            f" as {sorted(there)[0]}. Choose another folder, or remove this one"
         )
     files: list[dict[str, Any]] = []
     for number, rows in enumerate(chunks):
@@ -79,7 +87,7 @@ def write_rows(folder: Path, table: str, rank: int, ranks: int, chunks: Iterator
             "ids": rows.ids,
             "counts": rows.counts,
             "last_seen": rows.last_seen,
-            # A view would bring all that it is a view of.
+            # Saving a view would save its whole storage.
             "columns": [column.contiguous().clone() if is_view(column) else column for column in rows.columns],
         }
         buffer = io.BytesIO()
@@ -95,14 +103,14 @@ def write_rows(folder: Path, table: str, rank: int, ranks: int, chunks: Iterator
 
 
 def check_rows(folder: Path, tables: Mapping[str, Columns | None]) -> None:
-    """Looks whether all ranks' rows of each table are there, and as they were written. Reads every file.
+    """Check that all ranks' rows of each table exist and are undamaged. Reads every file.
 
     Args:
-        folder: where they are.
-        tables: of each the shape of a row in each column, and the column's type; None where any will do.
+        folder: folder of the files.
+        tables: expected columns of each table; None accepts any columns.
 
     Raises:
-        SetupError: a file is damaged or missing, holds something else, or they are not of one number of ranks.
+        SetupError: A file is damaged, missing or has other contents, or the files are from different numbers of ranks.
     """
     for table, columns in tables.items():
         for _ in _all_rows(folder, table, columns):
@@ -110,18 +118,21 @@ def check_rows(folder: Path, tables: Mapping[str, Columns | None]) -> None:
 
 
 def read_rows(folder: str | Path, table: str, module: str | None = None) -> Iterator[StoredRows]:
-    """All ranks' rows of a table, as they were written, without a model or other ranks.
+    """Read all ranks' rows of a table from files, without a model or other ranks.
 
     Args:
-        folder: of a checkpoint, or one that ``ShardedModel.write_rows`` was given; or that of a module's rows in it.
-        table: its name.
-        module: the dynamic module that has it, where several have a table of that name.
+        folder: folder of a checkpoint, the folder given to ``ShardedModel.write_rows``, or the folder of one module's
+            rows inside it.
+        table: name of the table.
+        module: name of the dynamic module of the table (default None: the only module with this table). Set it if
+            several modules have a table of this name.
 
     Yields:
-        some rows at a time, in no order.
+        Chunks of rows, in no particular order.
 
     Raises:
-        SetupError: as :func:`check_rows`; no module has such a table, or several.
+        SetupError: A file is damaged, missing or has other contents, see :func:`check_rows`; or no module, or more than
+            one, has such a table.
     """
     yield from _all_rows(_of_module(Path(folder), table, module), table, None)
 
@@ -136,36 +147,36 @@ def _all_rows(folder: Path, table: str, columns: Columns | None) -> Iterator[Sto
 
 
 def _of_module(folder: Path, table: str, module: str | None) -> Path:
-    """Where the lists of a table's files are: *folder*, or a module's below it."""
+    """Folder with the lists of a table's files: *folder*, or a module's folder below it."""
     if module is None and any(folder.glob(f"{escape(table)}.rank-*-of-*.json")):
         return folder
     below = folder / "rows"
     names = {one.parent.name for one in below.glob(f"*/{escape(table)}.rank-*-of-*.json")}
     found = names if module is None else names & {module}
     if not names and not below.is_dir():
-        return folder  # whose own lack says more
+        return folder  # the error for this folder's missing files is clearer
     if len(found) == 1:
         return below / found.pop()
     there = sorted({file.name.split(".rank-")[0] for file in below.glob("*/*.rank-*-of-*.json")})
     raise SetupError(
-        f"{str(folder)!r} has rows of table {table!r} in the modules {sorted(names) or 'none'}, and of the tables"
-        f" {there or 'none'}; name one of these tables, and with module= one of the modules if there are several"
+        f"{str(folder)!r} has rows of table {table!r} in the modules {sorted(names) or 'none'}, and rows of the tables"
+        f" {there or 'none'}. Name one of these tables, and pass module= if several modules have it"
     )
 
 
 def _lists(folder: Path, table: str) -> list[str]:
-    """Names of the ranks' lists of files."""
+    """Names of all ranks' lists of files."""
     found = {file.name for file in folder.glob(f"{escape(table)}.rank-*-of-*.json")}
     names = [f"{table}.rank-{rank}-of-{len(found)}.json" for rank in range(len(found))]
     if not found or found != set(names):
         there = ", ".join(sorted(found)) or "none"
-        raise _unreadable(folder, table, f"the lists of files there are {there}; needed is one of each rank of one run")
+        raise _unreadable(folder, table, f"found the lists of files {there}, expected one list of each rank of one run")
     return names
 
 
 @dataclass(frozen=True)
 class _File:
-    """A file, as its rank has listed it."""
+    """Entry of a file in its rank's list."""
 
     name: str
     rows: int
@@ -174,11 +185,11 @@ class _File:
 
 
 def _listed(path: Path) -> Iterator[_File]:
-    """What a rank says of its files: text as :func:`write_rows` writes it and no other, whatever JSON allows.
+    """Parse a rank's list of files, accepting only the exact format of :func:`write_rows` instead of any JSON.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is something else.
+        OSError: The list cannot be read.
+        ValueError: It has another format.
     """
     with open_regular(path, _LARGEST_LIST) as file:
         text = file.read()
@@ -199,15 +210,15 @@ def _listed(path: Path) -> Iterator[_File]:
         if found[4] == b"]":
             break
     if place != len(text):
-        raise ValueError(f"{path.name} goes on after its list: {text[place : place + 100]!r}")
+        raise ValueError(f"{path.name} has data after the end of its list: {text[place : place + 100]!r}")
 
 
 def _rows(folder: Path, listed: _File, columns: Columns | None) -> StoredRows:
-    """The rows of a file.
+    """Read the rows of a file.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is not as listed, or holds something else.
+        OSError: The file cannot be read.
+        ValueError: It differs from its entry in the list, or has other contents.
     """
     with open_regular(folder / listed.name, _LARGEST_FILE) as file:
         size = file.seek(0, io.SEEK_END)
@@ -224,12 +235,12 @@ def _rows(folder: Path, listed: _File, columns: Columns | None) -> StoredRows:
 def _checked(contents: Any, listed: _File, columns: Columns | None) -> StoredRows:
     names = ("ids", "counts", "last_seen", "columns")
     if type(contents) is not dict or contents.keys() != set(names) or type(contents["columns"]) is not list:
-        raise ValueError(f"expected {', '.join(names)}, which is a list")
+        raise ValueError(f"expected the entries {', '.join(names)}, the last a list")
     for name in names[:3]:
         _expect(name, contents[name], ((), torch.int64), listed.rows)
     found = contents["columns"]
     if not found or (columns is not None and len(columns) != len(found)):
-        raise ValueError(f"columns are {len(found)}, expected {len(columns) if columns else 'at least one'}")
+        raise ValueError(f"it has {len(found)} columns, expected {len(columns) if columns else 'at least one'}")
     for number, column in enumerate(found):
         _expect(f"columns[{number}]", column, None if columns is None else columns[number], listed.rows)
     return StoredRows(*(contents[name] for name in names))
@@ -237,7 +248,7 @@ def _checked(contents: Any, listed: _File, columns: Columns | None) -> StoredRow
 
 def _expect(name: str, value: Any, expected: Column | None, rows: int) -> None:
     if not isinstance(value, torch.Tensor) or not value.dim():
-        raise ValueError(f"{name} is no tensor of rows")
+        raise ValueError(f"{name} is not a tensor with rows")
     shape, dtype = (tuple(value.shape[1:]), value.dtype) if expected is None else expected
     if (tuple(value.shape), value.dtype) != ((rows, *shape), dtype):
         raise ValueError(f"{name} is {value.dtype} {list(value.shape)}, expected {dtype} {[rows, *shape]}")
@@ -245,8 +256,8 @@ def _expect(name: str, value: Any, expected: Column | None, rows: int) -> None:
 
 def _unreadable(folder: Path, table: str, why: str) -> SetupError:
     return SetupError(
-        f"rows of dynamic table {table} cannot be read from {str(folder)!r}: {why}. Needed are all files as they were"
-        " written: bring them back, or go on from another checkpoint"
+        f"rows of dynamic table {table} cannot be read from {str(folder)!r}: {why}. Restore the files as they were"
+        " written, or resume from another checkpoint"
     )
 
 

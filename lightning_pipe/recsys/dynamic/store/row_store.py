@@ -1,12 +1,12 @@
-"""What a store of rows on disk must be able to do: hold records by key, and come back as it was at a commit.
+"""Interface of a store of rows on disk: records by key, and recovery of the state at a commit.
 
     evictions ──► overlay (may be lost) ──┐
-    dirty rows of the cache at a commit ──┴─► prepare(v) ──► all ranks have ──► commit(v): the new base
-                                              durable, v - 1 still there        rolls forward from then on
+    dirty rows of the cache at a commit ──┴─► prepare(v) ──► all ranks have ──► commit(v): the new base,
+                                              durable, v - 1 still exists       recovery rolls forward to it
 
-A rank that is killed before it has prepared version *v* opens at *v* - 1, and so must the others: they can, since they
-commit only when all have prepared. A rank that has committed *v* knows that all others have at least prepared it, and
-can roll forward. So the version that all open at is the newest that any rank has committed (two-phase commit; Gray,
+A rank that is killed before it has prepared version *v* opens at *v* - 1. So must all others, and they can, because a
+rank commits only after all ranks have prepared. If a rank has committed *v*, all others have at least prepared *v* and
+can roll forward. All ranks therefore open at the newest version that any rank has committed (two-phase commit; Gray,
 "Notes on Data Base Operating Systems", 1978).
 
 Tested in ``tests/scenarios/recommenders/test_store_kills.py``.
@@ -29,12 +29,12 @@ Records = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class RunPart:
-    """Whose part of a table's rows a store has; those of a run fit together.
+    """Identity of a rank's store within a run. Only stores of the same run can be opened together.
 
     Attributes:
-        run: drawn at random when the stores of all ranks were new.
-        rank: whose store it is.
-        ranks: how many there are.
+        run: random name of the run, drawn when the stores of all ranks were new.
+        rank: rank of the store.
+        ranks: number of ranks.
     """
 
     run: str
@@ -44,12 +44,12 @@ class RunPart:
 
 @dataclass(frozen=True)
 class StoreState:
-    """What a rank finds when it opens its store.
+    """State of a rank's store.
 
     Attributes:
-        committed: the newest version that this rank has committed; 0 before the first.
-        prepared: the version that is prepared and not committed, None where there is none.
-        part: what was last told to ``join``, None before.
+        committed: newest version that this rank has committed; 0 before the first commit.
+        prepared: version that is prepared and not committed; None if no version is.
+        part: last argument of ``join``; None before the first call.
     """
 
     committed: int
@@ -58,91 +58,91 @@ class StoreState:
 
 
 class RowStore(ABC):
-    """One rank's records of all its tables.
+    """One rank's records of all tables.
 
-    A record is a fixed number of bytes by table. Keys are any int64, each at most once in a call. One thread at a time;
-    the caller sees to that. Reads see what was written last, committed or not.
+    Each table has records of a fixed number of bytes. Keys are any int64, without duplicates in a call. Stores are not
+    thread-safe. Reads return the last write, committed or not.
 
     Args:
-        path: the rank's own folder; made where it is not there.
-        widths: bytes of a record, by table.
-        description: anything in plain types (YAML's) that must be the same whenever the store is opened, such as
-            columns and optimiser of each table; a difference is refused.
+        path: folder of this rank; created if it does not exist.
+        widths: number of bytes of a record, for each table.
+        description: description of the tables in plain types (those of YAML), such as columns and optimiser of each
+            table. It must be the same whenever the store is opened.
 
     Raises:
-        SetupError: the folder holds a store of another description, one that is damaged or in use, or cannot be
-            written.
+        SetupError: The store in the folder has another description, is damaged or in use, or cannot be written.
     """
 
     @property
     @abstractmethod
     def state(self) -> StoreState:
-        """What was found at opening, or has become of it since."""
+        """Current state of the store."""
 
     @abstractmethod
     def join(self, part: RunPart) -> None:
-        """Be *part* of a run from now on, also after a crash. May come before ``settle``."""
+        """Make the store *part* of a run, durably. May be called before ``settle``."""
 
     @abstractmethod
     def settle(self, version: int) -> None:
-        """Before anything else: be as at *version*, which all ranks have agreed on; forget everything after it.
+        """Restore *version*, on which all ranks agree, and discard all later writes. Required before reads and writes.
 
         Raises:
-            SetupError: that version is neither the committed nor the prepared one.
+            SetupError: The version is neither the committed nor the prepared one.
         """
 
     @abstractmethod
     def read(self, table: str, keys: Keys) -> tuple[Records, npt.NDArray[np.bool_]]:
-        """Records of *keys*.
+        """Read the records of *keys*.
 
         Returns:
-            bytes, keys x width, undefined where there is none; and which were found.
+            The records [keys, width] as bytes, undefined for missing keys; and a mask of the keys that were found.
         """
 
     @abstractmethod
     def write(self, table: str, keys: Keys, records: Records) -> None:
-        """Keep records, to be read from now on, and to be part of the next commit. May be lost until then.
+        """Write records. Later reads return them, and the next commit includes them; a crash before it may lose them.
 
         Raises:
-            SetupError: the disk is full or the store cannot be written; what was committed is whole.
+            SetupError: The disk is full or the store cannot be written. The committed version is intact.
         """
 
     @abstractmethod
     def erase(self, table: str, keys: Keys) -> None:
-        """Forget keys, as ``write`` keeps records. Keys that are not there are none of its concern."""
+        """Erase records, with the same durability as ``write``. Missing keys are ignored."""
 
     @abstractmethod
     def prepare(self, version: int, notes: Mapping[str, str] | None = None) -> None:
-        """Make everything written so far durable, to become *version* (committed + 1) or to be forgotten.
+        """Make all writes so far durable as *version*, which can then be committed or discarded.
 
-        A second call, after the first has failed on some rank, takes its place.
+        A second call, after the first failed on some rank, replaces the first.
 
         Args:
-            notes: texts that belong to the version, for ``notes``.
+            version: number of the version, committed + 1.
+            notes: texts stored with the version and returned by ``notes`` (default None: no texts).
 
         Raises:
-            SetupError: as of ``write``.
+            SetupError: The disk is full or the store cannot be written. The committed version is intact.
         """
 
     @abstractmethod
     def commit(self, version: int) -> None:
-        """The prepared version is the present one from now on, also after a crash."""
+        """Make the prepared version the current one, durably."""
 
     @abstractmethod
     def notes(self) -> dict[str, str]:
-        """Those of the committed version."""
+        """Notes of the committed version."""
 
     @abstractmethod
     def scan(self, table: str, chunk: int = 65536) -> Iterator[tuple[Keys, Records]]:
-        """All records of a table, in the order of keys or any other fixed one, at most *chunk* at a time.
+        """Yield all records of a table in a fixed order, such as that of the keys, at most *chunk* at a time.
 
-        They are those at its beginning, whatever is written or erased meanwhile.
+        The scan sees the records that existed when it began, independent of later writes and erasures.
         """
 
     @abstractmethod
     def count(self, table: str) -> int:
-        """How many records a table has. May cost a scan of the keys."""
+        """Number of records of a table. May require a scan of the keys."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the folder, without a commit. A second call does nothing."""
+        """Release the folder without a commit. A second call has no effect."""

@@ -1,8 +1,9 @@
-"""Tensors out of a file of ``torch.save``, read so that a hostile file costs no more than its size, and runs nothing.
+"""Reader of tensors saved by ``torch.save`` that is safe for hostile files: no code runs, and memory use is bounded.
 
-``torch.load(weights_only=True)`` runs no code either, but a few bytes can have it allocate any amount of memory. Here
-the pickle is read in Python, by the few opcodes that ``torch.save`` needs for tensors in dictionaries and lists. What
-it calls is replaced by what is in this module, and each tensor's bytes are an uncompressed part of the file.
+``torch.load(weights_only=True)`` runs no code either, but a few bytes can make it allocate any amount of memory. Here
+the pickle is read by the unpickler in Python, which allocates at most about the size of the file, and only with the
+opcodes that ``torch.save`` needs for tensors in dictionaries and lists. Functions named in the pickle are replaced by
+functions of this module. The bytes of each tensor are an uncompressed part of the file.
 
 Tested in ``tests/scenarios/fuzzing/test_store_files.py``.
 """
@@ -21,7 +22,7 @@ import torch
 
 __all__ = ["read_tensors"]
 
-# Of the pickle, and of the list of the file's parts: some hundred bytes for each tensor are usual.
+# Maximum size in bytes of the pickle, and of the list of the file's parts. Some hundred bytes per tensor are usual.
 _LARGEST = 1 << 16
 _BLOCK = 1 << 20
 _OPCODES = (
@@ -44,38 +45,38 @@ _TYPES = {
 
 
 def read_tensors(file: IO[bytes]) -> Any:
-    """What was given to ``torch.save``: contiguous tensors in dictionaries with names, and in lists.
+    """Read an object saved by ``torch.save``: contiguous tensors in lists and in dictionaries with text keys.
 
     Args:
-        file: a regular one.
+        file: an open regular file.
 
     Raises:
-        ValueError: it is something else; says what.
-        OSError: it cannot be read.
+        ValueError: The file has other contents; the message describes them.
+        OSError: The file cannot be read.
     """
     try:
         end = zipfile._EndRecData(file)  # type: ignore[attr-defined]  # before anything is allocated for it
         if not end or end[zipfile._ECD_SIZE] > _LARGEST:  # type: ignore[attr-defined]
-            raise ValueError("it is no file of tensors: its end is something else")
+            raise ValueError("it is not a file of tensors: it does not end with a list of its parts")
         with zipfile.ZipFile(file) as parts:
             if sum(entry.file_size for entry in parts.infolist()) > file.seek(0, io.SEEK_END):
-                raise ValueError("its parts have more bytes than it")
+                raise ValueError("its parts have more bytes than the file")
             return _Pickle(parts).read()
     except (OSError, ValueError):
         raise
-    except Exception as error:  # of a zip file or a pickle that is none, in whatever way
-        raise ValueError(f"it is no file of tensors: {type(error).__name__}: {error}") from error
+    except Exception as error:  # an invalid zip file or pickle may raise any exception
+        raise ValueError(f"it is not a file of tensors: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
 class _Storage:
-    """Of a tensor: its values are a part of the file."""
+    """Storage of a tensor: one part of the file."""
 
     dtype: torch.dtype
     values: torch.Tensor
 
 
-# The unpickler in Python, which allocates no more than it has read; its stub hides what it is made of.
+# The unpickler in Python, which allocates no more than it has read. Its type stub hides its attributes.
 _Unpickler: Any = pickle._Unpickler
 
 
@@ -93,9 +94,9 @@ class _Pickle(_Unpickler):
 
     def load_setitems(self) -> None:
         items = self.pop_mark()
-        # A tuple's hash may take forever, and so may its text: nothing here looks at a value of unknown type.
+        # The hash or text of a hostile tuple may take forever, so values of unknown type are never hashed or printed.
         if type(self.stack[-1]) is not dict or any(type(key) is not str for key in items[::2]):
-            raise ValueError("it has a dictionary whose keys are no names")
+            raise ValueError("it has a dictionary with keys that are not texts")
         self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
 
     dispatch: ClassVar[dict[int, Any]] = {
@@ -114,7 +115,7 @@ class _Pickle(_Unpickler):
 
     def persistent_load(self, found: Any) -> _Storage:
         if type(found) is not tuple or [type(one) for one in found] != [str, str, str, str, int]:
-            raise ValueError("it has a part that is no tensor's storage")
+            raise ValueError("it has a part that is not a tensor's storage")
         _, name, key, _, count = found
         if name not in _TYPES or (key in self._storages and self._storages[key].dtype != _TYPES[name]):
             raise ValueError(f"its part {key!r:.50} has numbers of kind {name!r:.50}")
@@ -135,20 +136,20 @@ class _Pickle(_Unpickler):
         with self._parts.open(entry) as stream:
             for begin in range(0, size, _BLOCK):
                 content[begin : begin + _BLOCK] = stream.read(min(_BLOCK, size - begin))
-            stream.read(1)  # at the end its checksum is looked at
+            stream.read(1)  # reading at the end verifies the checksum
         if len(content) != size:
-            raise ValueError(f"its part {name!r} is cut off")
+            raise ValueError(f"its part {name!r} is truncated")
         return content
 
 
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, *rest: Any) -> Any:
-    """As PyTorch's own, of a contiguous tensor."""
+    """Replacement of ``torch._utils._rebuild_tensor_v2`` for contiguous tensors."""
     numbers = [offset, *size, *stride] if type(size) is type(stride) is tuple and len(size) == len(stride) < 3 else [""]
     if not isinstance(storage, _Storage) or any(type(number) is not int or number < 0 for number in numbers):
-        raise ValueError("a tensor's storage, offset, size or strides are something else")
+        raise ValueError("a tensor's storage, offset, size or strides are invalid")
     count = math.prod(size)
     if offset + count > len(storage.values):
-        raise ValueError(f"a tensor of {count} numbers is in a part of {len(storage.values)}")
+        raise ValueError(f"a tensor has {count} numbers, but its part of the file has {len(storage.values)}")
     values = storage.values[offset : offset + count].view(size)
     if any(one != other for one, other, length in zip(stride, values.stride(), size, strict=True) if length > 1):
         raise ValueError(f"a tensor of size {size} has strides {stride}, expected {values.stride()}")
@@ -156,4 +157,4 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, requires_grad: An
 
 
 def _no_hooks() -> None:
-    """In place of a tensor's backward hooks, of which a saved one has none."""
+    """Replacement of the ordered dictionary of backward hooks, which is empty for a saved tensor."""

@@ -1,6 +1,6 @@
-"""The small files of a store's folder, read as what may be damaged or made to harm: each is of the kinds that it holds.
+"""Readers of the small files in a store's folder, which may be damaged or hostile. The type of every value is checked.
 
-Checksums find damage. They say nothing of what somebody else has written.
+Checksums detect damage, but not files that someone else has written.
 
 Tested in ``tests/scenarios/fuzzing/test_store_files.py``.
 """
@@ -19,11 +19,11 @@ __all__ = ["fingerprint", "part_of", "read_committed", "read_contents", "read_he
 
 
 def read_header(folder: Path) -> dict[str, Any]:
-    """What the store is, of ``store.json``.
+    """Read the header of the store from ``store.json``.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it holds something else.
+        FileNotFoundError: The file does not exist.
+        ValueError: It has other contents.
     """
     found = read_json(folder / "store.json")
     if type(found) is not dict or found.keys() - {"format", "engine", "description", "part"}:
@@ -33,10 +33,10 @@ def read_header(folder: Path) -> dict[str, Any]:
 
 
 def part_of(header: dict[str, Any]) -> RunPart | None:
-    """Whose part of which run the store is.
+    """Part of a run that the store's header names; None if the store has not joined a run.
 
     Raises:
-        ValueError: it is none.
+        ValueError: The entry has other contents.
     """
     part = header.get("part")
     kinds = {"run": str, "rank": int, "ranks": int}
@@ -46,32 +46,32 @@ def part_of(header: dict[str, Any]) -> RunPart | None:
 
 
 def read_committed(folder: Path) -> int:
-    """The version that is the present one, of ``committed.json``.
+    """Read the committed version from ``committed.json``.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it holds something else.
+        FileNotFoundError: The file does not exist.
+        ValueError: It has other contents.
     """
     found = read_json(folder / "committed.json")
     version = found["version"] if type(found) is dict and found.keys() == {"version"} else None
     if type(version) is not int or not 0 <= version < 1 << 63:
-        raise ValueError(f"committed.json holds {short(found)}, expected version alone, a number from 0")
+        raise ValueError(f"committed.json holds {short(found)}, expected only version, a whole number >= 0")
     return version
 
 
 def read_contents(folder: Path, version: int) -> dict[str, Any]:
-    """Notes and files of a version, of its ``contents.json``.
+    """Read the notes and the list of files of a version from its ``contents.json``.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it holds something else, or another version.
+        FileNotFoundError: The file does not exist.
+        ValueError: It has other contents, or belongs to another version.
     """
     found = read_json(folder / "contents.json")
     where = f"contents.json of version {version}"
     if type(found) is not dict or found.keys() != {"version", "notes", "files"}:
         raise ValueError(f"{where} holds {short(found)}, expected version, notes and files")
     if found["version"] != version:
-        raise ValueError(f"{where} is of version {short(found['version'])}")
+        raise ValueError(f"{where} belongs to version {short(found['version'])}")
     if type(found["notes"]) is not dict or any(type(text) is not str for text in found["notes"].values()):
         raise ValueError(f"{where} has the notes {short(found['notes'])}, expected texts by name")
     files = found["files"]
@@ -86,13 +86,16 @@ def _is_file(name: str, expected: Any) -> bool:
 
 
 def fingerprint(path: Path, shared: str, expected: list[int] | None = None) -> list[int]:
-    """Size and checksum of a file; of those whose names end in *shared* the size alone: their blocks have checksums.
+    """Size and checksum of a file; only the size if its name ends in *shared*, because its blocks have checksums.
 
-    A file that is not of the size expected is not read.
+    Args:
+        path: the file.
+        shared: end of the names of files that the engine never changes after writing.
+        expected: expected size and checksum. A file of another size is not read (default None: read in any case).
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is no regular file.
+        FileNotFoundError: The file does not exist.
+        ValueError: It is not a regular file.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -101,5 +104,5 @@ def fingerprint(path: Path, shared: str, expected: list[int] | None = None) -> l
 
 
 def short(value: Any) -> str:
-    """The beginning of a value's text, whatever its size and depth."""
+    """Beginning of a value's text, with bounded cost for values of any size and depth."""
     return reprlib.repr(value)

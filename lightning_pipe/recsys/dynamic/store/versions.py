@@ -1,15 +1,15 @@
-"""The folder of one rank's store: a working copy that may be lost, and the versions that may not.
+"""Folder of one rank's store: a working copy that may be lost, and durable versions.
 
-    lock              held while the store is open; the system lets go of it when the process ends, however it does
-    store.json        what the store is: format, engine, description, and whose part of which run
-    committed.json    the version that is the present one, 0 before the first
-    version.12/       its files, which nobody changes, and contents.json: their sizes, and the version's notes
-    version.13/       prepared: in place of version.12 as soon as committed.json says so
-    working/          the engine's own; made anew from a version whenever the store is opened
-    *.new, trash.*    what a process that was killed has left; nobody reads it
+    lock              held while the store is open; released by the operating system when the process ends in any way
+    store.json        header: format, engine, description, and the rank and run of the store
+    committed.json    the current version, 0 before the first commit
+    version.12/       files of the version, never changed, and contents.json: their sizes and checksums, and the notes
+    version.13/       a prepared version; replaces version.12 as soon as committed.json names it
+    working/          working copy of the engine; created from a version whenever the store is opened
+    *.new, trash.*    leftovers of a killed process; never read
 
-Files that the engine never changes once written are shared between working copy and versions as hard links, so that a
-version costs what has changed since the last.
+Files that the engine never changes after writing are shared between the working copy and the versions as hard links. A
+version therefore costs only the changes since the previous one.
 
 Tested in ``tests/scenarios/fuzzing/test_store_files.py``.
 """
@@ -46,25 +46,25 @@ from lightning_pipe.recsys.dynamic.store.version_files import (
 __all__ = ["VersionedFolder"]
 
 _FORMAT = 1
-# What is there of a store that is being made.
+# Files of a store whose creation was interrupted.
 _FIRST = {"lock", "committed.json", "committed.json.new", "store.json.new"}
 
 
 class VersionedFolder:
-    """What is in the folder, and how it becomes a version.
+    """Folder of a store with a working copy and versions.
 
     Args:
-        path: the folder; made where it is not there.
-        engine: what made the files; another engine's are refused.
-        description: as :class:`~lightning_pipe.recsys.dynamic.store.row_store.RowStore`'s, with the tables' widths.
-        shared: the end of the names of files that the engine never changes once written.
+        path: the folder; created if it does not exist.
+        engine: name of the engine that writes the files. A folder of another engine is refused.
+        description: see :class:`~lightning_pipe.recsys.dynamic.store.row_store.RowStore`, with the tables' widths.
+        shared: end of the names of files that the engine never changes after writing.
 
     Attributes:
-        state: what was found, or has become of it since.
-        working: the working copy, there after :meth:`settle`.
+        state: current state of the store.
+        working: folder of the working copy. :meth:`settle` fills it, or removes it for version 0.
 
     Raises:
-        SetupError: the folder is in use, not writable, damaged, or of another engine or description.
+        SetupError: The folder is in use, not writable or damaged, or has another engine or description.
     """
 
     def __init__(self, path: Path, engine: str, description: Mapping[str, Any], shared: str) -> None:
@@ -86,12 +86,12 @@ class VersionedFolder:
     # ------------------------------------------------------------------ versions
 
     def settle(self, version: int) -> None:
-        """A working copy of *version*, and no other version; those left over by a killed process go, too."""
+        """Create the working copy from *version*, and remove all other versions and leftovers of killed processes."""
         self.require(
             version in (self.state.committed, self.state.prepared),
-            f"version {version} is asked for",
+            f"version {version} was requested",
             f"the store has version {self.state.committed} committed and {self.state.prepared} prepared",
-            "bring back the folders of all ranks as they were together, or start with an empty one",
+            "Restore the folders of all ranks from copies made at the same time, or start with empty folders",
         )
         with self._system_errors():
             if version == self.state.prepared:
@@ -109,19 +109,19 @@ class VersionedFolder:
                 link_files(self._version(version), self.working, contents["files"], self._shared)
 
     def prepare(self, version: int, notes: Mapping[str, str], fill: Callable[[Path], None]) -> None:
-        """A durable version, which can become the present one.
+        """Write a durable version that can be committed.
 
         Args:
-            version: the committed one's successor; one that is prepared already is replaced.
-            notes: kept with it.
-            fill: makes the folder that it is given, with the version's files; of those that are shared the bytes are on
-                disk when it returns.
+            version: number of the version, committed + 1. A version that is already prepared is replaced.
+            notes: texts stored with the version.
+            fill: function that creates the given folder with the version's files. The contents of shared files must be
+                on disk when it returns.
         """
         self.require(
             version == self.state.committed + 1,
-            f"version {version} is to be prepared",
-            f"the next is {self.state.committed + 1}",
-            "count versions one by one",
+            f"version {version} was to be prepared",
+            f"the next version is {self.state.committed + 1}",
+            "Prepare versions in sequence",
         )
         with self._system_errors():
             if self.state.prepared is not None:
@@ -139,12 +139,12 @@ class VersionedFolder:
             self.state = StoreState(self.state.committed, version, self.state.part)
 
     def commit(self, version: int) -> None:
-        """The prepared version is the present one."""
+        """Make the prepared version the current one, durably."""
         self.require(
             version == self.state.prepared,
-            f"version {version} is to be committed",
-            f"the one prepared is {self.state.prepared}",
-            "prepare it first",
+            f"version {version} was to be committed",
+            f"the prepared version is {self.state.prepared}",
+            "Prepare the version first",
         )
         with self._system_errors():
             notes = self._contents(version)["notes"]
@@ -154,11 +154,11 @@ class VersionedFolder:
             discard(self._version(version - 1))
 
     def notes(self) -> dict[str, str]:
-        """Those of the committed version."""
+        """Notes of the committed version."""
         return dict(self._notes)
 
     def join(self, part: RunPart) -> None:
-        """The store is this part of a run from now on."""
+        """Make the store this part of a run, durably."""
         with self._system_errors():
             header = {**self._header, "part": asdict(part)}
             write_json(self._path / "store.json", header)
@@ -166,28 +166,29 @@ class VersionedFolder:
             self.state = StoreState(self.state.committed, self.state.prepared, part)
 
     def close(self) -> None:
-        """Let go of the folder. The working copy stays, for the next to remove."""
+        """Release the folder. The working copy stays; the next opening removes it."""
         self._lock.close()
 
     # ------------------------------------------------------------------ errors
 
     def require(self, condition: bool, found: str, needed: str, fix: str) -> None:
-        """Raises SetupError unless *condition* holds."""
+        """Raise SetupError unless *condition* holds."""
         if not condition:
-            raise SetupError(f"the store of rows in {self._path}: {found}; {needed}; {fix}")
+            raise SetupError(f"the store of rows in {self._path}: {found}, but {needed}. {fix}")
 
     def damaged(self, what: str) -> SetupError:
-        """The error for a folder whose contents are not what was written."""
+        """Error for a folder whose contents differ from the files that were written."""
         return SetupError(
-            f"the store of rows in {self._path} is damaged: {what}; needed are the files as they were written: bring"
-            " back a copy of the folders of all ranks, made at the same time, or start with empty ones"
+            f"the store of rows in {self._path} is damaged: {what}. Restore the folders of all ranks from copies made"
+            " at the same time, or start with empty folders"
         )
 
     def unwritable(self, what: object) -> SetupError:
-        """The error for a disk that is full, or a folder that cannot be written."""
+        """Error for a full disk, or a folder that cannot be written."""
         return SetupError(
-            f"the store of rows in {self._path} cannot be written: {what}; needed are permission and room for all that"
-            " changes between two commits: what was committed is whole; make room, and start again from there"
+            f"the store of rows in {self._path} cannot be written: {what}; it needs write permission and room for all"
+            " changes between two commits. The committed version is intact: free disk space or fix the permissions, and"
+            " restart from it"
         )
 
     @contextmanager
@@ -207,8 +208,8 @@ class VersionedFolder:
             return FolderLock(self._path)
         except BlockingIOError as error:
             raise SetupError(
-                f"the store of rows in {self._path} is in use by {error} process; needed is one process for a rank's"
-                " folder: wait for the other to end, or use another folder"
+                f"the store of rows in {self._path} is in use by {error} process; expected one user of a rank's folder."
+                " Wait until the folder is released, or use another folder"
             ) from error
 
     def _read_header(self, wanted: dict[str, Any]) -> dict[str, Any]:
@@ -220,7 +221,7 @@ class VersionedFolder:
             others = sorted(file.name for file in self._path.iterdir() if file.name not in _FIRST)
             if others:
                 raise self.damaged(f"it has {', '.join(others)}, but no store.json") from None
-            # With the last of them it is a store.
+            # The store exists once the last of these files does.
             write_json(self._path / "committed.json", {"version": 0})
             write_json(path, wanted)
             sync_name(self._path)
@@ -230,8 +231,8 @@ class VersionedFolder:
         differences = list(_differences({key: found.get(key) for key in wanted}, wanted))
         if differences:
             raise SetupError(
-                f"the store of rows in {self._path} was made for something else: {'; '.join(differences)}; needed is"
-                " the same: change it back, or use another folder"
+                f"the store of rows in {self._path} was created with a different configuration:"
+                f" {'; '.join(differences)}. Restore that configuration, or use another folder"
             )
         return found
 
@@ -243,10 +244,12 @@ class VersionedFolder:
         versions = {
             int(match[1]) for file in self._path.iterdir() if (match := re.fullmatch(r"version\.(\d+)", file.name))
         }
-        # The one before may be there still, where the process was killed.
+        # The previous version may still exist if the process was killed.
         odd = versions - {committed - 1, committed, committed + 1}
         if odd or (committed > 0 and committed not in versions):
-            raise self.damaged(f"the committed version is {committed}, those in it are {sorted(versions)}")
+            raise self.damaged(
+                f"the committed version is {committed}, but the folder has the versions {sorted(versions)}"
+            )
         if committed > 0:
             self._notes = self._contents(committed)["notes"]
         prepared = committed + 1 if committed + 1 in versions else None
@@ -259,7 +262,7 @@ class VersionedFolder:
             raise self.damaged(f"version {version}: {error}") from error
 
     def _check(self, version: int) -> dict[str, Any]:
-        """The version's contents, if its files are as they were."""
+        """Return the version's contents after checking its files."""
         contents = self._contents(version)
         for name, expected in contents["files"].items():
             found: list[int] | None = None
@@ -270,12 +273,12 @@ class VersionedFolder:
             except ValueError as error:
                 raise self.damaged(f"version {version}: {error}") from error
             if found != expected:
-                raise self.damaged(f"{name} of version {version} has size and checksum {found}, not {expected}")
+                raise self.damaged(f"{name} of version {version} has size and checksum {found}, expected {expected}")
         return contents
 
 
 def _differences(found: Any, wanted: Any, where: str = "") -> Iterator[str]:
-    """What is not the same in two things of plain types, entry by entry."""
+    """Descriptions of the differences between two values of plain types, entry by entry."""
     if isinstance(found, dict) and isinstance(wanted, dict):
         for key in sorted(found.keys() | wanted.keys()):
             inner = f"{where}.{key}" if where else key
