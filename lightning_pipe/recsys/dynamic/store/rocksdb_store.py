@@ -233,7 +233,7 @@ class RocksDbStore(RowStore):
         return options
 
     def _expect_end(self, options: ReadOptions, last: bytes) -> None:
-        """Raise an error if a scan ended at a damaged block, where iterators end silently; one more step shows the error.
+        """Raise an error if a scan ended at a damaged block, where iterators end silently; another step shows it.
 
         Args:
             options: options of the scan.

@@ -1,4 +1,4 @@
-"""The rows that one batch holds in the caches of one module, from its prefetch to the end of its backward.
+"""Rows of a batch in the caches of a module, pinned from the prefetch to the end of the backward.
 
 Tested in ``tests/recsys/dynamic/tables/test_sharded_tables.py``.
 """
@@ -19,33 +19,35 @@ Tickets = Sequence[tuple[RowCache, Ticket]]
 
 
 class Counter(Protocol):
-    """What counts batches."""
+    """Counter of batches."""
 
     @property
     def trained_step(self) -> int:
-        """Number of the batch that has been trained last."""
+        """Number of the last trained batch."""
 
     def next_step(self) -> int:
-        """Number of the one that begins now."""
+        """Begin a batch and return its number."""
 
     def trained_up_to(self, step: int) -> None:
-        """The batch of this number has been trained."""
+        """Record that the batch with this number has been trained."""
 
     def step_ended(self) -> None:
-        """All that one training step has looked up is trained."""
+        """Record that all lookups of one training step have been trained."""
 
 
 class BatchRows:
-    """Rows pinned for a batch. Forgotten without an end, as where an exception keeps it from training, they are let go.
+    """Rows pinned for a batch. They are released on garbage collection if an exception prevents :meth:`end`.
 
     Args:
-        features: the batch's features with slots in place of ids; None where the prefetch failed.
-        tickets: of each cache.
-        counter: of the batches of all these caches.
-        error: why it failed: raised by all ranks together, before the lookup.
+        features: features of the batch with slots instead of ids; None if the prefetch failed.
+        tickets: each cache with the batch's ticket.
+        counter: counter of the batches of all these caches.
+        error: error of the prefetch, if it failed. All ranks raise it together before the lookup.
 
     Attributes:
-        counter: as given.
+        features: features of the batch with slots instead of ids.
+        error: error of the prefetch.
+        counter: counter of the batches.
     """
 
     def __init__(
@@ -62,18 +64,18 @@ class BatchRows:
         self._step = 0
 
     def begin(self) -> None:
-        """The batch's turn has come: its ids are counted, and its rows are to be looked up and trained."""
+        """Count the batch's ids, before its rows are looked up and trained."""
         self._step = self.counter.next_step()
         for cache, ticket in self._tickets:
             cache.begin(ticket, self._step)
 
     def show(self) -> None:
-        """The rows are to be looked up, and not trained: rows that nobody has seen for long are new ones."""
+        """Restart expired rows, before a lookup without training."""
         for cache, ticket in self._tickets:
             cache.expire(ticket, self.counter.trained_step)
 
     def end(self, trained: bool) -> None:
-        """The rows have been trained, or will not be. Once; a second call does nothing."""
+        """Release the rows after training, or because they will not be trained. A second call has no effect."""
         tickets, self._tickets = self._tickets, []
         for cache, ticket in tickets:
             if trained:
@@ -85,7 +87,7 @@ class BatchRows:
 
 
 def end_step(batches: Sequence[BatchRows], trained: bool) -> None:
-    """Ends all that one step has looked up; a module may have been called several times in it."""
+    """End all lookups of one step, in which a module may have been called several times."""
     for rows in batches:
         rows.end(trained)
     if trained:

@@ -1,8 +1,9 @@
-"""Ids spread evenly over ranks: a bijection of int64, and back.
+"""Bijection of int64 that spreads ids evenly over ranks, and its inverse.
 
-Ids of real data are anything but random: counters, timestamps, hashes with a tag in their low bits. A rank owns the
-mixed ids that are its number modulo the number of ranks. The mix is the finaliser of SplitMix64 (Steele, Lea and Flood,
-"Fast splittable pseudorandom number generators", OOPSLA 2014), which has an inverse, so no id is lost or doubled.
+Ids of real data are not random: they are counters, timestamps, or hashes with a tag in their low bits. A rank owns the
+mixed ids that are equal to its number modulo the number of ranks. The mix is the finaliser of SplitMix64 (Steele, Lea
+and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014). It has an inverse, so distinct ids stay
+distinct.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _INVERSES = tuple(_signed(pow(factor, -1, 1 << 64)) for factor in _FACTORS)
 
 
 def mix(ids: torch.Tensor) -> torch.Tensor:
-    """Mixed *ids*, int64, any shape; a copy."""
+    """Mix *ids*, int64 of any shape, into a new tensor."""
     mixed = ids ^ _shifted(ids, _SHIFTS[0])
     mixed *= _signed(_FACTORS[0])
     mixed ^= _shifted(mixed, _SHIFTS[1])
@@ -32,7 +33,7 @@ def mix(ids: torch.Tensor) -> torch.Tensor:
 
 
 def unmix(mixed: torch.Tensor) -> torch.Tensor:
-    """The ids that :func:`mix` made *mixed* of; a copy."""
+    """Invert :func:`mix`, into a new tensor."""
     ids = _unshift(mixed, _SHIFTS[2])
     ids *= _INVERSES[1]
     ids = _unshift(ids, _SHIFTS[1])
@@ -41,11 +42,11 @@ def unmix(mixed: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
-    """A logical shift to the right, which PyTorch has for no signed type."""
+    """Logical shift to the right, which PyTorch does not have for signed types."""
     return (bits >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def _unshift(bits: torch.Tensor, by: int) -> torch.Tensor:
-    """The inverse of ``x ^ (x >>> by)``, for *by* of at least 22."""
+    """Inverse of ``x ^ (x >>> by)``, for *by* >= 22."""
     found = bits ^ _shifted(bits, by)
     return found ^ _shifted(bits, 2 * by)

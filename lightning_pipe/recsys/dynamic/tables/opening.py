@@ -1,4 +1,4 @@
-"""Gives sharded dynamic modules their rows: caches over what TorchRec's kernels hold, and a store for each module.
+"""Creation of the rows of sharded dynamic modules: caches over the tensors of TorchRec's kernels, and a store.
 
 Tested in ``tests/scenarios/recommenders/test_dynamic_embeddings.py``.
 """
@@ -36,16 +36,21 @@ __all__ = ["check_data_type", "in_kernel", "open_rows"]
 
 
 def check_data_type(config: BaseEmbeddingConfig, device: torch.device) -> None:
-    """Raises SetupError for a dynamic table whose rows have a type that FBGEMM has no kernel for on *device*."""
+    """Raise SetupError if FBGEMM has no kernel on *device* for a dynamic table's data type."""
     if device.type == "cpu" and config.data_type == DataType.BF16:
         raise SetupError(
-            f"dynamic table {config.name!r} has data_type=DataType.BF16, for which FBGEMM has no kernel on a CPU;"
-            " needed is DataType.FP32 or DataType.FP16, or a GPU"
+            f"dynamic table {config.name!r} has data_type=DataType.BF16, for which FBGEMM has no CPU kernel. Use"
+            " DataType.FP32 or DataType.FP16, or a GPU"
         )
 
 
 def in_kernel(optimizer: TableOptimizer, device: torch.device) -> TableOptimizer:
-    """What a fused kernel is to be told of a dynamic table's optimiser: it has none where a row optimiser stands in."""
+    """Optimiser of a dynamic table's fused kernel: plain SGD if a row optimiser replaces it.
+
+    Args:
+        optimizer: optimiser of the table.
+        device: device of the table.
+    """
     if not _needs_row_adam(optimizer, device):
         return optimizer
     return TableOptimizer(torch.optim.SGD, {"lr": optimizer.learning_rate}, torch.optim.SGD, False)
@@ -63,18 +68,18 @@ def open_rows(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> RowTables:
-    """Opens the store of a module and makes its caches. All ranks call it together.
+    """Open the store of a module and create its caches. Collective.
 
     Args:
-        name: of the module, for messages.
-        module: sharded; its caches are set.
-        optimizers: of each table.
-        seed: of initial values, where the module has none of its own.
-        group: the ranks that the module is sharded over.
-        device: of its tables.
+        name: name of the module, for messages.
+        module: the sharded module, which gets the caches.
+        optimizers: optimiser of each table.
+        seed: seed of initial values, used if the module's storage has no seed.
+        group: process group of the ranks that the module is sharded over.
+        device: device of the tables.
 
     Raises:
-        SetupError: on every rank, if any cannot open its store, or the cache is too small for the ranks.
+        SetupError: On every rank, if any rank cannot open its store, or a cache has fewer rows than ranks.
     """
     ranks, storage = group.size(), module.storage
     row_optimizers = _row_optimizers(module, optimizers, device)
@@ -87,8 +92,8 @@ def open_rows(
         if not len(tensors[0]):
             raise SetupError(
                 f"dynamic table {table!r} of module {name!r} has cache_rows="
-                f"{module.dynamic_tables[table].cache_rows} for {ranks} ranks; needed is at least one for each, and the"
-                " rows of all batches in flight"
+                f"{module.dynamic_tables[table].cache_rows} for {ranks} ranks; expected at least one row for each rank."
+                " Set cache_rows to hold the rows of all batches in flight"
             )
     description = {
         table: {
@@ -132,23 +137,23 @@ def open_rows(
 
 
 def open_store(path: Path, widths: Mapping[str, int], description: Any) -> RowStore:
-    """A rank's store, not settled yet.
+    """Open a rank's store, without settling it.
 
     Raises:
-        SetupError: its package is missing; and what the store raises.
+        SetupError: The package rocksdict cannot be imported, or the store cannot be opened.
     """
     try:
         from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
     except ImportError as error:
         raise SetupError(
-            f"dynamic tables keep their rows in RocksDB, whose package cannot be imported: {error}; install"
+            f"dynamic tables keep their rows in RocksDB, whose package cannot be imported: {error}. Install"
             " lightning-pipe[dynamic]"
         ) from error
     return RocksDbStore(path, widths, description)
 
 
 def record_width(columns: list[Tensor]) -> int:
-    """Bytes of a row in the store: its header, and its part of each column."""
+    """Number of bytes of a row in the store: its header and its values in each column."""
     return BYTES + sum(column[:1].numel() * column.element_size() for column in columns)
 
 
@@ -207,14 +212,14 @@ def _initial(table: DynamicTable) -> Any:
     where = f"initial of dynamic table {table.name!r}"
     if len(given) != 1 or next(iter(given)) not in kinds:
         raise SetupError(
-            f"{where} is {dict(given)}; needed is one of {{'uniform': [low, high]}}, {{'normal': [mean, std]}} and"
+            f"{where} is {dict(given)}; expected {{'uniform': [low, high]}}, {{'normal': [mean, std]}} or"
             " {'constant': value}, or a function of ids"
         )
     kind, arguments = next(iter(given.items()))
     try:
         return kinds[kind](*(arguments if isinstance(arguments, (list, tuple)) else [arguments]))
     except TypeError as error:
-        raise SetupError(f"{where} is {dict(given)}: {error}; mend the numbers") from error
+        raise SetupError(f"{where} is {dict(given)}, whose values are invalid: {error}. Correct the values") from error
 
 
 def _ids_of(mixed: Keys) -> Keys:
@@ -227,5 +232,5 @@ def _score_ids(function: Callable[..., Any], mixed: Keys, counts: Any, last_seen
 
 
 def _of_ids(function: Callable[[Tensor], Tensor], mixed: Tensor) -> Tensor:
-    """Users know ids as they are, and not how they are spread over ranks."""
+    """Call a user's function with the original ids instead of the mixed ones."""
     return function(unmix(mixed))

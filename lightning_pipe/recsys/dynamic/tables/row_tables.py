@@ -1,4 +1,4 @@
-"""The caches of one sharded dynamic module on one rank, and the store behind them."""
+"""Caches of a sharded dynamic module on one rank, and their store."""
 
 from __future__ import annotations
 
@@ -31,20 +31,22 @@ __all__ = ["RowTables"]
 
 
 class RowTables:
-    """Caches by table, and what brings them to disk.
+    """Caches of all tables, with commits, checkpoints and exports of their rows.
 
     Args:
-        caches: each table's.
-        tables_of_keys: for each key of the distributed features, in order, the table that it is looked up in.
-        store: this rank's, opened together with the other ranks'.
-        group: the ranks that share the ids.
-        description: of the tables, in plain types, the same on every rank.
-        row_optimizers: what trains tables in place of fused kernels.
-        commit_every: batches between two commits; None for none but those that are asked for.
-        seed: of initial values, for rows that are made from nothing.
-        reseed: has new rows made of another seed; None where the user has said which.
-        existing: what becomes of the rows that the store was opened with, unless others are read: ``refuse`` to go on,
-            ``keep`` them, or ``forget`` them.
+        caches: cache of each table.
+        tables_of_keys: table of each key of the distributed features, in order.
+        store: this rank's store, opened together with the other ranks' stores.
+        group: process group of the ranks that share the ids.
+        description: description of the tables in plain types, the same on every rank.
+        row_optimizers: optimisers that train tables instead of the fused kernels' optimisers (default: none).
+        commit_every: number of training steps between two automatic commits (default None: commits only on request).
+            Fewer steps lose less work in a crash; each commit flushes the caches.
+        seed: seed of initial values (default 0).
+        reseed: function that sets the seed of new rows when progress is restored (default None: the user has fixed the
+            seed).
+        existing: treatment of rows from an earlier run in the store if no checkpoint is read: ``refuse`` to train,
+            ``keep`` the rows (default), or ``forget`` them.
     """
 
     def __init__(
@@ -72,9 +74,9 @@ class RowTables:
         self._own_seed = self._seed = seed
         self._reseed = reseed
         self._existing: Existing = existing if store.state.committed > 0 else "keep"
-        # Whether the store may differ from what was committed last.
+        # True if the store may differ from the last commit.
         self._changed = False
-        # Keys of one table follow one another, so that its ids are one piece of the values.
+        # The keys of a table are adjacent, so its ids are one contiguous slice of the values.
         runs = [[position for position, _ in run] for _, run in groupby(enumerate(tables_of_keys), itemgetter(1))]
         self._runs = [(tables_of_keys[run[0]], run[0], run[-1] + 1) for run in runs]
         self._set_progress(store.notes())
@@ -83,37 +85,37 @@ class RowTables:
 
     @property
     def step(self) -> int:
-        """Number of the batch that has begun last: what rows are last seen in."""
+        """Number of the last batch that has begun, which becomes ``last_seen`` of its rows."""
         return self._step
 
     def next_step(self) -> int:
-        """A batch begins."""
+        """Begin a batch and return its number."""
         self._step += 1
         return self._step
 
     @property
     def trained_step(self) -> int:
-        """Number of the batch that has been trained last."""
+        """Number of the last trained batch."""
         return self._trained_step
 
     def trained_up_to(self, step: int) -> None:
-        """The batch of this number has been trained."""
+        """Record that the batch with this number has been trained."""
         self._trained_step = max(self._trained_step, step)
 
     def step_ended(self) -> None:
-        """Now and then all ranks commit the rows together."""
+        """Count a training step, and commit after every ``commit_every`` steps, on all ranks together."""
         self._uncommitted += 1
         if self._uncommitted == self._commit_every:
             self.commit()
 
     def prefetch(self, features: KeyedJaggedTensor) -> BatchRows:
-        """Brings the rows of a batch into the caches, where they stay until it ends. Needs no other rank.
+        """Cache the rows of a batch and pin them until the batch ends. Does not communicate.
 
         Args:
-            features: distributed ones, whose values are mixed ids that this rank owns.
+            features: distributed features, whose values are mixed ids that this rank owns.
 
         Returns:
-            The rows; or, in them, what went wrong.
+            The pinned rows; with ``error`` set if the prefetch failed.
         """
         ids = features.values()
         offsets = features.offset_per_key()
@@ -135,36 +137,38 @@ class RowTables:
         return BatchRows(with_tensors(features, values=slots), tickets, self)
 
     def _settle_existing(self) -> None:
-        """Rows of an earlier run, now that they would be used, and no others were read."""
+        """Apply ``existing`` to rows of an earlier run, before their first use and if no checkpoint was read."""
         self.refuse_existing()
         if self._existing == "forget":
             self.forget()
 
     def refuse_existing(self) -> None:
-        """Raises SetupError for rows of an earlier run that nobody wants kept or forgotten, if no others were read."""
+        """Raise SetupError if the store has rows of an earlier run, ``existing`` is ``refuse`` and no rows were read."""
         if self._existing == "refuse":
             raise SetupError(
-                f"the store of {', '.join(self.caches)} holds rows that an earlier run has trained, in {self._step}"
-                " batches, and no checkpoint was loaded; needed is a store without rows, or the run's checkpoint:"
-                " resume from that, name an empty folder, or give the module existing='keep' to go on from the rows"
-                " (the dense parameters begin anew), or existing='forget' to begin without them"
+                f"the store of {', '.join(self.caches)} holds rows that an earlier run has trained in {self._step}"
+                " batches, but no checkpoint was loaded. Resume from that run's checkpoint, use an empty folder, or"
+                " give the module existing='keep' to continue with the rows (and new dense parameters) or"
+                " existing='forget' to start without them"
             )
 
     # ------------------------------------------------------------------ on disk
 
     @property
     def version(self) -> str:
-        """Of the rows that were committed last: a text of its own for each commit, the same on every rank."""
+        """Name of the last commit: a unique text, the same on every rank."""
         return self._store.notes().get("version", "")
 
     def commit(self) -> str:
-        """Makes the rows as they are now those that every rank opens with after a crash. All ranks call it together.
+        """Commit the current rows, with which every rank reopens after a crash. Collective.
 
         Returns:
-            its :attr:`version`.
+            The :attr:`version` of the commit.
 
         Raises:
-            SetupError: on every rank, if any cannot write; the commit before is whole.
+            SetupError: On every rank, if any rank cannot prepare or commit; on a rank whose store fails during the
+                flush. The stores of all ranks reopen at the same version.
+            InputError: On the other ranks, if the flush of a rank fails; on every rank, if it found NaN in a row.
         """
         self._together(self._flush)
         version = gather(secrets.token_hex(8), self.group)[0]
@@ -180,10 +184,11 @@ class RowTables:
             cache.flush()
 
     def rows(self, table: str, since: int = 0) -> Iterator[StoredRows]:
-        """This rank's rows of a table, some at a time, in any order, as after the last trained batch.
+        """Yield this rank's rows of a table in chunks, in any order, as of the last trained batch.
 
         Args:
-            since: only rows seen in a batch of at least this number.
+            table: name of the table.
+            since: first batch number; rows last seen before it are skipped (default 0: all rows).
         """
         self._settle_existing()
         for found in self.caches[table].rows(since=since):
@@ -191,30 +196,32 @@ class RowTables:
             yield StoredRows(ids, torch.tensor(found.counts), torch.tensor(found.last_seen), found.columns)
 
     def write(self, folder: Path, since: int = 0) -> None:
-        """Writes this rank's rows; see ``rows``. What ``read`` needs beside them is in :meth:`progress`."""
+        """Write this rank's rows to files; see ``rows``. In addition, ``read`` needs the result of :meth:`progress`."""
         for table in self.caches:
             write_rows(folder, table, self.group.rank(), self._ranks, self.rows(table, since))
 
     def progress(self) -> dict[str, str]:
-        """What belongs to rows that are written: how far training was."""
+        """Progress of training, stored together with written rows: step, seed and optimiser steps, as texts."""
         steps = ",".join(str(one.steps) for one in self._row_optimizers)
         return {"step": str(self._step), "seed": str(self._seed), "optimizer_steps": steps}
 
     def read(self, folder: Path, progress: Mapping[str, str], *, version: str | None, with_states: bool) -> None:
-        """Makes the rows those that any number of ranks have written, and commits them. All ranks call it together.
+        """Replace all rows by those that any number of ranks has written, and commit them. Collective.
 
         Args:
-            folder: of ``write``.
-            progress: as :meth:`progress` was.
-            version: the commit that was of the same rows: where the store is at it, nothing is read.
-            with_states: whether to read the optimiser's states; without, they begin anew.
+            folder: folder of the files of ``write``.
+            progress: result of :meth:`progress` at that time.
+            version: commit with the same rows, or None. If the stores of all ranks are at this commit, no rows are
+                read.
+            with_states: if True, read the optimiser's states; if False, reset them to zero.
 
         Raises:
-            SetupError: on every rank, if any cannot read or write.
+            SetupError: On a rank that cannot read or write rows; on every rank, if the commit fails.
+            InputError: On the other ranks, if a rank cannot read or write rows.
         """
         same = with_states and bool(version) and version == self.version and not self._changed
         if not all(gather(same, self.group)):
-            # Looked through before anything is forgotten.
+            # All files are checked before any row is discarded.
             self._together(lambda: check_rows(folder, self._columns()))
             self._together(lambda: self._read(folder, with_states))
         self._existing = "keep"
@@ -237,13 +244,13 @@ class RowTables:
         on_all_ranks(work, "rows cannot be read or written", self.group, InputError)
 
     def purge(self) -> int:
-        """Erases rows whose ``ttl`` is over; returns how many. Reads the store from end to end."""
+        """Erase expired rows and return their number. Scans the whole store."""
         self._settle_existing()
         self._changed = True
         return sum(cache.purge(self._step) for cache in self.caches.values())
 
     def forget(self) -> None:
-        """Rows of an earlier run are no more. All ranks do it at one point."""
+        """Discard all rows. Every rank calls it at the same point of training."""
         self._existing = "keep"
         self._changed = True
         for table, cache in self.caches.items():
@@ -252,7 +259,7 @@ class RowTables:
         self._set_progress({})
 
     def close(self) -> None:
-        """Lets go of the store; what was not committed is lost. So does forgetting the module."""
+        """Release the store; uncommitted changes are lost. Garbage collection of the module does the same."""
         self._store.close()
 
     def __del__(self) -> None:
@@ -280,7 +287,7 @@ class RowTables:
         step, seed, steps = self._read_progress(progress)
         self._step = self._trained_step = step
         if self._reseed is not None:
-            # Rows that come later are those that the run would have had.
+            # New rows get the initial values that they would have had in the original run.
             self._seed = seed
             self._reseed(seed)
         self._uncommitted = 0
@@ -288,7 +295,7 @@ class RowTables:
             optimizer.steps = number
 
     def _read_progress(self, progress: Mapping[str, str]) -> tuple[int, int, list[int]]:
-        """Step, seed, and the steps of each row optimiser, of what :meth:`progress` has returned."""
+        """Parse the result of :meth:`progress` into step, seed, and the steps of each row optimiser."""
         try:
             step, seed = int(progress.get("step", "0")), int(progress.get("seed") or self._own_seed)
             steps = [int(number) for number in progress.get("optimizer_steps", "").split(",") if number]
@@ -297,15 +304,15 @@ class RowTables:
         numbers = [step, *steps]
         if not all(0 <= number < 1 << 63 for number in numbers) or len(steps) not in (0, len(self._row_optimizers)):
             raise SetupError(
-                f"the rows of {', '.join(self.caches)} were written with the progress {reprlib.repr(progress)}; needed"
-                f" are step, seed and optimizer_steps ({len(self._row_optimizers)}), texts of numbers: bring back the"
-                " file as it was written, or go on from another checkpoint"
+                f"the rows of {', '.join(self.caches)} were written with the progress {reprlib.repr(progress)};"
+                f" expected step, seed and {len(self._row_optimizers)} optimizer_steps, as texts of whole numbers."
+                " Restore the original file, or resume from another checkpoint"
             )
         return step, seed, steps or [0] * len(self._row_optimizers)
 
 
 def _owned(mixed: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
-    """Whose number modulo *ranks*, unsigned, is *rank*: where FBGEMM sends an id."""
-    # int64 has no unsigned remainder: that of the upper 63 bits, and of the lowest.
+    """Mask of the ids whose unsigned remainder modulo *ranks* is *rank*, the rank to which FBGEMM sends an id."""
+    # int64 has no unsigned remainder, so it is computed from the upper 63 bits and the lowest bit.
     upper = (mixed >> 1) & 0x7FFFFFFFFFFFFFFF
     return (upper.remainder(ranks) * 2 + (mixed & 1)).remainder(ranks) == rank

@@ -1,9 +1,9 @@
-"""Dynamic modules as TorchRec's sharded modules: by id over the ranks, with a third split, the prefetch, of their own.
+"""Dynamic modules as TorchRec sharded modules: ids are distributed over ranks, with an additional stage, the prefetch.
 
-input_dist        ids, mixed, to the ranks that own them     (TorchRec's row-wise input dist, by id modulo ranks)
-prefetch          ids ──► slots; rows missing in the cache read from the store, others written back
+input_dist        mixed ids to the ranks that own them       (TorchRec's row-wise input dist, by id modulo ranks)
+prefetch          ids ──► slots; missing rows are read from the store, evicted ones written back
 compute           TorchRec's fused lookup of slots, in tables as large as the rank's part of the cache
-output_dist       TorchRec's row-wise one
+output_dist       TorchRec's row-wise output dist
 backward          TorchRec's fused optimisers, in place in the cache
 """
 
@@ -46,11 +46,11 @@ __all__ = [
 
 
 class ShardedDynamicModule:
-    """What is the same of bags and sequences: slots in place of ids between the input dist and the lookup.
+    """Common part of pooled and sequence modules: slots replace ids between the input dist and the lookup.
 
     Attributes:
-        dynamic_tables: what each table is.
-        storage: where rows live.
+        dynamic_tables: configuration of each table.
+        storage: configuration of the store.
     """
 
     dynamic_tables: dict[str, DynamicTable]
@@ -58,31 +58,31 @@ class ShardedDynamicModule:
     _rows: RowTables | None = None
 
     def __init__(self, module: Any, *arguments: Any, **named: Any) -> None:
-        super().__init__(module, *arguments, **named)  # type: ignore[call-arg]  # TorchRec's class beside this one
+        super().__init__(module, *arguments, **named)  # type: ignore[call-arg]  # TorchRec's class is the next base
         self.dynamic_tables = module.dynamic_tables
         self.storage = module.storage
         self._unclaimed: list[BatchRows] = []
 
     @property
     def rows(self) -> RowTables:
-        """The caches.
+        """Caches of the tables.
 
         Raises:
-            SetupError: none were opened.
+            SetupError: The caches have not been opened.
         """
         if self._rows is None:
             raise SetupError(
-                f"this {type(self).__name__} has no rows: it was sharded by TorchRec alone; shard the model with"
+                f"this {type(self).__name__} has no rows because it was sharded by TorchRec alone. Shard the model with"
                 " lightning_pipe.recsys.shard_model, or train it under a recsys strategy"
             )
         return self._rows
 
     def table_columns(self) -> Iterator[tuple[str, list[str], list[torch.Tensor]]]:
-        """This rank's tables in the order of the distributed features.
+        """Yield this rank's tables in the order of the distributed features.
 
         Yields:
-            the table's name, its features, and its tensors as the kernel holds them: weights, slots x dimensions, and
-            the optimiser's states, slots or slots x dimensions.
+            Name of the table, its features, and the kernel's tensors: weights [slots, dimensions] and the optimiser's
+            states, each [slots] or [slots, dimensions].
         """
         for fused, tables in kernels_of(self):
             own = row_optimizer(fused)
@@ -92,37 +92,40 @@ class ShardedDynamicModule:
                 yield table.name, list(table.feature_names), [tensor.detach() for tensor in tensors]
 
     def use_rows(self, rows: RowTables | None) -> None:
-        """The caches from now on; None to let go of them."""
+        """Set the caches; None releases them."""
         self._unclaimed.clear()
         self._rows = rows
 
     # ------------------------------------------------------------------ the steps of a batch
 
     def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
-        """TorchRec's, of mixed ids.
+        """Start TorchRec's input dist with mixed ids.
 
         Raises:
-            InputError: ids that are no whole numbers.
+            InputError: The ids are not int64 or int32.
         """
         mixed = with_mixed_ids(features)
-        # TorchRec's own first time would warn of ids beyond the rows of the cache.
+        # Created here because TorchRec's creation would warn about ids beyond the rows of the cache.
         make_input_dists_by_id(self, mixed)
         awaitable: Awaitable[Awaitable[KJTList]] = super().input_dist(ctx, mixed)  # type: ignore[misc]
         return awaitable
 
     def prefetch(self, ctx: Any, dist_input: KJTList, forward_stream: torch.Stream | None = None) -> None:
-        """Brings the batch's rows into the cache. Needs no other rank, and changes nothing that is trained.
+        """Cache the batch's rows. Does not communicate and has no effect on training results.
 
-        What goes wrong here is kept for the lookup, where all ranks raise it together.
+        An error is stored and raised at the lookup, on all ranks together.
         """
         assert len(dist_input) == 1
         ctx.rows = self.rows.prefetch(dist_input[0])
 
     def compute_and_output_dist(self, ctx: Any, input: KJTList) -> LazyAwaitable[Any]:
-        """TorchRec's, of slots. With grad mode the batch is counted, and its rows wait for :meth:`claim_rows`.
+        """Run TorchRec's lookup and output dist with slots.
+
+        With gradients enabled, the batch is counted, and its rows stay pinned until they are claimed with
+        :meth:`claim_rows` and ended, or until the next such call.
 
         Raises:
-            InputError: on every rank, if the rows of any could not be fetched.
+            InputError: On every rank, if the rows of any rank could not be fetched.
         """
         if getattr(ctx, "rows", None) is None:
             self.prefetch(ctx, input)
@@ -130,7 +133,7 @@ class ShardedDynamicModule:
         ctx.rows = None
         trains = torch.is_grad_enabled()
         if trains:
-            # Of a call that nobody served: whatever trained them has run by now.
+            # Rows of an earlier call that were never claimed. Their backward has run by now.
             end_step(self._unclaimed, trained=True)
             self._unclaimed = [rows]
         raise_together(_begun(rows, trains), "", self.rows.group, InputError)
@@ -142,21 +145,21 @@ class ShardedDynamicModule:
         return output
 
     def claim_rows(self) -> list[BatchRows]:
-        """The rows of the calls since the last claim, for whoever runs their backward to end."""
+        """Return the rows of the last call, unless already claimed. The caller runs the backward and ends them."""
         rows, self._unclaimed = self._unclaimed, []
         return rows
 
 
 class ShardedDynamicEmbeddingBagCollection(ShardedDynamicModule, OrderedEmbeddingBagCollection):
-    """Pooled embeddings of any ids."""
+    """Sharded pooled embeddings of any int64 ids."""
 
 
 class ShardedDynamicEmbeddingCollection(ShardedDynamicModule, OrderedEmbeddingCollection):
-    """Sequence embeddings of any ids."""
+    """Sharded sequence embeddings of any int64 ids."""
 
 
 def _begun(rows: BatchRows, trains: bool) -> Exception | None:
-    """Begins a batch, or shows its rows; returns what has gone wrong with them on this rank, now or before."""
+    """Begin a batch, or prepare it for a lookup without training; return its error on this rank, from now or before."""
     if rows.error is not None:
         return rows.error
     try:
@@ -164,16 +167,16 @@ def _begun(rows: BatchRows, trains: bool) -> Exception | None:
             rows.begin()
         else:
             rows.show()
-    except Exception as error:  # of users' functions of initial values
+    except Exception as error:  # a user's function of initial values may raise any exception
         return error
     return None
 
 
 def with_mixed_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """*features* with mixed ids, in a copy; everything else is shared."""
+    """Copy of *features* with mixed ids; all other tensors are shared."""
     ids = features.values()
     if ids.dtype not in (torch.int64, torch.int32):
-        raise InputError(f"ids of a dynamic table are {ids.dtype}; needed are whole numbers, int64 or int32")
+        raise InputError(f"ids of a dynamic table are {ids.dtype}; expected int64 or int32. Convert the ids")
     return with_tensors(features, values=mix(ids.to(torch.int64)))
 
 
@@ -181,12 +184,12 @@ def with_mixed_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 class _RowWise:
-    """The one way: by id, with fused kernels."""
+    """Sharding options of dynamic modules: row-wise, with fused kernels."""
 
     fused_params: dict[str, Any] | None
 
     def __init__(self, comms: QuantizedComms) -> None:
-        super().__init__(qcomm_codecs_registry=comms.registry())  # type: ignore[call-arg]  # TorchRec's, beside this one
+        super().__init__(qcomm_codecs_registry=comms.registry())  # type: ignore[call-arg]  # TorchRec's, the next base
         self._comms = comms
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
@@ -196,13 +199,13 @@ class _RowWise:
         return [EmbeddingComputeKernel.FUSED.value]
 
     def _arguments(self, params: dict[str, ParameterSharding]) -> dict[str, Any]:
-        # Slots come from the cache: a look at each, as FBGEMM takes for ids of users, is a tenth of the lookup's time.
+        # Slots from the cache are always valid. FBGEMM's bounds check takes a tenth of the lookup's time.
         kernels = {**(self.fused_params or {}), "bounds_check_mode": BoundsCheckMode.NONE}
         return {"fused_params": kernels, "qcomm_codecs_registry": self._comms.registry(params)}
 
 
 class DynamicBagSharder(_RowWise, EmbeddingBagCollectionSharder):
-    """Shards a ``DynamicEmbeddingBagCollection``."""
+    """Sharder of ``DynamicEmbeddingBagCollection``."""
 
     @property
     def module_type(self) -> type[DynamicEmbeddingBagCollection]:
@@ -222,7 +225,7 @@ class DynamicBagSharder(_RowWise, EmbeddingBagCollectionSharder):
 
 
 class DynamicSequenceSharder(_RowWise, EmbeddingCollectionSharder):
-    """Shards a ``DynamicEmbeddingCollection``."""
+    """Sharder of ``DynamicEmbeddingCollection``."""
 
     @property
     def module_type(self) -> type[DynamicEmbeddingCollection]:

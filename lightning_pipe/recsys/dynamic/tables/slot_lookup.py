@@ -1,8 +1,8 @@
-"""The lookup of slots on a CPU without what TorchRec's and FBGEMM's modules do around FBGEMM's operator.
+"""Fast lookup of slots on a CPU, which calls FBGEMM's operator without the overhead of TorchRec's and FBGEMM's modules.
 
-For ids of users FBGEMM's module looks at types, shapes and bounds, and counts; of slots all that is known. TorchRec's
-splits features by kernel, where there is mostly one, and logs. The operator, and so every bit of its result and of its
-backward, is the same; it is called with what the modules would call it with.
+FBGEMM's module checks types, shapes and bounds of ids and keeps statistics; slots do not need these checks. TorchRec's
+module splits features by kernel, of which there is usually only one, and logs. The operator and its arguments are the
+same as in those modules, so results and gradients are bitwise identical.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ _OPERATORS = {
 
 
 def look_slots_up(kernel: Any) -> bool:
-    """Has a kernel of a dynamic table's slots look up faster, where it is one that this is known of: one that pools.
+    """Replace the ``forward`` of a dynamic table's kernel by the fast lookup, if the kernel is supported.
+
+    Supported are CPU kernels with sum or mean pooling and a known optimiser.
 
     Args:
-        kernel: FBGEMM's, on a CPU, whose bounds check is off.
+        kernel: FBGEMM kernel without bounds check.
 
     Returns:
-        Whether it does.
+        True if ``forward`` was replaced.
     """
     operator = _operator(_OPERATORS.get(kernel.optimizer, ""))
     pools = kernel.pooling_mode in (PoolingMode.SUM, PoolingMode.MEAN)
@@ -49,15 +51,15 @@ def look_slots_up(kernel: Any) -> bool:
 
 
 def skip_to_kernel(lookup: Any) -> bool:
-    """Has TorchRec's lookup of pooled embeddings go to its kernel at once, where it has one for all features.
+    """Make TorchRec's lookup of pooled embeddings call its kernel directly, if one CPU kernel serves all features.
 
-    Features with weights, and those with a batch size each, go the whole way.
+    Features with weights, and features with a batch size per feature, still use TorchRec's implementation.
 
     Args:
-        lookup: TorchRec's, on a CPU.
+        lookup: TorchRec's lookup module.
 
     Returns:
-        Whether it does.
+        True if ``forward`` was replaced.
     """
     kernel = fast_kernel_of(lookup) if type(lookup) is GroupedPooledEmbeddingsLookup else None
     if kernel is None or not kernel.use_cpu:
@@ -74,12 +76,12 @@ def skip_to_kernel(lookup: Any) -> bool:
         found: Tensor = kernel(indices=sparse_features.values(), offsets=sparse_features.offsets())
         return found
 
-    lookup.forward = forward  # of this one only
+    lookup.forward = forward  # on this instance only
     return True
 
 
 class _SlotLookup:
-    """In place of a kernel's ``forward``."""
+    """Replacement of a kernel's ``forward``."""
 
     def __init__(self, kernel: Any, operator: Callable[..., Tensor], whole: Callable[..., Tensor]) -> None:
         self._kernel = kernel
@@ -91,7 +93,7 @@ class _SlotLookup:
         self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None, **others: Any
     ) -> Tensor:
         if indices.dtype != torch.int64 or any(value is not None for value in others.values()):
-            # A batch size per feature, and the like.
+            # Inputs that the fast lookup does not support, such as a batch size per feature.
             return self._whole(indices, offsets, per_sample_weights, **others)
         kernel = self._kernel
         options = kernel.optimizer_args
@@ -137,7 +139,7 @@ _KNOWN = {
 
 @cache
 def _operator(name: str) -> Any:
-    """FBGEMM's operator for an optimiser, if it takes what is known here and no more."""
+    """FBGEMM's operator for an optimiser; None if it does not exist or has arguments that are unknown here."""
     found = getattr(torch.ops.fbgemm, f"split_embedding_codegen_lookup_{name}_function_cpu", None) if name else None
     operator = getattr(found, "default", None)
     if operator is None or {argument.name for argument in schema_of(operator).arguments} - _KNOWN:
