@@ -290,8 +290,8 @@ class BatchBalancer:
             return operator.index(found)
         except TypeError as error:
             raise InputError(
-                f"the balancer's samples gave {_described(found)} as the number of samples of the batch; expected a"
-                " whole number"
+                f"the balancer's argument samples gave {_described(found)} for the batch; expected a whole number of"
+                " samples"
             ) from error
 
     def _workloads(self, batch: Any, samples: Samples) -> torch.Tensor:

@@ -234,7 +234,7 @@ def take_apart(batch: Any, real: int | None = None, keep: Collection[str] = ()) 
     real = rows if real is None else real
     if not 0 <= real <= rows:
         raise InputError(
-            f"the balancer's samples gave {real} as the number of samples of the batch, but {first} has {rows} row(s);"
+            f"the balancer's argument samples gave {real} samples for the batch, but {first} has {rows} row(s);"
             f" expected 0 to {rows}"
         )
     jagged = [_jagged_of(name, one, rows) for name, one in found if isinstance(one, (KeyedJaggedTensor, JaggedTensor))]

@@ -98,19 +98,19 @@ def errors() -> Results:
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
-        ("negative", "sample 0 of rank 1 has the workload -2.0, and 2 sample(s) of 6"),
+        ("negative", "rank 1 has the workload -2.0; expected finite numbers >= 0, but 2 of 6 sample(s)"),
         ("nan", "sample 0 of rank 1 has the workload nan"),
-        ("too short", "rank 1: the balancer's workload function returned a tensor of [2]; needed is a tensor of [3]"),
+        ("too short", "rank 1: the balancer's workload function returned a tensor of [2]; expected a tensor of [3]"),
         ("no tensor", "rank 1: the balancer's workload function returned a int"),
         ("rows differ", "rank 1: batch['extra'] has 2 row(s), but batch['ids'] has 3"),
         ("form differs", "pad rows to one width on all ranks, or make the part jagged"),
         ("keys differ", "the form of the batch differs between ranks"),
         ("not moved", "rank 1: not moved"),
-        ("list", "batch['names'] is a list of 3 entries"),
-        ("too many", "rank 1: the batch is said to have 9 samples"),
+        ("list", "batch['names'] is a list with one entry for each of 3 samples"),
+        ("too many", "rank 1: the balancer's argument samples gave 9 samples"),
         ("complex", "rank 1: the balancer's workload function returned a complex tensor of [3]"),
         ("no such name", "rank 1: the balancer's samples is 'real', but the batch, a dict, has no such key"),
-        ("no number", "rank 1: the number of samples of the batch is a float, 2.5, as the balancer's samples says"),
+        ("no number", "rank 1: the balancer's argument samples gave a float, 2.5 for the batch; expected a whole"),
         ("nothing to keep", "rank 1: the balancer's keep names batch['stats'], which the batch, a dict, does not have"),
     ],
 )
@@ -157,7 +157,7 @@ def test_one_process_keeps_the_batch_as_it_is_and_still_finds_what_is_wrong() ->
 def test_a_balancer_serves_one_pipeline_at_a_time() -> None:
     balancer = BatchBalancer()
     balancer.open(dist.group.WORLD, dist.group.WORLD, CPU)
-    with pytest.raises(SetupError, match="at work in another pipeline"):
+    with pytest.raises(SetupError, match="in use by another pipeline"):
         balancer.open(dist.group.WORLD, dist.group.WORLD, CPU)
     balancer.close()
     balancer.open(dist.group.WORLD, dist.group.WORLD, CPU)
@@ -189,7 +189,7 @@ def test_the_argument_says_a_balancer_in_several_ways() -> None:
     [
         ({"exchange": "broadcast"}, "exchange is 'broadcast'"),
         ({"keep": "batch.x"}, "keep is 'batch.x'"),
-        ({"keep": 5}, "keep is 5; needed is a list of names"),
+        ({"keep": 5}, "keep is 5; expected a list of names"),
         ({"workload": "no_module.costs"}, "cannot be imported"),
         ({"workload": "costs"}, "cannot be imported"),
         ({"workload": 3}, "workload is 3"),
@@ -197,7 +197,7 @@ def test_the_argument_says_a_balancer_in_several_ways() -> None:
         ({"pace": 3}, "pace"),
         ({"class_path": "torch.nn.Identity"}, "makes a Identity"),
         ({"class_path": 5}, "the balancer names 5, which cannot be imported"),
-        ({"class_path": "lightning_pipe.recsys.BatchBalancer", "arguments": {}}, "needed is a mapping of class_path"),
+        ({"class_path": "lightning_pipe.recsys.BatchBalancer", "arguments": {}}, "expected a mapping of class_path"),
         ("yes", "balancer is 'yes'"),
         (3, "balancer is 3"),
     ],

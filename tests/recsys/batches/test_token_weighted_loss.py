@@ -98,10 +98,10 @@ def test_a_count_that_is_none_is_an_error_on_all_ranks_that_names_the_rank() -> 
         assert texts[7] == "3.0"
     for text in others[3:7]:
         assert "nan on rank 1" in text
-    assert "is '3', a str; needed is one number" in own[3]
-    assert "is None, a NoneType; needed is one number" in own[4]
-    assert "has 2 elements; needed is one number" in own[5]
-    assert "is complex; needed is one number" in own[6]
+    assert "is '3', a str; expected one number" in own[3]
+    assert "is None, a NoneType; expected one number" in own[4]
+    assert "has 2 elements; expected one number" in own[5]
+    assert "is complex; expected one number" in own[6]
 
 
 def in_two_worlds(rank: int, world_size: int, store: str) -> list[float]:

@@ -130,7 +130,7 @@ class Opaque:
     ],
 )
 def test_a_part_that_nobody_can_move_is_refused_with_its_place_and_its_type(batch: Any, where: str) -> None:
-    says = rf"^{where} is of type Opaque, which cannot be moved to a device; needed is a tensor"
+    says = rf"^{where} is of type Opaque, which cannot be moved to a device; expected a tensor"
     with pytest.raises(InputError, match=says):
         move_batch(batch, META)
     with pytest.raises(InputError, match=says):

@@ -161,7 +161,7 @@ def _first_version(folder: Path) -> None:
 
 def _whole_after(folder: Path, text: str) -> None:
     assert "cannot be written" in text
-    assert "what was committed is whole" in text
+    assert "The committed version is intact" in text
     store = open_store(folder)
     assert store.state == StoreState(int(text.split()[0]), None)
     assert store.count("a") == len(EDGES) + 40000 * (store.state.committed - 1)

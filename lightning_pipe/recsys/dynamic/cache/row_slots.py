@@ -144,9 +144,9 @@ class RowSlots:
         capacity, in_use = len(pinned), int(np.count_nonzero(pinned))
         if wanted > capacity - in_use:
             raise InputError(
-                f"table {self._table!r}: this batch and {in_flight} other batch(es) in flight use {in_use + wanted}"
-                f" rows at the same time, {wanted} of them not cached yet, but the cache has {capacity} slots. Give the"
-                f" table at least {in_use + wanted} cache rows, or use smaller batches or a plan with fewer in flight"
+                f"table {self._table!r}: this batch and {in_flight} others in flight use {in_use + wanted} rows at the"
+                f" same time, {wanted} of them not cached yet, but the cache has {capacity} slots. Give the table at"
+                f" least {in_use + wanted} cache rows, or use smaller batches or a plan with fewer batches in flight"
             )
         pinned[self._free[: self._free_count]] = True
         candidates = np.flatnonzero(~pinned)

@@ -170,7 +170,9 @@ def _lists(folder: Path, table: str) -> list[str]:
     names = [f"{table}.rank-{rank}-of-{len(found)}.json" for rank in range(len(found))]
     if not found or found != set(names):
         there = ", ".join(sorted(found)) or "none"
-        raise _unreadable(folder, table, f"found the lists of files {there}, expected one list of each rank of one run")
+        raise _unreadable(
+            folder, table, f"the lists of files found are {there}, expected one list from each rank of a run"
+        )
     return names
 
 

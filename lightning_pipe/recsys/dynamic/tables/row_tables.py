@@ -143,7 +143,7 @@ class RowTables:
             self.forget()
 
     def refuse_existing(self) -> None:
-        """Raise SetupError if the store has rows of an earlier run, ``existing`` is ``refuse`` and no rows were read."""
+        """Raise SetupError if the store has an earlier run's rows, ``existing`` is ``refuse`` and no rows were read."""
         if self._existing == "refuse":
             raise SetupError(
                 f"the store of {', '.join(self.caches)} holds rows that an earlier run has trained in {self._step}"

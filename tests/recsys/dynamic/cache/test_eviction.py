@@ -45,10 +45,10 @@ def test_those_leave_that_a_full_sort_puts_first(rows: list[tuple[int, int, int]
     ids=["few", "nan", "text", "one"],
 )
 def test_scores_that_are_none_are_refused(scores: npt.NDArray[np.float64]) -> None:
-    with pytest.raises(InputError, match="for 3 rows; needed is one number for each"):
+    with pytest.raises(InputError, match="for 3 rows; expected one number for each"):
         _chosen(lambda keys, counts, last_seen: scores, [(1, 1, 1)] * 3, 1)
 
 
 def test_a_policy_that_is_none_is_refused() -> None:
-    with pytest.raises(SetupError, match="'fifo', needed is 'lru', 'lfu' or a function"):
+    with pytest.raises(SetupError, match="'fifo'; expected 'lru', 'lfu' or a function"):
         checked_policy("t", "fifo")  # type: ignore[arg-type]

@@ -110,7 +110,7 @@ def test_more_rows_in_use_than_slots_are_refused_and_nothing_is_lost() -> None:
     table.train(1, 1, 2)
     first, second = table.prefetch(1), table.prefetch(2, 3)
     message = (
-        "this batch and the 2 in flight beside it use 6 rows at once, of which 3 are not cached yet; the cache has 4"
+        "this batch and 2 others in flight use 6 rows at the same time, 3 of them not cached yet, but the cache has 4"
     )
     with pytest.raises(InputError, match=message):
         table.prefetch(3, 4, 5, 6)
@@ -256,7 +256,7 @@ def test_rows_with_nan_are_not_stored_where_that_is_asked_for(through: str) -> N
     table.cache.begin(ticket, 1)
     table.states[ticket.slots[:1]] = float("nan")
     table.cache.trained(ticket)
-    with pytest.raises(InputError, match="table 't': 1 rows have NaN, those of ids -3; "):
+    with pytest.raises(InputError, match=r"table 't': 1 row\(s\) contain NaN, with ids -3; "):
         table.cache.flush() if through == "flush" else table.prefetch(5, 6, 7, 8)
     assert table.stored() == {}
     table.states[ticket.slots[:1]] = 0.0
@@ -307,15 +307,15 @@ def test_calls_in_another_order_are_refused() -> None:
     with pytest.raises(PlanError, match="has not begun"):
         table.cache.trained(first)
     table.cache.begin(second, 5)
-    with pytest.raises(PlanError, match="has begun, needed is one that has not"):
+    with pytest.raises(PlanError, match="has begun; expected a ticket that has not"):
         table.cache.begin(second, 6)
     for step in (4, 5):
-        with pytest.raises(PlanError, match=f"step {step} begins after step 5, needed are rising steps"):
+        with pytest.raises(PlanError, match=f"step {step} begins after step 5; expected increasing steps"):
             table.cache.begin(first, step)
     table.cache.trained(second)
     with pytest.raises(PlanError, match="has ended"):
         table.cache.trained(second)
-    with pytest.raises(PlanError, match="step 4 begins after step 5, needed are rising steps"):
+    with pytest.raises(PlanError, match="step 4 begins after step 5; expected increasing steps"):
         table.cache.begin(first, 4)
     table.cache.begin(first, 5)  # a module that is called twice in a step
     table.cache.trained(first)
@@ -351,7 +351,7 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("keys", [torch.zeros(2), torch.zeros(2, 2, dtype=torch.int64)])
 def test_ids_that_are_none_are_refused(keys: Tensor) -> None:
-    with pytest.raises(InputError, match="needed is a vector of int64"):
+    with pytest.raises(InputError, match="expected a vector of int64"):
         Table().cache.prefetch(keys)
 
 

@@ -63,7 +63,7 @@ def test_nan_is_found_in_every_column_of_floats() -> None:
     ("columns", "fill", "message"),
     [
         ([], [], "has no column"),
-        ([torch.zeros(3, 2), torch.zeros(3)], [], "1 columns of optimiser states and 0 values"),
+        ([torch.zeros(3, 2), torch.zeros(3)], [], "1 columns of optimiser states, but 0 values"),
         ([torch.zeros(3, 2), torch.zeros(4)], [0], "column 1 of table 't' has 4 rows"),
         ([torch.zeros(3, 2).T], [], "is not contiguous"),
         ([torch.zeros(3, 2, 2)], [], r"has shape \(3, 2, 2\)"),

@@ -97,20 +97,20 @@ def test_killed_at_any_time_several_times_over(ranks: Nursery, tmp_path: Path, s
 
 def test_another_number_of_ranks_is_refused_on_all(ranks: Nursery, trained: Path) -> None:
     for text in _refusals(ranks.run(look, RANKS + 1, str(trained))):
-        assert "they are of 2 ranks, not 3" in text
+        assert "they belong to 2 ranks, not 3" in text
         assert "rank 2 is missing" in text
     assert _check(ranks, trained) == VERSIONS
 
 
 def test_fewer_ranks_are_refused(ranks: Nursery, trained: Path) -> None:
     (text,) = _refusals(ranks.run(look, 1, str(trained)))
-    assert "they are of 2 ranks, not 1" in text
+    assert "they belong to 2 ranks, not 1" in text
 
 
 def test_a_missing_folder_is_refused_on_all(ranks: Nursery, trained: Path) -> None:
     shutil.rmtree(trained / "rank_1")
     for text in _refusals(ranks.run(look, RANKS, str(trained))):
-        assert "that of rank 1 is missing" in text
+        assert "the store of rank 1 is missing" in text
         assert "rank 0: run" in text
 
 
@@ -120,14 +120,14 @@ def test_a_folder_of_another_run_is_refused_on_all(ranks: Nursery, trained: Path
     shutil.rmtree(trained / "rank_1")
     shutil.copytree(tmp_path / "other" / "rank_1", trained / "rank_1")
     for text in _refusals(ranks.run(look, RANKS, str(trained))):
-        assert "that of rank 1 is of another run" in text
+        assert "the store of rank 1 belongs to another run" in text
 
 
 def test_folders_that_changed_places_are_refused_on_all(ranks: Nursery, trained: Path) -> None:
     for source, target in (("rank_0", "rank_x"), ("rank_1", "rank_0"), ("rank_x", "rank_1")):
         (trained / source).rename(trained / target)
     for text in _refusals(ranks.run(look, RANKS, str(trained))):
-        assert "that of rank 0 was rank 1's" in text
+        assert "the store of rank 0 was written by rank 1" in text
 
 
 def test_an_older_copy_of_one_folder_is_refused_on_all(ranks: Nursery, trained: Path, tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_an_older_copy_of_one_folder_is_refused_on_all(ranks: Nursery, trained: 
     shutil.rmtree(trained / "rank_1")
     (tmp_path / "copy").rename(trained / "rank_1")
     for text in _refusals(ranks.run(look, RANKS, str(trained))):
-        assert f"that of rank 1 does not have version {VERSIONS + 2}" in text
+        assert f"the store of rank 1 does not have version {VERSIONS + 2}" in text
 
 
 def test_one_rank_that_cannot_open_its_store_is_an_error_on_all(ranks: Nursery, trained: Path) -> None:

@@ -38,5 +38,5 @@ def test_records_come_back(count: int, width: int) -> None:
 
 
 def test_records_of_another_width_are_an_error() -> None:
-    with pytest.raises(ValueError, match="2 records of 4 bytes have 7 bytes together"):
+    with pytest.raises(ValueError, match="2 records have 7 bytes in total, expected 4 bytes each"):
         join_records([b"abcd", b"efg"], 4)

@@ -168,17 +168,19 @@ def test_a_version_can_be_prepared_again(store: RocksDbStore) -> None:
 
 
 def test_versions_out_of_order_are_refused(store: RocksDbStore) -> None:
-    with pytest.raises(SetupError, match="version 2 is to be prepared; the next is 1"):
+    with pytest.raises(SetupError, match="version 2 was to be prepared, but the next version is 1"):
         store.prepare(2)
-    with pytest.raises(SetupError, match="version 1 is to be committed; the one prepared is None"):
+    with pytest.raises(SetupError, match="version 1 was to be committed, but the prepared version is None"):
         store.commit(1)
-    with pytest.raises(SetupError, match="needed is one call"):
+    with pytest.raises(SetupError, match="expected a single call"):
         store.settle(0)
 
 
 def test_a_version_that_is_not_there_cannot_be_settled_at(folder: Path) -> None:
     store = RocksDbStore(folder, {"a": WIDTH})
-    with pytest.raises(SetupError, match="version 3 is asked for; the store has version 0 committed and None prepared"):
+    with pytest.raises(
+        SetupError, match="version 3 was requested, but the store has version 0 committed and None prepared"
+    ):
         store.settle(3)
     store.close()
 

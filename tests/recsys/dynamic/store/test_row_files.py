@@ -52,7 +52,7 @@ def test_no_rows_are_rows_too(tmp_path: Path) -> None:
 def test_a_missing_file_is_refused(suffix: str, tmp_path: Path) -> None:
     written(tmp_path)
     next(file for file in sorted(tmp_path.iterdir()) if file.suffix == suffix).unlink()
-    with pytest.raises(SetupError, match=r"needed is one of each rank|No such file"):
+    with pytest.raises(SetupError, match=r"expected one list from each rank|No such file"):
         check_rows(tmp_path, {"users": None})
 
 
@@ -81,14 +81,14 @@ def test_a_file_with_another_byte_or_length_is_refused(damage: Callable[[bytes],
 
 
 def test_a_folder_without_any_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match="lists of files there are none"):
+    with pytest.raises(SetupError, match="lists of files found are none"):
         check_rows(tmp_path, {"users": None})
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_rows_are_not_written_beside_others(ranks: int, tmp_path: Path) -> None:
     written(tmp_path)
-    with pytest.raises(SetupError, match="has some already"):
+    with pytest.raises(SetupError, match="already has rows of it"):
         write_rows(tmp_path, "users", ranks - 1, ranks, iter([rows(0, 1)]))
     assert sum(len(one.ids) for one in read_rows(tmp_path, "users")) == 16
 

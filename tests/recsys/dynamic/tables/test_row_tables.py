@@ -93,7 +93,7 @@ def test_progress_that_is_none_is_refused_with_what_was_found(progress: Any, tmp
     store = open_store(tmp_path / "store")
     store.settle(0)
     tables = row_tables(store)
-    with pytest.raises(SetupError, match=r"the rows of t were written with the progress .*; needed are step, seed and"):
+    with pytest.raises(SetupError, match=r"the rows of t were written with the progress .*; expected step, seed and"):
         tables._set_progress(progress)
     tables._set_progress({"step": "7", "seed": "-3", "optimizer_steps": ""})
     assert tables.step == 7

@@ -368,7 +368,7 @@ def scored(rank: int, world_size: int, path: Path) -> dict[str, Any]:
 def test_users_functions_and_messages_have_users_ids(tmp_path: Path) -> None:
     (found,) = run_ranks(scored, 1, tmp_path)
     assert found["ids"]
-    named = found["message"].partition("those of ids ")[2].partition(",")[0].partition(";")[0]
+    named = found["message"].partition("with ids ")[2].partition(",")[0].partition(";")[0]
     assert int(named) in found["trained"]
 
 
