@@ -1,4 +1,4 @@
-"""Options that say how a batch becomes micro-batches of one length."""
+"""Options for padding a batch and cutting it into micro-batches."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ __all__ = ["Batching"]
 
 @dataclass(frozen=True)
 class Batching:
-    """How a batch is padded, cut and compared.
+    """Padding, cutting and checks of batches.
 
     Args:
-        variable_lengths: pad to the longest sequence of the step (default), instead of to ``max_length``.
-        max_length: largest number of tokens of a sequence; by default the module's ``max_sequence_length``.
-        pad_to_multiple_of: lengths are rounded up to a multiple of this number of tokens (default 1).
-        length_buckets: lengths are rounded up to the next of these, in tokens.
-        pad_values: further keys of the batch to pad in dimension 1, with their pad values.
-        strict_batches: refuse a batch whose rows do not fill the micro-batches, instead of filling it with copies.
-        compare_batches: compare the batches of the ranks of a pipeline, tensor by tensor, in every step. Their sizes
-            are always compared.
-        schedule_cache_bytes: limit for the buffers of schedules for other lengths, in bytes on each rank (default
-            1 GiB).
+        variable_lengths: pad to the longest sequence of the step (default True). If False, every sequence is padded to
+            ``max_length``, which costs compute but gives all steps one shape.
+        max_length: maximum sequence length in tokens (default: the module's ``max_sequence_length``).
+        pad_to_multiple_of: number of tokens that padded lengths are a multiple of (default 1).
+        length_buckets: lengths that sequences are padded to, in tokens (default None: any length). Fewer lengths mean
+            fewer shapes to compile and more padding.
+        pad_values: pad values of further batch keys, which are padded in dimension 1 (default: none).
+        strict_batches: refuse a batch whose rows do not fill all micro-batches, instead of adding copies of rows that
+            do not train (default False).
+        compare_batches: compare the batches of all ranks of a pipeline, tensor by tensor, in every step (default
+            False). Their sizes are always compared.
+        schedule_cache_bytes: limit for the cached buffers of schedules for other lengths, in bytes on each rank
+            (default 1 GiB).
 
     Raises:
-        SetupError: a value of the wrong kind, or a ``max_length`` that is missing or does not fit.
+        SetupError: a value has the wrong type or range, or ``max_length`` is missing or not a valid multiple.
     """
 
     variable_lengths: bool = True
@@ -57,19 +60,20 @@ class Batching:
         self.length_multiple(1)
 
     def length_multiple(self, context: int) -> int:
-        """Number that all padded lengths are a multiple of, in tokens.
+        """Number of tokens that all padded lengths are a multiple of.
 
         Args:
-            context: multiple that context parallelism needs (``ParallelDims.length_multiple``).
+            context: multiple required by context parallelism (``ParallelDims.length_multiple``).
 
         Raises:
-            SetupError: every sequence is padded to ``max_length``, which is missing or no such multiple.
+            SetupError: every sequence is padded to ``max_length``, which is missing or not such a multiple.
         """
         multiple, length = math.lcm(self.pad_to_multiple_of, context), self.max_length
         if not self.variable_lengths and (length is None or length % multiple):
             raise SetupError(
                 f"batching.max_length is {length}, and every sequence is padded to it (batching.variable_lengths is"
                 f" False); expected a multiple of {multiple} (batching.pad_to_multiple_of={self.pad_to_multiple_of},"
-                f" and {context} for context parallelism), such as {multiple * ((length or 0) // multiple + 1)}"
+                f" and {context} for context parallelism). Set it to {multiple * ((length or 0) // multiple + 1)}, for"
+                " example"
             )
         return multiple

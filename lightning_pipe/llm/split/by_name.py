@@ -1,7 +1,6 @@
-"""Which modules of a model each pipeline stage holds, by fully-qualified name (FQN).
+"""Assignment of a model's modules to pipeline stages, by fully-qualified name (FQN).
 
-The functions here deal a model's layers out to stages. Layers keep their order and their names, so a stage's checkpoint
-keys are the unsplit model's.
+Layers keep their order and their names, so a stage's checkpoint keys are those of the unsplit model.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ __all__ = ["split_at", "split_by_cost", "split_by_options", "split_by_ranges", "
 def split_evenly(
     config: ModuleConfig, num_stages: int, input_weight: int = 1, output_weight: int = 1
 ) -> list[list[str]]:
-    """Split into stages of as many layers each, where input and output modules count as layers, too.
+    """Split into stages with the same number of layers, counting input and output modules as layers.
 
-    ``num_layers + input_weight + output_weight`` effective layers go evenly to the stages, and one of the remainder to
-    each of the first stages: the rule of torchtitan's and xorl's ``generate_llm_fqn_per_model_part``. A model without
-    input or output modules has none to count.
+    The ``num_layers + input_weight + output_weight`` effective layers are divided evenly over the stages, and the
+    remainder goes to the first stages, one layer each. This is the rule of torchtitan's and xorl's
+    ``generate_llm_fqn_per_model_part``. A weight has no effect if the model has no such modules.
 
     Args:
-        config: what the model is made of.
-        num_stages: stages of the whole pipeline.
-        input_weight: layers that the input modules count as.
-        output_weight: layers that the output modules count as.
+        config: names of the model's modules.
+        num_stages: number of stages of the whole pipeline.
+        input_weight: number of layers that the input modules count as (default 1).
+        output_weight: number of layers that the output modules count as (default 1).
 
     Returns:
-        FQNs of each stage in the order of the forward, without what every stage holds.
+        FQNs of each stage in the order of the forward, without the modules that every stage holds.
 
     Raises:
-        SetupError: fewer layers than stages, or weights that leave a stage less than nothing.
+        SetupError: there are fewer layers than stages, or the weights leave a negative number of layers for a stage.
     """
     _check_stages(config, num_stages)
     for name, weight in (("input_weight", input_weight), ("output_weight", output_weight)):
@@ -54,8 +53,8 @@ def split_evenly(
         if count < 0:
             raise SetupError(
                 f"{config.num_layers} layers with input_weight={input_weight} and output_weight={output_weight} over"
-                f" {num_stages} stages leave {count} layers for stage {stage}; needed are 0 or more for each stage:"
-                " take fewer stages, smaller weights, or give the layers of each stage"
+                f" {num_stages} stages leave {count} layers for stage {stage}; expected 0 or more for each stage. Use"
+                " fewer stages or smaller weights, or set split.layers_per_stage"
             )
     return split_at(config, counts)
 
@@ -64,27 +63,28 @@ def split_at(config: ModuleConfig, layers_per_stage: Sequence[int]) -> list[list
     """Split into stages of the given numbers of layers.
 
     Args:
-        config: what the model is made of.
+        config: names of the model's modules.
         layers_per_stage: number of layers of each stage, in order.
 
     Returns:
         FQNs of each stage, as :func:`split_evenly`.
 
     Raises:
-        SetupError: numbers that do not add up to the model's layers, or a stage that holds nothing.
+        SetupError: the numbers do not add up to the model's layers, or a stage is empty.
     """
     counts = list(layers_per_stage)
     _check_stages(config, len(counts))
     if not all(isinstance(count, int) and count >= 0 for count in counts) or sum(counts) != config.num_layers:
         raise SetupError(
-            f"split.layers_per_stage is {counts}; needed are whole numbers, 0 or more, that add up to the model's"
+            f"split.layers_per_stage is {counts}; expected whole numbers, 0 or more, that add up to the model's"
             f" {config.num_layers} layers"
         )
     empty = [stage for stage in range(len(counts)) if _is_empty(config, stage, counts)]
     if empty:
         raise SetupError(
-            f"split.layers_per_stage {counts} leaves stage {', '.join(map(str, empty))} empty; needed is at least one"
-            " layer on every stage, or the input modules on the first or the output modules on the last"
+            f"split.layers_per_stage {counts} leaves stage {', '.join(map(str, empty))} empty; expected at least one"
+            " layer on every stage. Only a first stage with input modules and a last stage with output modules may have"
+            " no layer"
         )
     ends = [0, *accumulate(counts)]
     stages = [[config.layer(index) for index in range(first, end)] for first, end in pairwise(ends)]
@@ -97,21 +97,21 @@ def split_by_ranges(config: ModuleConfig, ranges: Sequence[Sequence[int]]) -> li
     """Split into stages of the given ranges of layers.
 
     Args:
-        config: what the model is made of.
-        ranges: of each stage, in order, its first layer and the one after its last.
+        config: names of the model's modules.
+        ranges: one pair (first layer, one past the last layer) for each stage, in order.
 
     Returns:
         FQNs of each stage, as :func:`split_evenly`.
 
     Raises:
-        SetupError: ranges that leave out or repeat a layer, or a stage that holds nothing.
+        SetupError: the ranges omit or repeat a layer, or a stage is empty.
     """
     given = [tuple(bounds) for bounds in ranges]
     ends = [0, *(bounds[-1] if bounds else 0 for bounds in given)]
     if given != list(pairwise(ends)) or ends[-1] != config.num_layers:
         raise SetupError(
-            f"the ranges of layers are {given}; needed are pairs (first, one after the last), each beginning where the"
-            f" one before ends, from 0 to the model's {config.num_layers} layers"
+            f"split.layer_ranges is {given}; expected pairs (first layer, one past the last layer), each starting where"
+            f" the previous pair ends, from 0 to the model's {config.num_layers} layers"
         )
     return split_at(config, [end - first for first, end in pairwise(ends)])
 
@@ -123,29 +123,30 @@ def split_by_cost(
     input_cost: float = 0.0,
     output_cost: float = 0.0,
 ) -> list[list[str]]:
-    """Split so that the most expensive stage costs the least, since the slowest stage sets the pipeline's pace.
+    """Split so that the most expensive stage costs the least, since the slowest stage limits the pipeline.
 
-    Among several such splits, the most even one (least sum of squared costs), then the one that cuts earliest.
+    Ties go to the most even split (least sum of squared costs), then to the split with the earliest cuts.
 
     Args:
-        config: what the model is made of.
-        num_stages: stages of the whole pipeline.
+        config: names of the model's modules.
+        num_stages: number of stages of the whole pipeline.
         layer_costs: cost of each layer, in seconds, bytes or any other unit.
-        input_cost: cost of the input modules, in the same unit.
-        output_cost: cost of the output modules, in the same unit.
+        input_cost: cost of the input modules, in the same unit (default 0).
+        output_cost: cost of the output modules, in the same unit (default 0).
 
     Returns:
         FQNs of each stage, as :func:`split_evenly`.
 
     Raises:
-        SetupError: fewer layers than stages, not a cost for each layer, or a cost that is negative or not finite.
+        SetupError: there are fewer layers than stages, ``layer_costs`` does not have one cost for each layer, or a
+            cost is negative or not finite.
     """
     _check_stages(config, num_stages)
     costs = [input_cost, *layer_costs, output_cost]
     if len(layer_costs) != config.num_layers or not all(math.isfinite(cost) and cost >= 0 for cost in costs):
         raise SetupError(
-            f"layer_costs has {len(layer_costs)} numbers, and with input_cost and output_cost they go from"
-            f" {min(costs)} to {max(costs)}; needed is one for each of the model's {config.num_layers} layers, all"
+            f"layer_costs has {len(layer_costs)} numbers, and with input_cost and output_cost they range from"
+            f" {min(costs)} to {max(costs)}; expected one for each of the model's {config.num_layers} layers, all"
             " finite and not negative"
         )
 
@@ -164,19 +165,20 @@ def split_by_options(
     options: SplitOptions,
     measured: Callable[[CostUnit], Pieces[float]],
 ) -> list[list[str]]:
-    """Split as the options say.
+    """Split according to the options.
 
     Args:
-        config: what the model is made of.
-        num_stages: stages of the whole pipeline.
-        options: without a trace.
-        measured: gives the costs of the model's pieces, in seconds or bytes; called if the options balance these.
+        config: names of the model's modules.
+        num_stages: number of stages of the whole pipeline.
+        options: options of a split by layers, without a trace.
+        measured: function that returns the costs of the model's pieces, in seconds or bytes. Called only if the
+            options balance time or memory.
 
     Returns:
         FQNs of each stage, as :func:`split_evenly`.
 
     Raises:
-        SetupError: options that do not fit the model or the number of stages.
+        SetupError: the options do not fit the model or the number of stages.
     """
     if options.layers_per_stage is not None:
         stages = split_at(config, options.layers_per_stage)
@@ -189,7 +191,8 @@ def split_by_options(
         stages = split_by_cost(config, num_stages, costs.layers, costs.input or 0.0, costs.output)
     if len(stages) != num_stages:
         raise SetupError(
-            f"split.layers_per_stage says {len(stages)} stages; the schedule has {num_stages}: give one number each"
+            f"split.layers_per_stage or split.layer_ranges has {len(stages)} entries, but the schedule has"
+            f" {num_stages} stages. Give one entry for each stage"
         )
     return stages
 
@@ -197,8 +200,8 @@ def split_by_options(
 def _check_stages(config: ModuleConfig, num_stages: int) -> None:
     if not 1 <= num_stages <= config.num_layers:
         raise SetupError(
-            f"{config.num_layers} layers cannot go to {num_stages} stages; needed is 1 to {config.num_layers} stage(s):"
-            " lower parallel.pp or the stages of each rank"
+            f"{config.num_layers} layers cannot go to {num_stages} stages; expected 1 to {config.num_layers} stage(s)."
+            " Lower parallel.pp or the number of stages on each rank"
         )
 
 

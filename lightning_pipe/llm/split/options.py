@@ -1,4 +1,4 @@
-"""Options that say where a model is cut into stages."""
+"""Options for the split of a model into stages."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ TiedEmbeddings = Literal["sum", "refuse"]
 
 @dataclass(frozen=True)
 class SplitOptions:
-    """Where a model is cut into stages.
+    """Points at which a model is cut into stages.
 
     At most one of ``layers_per_stage``, ``layer_ranges``, a trace (``split_spec``, ``split_policy``) and a ``balance``
     other than ``layers`` may be given.
 
     Args:
-        layers_per_stage: number of layers of each stage; by default as ``balance`` says.
-        layer_ranges: pairs (first layer, one after the last), one pair for each stage.
-        balance: the same number of ``layers`` on each stage (default), or the most even ``time`` or ``memory``. These
-            are measured when training is set up, with the module's ``example_micro_batch``.
-        input_weight: number of layers that the modules before the first layer count as, in an even split (default 1).
-        output_weight: number of layers that the modules after the last layer count as (default 1).
-        split_spec: for models that are not lists of layers: the forward is traced with ``example_micro_batch``, and cut
-            at the ``beginning`` or ``end`` of these modules (by FQN), and where it calls ``pipe_split``.
-        split_policy: function that puts split points into a trace, as for PyTorch's ``pipeline``; ``equal_size`` gives
-            each stage the same number of parameters.
-        tied_embeddings: for stages on two ranks that hold one parameter, an embedding and a head: ``sum`` the gradients
-            of both copies in every step (default), or ``refuse`` such a model.
+        layers_per_stage: number of layers of each stage (default None: follow ``balance``).
+        layer_ranges: one pair (first layer, one past the last layer) for each stage (default None: follow ``balance``).
+        balance: quantity that is spread evenly over the stages: the number of ``layers`` (default), ``time`` or
+            ``memory``. Time and memory are measured during setup, with the module's ``example_micro_batch``.
+        input_weight: number of layers that the modules before the first layer count as (default 1). Used when
+            ``balance`` is ``layers``.
+        output_weight: number of layers that the modules after the last layer count as (default 1). Used when
+            ``balance`` is ``layers``.
+        split_spec: mapping from module FQNs to ``beginning`` or ``end``, for models that are not lists of layers. The
+            forward is traced with ``example_micro_batch``, and cut there and at its calls of ``pipe_split``.
+        split_policy: function that inserts split points into a trace, as for PyTorch's ``pipeline``, or ``equal_size``
+            for about the same number of parameters on each stage.
+        tied_embeddings: handling of a parameter that stages on two ranks share, such as the weight of an embedding and
+            a head: ``sum`` the gradients of all copies in every step (default), or ``refuse`` such a model.
 
     Raises:
-        SetupError: a value of the wrong kind, or two ways to cut.
+        SetupError: a value has the wrong type or range, or more than one way to cut is given.
     """
 
     layers_per_stage: Sequence[int] | None = None
@@ -56,13 +58,15 @@ class SplitOptions:
         check_whole_number("split.output_weight", self.output_weight, 0)
         layers, ranges = self.layers_per_stage, self.layer_ranges
         if layers is not None and not is_whole_numbers(layers):
-            raise SetupError(f"split.layers_per_stage is {layers!r}; expected a list of whole numbers, one a stage")
+            raise SetupError(
+                f"split.layers_per_stage is {layers!r}; expected a list of whole numbers, one for each stage"
+            )
         if ranges is not None and not (
             isinstance(ranges, list | tuple) and all(is_whole_numbers(pair) and len(pair) == 2 for pair in ranges)
         ):
             raise SetupError(
-                f"split.layer_ranges is {ranges!r}; expected a list of pairs, the first layer of each stage and the one"
-                " after its last"
+                f"split.layer_ranges is {ranges!r}; expected a list of pairs, one (first layer, one past the last"
+                " layer) for each stage"
             )
         ways = {
             "split.layers_per_stage": layers is not None,
@@ -72,7 +76,9 @@ class SplitOptions:
         }
         given = [name for name, is_given in ways.items() if is_given]
         if len(given) > 1:
-            raise SetupError(f"{' and '.join(given)} each say where the model is cut; expected one of them")
+            raise SetupError(
+                f"{' and '.join(given)} are given, expected only one way to cut the model. Remove the others"
+            )
 
     @property
     def traces(self) -> bool:

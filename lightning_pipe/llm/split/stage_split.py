@@ -1,9 +1,9 @@
-"""Cuts a module's model into stages, each rank keeping its own, and puts what it keeps in the model's place.
+"""Split of a module's model into stages, of which each rank keeps its own.
 
-A model is cut by its layers, whose forward then runs on every stage with other stages' modules passing through; or its
-forward is traced, and the trace is cut::
+A model is cut in one of two ways. Cut by layers, its forward runs on every stage, and modules of other stages pass
+their input through. Cut by a trace of its forward, each stage runs a part of the trace::
 
-    unsplit model, without memory ──► which stage holds what ──► this rank's values ──► stages ──► shared with others
+    unsplit model, without memory ──► modules of each stage ──► this rank's values ──► stages ──► parallelised stages
                                  └──► shapes that stages exchange
 """
 
@@ -49,13 +49,14 @@ __all__ = ["Example", "SplitModel", "split_model"]
 
 @dataclass(frozen=True)
 class Example:
-    """A micro-batch to trace a model with, or to measure its layers with.
+    """A micro-batch for tracing a model or measuring its layers.
 
     Attributes:
-        args: of the model.
-        kwargs: of the model.
-        loss_of: from its output, and the part of the model that gave it, a scalar loss.
-        num_microbatches: of a step, whose activations a stage keeps.
+        args: positional arguments of the model.
+        kwargs: keyword arguments of the model.
+        loss_of: function of the model's output, and of the part of the model that returned it, that returns a scalar
+            loss.
+        num_microbatches: number of micro-batches in a step, whose activations a stage keeps.
     """
 
     args: tuple[Any, ...]
@@ -69,13 +70,13 @@ class SplitModel:
     """A rank's part of a model.
 
     Attributes:
-        kept: the model with this rank's modules alone, under their names in the whole one; in the others' place are
-            modules without parameters.
-        stages: what the pipeline runs, by stage, made of the same modules.
-        names: the parameters of the whole model, in its order.
-        shapes: of what stages exchange.
-        tied: parameters that several stages hold, on whatever ranks.
-        has_routers: whether any stage has a mixture of experts, on whatever rank.
+        kept: the model with only this rank's modules, under their names in the whole model. Modules without parameters
+            replace the others.
+        stages: stage modules that the pipeline runs, by stage index. They share the modules of ``kept``.
+        names: names of the whole model's parameters, in its order.
+        shapes: shapes of the tensors that stages exchange.
+        tied: parameters that several stages hold, on any rank.
+        has_routers: True if a stage on any rank has a mixture of experts.
     """
 
     kept: nn.Module
@@ -100,30 +101,32 @@ def split_model(
     example: Callable[[], Example] | None = None,
     stand_ins: bool = False,
 ) -> SplitModel:
-    """Split *model*; it is used up, but for stand-ins. Every rank calls this.
+    """Split *model*, which must not be used afterwards unless ``stand_ins`` is set. Every rank must call this.
 
     Args:
-        model: the whole one; real, or made under ``deferred_init``.
-        record: of the latter.
-        config: what it is made of; found out where None.
-        num_stages: of all ranks.
-        mine: this rank's stages.
-        options: where to cut.
-        device: where the rank's part goes.
-        parallelism: how stages are shared with other ranks, and run.
-        pretrained: what a model made under ``deferred_init`` is filled with, on all ranks; None for its initial values.
-        example: makes a micro-batch on the CPU; None where there is none.
-        stand_ins: give this rank's stages other values, small ones, and leave the model as it is: to try a split out.
+        model: the whole model, real or made under ``deferred_init``.
+        record: record of a model made under ``deferred_init``; None for a real model.
+        config: names of the model's modules; None to derive them from the model.
+        num_stages: number of stages of the whole pipeline.
+        mine: indices of this rank's stages.
+        options: points at which the model is cut.
+        device: device of this rank's stages.
+        parallelism: sharding, checkpointing and compilation of stages.
+        pretrained: weights for a model made under ``deferred_init``, the same on all ranks; None for its initial
+            values.
+        example: function that makes a micro-batch on the CPU; None if the module has no example.
+        stand_ins: True to give this rank's stages small placeholder values and leave the model unchanged, in order to
+            try out a split.
 
     Raises:
-        SetupError: the model cannot be split so.
+        SetupError: the model cannot be split this way.
     """
     cut = _cut(model, config, num_stages, options, parallelism, example)
     for one in cut.tied:
         if options.tied_embeddings == "refuse":
             raise SetupError(
                 f"the parameters {' and '.join(one.names)} are one and the same, and go to stages"
-                f" {' and '.join(map(str, one.stages))}. Give each its own (in a Hugging Face config:"
+                f" {' and '.join(map(str, one.stages))}. Untie them (in a Hugging Face config:"
                 " tie_word_embeddings=False), or set split.tied_embeddings to 'sum'"
             )
     shapes = cut.shapes(model)
@@ -139,8 +142,8 @@ def split_model(
         for stage in stages.values():
             stage.to(device)
 
-    # One rank's memory may be full, while others go on to collectives.
-    on_all_ranks(place, f"the stages cannot be put on device {str(device)!r}", dist.group.WORLD)
+    # All ranks must fail together: one rank may run out of memory while the others continue to collectives.
+    on_all_ranks(place, f"the stages cannot be moved to device {str(device)!r}", dist.group.WORLD)
     for stage in stages.values():
         cut.parallelise(stage)
     return SplitModel(cut.join(model, stages), stages, names, shapes, cut.tied, routers)
@@ -153,7 +156,7 @@ def _fill(
     device: torch.device,
     pretrained: PretrainedWeights | None,
 ) -> None:
-    """Give this rank's part of the model its values, the same whichever rank holds it."""
+    """Set the values of this rank's part of the model; they do not depend on which rank holds a part."""
     if record is None:
         _share_first_rank_s_values(model)
         return
@@ -164,24 +167,24 @@ def _fill(
 
 
 class _Cut(Protocol):
-    """Knows which stage holds what."""
+    """Assignment of a model's modules and tensors to stages."""
 
     tied: tuple[TiedParameter, ...]
 
     def shapes(self, model: nn.Module) -> StageShapes:
-        """Of what stages exchange."""
+        """Shapes of the tensors that stages exchange."""
 
     def holds(self, mine: Sequence[int]) -> Callable[[str], bool]:
-        """Whether one of these stages needs the parameter or buffer of this name."""
+        """Predicate that is True for names of parameters and buffers that any of these stages needs."""
 
     def stage(self, model: nn.Module, index: int) -> StageModule:
-        """One of them, over the model's values."""
+        """Build a stage over the model's tensors."""
 
     def parallelise(self, stage: StageModule) -> None:
-        """Share it with other ranks."""
+        """Apply the parallelism to a stage."""
 
     def join(self, model: nn.Module, stages: Mapping[int, StageModule]) -> nn.Module:
-        """Stages as one module, under the names of the model."""
+        """Join stages into one module with the model's names."""
 
 
 def _cut(
@@ -201,15 +204,15 @@ def _cut(
     if config is None or options.traces:
         if example is None:
             raise SetupError(
-                "split.split_spec or split.split_policy is given, so the model is traced, which needs a batch to trace"
-                " it with; needed is example_micro_batch() of the module"
+                "split.split_spec or split.split_policy is given, so the model is traced, but the module has no"
+                " example_micro_batch() to trace it with. Define it on the module, or remove the option"
             )
         return _TracedCut(model, num_stages, options, parallelism, example())
     return _LayerCut(model, config, num_stages, options, parallelism, example)
 
 
 class _LayerCut:
-    """By layers."""
+    """Split by layers."""
 
     def __init__(
         self,
@@ -233,7 +236,7 @@ class _LayerCut:
         skip_experts(fake)
 
         def check(hidden: Tensor, keywords: Mapping[str, Any]) -> None:
-            # A causal LM's hidden states are known without a batch: it is checked where it is cut.
+            # The hidden states of a causal LM are known without a batch, so `prune` has already checked it.
             if not is_causal_lm(fake):
                 run_empty(fake, self._config, hidden, **keywords)
 
@@ -269,7 +272,8 @@ class _LayerCut:
             for name in self._fqns[index]:
                 part.set_submodule(name, stage.module.get_submodule(name))
         for one in self.tied:
-            # Where a stage keeps its copy under the first name, unless another has the module itself.
+            # A stage with only a copy has it under the first name (`name_copies`). If another stage of this rank holds
+            # the module with that name, the module is already in place.
             holder = one.names[0].rpartition(".")[0]
             for stage in stages.values() if not one.names[0].startswith(tuple(f"{name}." for name in kept)) else ():
                 if one.names[0] in dict(stage.module.named_parameters()):
@@ -278,7 +282,7 @@ class _LayerCut:
 
 
 class _TracedCut:
-    """By the split points of a trace."""
+    """Split at the split points of a trace."""
 
     def __init__(
         self,
@@ -321,11 +325,11 @@ class _TracedCut:
 def _measured(
     model: nn.Module, config: ModuleConfig, unit: CostUnit, example: Callable[[], Example] | None
 ) -> Pieces[float]:
-    """What the model's pieces cost; every rank calls this."""
+    """Measured costs of the model's pieces. Every rank must call this."""
     if example is None:
         raise SetupError(
-            f"the split is by {unit}, which is measured with a batch; needed is example_micro_batch() of the module, or"
-            " balance='layers'"
+            f"split.balance is '{unit}', which is measured with a batch, but the module has no example_micro_batch()."
+            " Define it on the module, or set split.balance to 'layers'"
         )
     given = example()
     return measure_costs(
@@ -346,12 +350,13 @@ def _split_point(name: str, given: SplitPoint | str) -> SplitPoint:
         return given
     if str(given).lower() not in points:
         raise SetupError(
-            f"split_spec says {given!r} for {name}; needed is SplitPoint.BEGINNING or END, or 'beginning' or 'end'"
+            f"split.split_spec['{name}'] is {given!r}; expected SplitPoint.BEGINNING, SplitPoint.END, 'beginning' or"
+            " 'end'"
         )
     return points[str(given).lower()]
 
 
 def _share_first_rank_s_values(model: nn.Module) -> None:
-    """Every rank has made the whole model, and may have drawn other numbers."""
+    """Broadcast rank 0's values, since each rank has built the whole model and may have drawn other random numbers."""
     for tensor in [*model.parameters(), *model.buffers()]:
         dist.broadcast(tensor.detach(), src=0)

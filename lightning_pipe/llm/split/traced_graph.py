@@ -1,13 +1,13 @@
-"""A traced forward pass cut at its split points: what each stage computes, takes, and hands on.
+"""A traced forward cut at its split points: the operations, inputs and outputs of each stage.
 
-Stages exchange tensors only, each with the next. So a value that a later stage uses, the inputs of the first stage
-among them, goes through every stage in between; sizes do not go at all: they are read again off what a stage has::
+Stages exchange only tensors, each with the next stage. A value that a later stage uses, such as an input of the first
+stage, is therefore sent through every stage in between. Sizes are not sent: each stage reads them from its tensors::
 
     stage 0            stage 1            stage 2
     x, skip ─────────► y, skip ─────────► y + skip
 
-Within a stage, what one layer computes is a piece of its own, so that the layer can be a module that is called, as
-sharding and checkpointing layer by layer need. Pieces hold no tensor: parameters are handed to them.
+Within a stage, the operations of one layer form a separate piece, so that the layer can be called as a module, as
+sharding and checkpointing by layer require. Pieces hold no tensors: parameters are passed to them.
 
 Tested in ``tests/llm/split/test_traced_split.py``.
 """
@@ -29,7 +29,7 @@ from lightning_pipe.engine.common.errors import SetupError
 
 __all__ = ["CutGraph", "GraphPiece", "StageCode", "cut", "whole_layers"]
 
-# The one is what a traced forward has, the other what a split policy puts into a graph.
+# A traced forward has the first, a split policy inserts the second.
 _MARKERS = (torch.ops.pippy._pipe_split.default, pipe_split)
 
 
@@ -38,13 +38,14 @@ class GraphPiece:
     """Consecutive operations of one stage.
 
     Attributes:
-        layer: FQN of the layer that they all are of; None for what is in between.
-        code: called with values, then ``foreign`` tensors, then ``own`` ones, gives a tuple.
-        inputs: names of the values.
-        foreign: FQNs of the tensors that it uses and that are not the layer's; all, where there is no layer.
-        own: FQNs of the layer's.
-        outputs: names of the values that it makes.
-        last: those of the stage's values that no later piece needs.
+        layer: FQN of the layer that all operations belong to; None for operations between layers.
+        code: graph module, called with the input values, then the ``foreign`` tensors, then the ``own`` tensors.
+            Returns a tuple.
+        inputs: names of the input values.
+        foreign: FQNs of used tensors that do not belong to the layer; all used tensors if ``layer`` is None.
+        own: FQNs of used tensors that belong to the layer.
+        outputs: names of the values that the piece computes.
+        last: names of input values that no later piece of the stage needs.
     """
 
     layer: str | None
@@ -58,14 +59,15 @@ class GraphPiece:
 
 @dataclass(frozen=True)
 class StageCode:
-    """What one stage computes.
+    """Operations of one stage.
 
     Attributes:
-        received: names of the values that come from the stage before, in order; none for the first.
-        pieces: in order.
-        sent: names of the values for the next stage, in order; none for the last.
-        received_order: for each value received, its dimensions as they lie in memory, outermost first: so it is sent.
-        sent_order: likewise.
+        received: names of the values from the previous stage, in order; empty for the first stage.
+        pieces: pieces of the stage, in order.
+        sent: names of the values for the next stage, in order; empty for the last stage.
+        received_order: dimensions of each received value in memory order, outermost first. Values are sent in this
+            order.
+        sent_order: dimensions of each sent value in memory order.
     """
 
     received: tuple[str, ...]
@@ -76,19 +78,19 @@ class StageCode:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """FQNs of what the stage uses of the model."""
+        """FQNs of the model's tensors that the stage uses."""
         return tuple(dict.fromkeys(name for piece in self.pieces for name in piece.foreign + piece.own))
 
 
 @dataclass(frozen=True)
 class CutGraph:
-    """A traced forward pass in stages.
+    """A traced forward in stages.
 
     Attributes:
-        stages: in order.
+        stages: operations of each stage, in order.
         results: the model's flat results: names of values of the last stage, and constants.
-        is_value: for each result, whether it is a name.
-        examples: for each boundary between stages, shapes, dtypes and orders in memory that the example had there.
+        is_value: True for each result that is a name of a value, False for each constant.
+        examples: shapes, dtypes and memory orders of the example's tensors, for each boundary between stages.
     """
 
     stages: tuple[StageCode, ...]
@@ -98,7 +100,7 @@ class CutGraph:
 
 
 def whole_layers(traced: fx.GraphModule, layers: Sequence[str]) -> list[str]:
-    """Those of the layers that run once, in one stage and without a break, and whose tensors nothing else uses."""
+    """Layers that run once, without interruption in one stage, and whose tensors no other operation uses."""
     work = _Work(traced)
     runs: dict[str, int] = {}
     for (_, layer), _ in groupby(work.operations(), lambda node: (work.stage[node], _layer_of(node, layers))):
@@ -118,15 +120,16 @@ def whole_layers(traced: fx.GraphModule, layers: Sequence[str]) -> list[str]:
 
 
 def cut(traced: fx.GraphModule, keywords: Sequence[str], layers: Sequence[str]) -> CutGraph:
-    """Cut a traced forward pass at the calls of ``pipe_split`` in it.
+    """Cut a traced forward at its calls of ``pipe_split``.
 
     Args:
-        traced: as ``ExportedProgram.module()`` gives it; it is used up. Calls with nothing between them count once.
-        keywords: the placeholders that every stage is given; the others are given to the first stage.
-        layers: FQNs of modules, as :func:`whole_layers` gives them, whose operations are pieces of their own.
+        traced: graph module returned by ``ExportedProgram.module()``; it is modified. Calls of ``pipe_split`` without
+            an operation between them count once.
+        keywords: names of placeholders that every stage receives. Only the first stage receives the others.
+        layers: FQNs of modules from :func:`whole_layers`, whose operations become separate pieces.
 
     Raises:
-        SetupError: stages that cannot work with tensors alone, or that change what another has made.
+        SetupError: a stage needs more than tensors, or modifies a tensor that another stage uses.
     """
     work = _Work(traced)
     everywhere = {node for node in work.placeholders if node.name in set(keywords)}
@@ -136,17 +139,24 @@ def cut(traced: fx.GraphModule, keywords: Sequence[str], layers: Sequence[str]) 
     sent = [work.crossing(end, everywhere) for end in ends]
     for end, values in zip(ends, sent, strict=True):
         if not values:
-            raise SetupError(f"nothing goes from stage {end - 1} to stage {end}: move or drop the split point there")
+            raise SetupError(
+                f"no tensor goes from stage {end - 1} to stage {end}, expected at least one. Move or remove the split"
+                " point between them"
+            )
         for value in values:
             if not isinstance(value.meta.get("val"), Tensor):
                 raise SetupError(
                     f"stage {end} needs {value.name}, a {type(value.meta.get('val')).__name__} that depends on values"
-                    f" of an earlier stage ({value.format_node()}); stages exchange tensors: move the split point"
+                    f" of an earlier stage ({value.format_node()}), but stages exchange only tensors. Move the split"
+                    " point"
                 )
     results: list[Any] = list(work.results)
     unfit = [node for node in results if isinstance(node, fx.Node) and node.op == "get_attr"]
     if unfit:
-        raise SetupError(f"the model returns {unfit[0].target} itself; needed are results that it has computed")
+        raise SetupError(
+            f"the model returns {unfit[0].target} itself; expected results that its forward computes. Return a computed"
+            " tensor"
+        )
     stages = []
     for stage in range(work.num_stages):
         received = sent[stage - 1] if stage else []
@@ -168,8 +178,8 @@ class _Work:
     """A graph with the stage of each of its operations.
 
     Attributes:
-        stage: of each operation; placeholders are made in the first.
-        attributes: the nodes that stand for tensors of the model. Like those for other constants, they are of no stage.
+        stage: stage of each operation. Placeholders belong to the first stage.
+        attributes: nodes for the model's tensors. Like nodes for other constants, they belong to no stage.
     """
 
     def __init__(self, traced: fx.GraphModule) -> None:
@@ -188,7 +198,7 @@ class _Work:
             if node.target in _MARKERS:
                 marked = True
             elif node.target is operator.getitem:
-                # Results of one operation stay together: a list of tensors could not be sent.
+                # Keep the results of one operation in its stage, since a list of tensors cannot be sent.
                 self.stage[node] = self.stage[node.args[0]]
             else:
                 if marked and not empty:
@@ -209,7 +219,7 @@ class _Work:
         return (node for node in self._graph.nodes if node.op == "call_function" and node in self.stage)
 
     def crossing(self, end: int, everywhere: Iterable[fx.Node] = ()) -> list[fx.Node]:
-        """Values made before a stage that it or a later one uses."""
+        """Values from earlier stages that stage ``end`` or a later one uses."""
         last = self.num_stages - 1
         free = set(everywhere)
         return [
@@ -221,7 +231,7 @@ class _Work:
         ]
 
     def check_changes(self, everywhere: set[fx.Node]) -> None:
-        """Refuse that a stage writes to what others have, too: each would go on with values of its own."""
+        """Refuse in-place writes to tensors that several stages hold, since their copies would then differ."""
         for node in self.operations():
             for changed in _written(node):
                 origin = _origin(changed)
@@ -230,12 +240,12 @@ class _Work:
                 if shared or origin in everywhere:
                     what = origin.target if origin.op == "get_attr" else origin.name
                     raise SetupError(
-                        f"stage {self.stage[node]} changes {what} in place ({node.format_node()}), which other stages"
-                        " have a copy of: write x = x + y where the model says x += y, or move the split point"
+                        f"stage {self.stage[node]} changes {what} in place ({node.format_node()}), but other stages"
+                        " hold a copy of it. Write x = x + y instead of x += y in the model, or move the split point"
                     )
 
     def repeat_sizes(self, everywhere: set[fx.Node]) -> None:
-        """Let each stage find the sizes that it needs, which a trace takes once, from the model's inputs."""
+        """Recompute sizes in each stage that needs them: a trace reads each size once, from the model's inputs."""
         for stage in range(1, self.num_stages):
             first = next(node for node in self.operations() if self.stage[node] == stage)
             own: dict[fx.Node, fx.Node] = {}
@@ -296,7 +306,7 @@ class _Work:
             copies[node] = graph.get_attr(str(node.target))
         for node in nodes:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-            copies[node].meta = {}  # example values, and where in the user's code it was
+            copies[node].meta = {}  # drop example values and source locations
         graph.output(tuple(copies[node] for node in outputs))
         code = fx.GraphModule({str(node.target): self._constant(node) for node in constants}, graph)
         piece = GraphPiece(
@@ -312,7 +322,7 @@ class _Work:
 
 
 def _layer_of(node: fx.Node, layers: Iterable[str]) -> str | None:
-    """The layer that an operation belongs to; a second call of a layer is of none."""
+    """Name of the layer call that an operation belongs to, or None. Later calls have names such as ``FQN@1``."""
     known = set(layers)
     inside = (name for name, _ in (node.meta.get("nn_module_stack") or {}).values())
     return next((name for name in inside if name.partition("@")[0] in known), None)
@@ -323,7 +333,7 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _with_size(tensors: Iterable[fx.Node], size: Any) -> tuple[fx.Node, int] | None:
-    """A tensor and its dimension that has a size."""
+    """First tensor and dimension with the given symbolic size, or None."""
     for node in tensors:
         for dim, other in enumerate(node.meta["val"].shape):
             if isinstance(other, torch.SymInt) and other.node.expr == size.node.expr:
@@ -332,12 +342,12 @@ def _with_size(tensors: Iterable[fx.Node], size: Any) -> tuple[fx.Node, int] | N
 
 
 def _written(node: fx.Node) -> Iterator[fx.Node]:
-    """Arguments that an operation writes to."""
+    """Yield the arguments that an operation writes to."""
     yield from _marked(node, lambda alias: alias is not None and alias.is_write)
 
 
 def _origin(node: fx.Node) -> fx.Node:
-    """What a view is a view of."""
+    """Base of a view; the node itself if it is not a view."""
     if node.target is operator.getitem:
         return _origin(node.all_input_nodes[0])
     viewed = next(_marked(node, lambda alias: alias is not None), None)

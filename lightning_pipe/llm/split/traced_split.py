@@ -1,13 +1,12 @@
-"""Stages of a model that is not made of layers alone: its forward pass is traced, and cut at named points.
+"""Stages of a model that is not a list of layers: its forward is traced and cut at split points.
 
-What runs on a stage is the part of the traced forward pass (``torch.export``) between two split points, over the
-parameters that it uses, under their names in the unsplit model. Split points are given by module
-(:class:`SplitPoint`), by calls of :func:`pipe_split` in the model's forward, or by a function of the traced graph, as
-for PyTorch's ``pipeline``, whose stages are not used here: they pass sizes between stages as if they were tensors,
-fail for much that a trace may hold (contexts of autocast, tensors in plain attributes), know one shape only, and keep
-dropout on in evaluation.
+A stage runs the part of the traced forward (``torch.export``) between two split points, over the parameters that this
+part uses, under their names in the unsplit model. Split points are given by module (:class:`SplitPoint`), by calls of
+:func:`pipe_split` in the model's forward, or by a function of the traced graph, as for PyTorch's ``pipeline``.
+PyTorch's own traced stages are not used: they send sizes between stages as if they were tensors, fail on autocast
+contexts and on tensors in plain attributes, support only one shape, and keep dropout active in evaluation.
 
-A trace is made without data, of a copy without memory, so no rank holds the whole model::
+The trace is made without data, from a copy without memory, so no rank holds the whole model::
 
     deferred model ──► trace_split: once in training, once in evaluation ──► make_stage: real parameters by name
 """
@@ -45,19 +44,19 @@ __all__ = ["SplitPoint", "TracedSplit", "join_stages", "pipe_split", "split_into
 
 SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
 
-_BY_LAYERS = "Or let it be cut by its layers, without a trace: give it a get_pp_module_config()"
-_LINES = 20  # of a reason: torch's go on with logs and hints
+_BY_LAYERS = "To cut the model by its layers without a trace instead, give it a get_pp_module_config()"
+_LINES = 20  # lines of torch's error to show; the rest is logs and hints
 
 
 class TracedSplit:
-    """A model's forward pass, traced and cut. Made by :func:`trace_split`.
+    """A model's forward, traced and cut. Made by :func:`trace_split`.
 
     Attributes:
-        num_stages: stages of the whole pipeline.
+        num_stages: number of stages of the whole pipeline.
         layers: FQNs of the items of the model's ``ModuleList`` s and ``Sequential`` s that lie in one stage and are
             called there as modules, so that they can be sharded or checkpointed one by one.
-        shared: parameters that several stages use, a tied embedding, say. Each has a copy, by the first of the names;
-            their gradients have to be summed.
+        shared: parameters that several stages use, such as a tied embedding. Each of these stages has a copy, under the
+            first of the parameter's names, and the gradients of the copies must be summed.
     """
 
     def __init__(self, model: nn.Module, training: StageTrace, evaluation: StageTrace, layers: Sequence[str]) -> None:
@@ -74,7 +73,7 @@ class TracedSplit:
             used = [name for name in self._used(stage) if name not in constants]
             held.append({*used, *(aliases[id(tensors[name])][0] for name in used if name in tensors)})
         for name, tensor in tensors.items():
-            # What the forward pass leaves alone goes with the rest of its module: a checkpoint has it, too.
+            # Tensors that the forward does not use go to the stage with the rest of their module, for checkpoints.
             if not any(name in names for names in held):
                 own = set(aliases[id(tensor)])
                 max(held, key=lambda names: (bool(names & own), _likeness(name, names))).add(name)
@@ -92,11 +91,12 @@ class TracedSplit:
         return self._names[stage]
 
     def make_stage(self, model: nn.Module, stage_index: int) -> StageModule:
-        """The stage, over the very tensors that the model has.
+        """Build a stage over the model's own tensors, without copying them.
 
         Args:
-            model: the one that was traced, or one with the same names: materialised, at least :meth:`names`.
-            stage_index: which stage it is, from 0.
+            model: the traced model, or one with the same names. At least the tensors in :meth:`names` must be
+                materialised.
+            stage_index: index of the stage, from 0.
         """
         persistent = set(model.state_dict(keep_vars=True))
         held = {name: find_tensor(model, name) for name in self._names[stage_index]}
@@ -122,27 +122,27 @@ def trace_split(
     num_stages: int | None = None,
     device: torch.device | None = None,
 ) -> TracedSplit:
-    """Trace a model's forward pass, and cut it at the split points.
+    """Trace a model's forward, and cut it at the split points.
 
-    Sizes of tensors may be others later, wherever the model treats them alike; a size of 1 is taken to be always 1. All
-    else (numbers, texts, ``None``, which keywords there are) is part of the trace: what differs from it is refused when
-    a stage is called. So is what autocast does: trace under the context that the model is going to run in.
+    Later inputs may have other tensor sizes if the model treats them alike; a size of 1 is assumed to stay 1.
+    Everything else (numbers, strings, ``None``, the set of keywords) is part of the trace, and a stage refuses inputs
+    that differ from it. Casts by autocast are part of the trace, too, so trace under the context that training uses.
 
     Args:
-        model: the unsplit one, real or deferred; it is left as it is.
-        args: an example of what the model is called with for one micro-batch: at least 2 rows, 2 tokens.
-        kwargs: its keywords, which every stage is going to be given. Tensors need not have values of any sense.
-        split_spec: by FQN of a module, whether a stage begins before it or after it; each time that it is called.
-        split_policy: puts calls of :func:`pipe_split` into the traced graph, and returns it.
-        num_stages: how many stages there have to be; by default whatever comes out.
-        device: where the model is going to run; by default where it is.
+        model: the unsplit model, real or deferred. It is not changed.
+        args: example of the model's positional arguments for one micro-batch, with at least 2 rows and 2 tokens.
+        kwargs: example of the keyword arguments, which every stage receives. The values of tensors do not matter.
+        split_spec: split point before or after each of these modules, by FQN, at every call of the module.
+        split_policy: function that inserts calls of :func:`pipe_split` into the traced graph and returns it.
+        num_stages: required number of stages (default None: any number).
+        device: device that the model will run on (default None: its current device).
 
     Raises:
-        SetupError: a name that the model does not have; a model that cannot be traced, with the reason; another number
-            of stages; stages that cannot work with tensors from the stage before alone.
+        SetupError: the model lacks a named module, cannot be traced (the reason is given), or is cut into another
+            number of stages; or a stage needs more than tensors from the previous stage.
     """
     if split_spec and split_policy:
-        raise SetupError("split_spec and split_policy are both given; needed is one of them")
+        raise SetupError("split.split_spec and split.split_policy are both given, expected one. Remove one of them")
     _check_names(model, split_spec or {})
     keywords = dict(kwargs or {})
     programs = {
@@ -166,28 +166,29 @@ def trace_split(
     if traces[True].graph.examples != traces[False].graph.examples:
         raise SetupError(
             f"stages would exchange {traces[True].graph.examples} in training and {traces[False].graph.examples} in"
-            " evaluation; needed is the same: move the split points to where the two do not differ"
+            " evaluation; expected the same tensors in both. Move the split points to places where the two do not"
+            " differ"
         )
     return TracedSplit(model, traces[True], traces[False], layers)
 
 
 def join_stages(stages: Sequence[StageModule]) -> nn.Module:
-    """A module with the tensors, names and layers of several stages that :meth:`TracedSplit.make_stage` made.
+    """Join stages made by :meth:`TracedSplit.make_stage` into one module with their tensors, names and layers.
 
-    They are in training or in evaluation as it is, from then on.
+    From then on, the stages follow the training or evaluation mode of the joined module.
     """
     parts = [stage.module for stage in stages]
     return join_parts([part for part in parts if isinstance(part, TracedPart)])
 
 
 def split_into_equal_size(num_stages: int) -> SplitPolicy:
-    """A split policy: stages with about as many parameters each, cut where the fewest tensors go across.
+    """Split policy for stages of about the same number of parameters, cut where the fewest tensors cross.
 
-    Items of lists of modules stay whole, where there are enough of them. The cuts are not those of
-    ``contiguous_shares``, which knows sizes alone.
+    Items of module lists stay whole if there are enough of them. ``contiguous_shares`` is not used, since it considers
+    only sizes and not the tensors that cross a cut.
 
     Args:
-        num_stages: how many stages.
+        num_stages: number of stages.
     """
 
     def policy(traced: fx.GraphModule) -> fx.GraphModule:
@@ -213,7 +214,7 @@ def split_into_equal_size(num_stages: int) -> SplitPolicy:
             wanted = before[-1] * stage / num_stages
             possible = choices[: len(choices) - (num_stages - 1 - stage)]
             if not possible:
-                raise SetupError(f"{len(nodes)} operations cannot go to {num_stages} stages; take fewer stages")
+                raise SetupError(f"{len(nodes)} operations cannot be split into {num_stages} stages. Use fewer stages")
             best = min(possible, key=lambda index: (abs(before[index] - wanted), crossing[index]))
             with traced.graph.inserting_before(nodes[best]):
                 traced.graph.call_function(pipe_split)
@@ -224,7 +225,7 @@ def split_into_equal_size(num_stages: int) -> SplitPolicy:
 
 
 def _item_of(node: fx.Node) -> str | None:
-    """The outermost item of a list of modules that an operation is of."""
+    """FQN of the outermost module-list item that an operation belongs to, or None."""
     inside = (name for name, _ in (node.meta.get("nn_module_stack") or {}).values())
     return next((name for name in inside if name.rpartition(".")[2].partition("@")[0].isdigit()), None)
 
@@ -234,12 +235,14 @@ def _check_names(model: nn.Module, split_spec: Mapping[str, SplitPoint]) -> None
     unknown = [name for name in split_spec if name not in names or not name]
     if unknown:
         raise SetupError(
-            f"split_spec names {', '.join(map(repr, unknown))}, which {type(model).__name__} does not have; needed are"
-            f" names of its modules: {', '.join(names[1:])}"
+            f"split.split_spec names {', '.join(map(repr, unknown))}, which {type(model).__name__} does not have;"
+            f" expected names of its modules: {', '.join(names[1:])}"
         )
     wrong = [repr(point) for point in split_spec.values() if not isinstance(point, SplitPoint)]
     if wrong:
-        raise SetupError(f"split_spec says {', '.join(wrong)}; needed is SplitPoint.BEGINNING or SplitPoint.END")
+        raise SetupError(
+            f"split.split_spec has the values {', '.join(wrong)}; expected SplitPoint.BEGINNING or SplitPoint.END"
+        )
 
 
 def _check_number(
@@ -254,9 +257,10 @@ def _check_number(
             f"split_spec {', '.join(split_spec)}" if split_spec else "split_policy" if split_policy else "no split_spec"
         )
         raise SetupError(
-            f"the model's forward pass has {found - 1} split points, with {where} and its own calls of pipe_split(),"
-            f" which make {found} stages; the schedule has {num_stages}: needed are {num_stages - 1}. A point before"
-            " all or after all, and one that directly follows another, are none; a module that is called twice has two"
+            f"the model's forward has {found - 1} split points, with {where} and its own calls of pipe_split(), which"
+            f" make {found} stages, but the schedule has {num_stages}; expected {num_stages - 1} split points. A point"
+            " before the first or after the last operation, or directly after another point, does not count; a module"
+            " that is called twice has two"
         )
 
 
@@ -271,7 +275,7 @@ def _export(
 ) -> ExportedProgram:
     copied, mode = fake_copy(model)
     mode.shape_env, mode.static_shapes = ShapeEnv(), False
-    if not training or not copied.training:  # else parts may be in evaluation, frozen by the user
+    if not training or not copied.training:  # otherwise keep the modes: the user may have frozen parts in evaluation
         copied.train(training)
     annotate_split_points(copied, dict(split_spec))
 
@@ -279,7 +283,7 @@ def _export(
         return torch.empty(value.shape, dtype=value.dtype, device=device or value.device)
 
     def sizes(value: Any) -> Any:
-        # Of one row, no trace could tell whether it is one by chance.
+        # A size of 1 cannot be dynamic: tracing specialises on it.
         return {i: Dim.AUTO if n > 1 else Dim.STATIC for i, n in enumerate(getattr(value, "shape", ()))} or None
 
     with mode:
@@ -293,12 +297,12 @@ def _export(
         reason = "\n".join(str(error).strip().splitlines()[:_LINES])
         raise SetupError(
             f"{type(model).__name__} cannot be traced{'' if training else ' in evaluation'}, so it cannot be cut at"
-            f" split points: {type(error).__name__}: {reason}\nChange that in the model's forward. {_BY_LAYERS}"
+            f" split points: {type(error).__name__}: {reason}\nChange this in the model's forward. {_BY_LAYERS}"
         ) from error
 
 
 def _move(model: nn.Module, device: torch.device) -> None:
-    """Do what ``Module.to`` does, which refuses tensors without memory."""
+    """Move a model without memory to a device, which ``Module.to`` refuses."""
     moved: dict[int, Tensor] = {}
     for module in model.modules():
         held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
@@ -315,21 +319,21 @@ def _move(model: nn.Module, device: torch.device) -> None:
 def _graph(
     program: ExportedProgram, split_policy: SplitPolicy | None, *, training: bool
 ) -> tuple[fx.GraphModule, dict[str, Tensor]]:
-    """The traced forward pass, with the model's tensors as attributes, and the tensors that it makes of numbers."""
+    """Traced forward with the model's tensors as attributes, and the constant tensors that the forward creates."""
     traced = program.module(check_guards=False)
     assert isinstance(traced, fx.GraphModule)
     constants: dict[str, Tensor] = {}
     for node in traced.graph.find_nodes(op="get_attr"):
         value = program.constants.get(str(node.target))
         if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
-            # Named anew, since the trace in evaluation may use the name for another.
+            # The traces in training and evaluation may use one name for different constants.
             node.target = f"made_in_{'training' if training else 'evaluation'}_{len(constants)}"
             traced.register_buffer(node.target, value)
             constants[node.target] = value
     if split_policy is not None:
         traced = split_policy(traced)
         if not isinstance(traced, fx.GraphModule):
-            raise SetupError(f"split_policy returned {traced!r}; needed is the GraphModule that it was given")
+            raise SetupError(f"split.split_policy returned {traced!r}; expected the GraphModule that it was given")
     return traced, constants
 
 
@@ -343,7 +347,7 @@ def _items_of_lists(model: nn.Module) -> list[str]:
 
 
 def _likeness(name: str, others: Collection[str]) -> int:
-    """How many modules an FQN has in common with one of the others."""
+    """Number of leading modules that an FQN shares with the closest of the others."""
 
     def common(other: str) -> int:
         pairs = zip(name.split("."), other.split("."), strict=False)

@@ -1,4 +1,4 @@
-"""The module that a stage of a traced model runs: what the trace computes there, over tensors that bear their names.
+"""Module that a stage of a traced model runs: the stage's part of the trace, over tensors under their own names.
 
 Tested in ``tests/llm/split/test_traced_split.py``.
 """
@@ -21,11 +21,11 @@ from lightning_pipe.llm.split.traced_graph import CutGraph, GraphPiece
 __all__ = ["StageTrace", "TraceInputs", "TracedPart", "find_tensor", "join_parts", "registered_tensors"]
 
 _MADE_WITH = "the model's trace was made with"
-_AGAIN = "make the example micro-batch like those of training"
+_AGAIN = "Make the example micro-batch like those of training"
 
 
 class _TracedLayer(nn.Module):
-    """Stands where a layer was, with the layer's tensors, and computes what the layer did in the trace."""
+    """Replacement of a layer, with the layer's tensors, that runs the layer's operations of the trace."""
 
     def __init__(self, pieces: Mapping[bool, GraphPiece]) -> None:
         super().__init__()
@@ -39,11 +39,11 @@ class _TracedLayer(nn.Module):
 
 
 class TracedPart(nn.Module):
-    """What one stage computes, in the place of the pruned model of a ``StageModule``.
+    """Traced operations of one stage, used instead of a pruned model in a ``StageModule``.
 
-    The first stage takes what the model takes; a later one takes the values that come from the stage before. Every one
-    takes all of the micro-batch's keywords, and uses those that the trace used there. Gives the values for the next
-    stage, a tuple if there are several; the last gives what the model gives.
+    The first stage takes the model's positional arguments, a later stage the values from the previous stage. Every
+    stage takes all keywords of the micro-batch, and uses those that its part of the trace uses. A stage returns the
+    values for the next stage, as a tuple if there are several. The last stage returns the model's output.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class TracedPart(nn.Module):
         self.layer_names = tuple(layers)
         self._traces = dict(traces)
         self._stage_index = stage_index
-        self._leader: list[nn.Module] = []  # in a list, so that it is not part of this one
+        self._leader: list[nn.Module] = []  # a list, so that the leader is not registered as a submodule
         _fill(self, tensors, persistent, layers)
 
     def follow(self, leader: nn.Module) -> None:
-        """From now on, be in training or evaluation as that module is."""
+        """Use the training or evaluation mode of ``leader`` from now on."""
         self._leader = [leader]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ class TracedPart(nn.Module):
 
 
 def _in_order(value: Tensor, order: Sequence[int]) -> Tensor:
-    """What can be sent as it lies in memory: what computes with it there rounds as the whole model would."""
+    """Contiguous tensor in memory order, ready to send. Keeping the layout keeps the whole model's rounding."""
     return (value if list(order) == sorted(order) else value.permute(*order)).contiguous()
 
 
@@ -106,13 +106,13 @@ def _restore(value: Tensor, order: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class StageTrace:
-    """A forward pass in training or in evaluation.
+    """A traced forward in training or in evaluation mode.
 
     Attributes:
-        graph: cut.
-        inputs: what it was called with.
-        structure: of its results.
-        constants: tensors that the forward pass itself makes of numbers, by the name given to them.
+        graph: the cut graph.
+        inputs: description of the inputs that it was traced with.
+        structure: tree structure of its results.
+        constants: tensors that the forward creates from numbers, by the names assigned to them.
     """
 
     graph: CutGraph
@@ -121,19 +121,19 @@ class StageTrace:
     constants: Mapping[str, Tensor]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StageTrace:
-        return self  # nothing in it ever changes
+        return self  # immutable
 
 
 @dataclass(frozen=True)
 class TraceInputs:
-    """What the traced model was called with, and what has to be true of other inputs.
+    """Inputs that the model was traced with, and the conditions on other inputs.
 
     Attributes:
-        names: of the values, those of arguments first.
-        arguments: their structure.
-        keywords: names and structure of each.
-        examples: of each value.
-        guards: takes all values; raises if the trace would not hold.
+        names: names of the values, positional arguments first.
+        arguments: tree structure of the positional arguments.
+        keywords: tree structure of each keyword argument, by name.
+        examples: example of each value.
+        guards: function that takes all values, and raises if the trace is not valid for them.
     """
 
     names: tuple[str, ...]
@@ -156,20 +156,24 @@ class TraceInputs:
     def of_arguments(self, args: tuple[Any, ...]) -> dict[str, Any]:
         leaves, structure = tree_flatten(args)
         if structure != self.arguments:
-            raise InputError(f"the arguments are {_describe(args)}, {_MADE_WITH} others: {_AGAIN}")
+            raise InputError(
+                f"the arguments are {_describe(args)}, but {_MADE_WITH} arguments of another structure. {_AGAIN}"
+            )
         return dict(zip(self.names, leaves, strict=False))
 
     def of_keywords(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         if kwargs.keys() != self.keywords.keys():
             raise InputError(
                 f"the keywords of a micro-batch are {', '.join(kwargs) or 'none'}; {_MADE_WITH}"
-                f" {', '.join(self.keywords) or 'none'}: {_AGAIN}"
+                f" {', '.join(self.keywords) or 'none'}. {_AGAIN}"
             )
         leaves: list[Any] = []
         for name, structure in self.keywords.items():
             found, found_structure = tree_flatten(kwargs[name])
             if found_structure != structure:
-                raise InputError(f"the keyword {name} is {_describe(kwargs[name])}, {_MADE_WITH} another: {_AGAIN}")
+                raise InputError(
+                    f"the keyword {name} is {_describe(kwargs[name])}, but {_MADE_WITH} another structure. {_AGAIN}"
+                )
             leaves += found
         return dict(zip(self.names[len(self.names) - len(leaves) :], leaves, strict=True))
 
@@ -181,15 +185,15 @@ class TraceInputs:
             else:
                 holds = not isinstance(found, Tensor) and found == example
             if not holds:
-                raise InputError(f"{name} is {_describe(found)}; {_MADE_WITH} {_describe(example)}: {_AGAIN}")
+                raise InputError(f"{name} is {_describe(found)}; {_MADE_WITH} {_describe(example)}. {_AGAIN}")
         try:
             self.guards(*(values[name] for name in self.names))
         except AssertionError as error:
             found = ", ".join(f"{name} {_describe(values[name])}" for name in self.names)
             raise InputError(
-                f"the model's trace does not hold for {found} ({error}); {_MADE_WITH}"
-                f" {', '.join(map(_describe, self.examples))}: pad to sizes that it holds for, or let the model do"
-                " without what depends on the size"
+                f"the model's trace is not valid for {found} ({error}); {_MADE_WITH}"
+                f" {', '.join(map(_describe, self.examples))}. Pad to sizes that it is valid for, or remove the part of"
+                " the model that depends on the size"
             ) from error
 
 
@@ -206,7 +210,7 @@ def _describe(value: Any) -> str:
 
 
 def join_parts(parts: Sequence[TracedPart]) -> nn.Module:
-    """A module with the tensors and layers of several; they are in training or evaluation as it is."""
+    """Join parts into one module with their tensors and layers. The parts follow its training mode."""
     if len(parts) == 1:
         return parts[0]
     whole = nn.Module()
@@ -218,13 +222,13 @@ def join_parts(parts: Sequence[TracedPart]) -> nn.Module:
 
 
 def registered_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, under all their names."""
+    """Yield parameters and buffers, under all their names."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
 
 def find_tensor(module: nn.Module, name: str) -> Tensor:
-    """The tensor with an FQN, a parameter or buffer or in a plain attribute."""
+    """Tensor with the given FQN: a parameter, a buffer or a plain attribute."""
     tensor: Tensor = attrgetter(name)(module)
     return tensor
 
@@ -232,7 +236,7 @@ def find_tensor(module: nn.Module, name: str) -> Tensor:
 def _fill(
     module: nn.Module, tensors: Mapping[str, Tensor], persistent: Collection[str], layers: Mapping[str, nn.Module]
 ) -> None:
-    """Give a module tensors by FQN, in their order; modules on the way are made, or are the layers."""
+    """Register tensors in a module by FQN, in order. Missing submodules are taken from ``layers`` or created."""
 
     def inner(fqn: str) -> nn.Module:
         found = module

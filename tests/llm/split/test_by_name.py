@@ -67,9 +67,9 @@ def test_every_split_holds_each_module_once_and_in_order() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((3, 4), "3 layers cannot go to 4 stages; needed is 1 to 3 stage(s)"),
+        ((3, 4), "3 layers cannot go to 4 stages; expected 1 to 3 stage(s)"),
         ((3, 0), "3 layers cannot go to 0 stages"),
-        ((4, 4, 3, 3), "leave -1 layers for stage 3; needed are 0 or more for each stage"),
+        ((4, 4, 3, 3), "leave -1 layers for stage 3; expected 0 or more for each stage"),
         ((4, 4, 9, 0), "leave -5 layers for stage 0"),
         ((4, 2, -1, 0), "input_weight is -1; expected a whole number, 0 or more"),
         ((4, 2, 0, 1.5), "output_weight is 1.5; expected a whole number, 0 or more"),
@@ -94,7 +94,7 @@ def test_layers_are_dealt_out_as_counted() -> None:
     [
         (
             [2, 2],
-            "layers_per_stage is [2, 2]; needed are whole numbers, 0 or more, that add up to the model's 3 layers",
+            "layers_per_stage is [2, 2]; expected whole numbers, 0 or more, that add up to the model's 3 layers",
         ),
         ([4, -1], "layers_per_stage is [4, -1]"),
         ([1.0, 2.0], "layers_per_stage is [1.0, 2.0]"),
@@ -137,7 +137,7 @@ def test_layers_are_dealt_out_by_ranges() -> None:
     ],
 )
 def test_ranges_that_leave_out_or_repeat_a_layer_are_refused(given: Any) -> None:
-    with pytest.raises(SetupError, match=r"the ranges of layers are .* from 0 to the model's 3 layers"):
+    with pytest.raises(SetupError, match=r"split.layer_ranges is .* from 0 to the model's 3 layers"):
         split_by_ranges(layers(3), given)
 
 
@@ -203,7 +203,7 @@ def test_an_expensive_head_stands_alone() -> None:
         ([1, 1], {}, "has 2 numbers"),
         ([1, -1, 1], {}, "from -1 to 1"),
         ([1, 1, float("inf")], {}, "to inf"),
-        ([1, 1, 1], {"output_cost": float("nan")}, "needed is one for each of the model's 3 layers, all finite"),
+        ([1, 1, 1], {"output_cost": float("nan")}, "expected one for each of the model's 3 layers, all finite"),
     ],
 )
 def test_costs_that_are_none_are_refused(costs: list[float], others: dict[str, float], message: str) -> None:

@@ -20,8 +20,14 @@ from lightning_pipe.llm.split.options import SplitOptions
         ({"balance": "cost"}, "split.balance is 'cost'; expected one of 'layers', 'time', 'memory'"),
         ({"input_weight": -1}, "split.input_weight is -1; expected a whole number, 0 or more"),
         ({"output_weight": 1.5}, "split.output_weight is 1.5"),
-        ({"layers_per_stage": [4], "balance": "time"}, "split.layers_per_stage and split.balance each say where"),
-        ({"layer_ranges": [[0, 4]], "split_spec": {}}, "split.layer_ranges and split.split_spec or .* each say where"),
+        (
+            {"layers_per_stage": [4], "balance": "time"},
+            "split.layers_per_stage and split.balance are given, expected only one",
+        ),
+        (
+            {"layer_ranges": [[0, 4]], "split_spec": {}},
+            "split.layer_ranges and split.split_spec or .* are given, expected",
+        ),
     ],
     ids=str,
 )

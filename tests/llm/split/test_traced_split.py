@@ -386,12 +386,12 @@ def test_a_trace_is_made_for_the_device_that_the_model_is_going_to_run_on() -> N
     ("how", "says"),
     [
         ({"split_spec": {"layers.7": BEGINNING}}, "names 'layers.7', which Small does not have; .* layers.0, layers"),
-        ({"split_spec": {"layers.1": "front"}}, "split_spec says 'front'; needed is SplitPoint.BEGINNING"),
-        ({"split_spec": FOUR, "num_stages": 2}, "3 split points.* make 4 stages; the schedule has 2: needed are 1"),
+        ({"split_spec": {"layers.1": "front"}}, "split_spec has the values 'front'; expected SplitPoint.BEGINNING"),
+        ({"split_spec": FOUR, "num_stages": 2}, "3 split points.* make 4 stages, but the schedule has 2; expected 1"),
         ({"num_stages": 2}, "has 0 split points, with no split_spec"),
-        ({"split_spec": FOUR, "split_policy": split_into_equal_size(2)}, "needed is one of them"),
-        ({"split_policy": lambda traced: None}, "split_policy returned None; needed is the GraphModule"),
-        ({"split_policy": split_into_equal_size(1000)}, "operations cannot go to 1000 stages"),
+        ({"split_spec": FOUR, "split_policy": split_into_equal_size(2)}, "both given, expected one"),
+        ({"split_policy": lambda traced: None}, "split_policy returned None; expected the GraphModule"),
+        ({"split_policy": split_into_equal_size(1000)}, "operations cannot be split into 1000 stages"),
     ],
 )
 def test_split_points_that_do_not_fit_are_refused(how: dict[str, Any], says: str) -> None:
@@ -466,10 +466,10 @@ class Bare(nn.Module):
     ("build", "says"),
     [
         (Branching, "Branching cannot be traced.*data-dependent.*get_pp_module_config"),
-        (Changing, "stage 1 changes linear in place .*add_.* write x = x \\+ y"),
+        (Changing, "stage 1 changes linear in place .*add_.* Write x = x \\+ y"),
         (Counting, "stage 0 changes count in place"),
-        (Unconnected, "nothing goes from stage 0 to stage 1"),
-        (Unlike, "in training and .* in evaluation; needed is the same"),
+        (Unconnected, "no tensor goes from stage 0 to stage 1"),
+        (Unlike, "in training and .* in evaluation; expected the same"),
         (Bare, "the model returns weight itself"),
     ],
 )
@@ -481,12 +481,12 @@ def test_models_that_stages_cannot_work_with_are_refused(build: Callable[[], nn.
 @pytest.mark.parametrize(
     ("args", "kwargs", "says"),
     [
-        (inputs(3)[0], inputs(2)[1], "the model's trace does not hold for"),
+        (inputs(3)[0], inputs(2)[1], "the model's trace is not valid for"),
         (inputs()[0], {}, "the keywords of a micro-batch are none; the model's trace was made with mask"),
         (inputs()[0], {"mask": torch.ones(ROWS, LENGTH)}, "mask is .2, 5. of torch.float32; .* made with .2, 5, 1."),
         (inputs()[0], {"mask": [torch.ones(ROWS, LENGTH, 1)]}, "the keyword mask is .* with another"),
         ((torch.zeros(ROWS, LENGTH),), inputs()[1], "ids is .2, 5. of torch.float32; .* of torch.int64"),
-        ((*inputs()[0], 2), inputs()[1], "the arguments are .* others"),
+        ((*inputs()[0], 2), inputs()[1], "the arguments are .* another structure"),
         ((None,), inputs()[1], "ids is None; .* made with .2, 5. of torch.int64"),
     ],
 )
@@ -509,7 +509,7 @@ def test_a_size_that_the_model_fixes_is_told_when_another_comes() -> None:
     traced = trace_split(model := Fixed(), (torch.randn(ROWS, LENGTH, WIDTH),))
     stage = traced.make_stage(model, 0)
     assert stage(torch.randn(7, LENGTH, WIDTH)).shape[0] == 7
-    with pytest.raises(InputError, match=r"does not hold for x .2, 9, 8. .*Guard failed.*pad to sizes"):
+    with pytest.raises(InputError, match=r"is not valid for x .2, 9, 8. .*Guard failed.*Pad to sizes"):
         stage(torch.randn(ROWS, 9, WIDTH))
 
 

@@ -308,7 +308,7 @@ def test_a_way_that_one_rank_has_no_memory_for_is_left_out_on_all() -> None:
     assert (notes, arguments) == other
     (note,) = notes
     assert "could not be run" in note
-    assert "rank 1: the stages cannot be put on device 'cpu': OutOfMemoryError: no 2 GiB" in note
+    assert "rank 1: the stages cannot be moved to device 'cpu': OutOfMemoryError: no 2 GiB" in note
 
 
 def test_random_numbers_and_initial_values_are_those_of_training_without_a_choice(found: Any) -> None:

@@ -290,7 +290,7 @@ REFUSALS: dict[str, tuple[Refusal, type[Exception], list[str]]] = {
     "layers of too few stages": (
         (lambda _: llm(layers_per_stage=[4]), Tiny, lambda _: GOOD),
         SetupError,
-        ["layers_per_stage says 1 stages", "has 2", "one number each"],
+        ["layers_per_stage", "has 1 entries", "has 2 stages", "one entry for each stage"],
     ),
     "two stages a rank of a schedule of one": (
         (lambda _: llm("gpipe", stages_per_rank=2), Tiny, lambda _: GOOD),
