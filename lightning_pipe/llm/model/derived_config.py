@@ -1,4 +1,4 @@
-"""The config of a model: said by the model itself, or seen from its structure.
+"""Config of a model, declared by the model itself or derived from its structure.
 
 Tested in ``tests/llm/model/test_module_config.py``.
 """
@@ -17,12 +17,12 @@ __all__ = ["derive_config"]
 
 
 def derive_config(model: nn.Module) -> ModuleConfig:
-    """What a model is made of: as its ``get_pp_module_config()`` says, or as a known structure shows.
+    """Config of a model, from its ``get_pp_module_config()`` or from a known structure.
 
-    Known are a plain ``nn.Sequential`` and causal LMs of Hugging Face (Llama, Qwen3, GPT-NeoX and their like).
+    Known structures are a plain ``nn.Sequential`` and Hugging Face causal LMs (such as Llama, Qwen3 and GPT-NeoX).
 
     Raises:
-        SetupError: the model does not say and is none of these, or it does not hold what its config names.
+        SetupError: the model has no ``get_pp_module_config()`` and no known structure, or its config does not match it.
     """
     if callable(own := getattr(model, "get_pp_module_config", None)):
         config = ModuleConfig.from_mapping(own())
@@ -33,19 +33,19 @@ def derive_config(model: nn.Module) -> ModuleConfig:
     else:
         raise SetupError(
             f"{type(model).__name__} does not say what its stages are made of, and is neither an nn.Sequential nor a"
-            f" Hugging Face causal LM; needed: {NEEDED}"
+            f" Hugging Face causal LM. Expected: {NEEDED}"
         )
     config.check(model)
     return config
 
 
 def _causal_lm_config(model: nn.Module) -> ModuleConfig:
-    """Structure of a Hugging Face causal LM, told by its accessors and by what runs before and after its layers."""
+    """Config of a Hugging Face causal LM, from its accessors and from the modules that run before and after layers."""
     names = {id(module): name for name, module in model.named_modules()}
     lists = {names[id(module)]: module for module in base_model(model).modules() if isinstance(module, nn.ModuleList)}
     outermost = {name: layers for name, layers in lists.items() if not is_inside(name, lists.keys() - {name})}
     if not outermost:
-        raise SetupError(f"{type(model).__name__} has no ModuleList of layers; needed: {NEEDED}")
+        raise SetupError(f"{type(model).__name__} has no ModuleList of layers. Expected: {NEEDED}")
     layer_prefix, layers = max(outermost.items(), key=lambda item: len(item[1]))
     before: list[str] = []
     after: list[str] = []
@@ -63,7 +63,7 @@ def _causal_lm_config(model: nn.Module) -> ModuleConfig:
         after.append(names[id(head)])
     config = ModuleConfig(len(layers), layer_prefix, tuple(before), tuple(after), tuple(everywhere))
     config.check(model)
-    # Registration may tell another order than forward: Phi registers the dropout of its embedding after its layers.
+    # Registration order may differ from forward order: Phi registers the dropout of its embedding after its layers.
     called = run_empty(model, config).called
     first = called.index(config.layer(0)) if config.layer(0) in called else len(called)
     early = [name for name in called[:first] if name in after]

@@ -1,4 +1,4 @@
-"""What a model is made of, by fully-qualified name (FQN), and whether the model has all of it."""
+"""Names of a model's input modules, layers and output modules (FQNs), checked against the model."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ NEEDED = (
 
 @dataclass(frozen=True)
 class ModuleConfig:
-    """What a model is made of, in the order of its forward: input modules, layers, output modules.
+    """Names of a model's input modules, layers and output modules, in the order of its forward.
 
     Args:
         num_layers: number of layers.
-        layer_prefix: FQN of what holds the layers under the names 0 to num_layers - 1, such as ``model.layers``; empty
-            where that is the model itself.
-        input_fqns: modules before the layers, such as the token embedding.
-        output_fqns: modules after them, such as the last norm and the head.
-        always_keep_fqns: modules that every stage holds, such as a rotary embedding; nothing in them is trained.
+        layer_prefix: FQN of the module that holds the layers under the names 0 to num_layers - 1, such as
+            ``model.layers``; empty if the model itself holds them.
+        input_fqns: FQNs of modules before the layers, such as the token embedding (default: none).
+        output_fqns: FQNs of modules after the layers, such as the last norm and the head (default: none).
+        always_keep_fqns: FQNs of modules that every stage holds, such as a rotary embedding (default: none). They must
+            not have trained parameters.
     """
 
     num_layers: int
@@ -41,13 +42,13 @@ class ModuleConfig:
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any]) -> ModuleConfig:
-        """The config that a model's ``get_pp_module_config()`` returned.
+        """Build the config from the result of a model's ``get_pp_module_config()``.
 
         Raises:
-            SetupError: a key that is not one of the above, one that is missing, or a value of another type.
+            SetupError: a key is unknown or missing, or a value has the wrong type.
         """
         if not isinstance(given, Mapping):
-            raise SetupError(f"get_pp_module_config() returned {given!r}; needed: {NEEDED}")
+            raise SetupError(f"get_pp_module_config() returned {given!r}. Expected: {NEEDED}")
         known = [field.name for field in fields(cls)]
         unknown = [str(key) for key in given if key not in known]
         missing = [key for key in known if key not in given and key != "always_keep_fqns"]
@@ -55,17 +56,17 @@ class ModuleConfig:
             wrong = ([f"the unknown {', '.join(unknown)}"] if unknown else []) + (
                 [f"no {', '.join(missing)}"] if missing else []
             )
-            raise SetupError(f"get_pp_module_config() returned {' and '.join(wrong)}; needed: {NEEDED}")
+            raise SetupError(f"get_pp_module_config() returned {' and '.join(wrong)}. Expected: {NEEDED}")
         values = dict(given)
         for key, value in given.items():
             if key.endswith("_fqns"):
                 if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
-                    raise SetupError(f"get_pp_module_config() returned {key}={value!r}; needed is a list of FQNs")
+                    raise SetupError(f"get_pp_module_config() returned {key}={value!r}; expected a list of FQNs")
                 values[key] = tuple(value)
         layers, prefix = values["num_layers"], values["layer_prefix"]
         check_whole_number("num_layers of get_pp_module_config()", layers, 1)
         if not isinstance(prefix, str):
-            raise SetupError(f"get_pp_module_config() returned layer_prefix={prefix!r}; needed is an FQN as a str")
+            raise SetupError(f"get_pp_module_config() returned layer_prefix={prefix!r}; expected an FQN as a str")
         return cls(**values)
 
     def layer(self, index: int) -> str:
@@ -79,15 +80,15 @@ class ModuleConfig:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """FQNs of all that is dealt out to stages, in the order of the forward."""
+        """FQNs of all modules that are assigned to stages, in the order of the forward."""
         return self.input_fqns + self.layers + self.output_fqns
 
     def check(self, model: nn.Module) -> None:
-        """Compare with the model itself.
+        """Check the config against the model.
 
         Raises:
-            SetupError: a name that the model does not have, another number of layers, a module listed twice or inside
-                another, parameters that no stage or that every stage would hold.
+            SetupError: the model lacks a name or has another number of layers; a module is listed twice or inside
+                another; a parameter would be on no stage; or a trained parameter would be on every stage.
         """
         kind = type(model).__name__
         everything = dict(model.named_modules(remove_duplicate=False))
@@ -95,32 +96,32 @@ class ModuleConfig:
         absent = [name for name in (self.layer_prefix, *named) if name not in everything]
         if absent:
             raise SetupError(
-                f"the model's config names {', '.join(absent)}, which {kind} does not have; needed are names of its"
+                f"the model's config names {', '.join(absent)}, which {kind} does not have; expected names of its"
                 f" modules, such as {', '.join(list(everything)[1:9])}"
             )
         prefix = f"{self.layer_prefix}." if self.layer_prefix else ""
         found = [name for name in everything[self.layer_prefix]._modules if prefix + name not in named]
         if sorted(found) != sorted(str(index) for index in range(self.num_layers)):
             raise SetupError(
-                f"the model's config says num_layers={self.num_layers}, but {self.layer_prefix or kind} holds"
-                f" {len(found)} ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''}); needed are layers with the"
-                f" names 0 to num_layers - 1: give the number that the model has"
+                f"the model's config has num_layers={self.num_layers}, but {self.layer_prefix or kind} holds"
+                f" {len(found)} ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''}); expected layers with the"
+                f" names 0 to num_layers - 1. Set num_layers to the number of layers that the model has"
             )
         listed = [*self.modules, *self.always_keep_fqns]
         places = set(listed)
         repeated = {name for name in places if listed.count(name) > 1 or is_inside(name, places - {name})}
         if repeated:
             raise SetupError(
-                f"the model's config lists {', '.join(sorted(repeated))} twice, by itself or inside another listed"
-                " module; needed is each module in one place only"
+                f"the model's config lists {', '.join(sorted(repeated))} twice, directly or inside another listed"
+                " module; expected each module once. Remove the others"
             )
         parameters = dict(model.named_parameters(remove_duplicate=False))
         homeless = [name for name in parameters if not is_inside(name, places)]
         if homeless:
             raise SetupError(
                 f"{kind} has {', '.join(homeless[:5])}{', ...' if len(homeless) > 5 else ''}, in none of the modules"
-                " that the model's config lists, so on no stage; needed is every parameter in a listed module: name"
-                " theirs in input_fqns or output_fqns, or put a bare parameter into a module"
+                " that the model's config lists, so on no stage; expected every parameter in a listed module. Add its"
+                " module to input_fqns or output_fqns, or put a bare parameter into a module"
             )
         shared = [
             name
@@ -130,11 +131,11 @@ class ModuleConfig:
         if shared:
             raise SetupError(
                 f"{kind} has the trained parameter {', '.join(shared)} in always_keep_fqns, where each stage would"
-                " train a copy of its own; needed there are modules with nothing to train: list it in input_fqns or"
+                " train a separate copy; expected modules without trained parameters. List the module in input_fqns or"
                 " output_fqns"
             )
 
 
 def is_inside(name: str, modules: set[str]) -> bool:
-    """Whether a module or parameter lies in one of the modules, at any depth."""
+    """Return True if a module or parameter is inside one of the modules, at any depth."""
     return any(name.startswith(f"{module}.") for module in modules)

@@ -1,7 +1,7 @@
 """The part of a model that one pipeline stage runs.
 
-The model keeps its structure, its forward and its names; modules of other stages are replaced by ones that hand their
-input on. So a stage runs the model's own code, and its checkpoint keys are the unsplit model's.
+The model keeps its structure, its forward and its names; modules of other stages are replaced by modules that return
+their input. A stage therefore runs the model's own code, and its checkpoint keys are those of the unsplit model.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ _PLAIN = (str, int, float, bool, torch.dtype, type(None))
 
 
 class PassThrough(nn.Module):
-    """Stands where a module of another stage was: no parameters, no buffers, its first argument is its result.
+    """Replacement of a module of another stage, without parameters or buffers, that returns its first argument.
 
     Args:
-        replaced: the module that was there. Its plain attributes (numbers, texts, dtypes) are kept, since a model's
-            forward may read them: Qwen3's asks each layer for its ``attention_type``.
-        as_tuple: return ``(x,)``, for layers that return a tuple of which the model takes the first, as GPT-NeoX's do.
+        replaced: replaced module (default None). Its plain attributes (numbers, strings, dtypes) are copied, since a
+            model's forward may read them: Qwen3's reads the ``attention_type`` of each layer.
+        as_tuple: return ``(x,)`` instead of ``x`` (default False), for layers that return a tuple whose first item the
+            model uses, such as GPT-NeoX's.
     """
 
     def __init__(self, replaced: nn.Module | None = None, as_tuple: bool = False) -> None:
@@ -61,23 +62,23 @@ class PassThrough(nn.Module):
 
 
 class StageModule(nn.Module):
-    """What a ``PipelineStage`` runs, and the root for ``fully_shard``: a pruned model that is called as a stage.
+    """Pruned model that is called as a stage. A ``PipelineStage`` runs it, and it is the root for ``fully_shard``.
 
-    The first stage takes the model's inputs; every later one takes the hidden states of the stage before as its first
-    argument. Keyword arguments go to the model's forward on every stage. A Hugging Face causal LM is called with
-    ``input_ids=`` or ``inputs_embeds=`` and without a cache, and its result is one tensor: logits
-    ``[batch, length, vocabulary]`` on the last stage, hidden states ``[batch, length, width]`` before it.
+    The first stage takes the model's inputs. Every later stage takes the hidden states of the previous stage as its
+    first argument. Keyword arguments are passed to the model's forward on every stage. A Hugging Face causal LM is
+    called with ``input_ids=`` or ``inputs_embeds=`` and without a cache, and returns one tensor: logits
+    ``[batch, length, vocabulary]`` on the last stage, hidden states ``[batch, length, width]`` on the others.
 
     Args:
-        module: the model, pruned to this stage.
-        stage_index: which stage it is, from 0.
-        num_stages: stages of the whole pipeline.
+        module: model pruned to this stage.
+        stage_index: index of the stage, from 0.
+        num_stages: number of stages of the whole pipeline.
     """
 
     def __init__(self, module: nn.Module, stage_index: int, num_stages: int) -> None:
         super().__init__()
         if not 0 <= stage_index < num_stages:
-            raise SetupError(f"stage_index is {stage_index} of num_stages {num_stages}; needed is 0 to num_stages - 1")
+            raise SetupError(f"stage_index is {stage_index} of num_stages {num_stages}; expected 0 to num_stages - 1")
         self.module = module
         self.stage_index = stage_index
         self.num_stages = num_stages
@@ -85,7 +86,7 @@ class StageModule(nn.Module):
         self._has_cache = self._causal_lm and "use_cache" in inspect.signature(self._called().forward).parameters
 
     def _called(self) -> nn.Module:
-        # What a causal LM does after its base model (scaling or capping logits) is the last stage's business alone.
+        # Only the last stage runs the operations of a causal LM after its base model (scaling or capping logits).
         return self.module if self.stage_index == self.num_stages - 1 else base_model(self.module)
 
     def forward(
@@ -98,11 +99,11 @@ class StageModule(nn.Module):
         """Run the stage.
 
         Args:
-            args: of the model on the first stage; hidden states on a later one.
-            result_of: on the last stage, makes of the model's output what the stage returns: a loss, say. Here and not
-                after the call, since parameters that FSDP shards are whole in here only.
-            contexts: made, and entered around the model, on every stage.
-            kwargs: of the model.
+            args: positional arguments of the model on the first stage, hidden states on a later stage.
+            result_of: function that the last stage applies to the model's output, such as a loss (default None). It is
+                applied inside the forward, since parameters sharded by FSDP are only whole there.
+            contexts: factories of context managers to enter around the model, on every stage.
+            kwargs: keyword arguments of the model.
         """
         with ExitStack() as entered:
             for context in contexts:
@@ -116,7 +117,7 @@ class StageModule(nn.Module):
         if len(args) > 1:
             raise InputError(
                 f"stage {self.stage_index} was called with {len(args)} positional arguments; a Hugging Face model takes"
-                " one, token ids or hidden states: give the others as keywords"
+                " only one, token ids or hidden states. Pass the others as keywords"
             )
         if args:
             kwargs["inputs_embeds" if self.stage_index else "input_ids"] = args[0]
@@ -130,11 +131,12 @@ class StageModule(nn.Module):
 
 @dataclass(frozen=True)
 class EmptyRun:
-    """What a run of a model in which every listed module passes through has shown.
+    """Result of a run of a model in which every listed module passes its input through.
 
     Args:
         called: FQNs of the modules that were called, in order.
-        layers_return_tuple: the model takes the first item of what a layer returns; found for causal LMs only.
+        layers_return_tuple: True if the model uses the first item of the tuple that a layer returns. Detected for
+            causal LMs only.
     """
 
     called: tuple[str, ...]
@@ -144,40 +146,42 @@ class EmptyRun:
 def make_stage(
     model: nn.Module, config: ModuleConfig, fqns_of_stage: Sequence[str], stage_index: int, num_stages: int
 ) -> StageModule:
-    """Make of a model the stage that holds the given modules.
+    """Make a model into the stage that holds the given modules.
 
     Args:
-        model: the unsplit model; it is pruned in place and belongs to the stage afterwards. Give a
-            :func:`shallow_copy` where the model is needed again.
-        config: what the model is made of.
-        fqns_of_stage: what this stage holds, as the functions of ``split`` return it.
-        stage_index: which stage it is, from 0.
-        num_stages: stages of the whole pipeline.
+        model: unsplit model, which is pruned in place and belongs to the stage afterwards. Pass a
+            :func:`shallow_copy` if the model is needed again.
+        config: names of the model's modules.
+        fqns_of_stage: FQNs of the modules of this stage, as returned by the functions in ``split``.
+        stage_index: index of the stage, from 0.
+        num_stages: number of stages of the whole pipeline.
 
     Raises:
-        SetupError: a name or index that there is not, or a causal LM that cannot be cut (see :func:`run_empty`).
+        SetupError: a name or index does not exist, or the model is a causal LM that cannot be cut (see
+            :func:`run_empty`).
     """
     prune(model, config, fqns_of_stage)
     return StageModule(model, stage_index, num_stages)
 
 
 def prune(model: nn.Module, config: ModuleConfig, kept: Sequence[str]) -> None:
-    """Replace, in place, every input, layer and output module that is not kept by one that passes through.
+    """Replace, in place, every input, layer and output module that is not in ``kept`` by a :class:`PassThrough`.
 
-    Indices of lists, keys of dictionaries and state-dict keys of what is kept do not change.
+    List indices, dictionary keys and state-dict keys of the kept modules do not change.
 
     Args:
-        model: the unsplit model.
-        config: what the model is made of; what is in none of its lists, and what it always keeps, stays.
-        kept: FQNs of what stays.
+        model: unsplit model.
+        config: names of the model's modules. Modules that it does not list, or always keeps, are not replaced.
+        kept: FQNs of the modules to keep.
 
     Raises:
-        SetupError: a kept name that the config does not list, or a causal LM that cannot be cut (:func:`run_empty`).
+        SetupError: the config does not list a kept name, or the model is a causal LM that cannot be cut
+            (:func:`run_empty`).
     """
     unknown = [name for name in kept if name not in set(config.modules)]
     if unknown:
         raise SetupError(
-            f"the stage is to hold {', '.join(unknown)}, which the model's config does not list; it lists"
+            f"the stage should hold {', '.join(unknown)}, which the model's config does not list; expected names from"
             f" {', '.join(config.modules)}"
         )
     as_tuple = is_causal_lm(model) and run_empty(model, config).layers_return_tuple
@@ -197,19 +201,19 @@ def _replace(model: nn.Module, config: ModuleConfig, kept: Sequence[str], as_tup
 
 
 def run_empty(model: nn.Module, config: ModuleConfig, hidden: torch.Tensor | None = None, **kwargs: Any) -> EmptyRun:
-    """Run the model with every listed module passing through, and see that hidden states come out as they went in.
+    """Run the model with every listed module passing its input through, and check that hidden states do not change.
 
-    Whatever a forward does outside of its listed modules (GPT-2 adds position embeddings, Gemma scales the embedding)
-    would be done again on every stage; here it shows, on a copy that holds no parameter of the model.
+    Operations of a forward outside its listed modules (GPT-2 adds position embeddings, Gemma scales the embedding)
+    would be repeated on every stage. This run detects them, on a copy without the model's parameters.
 
     Args:
-        model: the unsplit model, on any device, the meta device included; it is left as it was.
-        config: what the model is made of.
-        hidden: hidden states on CPU in the shape that goes from stage to stage. A Hugging Face causal LM needs none.
-        kwargs: keyword arguments that every stage is called with.
+        model: unsplit model on any device, including the meta device. It is not changed.
+        config: names of the model's modules.
+        hidden: hidden states on the CPU, in the shape that stages exchange (default None, for Hugging Face causal LMs).
+        kwargs: keyword arguments of every stage.
 
     Raises:
-        SetupError: the hidden states come out changed, or the run fails.
+        SetupError: the hidden states change, or the run fails.
     """
     failures: list[Exception] = []
     attempts = (False, True) if is_causal_lm(model) else (False,)
@@ -226,9 +230,9 @@ def run_empty(model: nn.Module, config: ModuleConfig, hidden: torch.Tensor | Non
     reason = "changes its input" if failure is None else f"fails with {type(failure).__name__}: {failure}"
     raise SetupError(
         f"{type(model).__name__} cannot be cut: with {', '.join(config.input_fqns + config.output_fqns)} and its layers"
-        f" passing through, its forward {reason}; needed is a forward that then returns the hidden states it is given."
-        " Move what else it does to them into one of those modules, a sum of two embeddings or a dropout on it say;"
-        " Hugging Face's models that do so, such as GPT-2 and OPT, cannot be cut"
+        f" passing through, its forward {reason}; expected a forward that then returns the hidden states unchanged."
+        " Move its other operations on them, such as a sum of two embeddings or a dropout, into one of those modules."
+        " Hugging Face models with such operations, such as GPT-2 and OPT, cannot be cut"
     ) from failure
 
 
@@ -246,15 +250,15 @@ def _run_shell(
     _empty_tensors(shell)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         if is_causal_lm(shell):
-            # As the first of two stages, so that neither logits nor what becomes of them is asked for.
+            # Run as the first of two stages, so that no logits are computed.
             return StageModule(shell, 0, 2)(inputs_embeds=hidden, **kwargs), called
         return shell(hidden, **kwargs), called
 
 
 def shallow_copy(model: nn.Module) -> nn.Module:
-    """A copy with module objects of its own, over the very same parameters and buffers.
+    """Copy of a model with new module objects over the same parameters and buffers.
 
-    So several stages can be pruned from one model, each by itself, and no tensor is copied.
+    Several stages can be pruned from copies of one model without copying tensors.
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -273,12 +277,12 @@ def tied_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def is_causal_lm(model: nn.Module) -> bool:
-    """Whether a model looks like one of Hugging Face's, told by what it has and not by its class."""
+    """Return True if a model has the attributes of a Hugging Face causal LM, whatever its class."""
     return all(hasattr(model, name) for name in ("config", "base_model_prefix", "get_input_embeddings"))
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """The model without its head, of a Hugging Face model."""
+    """Base model of a Hugging Face model, without its head."""
     base = getattr(model, str(model.base_model_prefix), model)
     assert isinstance(base, nn.Module)
     return base
@@ -292,13 +296,13 @@ def _tensor(output: Any) -> Any:
 
 
 def _some_hidden_states(model: nn.Module) -> torch.Tensor:
-    """Two sequences of three tokens: the fewest in which the loss of either dimension shows."""
+    """Hidden states of two sequences of three tokens: sizes above 1, so that losing either dimension is detected."""
     width = model.get_input_embeddings().weight.shape[-1]  # type: ignore[operator]
     return torch.linspace(-1.0, 1.0, 6 * width, dtype=torch.float32, device="cpu").view(2, 3, width)
 
 
 def _empty_tensors(shell: nn.Module) -> None:
-    """Give what a pruned copy still holds (rotary frequencies) memory on CPU: the model's may have none yet."""
+    """Replace tensors of a pruned copy (rotary frequencies) by zeros on the CPU: the model's may have no memory yet."""
     for module in shell.modules():
         held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
         for values in held:

@@ -60,11 +60,11 @@ def test_always_keep_fqns_may_be_left_out() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (None, "returned None; needed: get_pp_module_config() returns a dict of num_layers"),
-        ({**GIVEN, "layers": 3}, "returned the unknown layers; needed"),
-        ({"num_layers": 3, "layer_prefix": "layers"}, "returned no input_fqns, output_fqns; needed"),
-        ({**GIVEN, "input_fqns": "embed"}, "input_fqns='embed'; needed is a list of FQNs"),
-        ({**GIVEN, "output_fqns": [1]}, "output_fqns=[1]; needed is a list of FQNs"),
+        (None, "returned None. Expected: get_pp_module_config() returns a dict of num_layers"),
+        ({**GIVEN, "layers": 3}, "returned the unknown layers. Expected"),
+        ({"num_layers": 3, "layer_prefix": "layers"}, "returned no input_fqns, output_fqns. Expected"),
+        ({**GIVEN, "input_fqns": "embed"}, "input_fqns='embed'; expected a list of FQNs"),
+        ({**GIVEN, "output_fqns": [1]}, "output_fqns=[1]; expected a list of FQNs"),
         (
             {**GIVEN, "num_layers": "3"},
             "num_layers of get_pp_module_config() is '3'; expected a whole number, 1 or more",
@@ -74,7 +74,7 @@ def test_always_keep_fqns_may_be_left_out() -> None:
             {**GIVEN, "num_layers": True},
             "num_layers of get_pp_module_config() is True; expected a whole number, 1 or more",
         ),
-        ({**GIVEN, "layer_prefix": None}, "layer_prefix=None; needed is an FQN"),
+        ({**GIVEN, "layer_prefix": None}, "layer_prefix=None; expected an FQN"),
     ],
 )
 def test_a_config_of_other_keys_or_types_is_refused(given: Any, message: str) -> None:
@@ -86,10 +86,10 @@ def test_a_config_of_other_keys_or_types_is_refused(given: Any, message: str) ->
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"output_fqns": ["norm", "lm_head"]}, "names lm_head, which Model does not have; needed are names of its"),
+        ({"output_fqns": ["norm", "lm_head"]}, "names lm_head, which Model does not have; expected names of its"),
         ({"layer_prefix": "layers"}, "names layers, which Model does not have"),
-        ({"num_layers": 4}, "says num_layers=4, but decoder.layers holds 3 (0, 1, 2); needed are layers"),
-        ({"num_layers": 2}, "says num_layers=2, but decoder.layers holds 3"),
+        ({"num_layers": 4}, "has num_layers=4, but decoder.layers holds 3 (0, 1, 2); expected layers"),
+        ({"num_layers": 2}, "has num_layers=2, but decoder.layers holds 3"),
         ({"output_fqns": ["norm", "head", "embed"]}, "lists embed twice"),
         ({"input_fqns": ["embed", "decoder"]}, "lists decoder.layers.0, decoder.layers.1, decoder.layers.2 twice"),
         ({"output_fqns": ["norm"]}, "has head.weight, head.bias, in none of the modules"),
@@ -137,7 +137,7 @@ def test_the_layers_of_a_sequential_are_its_children() -> None:
 def test_a_sequential_with_names_of_its_own_is_refused() -> None:
     model = nn.Sequential()
     model.add_module("first", nn.Linear(2, 2))
-    with pytest.raises(SetupError, match=r"holds 1 \(first\); needed are layers with the names 0 to num_layers - 1"):
+    with pytest.raises(SetupError, match=r"holds 1 \(first\); expected layers with the names 0 to num_layers - 1"):
         derive_config(model)
 
 

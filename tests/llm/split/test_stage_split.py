@@ -181,7 +181,7 @@ def test_a_config_that_is_given_goes_before_the_models_own() -> None:
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        (Scaling, r"Scaling cannot be cut.*changes its input.*Move what else"),
+        (Scaling, r"Scaling cannot be cut.*changes its input.*Move its other operations"),
         (Tuples, r"Tuples cannot be cut.*(changes its input|fails)"),
     ],
 )
