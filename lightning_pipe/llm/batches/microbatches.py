@@ -1,8 +1,8 @@
-"""A loader's batch cut into the micro-batches of one schedule step, and what comes out of them joined again.
+"""A loader's batch cut into the micro-batches of one schedule step, and their outputs joined again.
 
-A schedule runs a fixed number of micro-batches of one shape. A batch that does not fill them is filled up at the end
-with rows that train nothing and are dropped from the outputs. Only what has a row per sample can be cut: a packed
-batch's document boundaries or a mask for all rows would be cut into something that still runs, so those are refused.
+A schedule runs a fixed number of micro-batches of one shape. A batch that does not fill them is padded at the end with
+rows that do not train and are dropped from the outputs. Only tensors with one row per sample can be cut. The document
+boundaries of a packed batch, or a mask for all rows, are refused: cut by rows they would be wrong, but would still run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_pipe.engine.common.errors import InputError
 
 __all__ = ["MicroBatches", "count_tokens", "split_batch"]
 
-# They describe a whole packed row, so no part of them belongs to a part of the rows, whatever their size.
+# These describe a whole packed row, so they cannot be cut by rows, whatever their size.
 _OF_ONE_PACKED_ROW = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -38,14 +38,14 @@ class MicroBatches:
     padded_rows: int
 
     def trim(self, outputs: Sequence[Any]) -> Any:
-        """The micro-batches' outputs as one, with a row for each row of the loader's batch.
+        """Join the outputs of the micro-batches, with one row for each row of the loader's batch.
 
         Args:
-            outputs: one a micro-batch: a tensor (rows of the micro-batch, ...), alike in all other dimensions, or
-                tuples, lists and dicts of such tensors.
+            outputs: one output for each micro-batch: a tensor (rows of the micro-batch, ...) with the same other
+                dimensions in all micro-batches, or a tuple, list or dict of such tensors.
 
         Raises:
-            InputError: another number of outputs than micro-batches, or of rows than they have.
+            InputError: the number of outputs is not the number of micro-batches, or the numbers of rows differ.
         """
         if any(isinstance(output, (tuple, list, dict)) for output in outputs):
             flat, structures = zip(*map(tree_flatten, outputs), strict=True)
@@ -54,15 +54,15 @@ class MicroBatches:
         found = [tuple(output.shape) if isinstance(output, Tensor) else () for output in outputs]
         if len(outputs) != len(self.items) or sum(shape[0] for shape in found if shape) != self.rows + self.padded_rows:
             raise InputError(
-                f"the micro-batches' outputs have the shapes {found}; needed are {len(self.items)} tensors of together"
-                f" {self.rows + self.padded_rows} rows, so that padded rows can be dropped: return one row of output"
+                f"the micro-batches' outputs have the shapes {found}; expected {len(self.items)} tensors with a total"
+                f" of {self.rows + self.padded_rows} rows, so that padded rows can be dropped. Return one row of output"
                 " for each row of input"
             )
         return torch.cat(list(outputs))[: self.rows]
 
 
 def count_tokens(labels: Tensor, ignore_index: int = -100) -> int:
-    """How many labels count in the loss: those that are not ``ignore_index``. Any shape."""
+    """Number of labels that count in the loss, which are not ``ignore_index``. Labels may have any shape."""
     return int((labels != ignore_index).sum())
 
 
@@ -74,51 +74,51 @@ def split_batch(
     ignore_index: int = -100,
     strict: bool = False,
 ) -> MicroBatches:
-    """Cut a batch into micro-batches of equally many rows.
+    """Cut a batch into micro-batches with the same number of rows.
 
     Args:
-        batch: either a mapping, of which every tensor has a row per sample in dimension 0 (the number of rows is that
-            of ``"input_ids"``, or of the first tensor) and whatever is no tensor goes to every micro-batch as it is;
-            or a list or tuple of mappings that are micro-batches already, such as packed ones, each with its own
+        batch: a mapping, or a list or tuple of mappings. In a mapping, every tensor has one row per sample in dimension
+            0 (``"input_ids"``, or else the first tensor, sets the number of rows), and other values go to every
+            micro-batch unchanged. The items of a list are used as micro-batches, such as packed ones, each with its own
             ``cu_seq_lens``. A batch for one micro-batch may hold anything.
-        num_microbatches: m, at least 1.
-        labels: key of the labels, which are ``ignore_index`` in rows that are added.
-        ignore_index: the label that does not count in the loss.
-        strict: refuse a batch that does not fill m equal micro-batches. Otherwise copies of the last row (of the last
-            micro-batch, for a list) without labels fill it up.
+        num_microbatches: number of micro-batches, at least 1.
+        labels: key of the labels, which are ``ignore_index`` in added rows (default ``"labels"``).
+        ignore_index: label that does not count in the loss (default -100).
+        strict: refuse a batch that does not fill all micro-batches (default False). If False, copies of the last row
+            (for a list: of the last micro-batch) without labels are added.
 
     Returns:
-        The micro-batches; tensors are views of the batch's where no row was added.
+        The micro-batches. If no row was added, their tensors are views of the batch's.
 
     Raises:
-        InputError: no rows, something that cannot be cut by rows, or rows that do not fill m micro-batches while
-            ``strict``.
+        InputError: the batch has no rows, a value that cannot be cut by rows, or, if ``strict``, rows that do not fill
+            all micro-batches.
     """
     if isinstance(batch, Mapping):
         return _cut(batch, num_microbatches, labels, ignore_index, strict)
     if isinstance(batch, (list, tuple)) and batch and all(isinstance(item, Mapping) for item in batch):
         return _take(batch, num_microbatches, labels, ignore_index, strict)
     raise InputError(
-        f"the batch is {_describe(batch)}; needed is a mapping of tensors, or a list of {num_microbatches} such"
-        " mappings, one a micro-batch: let the collate function return one"
+        f"the batch is {_describe(batch)}; expected a mapping of tensors, or a list of {num_microbatches} such"
+        " mappings, one for each micro-batch. Return one of them from the collate function"
     )
 
 
 def _take(
     batch: Sequence[Mapping[str, Any]], num_microbatches: int, labels: str, ignore_index: int, strict: bool
 ) -> MicroBatches:
-    """A batch that is a list of micro-batches: each row count the same, and as many as the schedule runs."""
+    """Use a list as micro-batches, which must have the same number of rows and not exceed the schedule's number."""
     items = [dict(item) for item in batch]
     rows = [_rows(item) for item in items]
     if len(set(rows)) > 1:
         raise InputError(
-            f"the batch's micro-batches have {rows} rows; needed is the same number in each, since a schedule sends"
-            " tensors of one shape: pack them alike"
+            f"the batch's micro-batches have {rows} rows; expected the same number in each, since a schedule sends"
+            " tensors of one shape. Pack them into the same number of rows"
         )
     if len(items) > num_microbatches or (strict and len(items) < num_microbatches):
         raise InputError(
-            f"the batch is a list of {len(items)} micro-batches; needed are num_microbatches={num_microbatches}: make"
-            " the loader's batches that long, with drop_last=True where the data does not divide"
+            f"the batch is a list of {len(items)} micro-batches; expected num_microbatches={num_microbatches}. Make"
+            " the loader's batches of this length, with drop_last=True if the data does not divide evenly"
         )
     missing = num_microbatches - len(items)
     filler = dict(items[-1])
@@ -128,7 +128,7 @@ def _take(
 
 
 def _cut(batch: Mapping[str, Any], num_microbatches: int, labels: str, ignore_index: int, strict: bool) -> MicroBatches:
-    """A batch that is one mapping: groups of consecutive rows."""
+    """Cut a mapping into groups of consecutive rows."""
     rows = _rows(batch)
     if num_microbatches == 1:
         return MicroBatches([dict(batch)], rows, 0)
@@ -138,8 +138,8 @@ def _cut(batch: Mapping[str, Any], num_microbatches: int, labels: str, ignore_in
     if missing and strict:
         raise InputError(
             f"the batch has {rows} rows, which do not fill num_microbatches={num_microbatches} equal micro-batches;"
-            f" needed is a multiple of {num_microbatches}: change the loader's batch size, set drop_last=True, or set"
-            " batching.strict_batches=False to have rows without labels added"
+            f" expected a multiple of {num_microbatches}. Change the loader's batch size, set drop_last=True, or set"
+            " batching.strict_batches=False to add rows without labels"
         )
     whole: dict[str, Any] = {}
     for key, value in batch.items():
@@ -160,7 +160,7 @@ def _rows(batch: Mapping[str, Any]) -> int:
         first = next((value for value in batch.values() if isinstance(value, Tensor)), None)
     if first is None or first.ndim == 0 or len(first) == 0:
         found = f"the keys {list(batch)} and no tensor with rows" if first is None or first.ndim == 0 else "no rows"
-        raise InputError(f"the batch has {found}; needed is at least one row: take empty batches out of the loader")
+        raise InputError(f"the batch has {found}; expected at least one row. Remove empty batches from the loader")
     return len(first)
 
 
@@ -177,9 +177,9 @@ def _check_can_be_cut(batch: Mapping[str, Any], rows: int, num_microbatches: int
         else:
             continue
         raise InputError(
-            f"the batch holds {key!r}, {found}, and cannot be cut into num_microbatches={num_microbatches}; needed are"
-            f" tensors whose dimension 0 is the batch's {rows} rows: hand over a list of {num_microbatches}"
-            " micro-batches instead, each with its own"
+            f"the batch holds {key!r}, {found}, and cannot be cut into num_microbatches={num_microbatches}; expected"
+            f" tensors whose dimension 0 is the batch's {rows} rows. Pass a list of {num_microbatches} micro-batches"
+            " instead, each with its own value"
         )
 
 

@@ -1,7 +1,7 @@
-"""Cross-entropy summed over a micro-batch's tokens: of whole logits, or with the head, without them ever being whole.
+"""Cross-entropy summed over a micro-batch's tokens, from whole logits or, fused with the head, in chunks of tokens.
 
-Sums, not means: micro-batches, ranks and steps of an accumulation differ in how many tokens count, so the gradient is
-divided once, at the end, by the number of all of them.
+The losses are sums, not means: the number of tokens that count differs between micro-batches, ranks and accumulation
+steps, so the gradient is divided once, at the end, by the total number of tokens.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -10
 
     Args:
         logits: (rows, length, vocabulary), of any floating type.
-        labels: (rows, length), what each position predicts: nothing is shifted here, see :func:`shift_labels`.
-        ignore_index: the label of tokens that do not count.
+        labels: target of each position, (rows, length). They are not shifted here, see :func:`shift_labels`.
+        ignore_index: label of tokens that do not count (default -100).
 
     Returns:
-        A scalar; 0, with gradients of 0, where no token counts.
+        A scalar; 0, with gradients of 0, if no token counts.
 
     Raises:
-        InputError: labels of another shape than the logits without their last dimension.
+        InputError: the shape of the labels is not that of the logits without the last dimension.
     """
     _check_shapes("logits", logits, labels)
     flat = _at_least_float32(logits.flatten(0, -2))
@@ -40,16 +40,16 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -10
 
 
 def shift_labels(labels: Tensor, ignore_index: int = -100, cu_seq_lens: Tensor | None = None) -> Tensor:
-    """Labels of next-token prediction: each position's is the token after it.
+    """Labels for next-token prediction: the label of each position is the next token.
 
     Args:
-        labels: (rows, length), the tokens themselves, or labels aligned with them.
-        ignore_index: the label that does not count, which the last position gets.
-        cu_seq_lens: (documents + 1), for one packed row: each document's last position gets it too, so that no
-            document predicts the next one's beginning.
+        labels: the tokens, or labels aligned with them, (rows, length).
+        ignore_index: label that does not count, used for the last position (default -100).
+        cu_seq_lens: document boundaries of one packed row, (documents + 1) (default None). The last position of each
+            document then gets ``ignore_index``, so that no document predicts the start of the next.
 
     Raises:
-        InputError: ``cu_seq_lens`` beside several rows, or that reach beyond the row.
+        InputError: ``cu_seq_lens`` is given for several rows, or ends beyond the row.
     """
     shifted = torch.full_like(labels, ignore_index)
     shifted[..., :-1] = labels[..., 1:]
@@ -57,9 +57,9 @@ def shift_labels(labels: Tensor, ignore_index: int = -100, cu_seq_lens: Tensor |
         if labels[..., 0].numel() != 1 or cu_seq_lens[-1] > labels.shape[-1]:
             raise InputError(
                 f"labels of the shape {tuple(labels.shape)} come with cu_seq_lens that end at {int(cu_seq_lens[-1])};"
-                " needed is one packed row that holds all of its documents: shift each row by itself"
+                " expected one packed row that holds all of its documents. Shift each row separately"
             )
-        # An empty document's "last position" is that of the one before, or the row's own: ignored as it is.
+        # The "last position" of an empty document is that of the previous document or of the row: already ignored.
         shifted[..., cu_seq_lens[1:] - 1] = ignore_index
     return shifted
 
@@ -105,7 +105,7 @@ def chunked_cross_entropy(
     sharded = [name for name, tensor in tensors.items() if isinstance(tensor, DTensor)]
     if sharded:
         raise InputError(
-            f"chunked cross-entropy is given a DTensor as {', '.join(sharded)}; needed are plain tensors: call it"
+            f"chunked cross-entropy is given a DTensor as {', '.join(sharded)}; expected plain tensors. Call it"
             " inside the forward of the module that FSDP2 shards, where its parameters are whole"
         )
     if chunk_tokens < 1:
@@ -150,11 +150,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # Grad mode is on exactly where the backward itself is to be differentiated.
+        # Grad mode is on only if the backward itself will be differentiated.
         if torch.is_grad_enabled():
             raise SetupError(
-                "chunked cross-entropy is to be differentiated twice (create_graph=True), which it cannot be; take"
-                " summed_cross_entropy of whole logits for that"
+                "chunked cross-entropy cannot be differentiated twice (create_graph=True). Use summed_cross_entropy of"
+                " whole logits instead"
             )
         hidden, weight, bias, labels = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = (_is_wanted(ctx, index) for index in range(3))
@@ -191,10 +191,10 @@ def _gradient_of_logits(logits: Tensor, labels: Tensor, gradient: Tensor, ignore
 
 
 def _is_wanted(ctx: Any, index: int) -> bool:
-    """Whether the backward under way computes the gradient of this argument.
+    """Return True if the running backward computes the gradient of this argument.
 
-    Schedules that part the backward run it once for the inputs and once for the weights. A function of autograd is
-    told at its forward only what may be needed, so without this each of the two would compute both.
+    Schedules that split the backward run it once for the inputs and once for the weights. ``needs_input_grad`` is fixed
+    in the forward, so without this check each of the two runs would compute both.
     """
     node = ctx.next_functions[index][0]
     return node is not None and torch._C._will_engine_execute_node(node)
@@ -215,24 +215,26 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
 def _check_shapes(name: str, values: Tensor, labels: Tensor) -> None:
     if values.shape[:-1] != labels.shape:
         raise InputError(
-            f"the {name} have the shape {tuple(values.shape)} and the labels {tuple(labels.shape)}; needed are labels"
-            f" of {tuple(values.shape[:-1])}, one a position: align them (shift_labels does for next-token prediction)"
+            f"the {name} have the shape {tuple(values.shape)} and the labels {tuple(labels.shape)}; expected labels"
+            f" of {tuple(values.shape[:-1])}, one for each position. Align them (shift_labels does so for next-token"
+            " prediction)"
         )
 
 
 def check_sum(
     summed_loss: Callable[[Any, Any], Tensor], loss: Tensor, output: Any, micro_batch: Mapping[str, Any]
 ) -> None:
-    """See that a loss is a sum over tokens: twice the rows have twice the loss.
+    """Check that a loss is a sum over tokens: it must double if the rows are doubled.
 
     Args:
-        summed_loss: of an output and a micro-batch.
-        loss: what it gave for these.
-        output: of the model, (rows, ...); anything else is let be.
-        micro_batch: its tensors of as many rows are doubled.
+        summed_loss: loss function of an output and a micro-batch.
+        loss: its result for ``output`` and ``micro_batch``.
+        output: output of the model, (rows, ...). Other outputs are not checked.
+        micro_batch: the micro-batch. Its tensors with the same number of rows are doubled.
 
     Raises:
-        InputError: twice the rows have the same loss: it is a mean, and gradients would be divided twice.
+        InputError: the loss stays the same when the rows are doubled, so it is a mean and gradients would be divided
+            twice.
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         return
@@ -253,6 +255,6 @@ def check_sum(
     if abs(twice - once) < 0.1 * abs(once):
         raise InputError(
             f"summed_loss gives {once:.6g} for a micro-batch, and {twice:.6g} for twice its rows, as a mean does;"
-            " needed is the sum over its tokens (reduction='sum'), since gradients are divided by all tokens at the"
+            " expected the sum over its tokens (reduction='sum'), since gradients are divided by all tokens at the"
             " end of the step"
         )

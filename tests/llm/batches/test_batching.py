@@ -23,7 +23,7 @@ from lightning_pipe.llm.batches.batching import Batching
         ({"variable_lengths": False}, "batching.max_length is None.*variable_lengths is False"),
         (
             {"variable_lengths": False, "max_length": 10, "pad_to_multiple_of": 4},
-            "max_length is 10.*a multiple of 4 .*such as 12",
+            "max_length is 10.*a multiple of 4 .*to 12",
         ),
     ],
     ids=str,
@@ -37,5 +37,5 @@ def test_lengths_are_a_multiple_of_what_both_padding_and_context_parallelism_nee
     assert Batching(pad_to_multiple_of=6).length_multiple(4) == 12
     fixed = Batching(variable_lengths=False, max_length=12, pad_to_multiple_of=3)
     assert fixed.length_multiple(2) == 6
-    with pytest.raises(SetupError, match=r"max_length is 12.*a multiple of 15 .*and 5 for context.*such as 15"):
+    with pytest.raises(SetupError, match=r"max_length is 12.*a multiple of 15 .*and 5 for context.*to 15"):
         fixed.length_multiple(5)

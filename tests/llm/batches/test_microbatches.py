@@ -132,14 +132,14 @@ def test_a_short_list_is_filled_with_its_last_micro_batch_without_labels() -> No
     assert torch.equal(micro_batches.items[3]["cu_seq_lens_q"], batch[1]["cu_seq_lens_q"])
     outputs = [torch.full((1, 2), float(index)) for index in range(4)]
     assert micro_batches.trim(outputs).tolist() == [[0, 0], [1, 1]]
-    with pytest.raises(InputError, match=r"a list of 2 micro-batches; needed are num_microbatches=4"):
+    with pytest.raises(InputError, match=r"a list of 2 micro-batches; expected num_microbatches=4"):
         split_batch(batch, 4, strict=True)
 
 
 def test_a_list_of_more_micro_batches_or_of_unequal_rows_is_refused() -> None:
-    with pytest.raises(InputError, match=r"a list of 3 micro-batches; needed are num_microbatches=2"):
+    with pytest.raises(InputError, match=r"a list of 3 micro-batches; expected num_microbatches=2"):
         split_batch([packed(2), packed(2), packed(2)], 2)
-    with pytest.raises(InputError, match=r"micro-batches have \[1, 2\] rows; needed is the same number"):
+    with pytest.raises(InputError, match=r"micro-batches have \[1, 2\] rows; expected the same number"):
         split_batch([packed(2), {"input_ids": torch.ones(2, 2)}], 2)
 
 
@@ -161,7 +161,7 @@ def test_a_batch_without_rows_is_refused(batch: Any, found: str) -> None:
 
 def test_outputs_that_are_not_rows_are_not_trimmed() -> None:
     micro_batches = split_batch(batch_of(3), 2)
-    with pytest.raises(InputError, match=r"\[\(2, 1\), \(1, 1\)\].*2 tensors of together 4 rows"):
+    with pytest.raises(InputError, match=r"\[\(2, 1\), \(1, 1\)\].*2 tensors with a total of 4 rows"):
         micro_batches.trim([torch.ones(2, 1), torch.ones(1, 1)])
     with pytest.raises(InputError, match=r"\[\(4,\)\]"):
         micro_batches.trim([torch.ones(4)])

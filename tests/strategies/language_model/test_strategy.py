@@ -335,7 +335,7 @@ REFUSALS: dict[str, tuple[Refusal, type[Exception], list[str]]] = {
     "too long a sequence": (
         (lambda _: llm(max_length=8), Tiny, lambda _: GOOD),
         InputError,
-        ["9 tokens", "maximum is 8", "cut the sequences"],
+        ["9 tokens", "maximum is 8", "Cut the sequences"],
     ),
     "a longer sequence than the longest bucket": (
         (lambda _: llm(length_buckets=[4, 8]), Tiny, lambda _: GOOD),
