@@ -75,30 +75,30 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """``summed_cross_entropy(linear(hidden, weight, bias), labels)`` without the whole logits.
 
-    Head and loss are computed for ``chunk_tokens`` tokens at a time, and once more in the backward. That costs one
-    product with the weight more than keeping the logits. The gradients could be computed in the forward instead, as
-    other implementations do, but a schedule runs the forwards of several micro-batches before the backward of the
-    first, and each would hold a gradient as large as the weight; and a loss scale, known in the backward only, would
-    come too late to keep half-precision gradients from underflowing.
+    Head and loss are computed for ``chunk_tokens`` tokens at a time, and again in the backward. This costs one more
+    product with the weight than keeping the logits. Other implementations compute the gradients in the forward. Here
+    that would cost memory, since a schedule runs the forwards of several micro-batches before the first backward, and
+    each would hold a gradient as large as the weight. It would also apply a loss scale, known only in the backward, too
+    late to keep half-precision gradients from underflowing.
 
-    Under autocast the products are in its type, as those of a linear layer. Sums over chunks are in float32, also
-    where the weight's type is a lower one.
+    Under autocast, products use its dtype, as in a linear layer. Sums over chunks are in float32, even if the weight
+    has a lower precision.
 
     Args:
-        hidden: (rows, length, width).
-        weight: (vocabulary, width), a plain tensor: under FSDP2, call this inside the forward of the module that
-            holds it.
-        labels: (rows, length), what each position predicts.
-        bias: (vocabulary).
-        chunk_tokens: tokens whose logits exist at one time, at least 1.
-        ignore_index: the label of tokens that do not count.
+        hidden: hidden states, (rows, length, width).
+        weight: weight of the head, (vocabulary, width). It must be a plain tensor: under FSDP2, call this function
+            inside the forward of the module that holds it.
+        labels: target of each position, (rows, length).
+        bias: bias of the head, (vocabulary) (default None).
+        chunk_tokens: number of tokens whose logits exist at a time, at least 1 (default 1024). Lower it to save memory.
+        ignore_index: label of tokens that do not count (default -100).
 
     Returns:
         A scalar in float32 (float64 for such inputs). It can be differentiated once.
 
     Raises:
-        InputError: shapes that do not fit, or a sharded weight.
-        SetupError: in the backward, where that is to be differentiated itself.
+        InputError: the shapes do not match, or the weight is sharded.
+        SetupError: in the backward, if it is differentiated again.
     """
     _check_shapes("hidden states", hidden, labels)
     tensors = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
@@ -109,7 +109,7 @@ def chunked_cross_entropy(
             " inside the forward of the module that FSDP2 shards, where its parameters are whole"
         )
     if chunk_tokens < 1:
-        raise InputError(f"chunk_tokens is {chunk_tokens}; needed is a whole number of at least 1, such as 1024")
+        raise InputError(f"chunk_tokens is {chunk_tokens}; expected a whole number of at least 1, such as 1024")
     device = hidden.device.type
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     compute = torch.get_autocast_dtype(device) if autocast else hidden.dtype

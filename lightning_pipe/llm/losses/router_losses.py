@@ -1,11 +1,11 @@
-"""Losses of a mixture of experts' routers, whose gradients enter where the routers are and not at the model's end.
+"""Losses of the routers of a mixture of experts, whose gradients are added at the routers, not at the model's end.
 
-A router in the middle of a pipeline never sees the main loss, nor that its loss::
+A router in the middle of a pipeline cannot add its losses to the main loss, which is on another stage::
 
-    router ──► logits, passed on as they are ──► experts ──► ... ──► main loss
-    router ◄── the main loss's gradient, plus that of the router's losses ◄── ...
+    router ──► unchanged logits ──► experts ──► ... ──► main loss
+    router ◄── gradient of the main loss plus gradient of the router's losses ◄── ...
 
-What that gradient must be, the forward's caller says by entering a :class:`RouterLosses` around it.
+The caller of the forward sets the weight of the losses by entering a :class:`RouterLosses` around it.
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ __all__ = ["RouterLosses", "pass_router_logits", "sum_router_losses"]
 
 
 class RouterLosses:
-    """A context around the forward of a micro-batch: what its routers' losses count for, and what they come to.
+    """Context around the forward of a micro-batch that weights and records its routers' losses.
 
-    All gradients are those of a loss summed over tokens, and are divided once, at the step's end, by the number of all
-    tokens. So a router's loss, which is a mean, enters times the tokens of its micro-batch: what is trained on is the
-    main loss's mean plus, for each router, coefficient times the token-weighted mean of its losses.
+    All gradients are those of a loss summed over tokens, and are divided once, at the end of the step, by the total
+    number of tokens. A router's loss is a mean, so it is multiplied by the number of tokens of its micro-batch. The
+    trained loss is the mean of the main loss plus, for each router, the coefficient times the token-weighted mean of
+    its losses.
 
-    It is entered around forwards only, once for each stage that the micro-batch passes on a rank. Backwards need no
-    context, also where they compute activations anew (``torch.utils.checkpoint``, not its reentrant variant, whose
-    first forward shows no gradient): what is computed there is not noted again.
+    Enter the context around forwards only, once for each stage that the micro-batch passes on a rank. Backwards need no
+    context, even if they recompute activations (``torch.utils.checkpoint``, but not its reentrant variant, whose first
+    forward runs without gradients): recomputed losses are not recorded again.
 
     Args:
-        tokens: the micro-batch's loss tokens, of this rank's part of the sequences.
-        counted: which tokens the losses are means over, a bool for each, of the shape of the layers' inputs without
-            the last dimension: padding, all alike, would go to the same experts. None for all.
-        scale: what the main loss is multiplied by before its backward, such as fp16's factor. :meth:`follow` finds it.
+        tokens: number of the micro-batch's loss tokens in this rank's part of the sequences.
+        counted: bool for each token, True for tokens that the losses average over (default None: all tokens). The shape
+            is that of the layers' inputs without the last dimension. Exclude padding, since identical tokens would all
+            go to the same experts.
+        scale: factor of the main loss in its backward, such as a loss scale for fp16 (default 1.0). :meth:`follow` sets
+            it.
     """
 
     def __init__(self, tokens: int, *, counted: Tensor | None = None, scale: float | Tensor = 1.0) -> None:
@@ -57,9 +60,9 @@ class RouterLosses:
         _active.reset(self._token)
 
     def follow(self, loss: Tensor) -> Tensor:
-        """The main loss, as it is: from its backward, which comes first, the routers' losses learn their scale.
+        """Return the main loss unchanged, and set the scale of the routers' losses in its backward, which runs first.
 
-        For a main loss on the same device that goes on to be divided or scaled, in ways that need not be known here.
+        Use it for a main loss on the same device that is divided or scaled later.
         """
         followed: Tensor = _Followed.apply(loss, self)
         return followed
@@ -69,13 +72,13 @@ _active: ContextVar[RouterLosses | None] = ContextVar("router losses", default=N
 
 
 def sum_router_losses(micro_batches: Iterable[RouterLosses]) -> Tensor:
-    """What the losses of routers came to, for adding up over ranks; from there, means over routers and tokens.
+    """Token-weighted sums of the routers' losses, to be summed over ranks and divided into means.
 
     Returns:
-        Three numbers in float64 on the CPU: load-balancing losses and z-losses, each the sum over routers and
-        micro-batches, times tokens; and the tokens that they count for. The first two divided by the third are the
-        means; a load-balancing loss of 1 says that all experts have as much to do, one of E / k that k of the E do it
-        all.
+        Three numbers in float64 on the CPU: the load-balancing losses and the z-losses, each summed over routers and
+        micro-batches with the number of tokens as weights, and the sum of these weights. The first two divided by the
+        third are means over routers and tokens. A load-balancing loss of 1 means that all experts have the same load,
+        and E / k that k of the E experts have all of it.
     """
     total = torch.zeros(3, dtype=torch.float64)
     for losses in micro_batches:
@@ -85,12 +88,12 @@ def sum_router_losses(micro_batches: Iterable[RouterLosses]) -> Tensor:
     return total
 
 
-# Compilers would take apart what depends on the context.
+# Compiled code could not depend on the active context.
 @torch.compiler.disable
 def pass_router_logits(
     logits: Tensor, top_k: int, *, balance_coefficient: float = 0.0, z_coefficient: float = 0.0
 ) -> Tensor:
-    """A router's logits, as they are; on the way back, the gradients of its losses are added to theirs.
+    """Return a router's logits unchanged, and add the gradients of its losses to theirs in the backward.
 
     Of E experts, expert e gets the share f(e) of the choices (k for each token), and P(e) is its mean probability. The
     load-balancing loss is E times the sum of f(e) P(e) (Switch Transformer, arXiv 2101.03961, equations 4 to 6, with f
@@ -100,23 +103,23 @@ def pass_router_logits(
     Outside a :class:`RouterLosses` the losses have no effect.
 
     Args:
-        logits: (tokens, experts), or with more dimensions before the last.
-        top_k: experts that a token goes to: those with the largest logits.
-        balance_coefficient: of the load-balancing loss.
-        z_coefficient: of the z-loss.
+        logits: logits of the router, (..., experts).
+        top_k: number of experts of each token, which are those with the largest logits.
+        balance_coefficient: coefficient of the load-balancing loss (default 0).
+        z_coefficient: coefficient of the z-loss (default 0).
 
     Raises:
-        InputError: ``counted`` tokens that are not as many as the logits'.
+        InputError: ``counted`` does not have one value for each of the logits' tokens.
     """
     losses = _active.get()
     passage = None if losses is None else _Passage(losses, logits, top_k, balance_coefficient, z_coefficient)
-    # Also without the context: where a backward computes activations anew, it must save what the forward saved.
+    # Applied without a context, too: a backward that recomputes activations must save the same tensors as the forward.
     passed: Tensor = _Passed.apply(logits, passage)
     return passed
 
 
 class _Passage:
-    """What the backward of a router's losses needs besides the logits. Those may be computed anew, this is not."""
+    """Data for the backward of a router's losses other than the logits, which may be recomputed."""
 
     def __init__(
         self, losses: RouterLosses, logits: Tensor, top_k: int, balance_coefficient: float, z_coefficient: float
@@ -133,7 +136,7 @@ class _Passage:
         losses._found.append(torch.stack([balance, z]))
 
     def gradient(self, logits: Tensor) -> Tensor:
-        """Of the losses with respect to the logits, in their shape."""
+        """Gradient of the losses with respect to the logits, in their shape."""
         flat = _flat(logits)
         probabilities = flat.softmax(-1)
         balance_coefficient, z_coefficient = self._coefficients
@@ -152,7 +155,7 @@ def _as_many(counted: Tensor, tokens: int) -> Tensor:
     if counted.numel() != tokens:
         raise InputError(
             f"the tokens counted in routers' losses have the shape {tuple(counted.shape)}, and a router got {tokens}"
-            " tokens; needed is a bool for each"
+            " tokens; expected one bool for each token"
         )
     return counted.flatten()
 

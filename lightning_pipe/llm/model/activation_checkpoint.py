@@ -69,15 +69,15 @@ _KEPT = {
 
 @dataclass(frozen=True)
 class ActivationCheckpoint:
-    """Which layers compute again in backward.
+    """Layers to recompute in backward.
 
     Args:
-        mode: ``full`` (default) computes the whole layer again, ``selective`` keeps the results of matrix
-            multiplications and attention.
-        every: checkpoint one layer of every so many (default 1, all layers).
+        mode: ``full`` (default) recomputes the whole layer, ``selective`` keeps the outputs of matrix multiplications,
+            attention and exchanges between ranks, which costs memory and saves time.
+        every: distance between checkpointed layers (default 1: all layers). 2 checkpoints every second layer.
 
     Raises:
-        SetupError: an unknown mode, or ``every`` below 1.
+        SetupError: the mode is unknown, or ``every`` is below 1.
     """
 
     mode: Mode = "full"
@@ -113,9 +113,9 @@ def checkpoint_layers(stage: StageModule, layers: Sequence[str], mode: Mode = "f
             time, or whose arguments were changed in place after its forward.
     """
     if mode not in ("full", "selective"):
-        raise SetupError(f"the mode of activation checkpointing is {mode!r}; needed is 'full' or 'selective'")
+        raise SetupError(f"the mode of activation checkpointing is {mode!r}; expected 'full' or 'selective'")
     if every < 1:
-        raise SetupError(f"activation checkpointing is for every {every} layers; needed is 1, for all, or more")
+        raise SetupError(f"activation checkpointing is for every {every} layers; expected 1 (all layers) or more")
     for name in layers[::every]:
         layer: Any = stage.module.get_submodule(name)
         if not isinstance(layer, PassThrough):
@@ -202,8 +202,8 @@ class _Region:
         assert self._run is not None
         if any(value._version != version for value, version in self._versions):
             raise SetupError(
-                "a layer under activation checkpointing cannot be computed again, since its arguments were changed in"
-                " place after its forward; change a copy of them"
+                "a layer under activation checkpointing cannot be recomputed, since its arguments were changed in"
+                " place after its forward. Change a copy of them instead"
             )
         filled = 0
 
@@ -239,8 +239,8 @@ class _Region:
 
 def _unequal(what: str) -> SetupError:
     return SetupError(
-        f"a layer under activation checkpointing, computed again for its backward, {what}; needed is a layer that does"
-        " the same for the same arguments. Otherwise do without activation checkpointing"
+        f"a layer under activation checkpointing, recomputed for its backward, {what}; expected the same operations for"
+        " the same arguments. Make the layer deterministic, or disable activation checkpointing"
     )
 
 

@@ -92,7 +92,7 @@ class DeferredInit:
     def _check(self, places: list[_Place], kept: list[_Place]) -> None:
         twice = [place.names[0] for place in kept if place.tensor in self._made]
         if twice:
-            raise SetupError(f"{_some(twice)} would be materialised twice; needed is once: keep other names")
+            raise SetupError(f"{_some(twice)} would be materialised twice, expected once. Keep other names")
         wanted = set(kept)
         needed = [place for place in places if place.registered or place in wanted]
         unknown = [
@@ -242,8 +242,8 @@ class _Recorder(TorchDispatchMode):
         for value in given:
             if isinstance(value, torch.device) and value.type != "cpu":
                 raise SetupError(
-                    f"{func} asks for the device {value} inside deferred_init(); needed is the CPU: give materialise()"
-                    " the device that the model goes to"
+                    f"{func} uses the device {value} inside deferred_init(); expected the CPU. Pass the model's device"
+                    " to materialise() instead"
                 )
             if isinstance(value, FakeTensor) and value.fake_mode is not self._fakes:
                 raise SetupError(
@@ -251,8 +251,8 @@ class _Recorder(TorchDispatchMode):
                 )
             if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_quantized or _wraps(value)):
                 raise SetupError(
-                    f"{func} uses a {type(value).__name__} of layout {value.layout} inside deferred_init(); needed are"
-                    " plain dense tensors: make this one before deferred_init(), and make it dense"
+                    f"{func} uses a {type(value).__name__} of layout {value.layout} inside deferred_init();"
+                    " expected plain dense tensors. Make a dense tensor before deferred_init() instead"
                 )
             if isinstance(value, FakeTensor) and self._record.number(value) is None:
                 raise SetupError(

@@ -39,7 +39,7 @@ def tap_routers(model: nn.Module, *, balance_coefficient: float, z_coefficient: 
     blocks = _blocks(model)
     if not blocks:
         raise SetupError(
-            f"{type(model).__name__} has no module with gate, experts and top_k; needed is a Hugging Face mixture of"
+            f"{type(model).__name__} has no module with gate, experts and top_k; expected a Hugging Face mixture of"
             " experts, whose blocks have them"
         )
     for block in blocks:
@@ -47,7 +47,7 @@ def tap_routers(model: nn.Module, *, balance_coefficient: float, z_coefficient: 
 
 
 def has_routers(model: nn.Module) -> bool:
-    """Whether a model has a mixture of experts, of Hugging Face's or ours."""
+    """Return True if a model has a mixture of experts, either Hugging Face's or :class:`MoE`."""
     return bool(_blocks(model)) or any(isinstance(module, MoE) for module in model.modules())
 
 

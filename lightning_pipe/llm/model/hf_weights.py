@@ -38,12 +38,12 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """What a file says of a tensor.
+    """Description of a tensor in a file.
 
     Attributes:
-        file: its name in the folder.
-        shape: of the tensor.
-        dtype: as safetensors calls it, such as ``BF16``.
+        file: name of the file in the folder.
+        shape: shape of the tensor.
+        dtype: name of the dtype in safetensors, such as ``BF16``.
     """
 
     file: str
@@ -57,14 +57,14 @@ class PretrainedWeights:
     Files' headers are read at once, and checked against the files' sizes; tensors are read when they are asked for.
 
     Args:
-        folder: with ``model.safetensors`` or ``model.safetensors.index.json``, and ``config.json``.
+        folder: path of the folder, with ``model.safetensors`` or ``model.safetensors.index.json``, and ``config.json``.
 
     Attributes:
-        folder: the same.
-        tensors: by their names in the files.
+        folder: path of the folder.
+        tensors: descriptions of the tensors, by their names in the files.
 
     Raises:
-        SetupError: there is no such folder, it holds no safetensors, a file is missing or cannot be read.
+        SetupError: the folder does not exist or holds no safetensors, or a file is missing or cannot be read.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -96,7 +96,7 @@ class PretrainedWeights:
         """
         path = self.folder / "config.json"
         if not path.is_file():
-            raise SetupError(f"the folder {str(self.folder)!r} has no config.json; needed is all of what was saved")
+            raise SetupError(f"the folder {str(self.folder)!r} has no config.json; expected all saved files")
         read_bounded_config(path)
         try:
             config: Any = _import("transformers").AutoConfig.from_pretrained(
@@ -109,8 +109,8 @@ class PretrainedWeights:
             raise SetupError(f"{str(path)!r} cannot be used: {reason[:1000]}") from error
         if getattr(config, "quantization_config", None) is not None:
             raise SetupError(
-                f"the weights in {str(self.folder)!r} are quantised (config.json has a quantization_config); needed are"
-                " plain ones, which can be trained: give the model that they were made of"
+                f"the weights in {str(self.folder)!r} are quantised (config.json has a quantization_config);"
+                " expected plain weights, which can be trained. Use the model that was quantised"
             )
         return config
 
@@ -181,9 +181,9 @@ class PretrainedWeights:
         for own, name in found.items():
             stored, tensor = self.tensors[name], tensors[own]
             if stored.shape != tuple(tensor.shape):
-                sizes.append(f"{own} ({list(stored.shape)}, needed is {list(tensor.shape)})")
+                sizes.append(f"{own} ({list(stored.shape)}, expected {list(tensor.shape)})")
             elif (stored.dtype in _FLOATS) != tensor.is_floating_point():
-                kinds.append(f"{own} ({stored.dtype}, needed is what can become {tensor.dtype})")
+                kinds.append(f"{own} ({stored.dtype}, expected a dtype that converts to {tensor.dtype})")
         return listed("of another size", sizes) + listed("of another kind", kinds)
 
 
@@ -271,7 +271,7 @@ def _existing(folder: str | Path) -> Path:
     if path.is_dir():
         return path
     if path.is_file():
-        raise SetupError(f"{str(folder)!r} is a file; needed is the folder that save_pretrained wrote it to")
+        raise SetupError(f"{str(folder)!r} is a file; expected the folder that save_pretrained wrote it to")
     on_hub = re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(folder))
     fix = (
         f"for a model on Hugging Face's hub, run 'hf download {folder} --local-dir FOLDER', and give FOLDER"
@@ -289,8 +289,8 @@ def _files(folder: Path) -> dict[str, list[str] | None]:
     if not index.is_file():
         there = listed("it holds", [path.name for path in folder.iterdir()]) or ["it is empty"]
         raise SetupError(
-            f"the folder {str(folder)!r} has neither {_SINGLE} nor {_INDEX}; {there[0]}. Needed are safetensors:"
-            " transformers makes them of other weights with from_pretrained(...).save_pretrained(...)"
+            f"the folder {str(folder)!r} has neither {_SINGLE} nor {_INDEX}; {there[0]}. Convert other weights to"
+            " safetensors with transformers: from_pretrained(...).save_pretrained(...)"
         )
     files: dict[str, list[str] | None] = {}
     for name, file in read_index(index).items():

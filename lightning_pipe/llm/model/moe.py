@@ -69,17 +69,17 @@ class MoE(nn.Module):
     Args:
         dim: width of tokens.
         hidden_dim: width inside each expert.
-        num_experts: of which every token goes to some.
-        top_k: to how many.
-        balance_coefficient: of the load-balancing loss; Switch Transformer's by default.
-        z_coefficient: of the router's z-loss; ST-MoE's by default.
+        num_experts: number of experts.
+        top_k: number of experts of each token.
+        balance_coefficient: coefficient of the load-balancing loss (default 0.01, as in Switch Transformer).
+        z_coefficient: coefficient of the router's z-loss (default 0.001, as in ST-MoE).
 
     Attributes:
-        exchange: runs the experts where they are on several ranks; None where they are all here. See
+        exchange: function that runs experts on several ranks; None if all experts are on this rank. See
             :func:`~lightning_pipe.llm.parallel.expert_parallel.parallelise_experts`.
 
     Raises:
-        SetupError: sizes below 1, more experts for a token than there are.
+        SetupError: a size is below 1, or ``top_k`` is more than ``num_experts``.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class MoE(nn.Module):
         super().__init__()
         if not 1 <= top_k <= num_experts or min(dim, hidden_dim) < 1:
             raise SetupError(
-                f"MoE has dim={dim}, hidden_dim={hidden_dim}, num_experts={num_experts}, top_k={top_k}; needed are"
+                f"MoE has dim={dim}, hidden_dim={hidden_dim}, num_experts={num_experts}, top_k={top_k}; expected"
                 " sizes of at least 1, and a top_k of at most num_experts"
             )
         self.num_experts = num_experts

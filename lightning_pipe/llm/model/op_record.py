@@ -138,8 +138,8 @@ class OpRecord:
         generator = generators[0] if generators else torch.default_generator
         if generator.device.type != "cpu":
             raise SetupError(
-                f"{func} draws from a generator on {generator.device} inside deferred_init(); needed is one on the CPU:"
-                " give materialise() the device the model goes to"
+                f"{func} draws from a generator on {generator.device} inside deferred_init(); expected one on the CPU."
+                " Pass the model's device to materialise() instead"
             )
         if id(generator) not in self._tracks:
             self._tracks[id(generator)] = RandomTrack(generator)
@@ -336,7 +336,7 @@ class OpRecord:
         if _version(tensor) != version:
             raise SetupError(
                 f"a tensor of shape {tuple(tensor.shape)} that the model was built from has been changed since: it is"
-                f" at version {_version(tensor)}, needed is {version}. Give deferred_init() a copy of it"
+                f" at version {_version(tensor)}, expected {version}. Use a copy of it in deferred_init()"
             )
         return tensor.untyped_storage()
 

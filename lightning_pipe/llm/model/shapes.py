@@ -117,7 +117,7 @@ class StageShapes:
         outputs = output if isinstance(output, tuple) else (output,)
         if not all(map(_is_tensor, outputs)):
             raise SetupError(
-                f"stage {index} gave a {type(output).__name__}; needed is a tensor, or a tuple of tensors, which the"
+                f"stage {index} gave a {type(output).__name__}; expected a tensor, or a tuple of tensors, which the"
                 " next stage takes as its arguments"
             )
         return outputs

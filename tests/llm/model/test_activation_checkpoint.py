@@ -283,9 +283,9 @@ def test_a_layer_that_cannot_be_computed_again_is_an_error(what: str, says: str)
 
 
 def test_another_mode_or_no_layers_at_all_are_refused() -> None:
-    with pytest.raises(SetupError, match="is 'some'; needed is 'full' or 'selective'"):
+    with pytest.raises(SetupError, match="is 'some'; expected 'full' or 'selective'"):
         checkpointed("some")
-    with pytest.raises(SetupError, match="every 0 layers; needed is 1"):
+    with pytest.raises(SetupError, match="every 0 layers; expected 1"):
         checkpointed(every=0)
 
 

@@ -615,7 +615,7 @@ def test_writing_to_a_real_tensor_is_refused_and_leaves_it_as_it_was(
 
 
 def test_another_device_is_refused_by_name() -> None:
-    with pytest.raises(SetupError, match=r"device meta.*needed is the CPU"), deferred_init():
+    with pytest.raises(SetupError, match=r"device meta.*expected the CPU"), deferred_init():
         nn.Linear(2, 2, device="meta")
 
 

@@ -303,8 +303,8 @@ def test_weights_of_another_model_are_refused_by_the_models_names(tmp_path: Path
         for part in (
             "missing in it: model.layers.3.mlp.up_proj.weight;",
             "unexpected in it: model.layers.4.mlp.up_proj.weight;",
-            "of another size: model.norm.weight ([15], needed is [16]);",
-            "of another kind: lm_head.weight (I8, needed is what can become torch.float32).",
+            "of another size: model.norm.weight ([15], expected [16]);",
+            "of another kind: lm_head.weight (I8, expected a dtype that converts to torch.float32).",
         ):
             assert part in str(caught.value)
 
@@ -323,7 +323,7 @@ def test_a_missing_parameter_is_an_error_even_where_the_class_ignores_it(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": 10**9}, r"model\.embed_tokens\.weight \(\[19, 16\], needed is \[19, 1000000000\]\)"),
+        ({"hidden_size": 10**9}, r"model\.embed_tokens\.weight \(\[19, 16\], expected \[19, 1000000000\]\)"),
         (
             {"hidden_size": 2**31, "intermediate_size": 2**31},
             "the llama model of the config cannot be made: Storage size",
@@ -396,7 +396,11 @@ def empty(folder: Path) -> None:
             lambda folder: (folder / INDEX).write_text("{}"),
             r"weight_map is None, expected a dict",
         ),
-        ("1GB", older_format, rf"has neither {SINGLE} nor {INDEX}; it holds: .*pytorch_model\.bin\. Needed are safet"),
+        (
+            "1GB",
+            older_format,
+            rf"has neither {SINGLE} nor {INDEX}; it holds: .*pytorch_model\.bin\. Convert other weights to safet",
+        ),
         ("1GB", empty, r"it is empty"),
         ("1GB", lambda folder: (folder / "config.json").unlink(), r"has no config\.json"),
         ("1GB", lambda folder: (folder / "config.json").write_text('{"model_type": "x"}'), r"cannot be used: .*`x`"),
@@ -423,7 +427,7 @@ def test_a_folder_that_cannot_be_read_is_refused(
         ("meta-llama/Llama-3.1-8B", r"local folders only: .*'hf download meta-llama/Llama-3\.1-8B --local-dir FOLDER'"),
         ("/none/there", r"there is no folder '/none/there', .* give the path of one that save_pretrained wrote"),
         ("llama", r"there is no folder 'llama'"),
-        (__file__, r"test_hf_weights\.py' is a file; needed is the folder"),
+        (__file__, r"test_hf_weights\.py' is a file; expected the folder"),
     ],
 )
 def test_what_is_no_folder_is_refused(path: str, message: str) -> None:

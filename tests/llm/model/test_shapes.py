@@ -106,7 +106,7 @@ def test_a_forward_that_reads_values_is_refused_with_the_stage_and_the_fix() -> 
 
 
 def test_a_stage_that_gives_no_tensors_is_refused() -> None:
-    with pytest.raises(SetupError, match=r"stage 0 gave a dict; needed is a tensor, or a tuple"):
+    with pytest.raises(SetupError, match=r"stage 0 gave a dict; expected a tensor, or a tuple"):
         shapes_of(first=Mapped)[0].of((ids(),), {})
 
 
