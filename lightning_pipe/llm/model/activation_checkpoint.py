@@ -1,10 +1,10 @@
-"""Layers that keep little for their backward and compute the rest of it again.
+"""Activation checkpointing: layers that save little in the forward and recompute the rest in the backward.
 
-``torch.utils.checkpoint`` computes a region again in every call of the autograd engine. A backward in two parts, as
-zero-bubble schedules and DualPipeV run it, calls the engine once for a layer's inputs and then once for each group of
-its parameters: a layer with seven matrices would run some ten times, and selective checkpointing ends with "Trying to
-backward an extra time". Here a layer is computed again once, at the first tensor that is asked for; what that gives is
-kept as the graph's own tensors are, until the graph lets go of it.
+``torch.utils.checkpoint`` recomputes a region in every call of the autograd engine. A backward in two parts, as in
+zero-bubble schedules and DualPipeV, calls the engine once for a layer's inputs and then once for each group of its
+parameters: a layer with seven matrices would run about ten times, and selective checkpointing fails with "Trying to
+backward an extra time". Here a layer is recomputed once, when the first of its tensors is needed. The recomputed
+tensors are kept like the graph's own tensors, until the graph releases them.
 
     forward:   saved tensor ──pack──► placeholder          the layer keeps its arguments
     backward:  placeholder ──unpack──► not there? run the layer again, fill all placeholders ──► tensor
@@ -43,8 +43,8 @@ __all__ = ["ActivationCheckpoint", "checkpoint_layers"]
 
 Mode = Literal["full", "selective"]
 
-# What is dear to compute again: products of matrices, attention, and exchanges between ranks. By name, since some are
-# registered only when the package that has them is imported.
+# Operations that are expensive to recompute: matrix products, attention, and exchanges between ranks. Listed by name,
+# since some are registered only when their package is imported.
 _KEPT = {
     "aten::mm",
     "aten::bmm",
@@ -89,28 +89,29 @@ class ActivationCheckpoint:
 
 
 def checkpoint_layers(stage: StageModule, layers: Sequence[str], mode: Mode = "full", every: int = 1) -> None:
-    """Let a stage's layers compute again in backward what they would keep from forward, in place.
+    """Make a stage's layers recompute their activations in the backward, in place.
 
-    Gradients do not change, to the bit on one device: random numbers, autocast and function modes (context
-    parallelism's among them) are those of the forward again. Names of parameters and modules do not change either,
-    since only ``layer.forward`` is replaced. A layer is computed again once for each micro-batch, whatever the
-    schedule; under one that runs backwards in two parts, what that gives is held from the first part to the second.
+    Gradients stay the same, bit for bit on one device: random numbers, autocast and function modes (including those of
+    context parallelism) are restored to those of the forward. Names of parameters and modules stay the same, too,
+    since only ``layer.forward`` is replaced. A layer is recomputed once for each micro-batch under any schedule. Under
+    a schedule with two-part backwards, the recomputed tensors are held from the first part to the second.
 
-    Call it before layers are compiled and before ``fully_shard``. Compiled layers leave it to the compiler, which has
-    the same two modes (``torch.utils.checkpoint`` inside of a graph); but where function modes are active, as with
-    context parallelism, a layer that is checkpointed runs uncompiled.
+    Call it before layers are compiled and before ``fully_shard``. In compiled layers the compiler recomputes, with the
+    same two modes (``torch.utils.checkpoint`` inside a graph). If function modes are active, as with context
+    parallelism, checkpointed layers run uncompiled.
 
     Args:
-        stage: of the model.
+        stage: stage of the model.
         layers: FQNs of the whole model's layers.
-        mode: "full" keeps a layer's arguments only. "selective" also keeps the outputs of every product of matrices,
-            of attention and of exchanges between ranks, and computes the rest again. (torchtitan keeps every second
-            product; that made memory depend on the order in which a layer happens to call them.)
-        every: only layers whose index in the whole model is a multiple of it; so the split does not matter.
+        mode: "full" keeps only a layer's arguments (default). "selective" also keeps the outputs of matrix products,
+            attention and exchanges between ranks, and recomputes the rest. (torchtitan keeps every second product,
+            which makes memory depend on the order in which a layer calls them.)
+        every: checkpoint only layers whose index in the whole model is a multiple of this (default 1). The result does
+            not depend on the split.
 
     Raises:
-        SetupError: another mode, or an ``every`` below 1. In backward: a layer that did something else the second
-            time, or whose arguments were changed in place after its forward.
+        SetupError: the mode is unknown, or ``every`` is below 1. In the backward: a layer ran other operations when it
+            was recomputed, or its arguments were changed in place after its forward.
     """
     if mode not in ("full", "selective"):
         raise SetupError(f"the mode of activation checkpointing is {mode!r}; expected 'full' or 'selective'")
@@ -119,16 +120,16 @@ def checkpoint_layers(stage: StageModule, layers: Sequence[str], mode: Mode = "f
     for name in layers[::every]:
         layer: Any = stage.module.get_submodule(name)
         if not isinstance(layer, PassThrough):
-            # A partial of a bound method: a copy of the layer then has a forward of its own.
+            # A partial of a bound method is copied with the layer, so that a copy runs its own forward.
             layer.forward = functools.partial(_checkpointed, layer.forward, mode == "selective")
 
 
 def _checkpointed(forward: Callable[..., Any], selective: bool, /, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    # In a graph, checkpoint drops function modes without a word. Where there are any the layer is not compiled.
+    # Inside a graph, `checkpoint` silently drops function modes, so a layer with active modes is not compiled.
     if torch.compiler.is_compiling() and not function_mode_count():
-        # The compiler wants contexts to be made here, and none of those that do nothing.
+        # The compiler requires contexts to be created here, and does not accept null contexts.
         contexts: Any = {}
         if selective:
             contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)}
@@ -150,7 +151,7 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 
 
 def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation draws random numbers: left out the second time, the next one would draw other numbers."""
+    """Return True if an operation draws random numbers. Skipping it would change the numbers of later operations."""
     names = [argument.name for argument in schema_of(op).arguments] if isinstance(op, torch._ops.OpOverload) else []
     if "dropout_p" not in names:
         return False
@@ -159,7 +160,7 @@ def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class _Placeholder:
-    """Stands in the graph for a tensor that is computed again when it is asked for."""
+    """Placeholder in the graph for a tensor that is recomputed when it is needed."""
 
     __slots__ = ("__weakref__", "dtype", "region", "shape", "value")
 
@@ -177,13 +178,13 @@ def _unpack(placeholder: _Placeholder) -> Tensor:
 
 
 class _Filled(Exception):
-    """All that was saved is there again; the rest of the layer need not run."""
+    """Raised when all saved tensors have been recomputed, to skip the rest of the layer."""
 
 
 class _Region:
-    """A layer's forward for one micro-batch: what it saved, and what it takes to run it again.
+    """A layer's forward for one micro-batch: its saved tensors, and the state to run it again.
 
-    Placeholders hold the region, and the graph holds them: the region is gone when the graph is.
+    The graph holds the placeholders, which hold the region, so the region is freed with the graph.
     """
 
     def __init__(self, run: Callable[[], Any], inputs: Any, context: AbstractContextManager[Any]) -> None:
@@ -211,7 +212,7 @@ class _Region:
             nonlocal filled
             placeholder = self._saved[filled]()
             filled += 1
-            tensor = tensor.detach()  # a node that saved its own output would never be let go of
+            tensor = tensor.detach()  # a node that saved its own output would never be freed
             if placeholder is not None:
                 if (tensor.shape, tensor.dtype) != (placeholder.shape, placeholder.dtype):
                     raise _unequal(
@@ -252,7 +253,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 def _thread_state(tensors: Sequence[Tensor]) -> list[AbstractContextManager[Any]]:
-    """Autocast and function modes as they are now, to be entered later."""
+    """Contexts that restore the current autocast and function modes."""
     autocasts = [
         torch.autocast(
             kind,
@@ -267,7 +268,7 @@ def _thread_state(tensors: Sequence[Tensor]) -> list[AbstractContextManager[Any]
 
 @contextmanager
 def _function_modes(modes: Sequence[TorchFunctionMode]) -> Generator[None, None, None]:
-    """Just these modes: those of backward's caller may be the same ones, which must not act twice."""
+    """Activate only these modes: modes of the backward's caller may be among them, and must not act twice."""
     found = _exchange(modes)
     try:
         yield
@@ -285,7 +286,7 @@ def _exchange(modes: Sequence[TorchFunctionMode]) -> list[TorchFunctionMode]:
 
 
 def _random_state(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """The random generators' states as they are now, to be entered later, and left for those of then."""
+    """Context that restores the random generators' current states, and on exit those at its entry."""
     devices = {value.device for value in tensors if value.device.type not in ("cpu", "meta")}
     return _random_states(torch.get_rng_state(), [(one, _generator(one).get_rng_state(one)) for one in devices])
 

@@ -32,7 +32,7 @@ from lightning_pipe.llm.model.hf_files import check_header, read_bounded_config,
 __all__ = ["PretrainedWeights", "StoredTensor", "empty_causal_lm", "load_into", "pretrained_causal_lm"]
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-# What can be converted to a parameter's dtype as it is: no part of a quantisation.
+# Dtypes that convert directly to a parameter's dtype, unlike those of quantised weights.
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -115,20 +115,21 @@ class PretrainedWeights:
         return config
 
     def match(self, model: nn.Module) -> dict[str, str]:
-        """Which tensor in the files belongs to which of *model*'s.
+        """Match the tensors in the files to those of *model*.
 
-        Names are mapped as ``from_pretrained`` does it: older names, the class's own conversions, and files of a base
-        model without a head, which lack its prefix. A parameter that has several names needs one of them in the files;
-        the first counts. What the class declares as ignored is ignored, but for parameters.
+        Names are mapped as in ``from_pretrained``: older names, the class's own conversions, and files of a base model
+        without a head, which lack its prefix. A parameter with several names needs one of them in the files; the first
+        one found is used. Names that the class declares as ignored are ignored, except for missing parameters.
 
         Args:
-            model: the whole one; its tensors need no memory.
+            model: the whole model, whose tensors need no memory.
 
         Returns:
-            Names in the files, by one of the names in the model.
+            Names in the files, by a name in the model.
 
         Raises:
-            SetupError: something is missing, unexpected, of another shape or kind; lists it by the model's names.
+            SetupError: a tensor is missing or unexpected, or has another shape or kind. All are listed by the model's
+                names.
         """
         stored = {own: name for name, own in _renamed(model, list(self.tensors), self.folder).items()}
         saved = model.state_dict().keys()
@@ -188,18 +189,18 @@ class PretrainedWeights:
 
 
 def empty_causal_lm(config: Any, attention: str) -> nn.Module:
-    """A causal LM whose parameters have memory, or none inside ``deferred_init``, but no values.
+    """Causal LM with uninitialised parameters, which have no memory inside ``deferred_init``.
 
-    Nothing is initialised and no random number drawn, so that making its tensors costs nothing but their memory.
-    Parameters have torch's default dtype, as those of ``from_pretrained``, whatever dtype the config says that the
-    files have. Buffers that the constructor computes have their values.
+    No initialiser runs and no random number is drawn, so the model costs only the memory of its tensors. Parameters
+    have torch's default dtype, as with ``from_pretrained``, not the dtype of the files that the config names. Buffers
+    that the constructor computes have their values.
 
     Args:
         config: a ``PretrainedConfig``.
-        attention: the implementation.
+        attention: name of the attention implementation.
 
     Raises:
-        SetupError: it cannot be made, such as of more bytes than can be counted or than there are.
+        SetupError: the model cannot be made, for example because its sizes overflow or exceed the memory.
     """
     try:
         with _import("transformers.modeling_utils").no_init_weights():
@@ -237,15 +238,15 @@ def pretrained_causal_lm(weights: PretrainedWeights, config: Any, attention: str
 
 
 def load_into(model: nn.Module, weights: PretrainedWeights) -> None:
-    """Fill those tensors of *model* that have memory with what the files hold; nothing else is read.
+    """Load the tensors of *model* that have memory from the files. No other tensor is read.
 
-    Values are converted to the dtype, and go to the device, of the tensor that is there. In memory at a time: the
-    model's tensors, and one of a file. No random number is drawn: the random state is what making the model left.
+    Values are converted to the dtype and device of the model's tensors. At most one tensor of a file is in memory at a
+    time, in addition to the model's. No random numbers are drawn.
 
     Args:
-        model: the whole one, under its own names. What has no memory is only checked: all of it inside
-            ``deferred_init``, other ranks' parts after ``DeferredInit.materialise``.
-        weights: of the whole model.
+        model: the whole model, under its own names. Tensors without memory are only checked: all of them inside
+            ``deferred_init``, those of other ranks after ``DeferredInit.materialise``.
+        weights: weights of the whole model.
 
     Raises:
         SetupError: the weights are not the model's (see :meth:`PretrainedWeights.match`), on every rank that sees the
@@ -338,7 +339,7 @@ def _is_hugging_faces(model: nn.Module) -> bool:
 
 
 def _renamed(model: Any, names: list[str], folder: Path) -> dict[str, str]:
-    """The model's names by the files'; as transformers' ``PreTrainedModel._load_pretrained_model`` finds them."""
+    """Names in the model by names in the files, as in transformers' ``PreTrainedModel._load_pretrained_model``."""
     if not _is_hugging_faces(model):
         return dict(zip(names, names, strict=True))
     prefix = model.base_model_prefix
@@ -355,7 +356,7 @@ def _renamed(model: Any, names: list[str], folder: Path) -> dict[str, str]:
 
 
 def _not_ignored(model: Any, missing: list[str], unexpected: list[str]) -> tuple[list[str], list[str]]:
-    """Without what the model's class says may be missing or too much."""
+    """Remove names that the model's class allows to be missing or unexpected."""
     if not _is_hugging_faces(model):
         return missing, unexpected
     parameters = dict(model.named_parameters(remove_duplicate=False))

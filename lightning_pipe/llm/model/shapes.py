@@ -1,4 +1,4 @@
-"""What each stage takes and gives, found without running anything: the whole model, without memory, is asked once."""
+"""Shapes of each stage's inputs and outputs, found by running the whole model once without memory."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class StageShape:
     """Tensors on the meta device.
 
     Attributes:
-        inputs: of the stage's module: the micro-batch's on the first stage, hidden states on a later one.
-        outputs: of the stage's module. Those of floating-point numbers that depend on a parameter require a gradient,
-            and so does what comes of them on the next stage.
+        inputs: inputs of the stage's module: the micro-batch on the first stage, hidden states on a later stage.
+        outputs: outputs of the stage's module. Floating-point outputs that depend on a parameter require a gradient,
+            as do outputs of the next stage that depend on them.
     """
 
     inputs: tuple[Tensor, ...]
@@ -42,9 +42,10 @@ class StageShapes:
 
     Args:
         stages: modules of all stages, with fake parameters.
-        mode: the mode that those are of.
-        check: called once, when shapes are first known, with hidden states on CPU as the first stage sends them, and
-            the keywords of every stage; raises if a model that gets such cannot be cut. Not called for a single stage.
+        mode: fake mode of these parameters.
+        check: function that raises if the model cannot be cut (default None). Called once, when shapes are first known,
+            with hidden states on the CPU in the shape that the first stage sends, and the keywords of every stage. Not
+            called for a single stage.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class StageShapes:
         check: Callable[[Tensor, Mapping[str, Any]], object] | None = None,
     ) -> None:
         self._stages = list(stages)
-        # What is frozen now may be trained later: what depends on any parameter is sent back a gradient.
+        # Frozen parameters may be trained later, so outputs that depend on any parameter receive a gradient.
         for stage in self._stages:
             for parameter in stage.parameters():
                 parameter.requires_grad_(parameter.is_floating_point())
@@ -63,14 +64,15 @@ class StageShapes:
         self._known: OrderedDict[Any, list[StageShape]] = OrderedDict()
 
     def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[StageShape]:
-        """What the stages take and give for one micro-batch.
+        """Shapes of all stages for one micro-batch.
 
         Args:
-            args: of the first stage.
-            kwargs: of every stage.
+            args: positional arguments of the first stage.
+            kwargs: keyword arguments of every stage.
 
         Raises:
-            SetupError: a stage's forward cannot run without data, or does not give one tensor; what ``check`` raises.
+            SetupError: a stage's forward cannot run without data, or a stage before the last returns something other
+                than a tensor or a tuple of tensors; or an error raised by ``check``.
         """
         leaves = tree_leaves((args, dict(kwargs)))
         key = (*map(_signature, leaves), *sorted(_autocast({leaf.device.type for leaf in filter(_is_tensor, leaves)})))
@@ -88,7 +90,7 @@ class StageShapes:
             outputs = self._run(index, stage, inputs, fakes)
             found.append(StageShape(tuple(map(_meta, filter(_is_tensor, inputs))), tuple(map(_meta, outputs))))
             if self._check is not None:
-                # Before a later stage fails, for a reason that says less.
+                # Check before a later stage fails with a less helpful error.
                 self._check(_some_values(outputs[0]), tree_map_only(Tensor, Tensor.cpu, kwargs))
                 self._check = None
             inputs = tuple(one.detach().requires_grad_(one.requires_grad) for one in outputs)
@@ -112,7 +114,7 @@ class StageShapes:
                 f" exchange: {error}. {fix}"
             ) from error
         if index == len(self._stages) - 1:
-            # Nobody receives it: whatever it is, the loss is made of it on the spot.
+            # The last stage's output is not sent, so it may have any type.
             return tuple(filter(_is_tensor, tree_leaves(output)))
         outputs = output if isinstance(output, tuple) else (output,)
         if not all(map(_is_tensor, outputs)):
@@ -124,9 +126,9 @@ class StageShapes:
 
 
 class NoConditions(TorchFunctionMode):
-    """Answers no where a forward asks a tensor yes or no, as Hugging Face's does whether a mask masks anything.
+    """Mode in which the truth value of a tensor is False, as Hugging Face's forwards ask if a mask masks anything.
 
-    That has no answer without data, and does not decide on shapes in any model that gives a stage's output its input's.
+    Without data the value is unknown. It does not affect shapes in a model whose stages keep the shape of their input.
     """
 
     def __torch_function__(
@@ -136,7 +138,7 @@ class NoConditions(TorchFunctionMode):
 
 
 def _some_values(like: Tensor) -> Tensor:
-    """On CPU, no two alike: what a forward does to them shows."""
+    """Distinct values on the CPU, so that any change by a forward is detected."""
     return torch.linspace(-1.0, 1.0, like.numel(), device="cpu").view(like.shape).to(like.dtype)
 
 

@@ -399,7 +399,7 @@ def empty(folder: Path) -> None:
         (
             "1GB",
             older_format,
-            rf"has neither {SINGLE} nor {INDEX}; it holds: .*pytorch_model\.bin\. Convert other weights to safet",
+            rf"has neither {SINGLE} nor {INDEX}; it holds: .*pytorch_model\.bin\. Convert other",
         ),
         ("1GB", empty, r"it is empty"),
         ("1GB", lambda folder: (folder / "config.json").unlink(), r"has no config\.json"),
