@@ -1,4 +1,4 @@
-"""``torch.compile`` of a stage's layers, each by itself, in place."""
+"""``torch.compile`` of a stage's layers, each separately and in place."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ __all__ = ["compile_layers", "keep_backward_buffers"]
 
 
 def compile_layers(stage: StageModule, layers: Iterable[str], **options: Any) -> None:
-    """Compile a stage's own layers in place: modules, and the names of what is in them, are what they were.
+    """Compile a stage's own layers in place, without changing modules or names.
 
     Call it after :func:`~lightning_pipe.llm.model.activation_checkpoint.checkpoint_layers` and before ``fully_shard``,
     whose hooks stay outside of the graphs. Layers of one class share their graphs, also those of a rank's several
     stages, as far as shapes and the settings their forward reads are the same: training, evaluation and each way of
     calling a layer are graphs of their own, and beyond ``recompile_limit`` (8) layers run uncompiled.
 
-    *Variable lengths.* ``dynamic=None``, the default, is best in most cases: the first length is compiled as it is, the
-    second once more for any length, and that is all. ``dynamic=True`` saves the first of the two. ``dynamic=False``
-    compiles each length anew, for the fastest code where there are at most a few: use it with the strategy's static
+    *Variable lengths.* ``dynamic=None``, the default, is best in most cases: it compiles the first length statically
+    and the second dynamically, for any length. ``dynamic=True`` skips the static compilation. ``dynamic=False``
+    compiles each length separately, which gives the fastest code for few lengths: use it with the strategy's static
     lengths, or with fewer buckets than ``recompile_limit``.
 
-    *Backward in two parts.* A compiled layer's backward is one node of the graph, which gives the gradients of inputs
-    and of weights together; so zero-bubble schedules and DualPipeV run all of it twice, and need
+    *Backward in two parts.* A compiled layer's backward is one node of the graph, which computes the gradients of
+    inputs and weights together. Zero-bubble schedules and DualPipeV therefore run all of it twice, and need
     :func:`keep_backward_buffers` before the first step. Prefer 1F1B or interleaved 1F1B with compiled layers.
 
-    *Random numbers.* Those that inductor draws are not eager's, unless ``torch._inductor.config.fallback_random`` is
-    set.
+    *Random numbers.* Inductor draws other random numbers than eager mode, unless
+    ``torch._inductor.config.fallback_random`` is set.
 
     Args:
-        stage: of the model.
+        stage: stage of the model.
         layers: FQNs of the whole model's layers.
-        options: of ``torch.compile``: ``backend``, ``mode``, ``fullgraph``, ``dynamic``, ``recompile_limit``, ...
+        options: options of ``torch.compile``: ``backend``, ``mode``, ``fullgraph``, ``dynamic``, ``recompile_limit``,
+            ...
     """
     for name in layers:
         layer = stage.module.get_submodule(name)
@@ -45,14 +46,14 @@ def compile_layers(stage: StageModule, layers: Iterable[str], **options: Any) ->
 
 
 def keep_backward_buffers() -> Callable[[], None]:
-    """From now on, compile graphs whose backward may run more than once, as schedules with two-part backwards need.
+    """Make later compiled graphs support more than one backward, as schedules with two-part backwards need.
 
-    Without it such a backward raises, since compiled code may write over what was saved for it ("donated" buffers).
-    The setting is PyTorch's ``torch._functorch.config.donated_buffer``, for the calling thread, which must be the one
-    that runs the schedule. What was compiled before is discarded if it was compiled otherwise.
+    Without this setting such a backward raises, since compiled code may overwrite its saved tensors ("donated"
+    buffers). The setting is PyTorch's ``torch._functorch.config.donated_buffer``, for the calling thread, which must be
+    the thread that runs the schedule. Graphs compiled with another setting are discarded.
 
     Returns:
-        A function that puts the setting back.
+        A function that restores the setting.
     """
     before = torch._functorch.config.donated_buffer
 
@@ -60,6 +61,6 @@ def keep_backward_buffers() -> Callable[[], None]:
         torch._functorch.config.donated_buffer = before
 
     if before:
-        torch.compiler.reset()  # layers to come would find graphs of earlier ones, which have donated buffers
+        torch.compiler.reset()  # later layers would reuse earlier graphs, which have donated buffers
         torch._functorch.config.donated_buffer = False
     return put_back

@@ -1,8 +1,8 @@
-"""A model built without memory, of which a rank then makes the parts that it keeps, to the bit.
+"""A model built without memory, of which each rank materialises its own parts with bit-identical initial values.
 
-No rank ever holds the whole model, and initial values do not depend on who holds what: inside `deferred_init` the
-constructors run on fake tensors and an `OpRecord` is kept; `DeferredInit.materialise` replays it, in its order and
-from its random state, for the parameters and buffers that are asked for.
+No rank holds the whole model, and initial values do not depend on the rank that holds a part. Inside `deferred_init`,
+constructors run on fake tensors and an `OpRecord` records them. `DeferredInit.materialise` replays the record, in its
+order and from its random state, for the requested parameters and buffers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CPU = torch.device("cpu")
 
 
 class DeferredInit:
-    """What `deferred_init` recorded. Made by it."""
+    """Record of a model's construction, made by `deferred_init`."""
 
     def __init__(self) -> None:
         self._record = OpRecord()
@@ -55,15 +55,15 @@ class DeferredInit:
         self._made = WeakIdKeyDictionary()  # the tensors that `materialise` has put into models
 
     def materialise(self, model: nn.Module, keep: Callable[[str], bool], device: torch.device = _CPU) -> None:
-        """Give the kept parameters and buffers of `model` the values that building it outright would have given.
+        """Give the kept parameters and buffers of `model` the values that ordinary construction would have given.
 
-        They are replaced by new tensors, one for a tensor that has several names; attributes, `requires_grad` and
-        whether they are parameters stay. Tensors in plain attributes of modules (also inside lists, tuples and dicts)
-        count as well, by the attribute's name. What is not kept stays without memory, and can be kept in a later
-        call. Real tensors, made outside, stay as they are. Afterwards the CPU's random state, and that of every
-        generator used, is the one that building outright would have left, whatever is kept.
+        They are replaced by new tensors, one for a tensor with several names. Attributes, `requires_grad` and the type
+        (parameter or not) are preserved. Tensors in plain attributes of modules (also inside lists, tuples and dicts)
+        are included, under the attribute's name. Other tensors stay without memory, and can be kept in a later call.
+        Real tensors made outside are not changed. Afterwards the random states of the CPU and of every generator used
+        are those that ordinary construction would have left, whichever tensors are kept.
 
-        In memory at any time: what is kept so far, and what the operation that runs works on.
+        Memory at any time holds the tensors kept so far and the tensors of the running operation.
 
         Args:
             model: built, or made of what was built, inside `deferred_init`.
@@ -117,23 +117,23 @@ class DeferredInit:
 
 
 def tensors_are_fake() -> bool:
-    """Return whether tensors that are made now take no memory: inside `deferred_init`, or another FakeTensorMode."""
+    """Return True if new tensors take no memory: inside `deferred_init`, or under another FakeTensorMode."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 @contextlib.contextmanager
 def deferred_init() -> Iterator[DeferredInit]:
-    """Run what builds a model without taking memory for it, and record it.
+    """Build a model without memory inside this context, and record its construction.
 
-    Ordinary constructors and initialisers work, on the CPU: also ones that copy modules, tie or overwrite parameters,
-    seed or fork the CPU's generator or use generators of their own. Where a value is asked for (`item()`, `tolist()`, a
-    condition, a shape that depends on it), what it depends on is computed on the spot, and again each time: for
-    `nn.init.trunc_normal_`, which asks until no number is out of bounds, in the memory of the one tensor. Python's and
-    NumPy's generators draw as usual while the block runs, and what they gave is part of the record.
+    Ordinary constructors and initialisers work on the CPU, including those that copy modules, tie or overwrite
+    parameters, seed or fork the CPU's generator, or use other generators. If a value is needed (by `item()`,
+    `tolist()`, a condition or a data-dependent shape), the operations that it depends on run immediately, and again
+    each time. For `nn.init.trunc_normal_`, which repeats until no number is out of bounds, this takes the memory of one
+    tensor. Python's and NumPy's generators draw as usual inside the block, and their numbers are part of the record.
 
-    After the block the model's tensors are fake: shape, dtype, `requires_grad` and ties are known, values are not.
-    They must not be written to before `DeferredInit.materialise`. Until that the random state is the one before the
-    block; a second block entered in between would start from that state too.
+    After the block the model's tensors are fake: shape, dtype, `requires_grad` and ties are known, values are not. They
+    must not be written to before `DeferredInit.materialise`. Until then the random state is that before the block, so a
+    second block entered in between would start from the same state.
 
     The method is known from torchdistx's `deferred_init`; this one gives the same values whatever is materialised.
 
@@ -155,7 +155,7 @@ def deferred_init() -> Iterator[DeferredInit]:
 
 
 def is_deferred(model: nn.Module) -> bool:
-    """Return whether any parameter or buffer of `model` has no values: built in `deferred_init`, or a `fake_copy`."""
+    """Return True if a parameter or buffer of `model` has no values: built in `deferred_init`, or a `fake_copy`."""
     return any(isinstance(tensor, FakeTensor) for tensor in [*model.parameters(), *model.buffers()])
 
 

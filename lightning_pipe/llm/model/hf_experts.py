@@ -1,4 +1,4 @@
-"""Hugging Face's mixtures of experts (Mixtral, Qwen3-MoE, OLMoE and their like), told by what their blocks have."""
+"""Hugging Face's mixtures of experts (such as Mixtral, Qwen3-MoE and OLMoE), detected by the attributes of blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model's constructor did to tensors and random generators, written down and done again in part.
+"""Record of a constructor's operations on tensors and random generators, which can be replayed in part.
 
 Everything is kept by storage: a tensor is a view of one, so views need no replay, and what an operation reads and
 writes are sets of storages. `deferred` fills the record while a model is built without memory and asks for the
@@ -122,7 +122,7 @@ class OpRecord:
             self._outside[self._add_storage(tensor)] = (real, _version(real))
 
     def is_outside(self, storage: int) -> bool:
-        """Return whether the storage is that of a real tensor made elsewhere."""
+        """Return True if the storage is that of a real tensor made elsewhere."""
         return storage in self._outside
 
     def before_random(self, func: OpOverload, arguments: Sequence[object]) -> RandomTrack | None:
@@ -199,7 +199,7 @@ class OpRecord:
             return [view.of(storages[view.storage]) for view in views]
 
     def replay(self, wanted: set[int], device: torch.device) -> dict[int, torch.UntypedStorage]:
-        """Do again what the values of `wanted` depend on, and leave the generators as drawn from.
+        """Replay the operations that the values of `wanted` depend on, and advance the generators.
 
         At any time there are in memory: the storages in `wanted` that have begun, what a later operation still reads,
         and what the running operation works on.

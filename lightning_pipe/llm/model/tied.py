@@ -1,7 +1,7 @@
-"""Parameters that are one in the whole model, and that stages on several ranks hold copies of: tied embeddings.
+"""Tied parameters, such as tied embeddings, of which stages on several ranks hold copies.
 
-A copy goes by the name that the whole model's ``named_parameters`` has, its first, on every rank. All copies begin
-alike, and get the sum of all copies' gradients, so that equal optimisers keep them alike.
+A copy has the first of the parameter's names, as in the whole model's ``named_parameters``, on every rank. All copies
+start equal and get the sum of all copies' gradients, so that equal optimisers keep them equal.
 
 Tested in ``tests/llm/split/test_traced_split.py``.
 """
@@ -24,8 +24,8 @@ class TiedParameter:
     """One parameter under several names.
 
     Attributes:
-        names: FQNs in the whole model; the first is the one that it goes by.
-        stages: the stages that hold it, in order.
+        names: FQNs in the whole model. Copies have the first name.
+        stages: indices of the stages that hold it, in order.
     """
 
     names: tuple[str, ...]
