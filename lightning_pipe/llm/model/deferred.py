@@ -68,7 +68,8 @@ class DeferredInit:
         Args:
             model: built, or made of what was built, inside `deferred_init`.
             keep: takes a name as in `named_parameters`; a tensor is kept if any of its names is.
-            device: where the kept tensors go, each as soon as it has its values. These are computed on the CPU.
+            device: device of the kept tensors (default CPU). Values are computed on the CPU, and each tensor is moved
+                as soon as it has its values.
 
         Raises:
             SetupError: inside `deferred_init`; a kept tensor has been made before; a parameter or buffer is fake

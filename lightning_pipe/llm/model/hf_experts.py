@@ -18,11 +18,12 @@ def tap_routers(model: nn.Module, *, balance_coefficient: float, z_coefficient: 
 
     Call it on the model before it is split, or trained: each block's ``gate`` gets a forward hook.
 
-    This is the loss of each layer by itself, as in the papers. It is not ``load_balancing_loss_func``, which such a
-    model adds to its own loss when ``output_router_logits`` is set: that takes the means of shares and probabilities
-    over all layers, and *then* their product. So every layer's gradient needs the shares of all other layers, which
-    the stages of a pipeline do not have. The two are equal for a single layer, but for a factor: its value is k where
-    this one's is 1. So its ``router_aux_loss_coef`` times ``top_k / number of layers`` is a coefficient as strong.
+    The loss is computed for each layer separately, as in the papers. It differs from ``load_balancing_loss_func``,
+    which such a model adds to its own loss when ``output_router_logits`` is set: that function averages shares and
+    probabilities over all layers, and *then* multiplies them. Every layer's gradient then depends on the shares of all
+    other layers, which the stages of a pipeline do not have. For a single layer the two losses differ only by a factor:
+    Hugging Face's is ``top_k`` times this one. A coefficient of the same strength is therefore
+    ``router_aux_loss_coef * top_k / number of layers``.
 
     Raises:
         SetupError: the model has no such blocks.
@@ -52,18 +53,18 @@ def has_routers(model: nn.Module) -> bool:
 
 
 def skip_experts(model: nn.Module) -> None:
-    """Let the blocks of a model without data (:func:`~lightning_pipe.llm.model.deferred.fake_copy`) hand their input
-    on.
+    """Make the blocks of a model without data return their input.
 
-    Which tokens go to which expert they find out from values, so that they cannot run there. What comes out has the
-    shape of what goes in. A model without such blocks is left as it is.
+    Routing depends on values, so the blocks cannot run on fake tensors
+    (:func:`~lightning_pipe.llm.model.deferred.fake_copy`). Their output has the shape of their input. A model without
+    such blocks is not changed.
     """
     for block in _blocks(model):
         block.forward = _pass_on
 
 
 def _pass_on(hidden_states: Tensor) -> tuple[Tensor, None]:
-    """As a block, without its router's logits."""
+    """Result of a block that returns its input, without router logits."""
     return hidden_states, None
 
 

@@ -35,7 +35,7 @@ def read_index(path: Path) -> dict[str, str]:
         SetupError: it is no index, or names something else than files of its folder.
     """
     raw = _read(path, _INDEX)
-    # What JSON makes of a few bytes is many times as large; an index has no lists, and few dicts.
+    # Parsed JSON may take many times the memory of its text. An index has no lists and few dicts.
     if raw.count(b"[") or raw.count(b"{") > 1000 or raw.count(b":") > _ENTRIES:
         raise SetupError(
             f"{str(path)!r} is no index of weights: it has lists, many dicts, or more than {_ENTRIES} entries"

@@ -2,7 +2,7 @@
 
 A model is first built without memory or initialisers, then a rank gives memory to the tensors of its own stages, and
 only those are read, one at a time. So no rank holds the whole model, neither in memory nor as a file's contents.
-What the files do not hold, such as rotary frequencies, is computed as the model's constructor computes it.
+Tensors that the files do not hold, such as rotary frequencies, are computed by the model's constructor.
 
 The folder's path is trusted, and so are links in it, of which Hugging Face's own cache is made. Not trusted is what the
 files hold: JSON is bounded in size, depth and numbers before it is used, an index names files of the folder alone, and
@@ -92,7 +92,7 @@ class PretrainedWeights:
         """The folder's ``PretrainedConfig``.
 
         Raises:
-            SetupError: there is none, transformers does not know its model, or the weights are quantised.
+            SetupError: the folder has no config, transformers does not know its model, or the weights are quantised.
         """
         path = self.folder / "config.json"
         if not path.is_file():
@@ -161,7 +161,7 @@ class PretrainedWeights:
         """Read tensors, file by file.
 
         Args:
-            names: of the files, not of a model.
+            names: names of tensors in the files, not in a model.
 
         Yields:
             A name, and the tensor on the CPU, in the file's dtype. It may be a view of the file: copy it.
@@ -211,7 +211,7 @@ def empty_causal_lm(config: Any, attention: str) -> nn.Module:
         raise SetupError(
             f"the {config.model_type} model of the config cannot be made: {str(error)[:1000]}. Check the config's sizes"
         ) from error
-    model.tie_weights()  # which is not done either without initialisers
+    model.tie_weights()  # skipped by no_init_weights
     return cast(nn.Module, model)
 
 
@@ -360,7 +360,7 @@ def _not_ignored(model: Any, missing: list[str], unexpected: list[str]) -> tuple
     if not _is_hugging_faces(model):
         return missing, unexpected
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    # A parameter cannot be missing: nothing has initialised it.
+    # A parameter must not be missing, since no initialiser has run.
     needed = [name for name in missing if name in parameters]
     buffers, others = model._adjust_missing_and_unexpected_keys(
         [name for name in missing if name not in parameters], unexpected, False

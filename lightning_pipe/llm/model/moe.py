@@ -41,8 +41,8 @@ class Experts(nn.Module):
         """Let each expert work on its tokens.
 
         Args:
-            tokens: (tokens, dim), by expert.
-            counts: how many are each expert's, of those whose weights are here: (experts).
+            tokens: tokens sorted by expert, (tokens, dim).
+            counts: number of tokens of each expert on this rank, (experts).
         """
         # Also those without a token, so that their gradients are zeros: data-parallel ranks wait for each other's.
         results = [

@@ -87,7 +87,7 @@ class _Draw:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """An operation to replay; then nothing needs the storages in `dead`, and those in `done` have their values."""
+    """An operation to replay. Afterwards storages in `dead` are no longer needed, and those in `done` are final."""
 
     operation: _Operation
     dead: set[int]
@@ -160,7 +160,7 @@ class OpRecord:
             arguments: positional and by keyword, with a View in place of each tensor, taken before the call.
             tensors: the fake tensors among the arguments.
             outputs: what it returned.
-            track: what `before_random` returned before the call.
+            track: result of `before_random` before the call.
 
         Raises:
             SetupError: the operation changed the size of a storage.
@@ -183,7 +183,7 @@ class OpRecord:
         self._operations.append(_Operation(func, arguments, creates, flow, torch.get_default_dtype(), draw))
 
     def close(self) -> None:
-        """End the record: the generators get back the states that they had, since nothing has been drawn yet."""
+        """End the record, and reset the generators to their first states, since no numbers have been drawn yet."""
         for track in self._tracks.values():
             self._ends.append((track, track.current()))
             track.rewind()
@@ -206,7 +206,7 @@ class OpRecord:
 
         Args:
             wanted: numbers of storages.
-            device: where those go, each as soon as it has its final values.
+            device: device of the returned storages. Each is moved as soon as it has its final values.
 
         Returns:
             The storages by number.

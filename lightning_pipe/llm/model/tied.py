@@ -55,8 +55,8 @@ def name_copies(part: nn.Module, tied: Sequence[TiedParameter]) -> None:
     """Give copies of parameters their first name, where a part of a model holds them under another.
 
     Args:
-        part: of the model, with modules that pass through in the place of those that it does not hold.
-        tied: of the whole model.
+        part: part of the model, in which :class:`PassThrough` modules replace the modules that it does not hold.
+        tied: tied parameters of the whole model.
     """
     for one in tied:
         present = dict(part.named_parameters(remove_duplicate=False))
@@ -76,10 +76,10 @@ class TiedGradients:
     """Sums the gradients of copies, after those of micro-batches and of data-parallel ranks have been summed.
 
     Args:
-        tied: that more than one rank of the pipeline holds.
-        parameters: this rank's, by name.
-        ranks: of the pipeline, those that hold each of ``tied``.
-        pipelines: the ranks of every pipeline of the world, in the same order on each rank, which make groups here.
+        tied: tied parameters that more than one rank of the pipeline holds.
+        parameters: this rank's parameters, by name.
+        ranks: ranks within the pipeline that hold each tied parameter.
+        pipelines: ranks of every pipeline, in the same order on each rank. Groups are created collectively.
     """
 
     def __init__(
