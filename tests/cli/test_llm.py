@@ -119,9 +119,9 @@ def test_rows_and_length_may_be_given_in_the_place_of_data(folder: Path, capsys:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--memory", "much"], "the size is 'much'; needed is a number of bytes above 0"),
+        (["--memory", "much"], "the size is 'much'; expected a number of bytes above 0"),
         (["--length", "9"], "--length is 9, without --rows; give both"),
-        (["--memory", "9" * 400], "needed is a number of bytes above 0"),
+        (["--memory", "9" * 400], "expected a number of bytes above 0"),
         (["--trainer.devices", "x"], "trainer.devices is 'x', which is known only where training runs"),
         (["--trainer.devices", "auto"], "trainer.devices is 'auto', which is known only where training runs"),
         (["--trainer.strategy", "ddp"], "the strategy is DDPStrategy; needed is an LLMPipelineStrategy"),

@@ -229,7 +229,7 @@ def test_a_network_without_messages_and_messages_without_a_network_are_refused(
 @pytest.mark.parametrize(
     ("option", "value", "said"),
     [
-        ("--latency", "5", "the time is '5'; needed is a number from 0 with its unit"),
+        ("--latency", "5", "the time is '5'; expected a number of at least 0 with a unit"),
         ("--bandwidth", "-1GB/s", "the bandwidth is '-1GB/s'"),
         ("--cores", "0", "0.0 lanes of compute; give a number above 0"),
     ],

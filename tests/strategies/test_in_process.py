@@ -303,8 +303,8 @@ def test_what_is_no_sequential_is_refused_with_what_there_is() -> None:
         InProcessPipelineStrategy(0)
     for options, message in (
         ({"pipe_module": 5}, "pipe_module is 5"),
-        ({"deferred_batch_norm": "no"}, "deferred_batch_norm is 'no'; needed is True or False"),
-        ({"compile_partitions": 1}, "compile_partitions is 1; needed is True or False"),
+        ({"deferred_batch_norm": "no"}, "deferred_batch_norm is 'no'; expected True or False"),
+        ({"compile_partitions": 1}, "compile_partitions is 1; expected True or False"),
         ({"parallel_devices": "cpu"}, "the single device 'cpu'"),
     ):
         with pytest.raises(SetupError, match=message):

@@ -1,8 +1,8 @@
-"""YAML that a person wrote, read with an eye on slips that YAML lets pass, and on files made to harm.
+"""Reader for hand-written YAML that refuses repeated keys and oversized or malicious files.
 
-YAML is a language with references: a page of it may stand for more than any memory holds. So everything is counted
-while the text is read, before a value is made of it, and only plain text, numbers and truth values are known: no dates,
-no numbers to the base of 60, no tags.
+YAML has references, so a short file can expand to more values than fit in memory. Values are therefore counted while
+the text is composed, before any Python object is built. Only text, numbers and booleans are supported: no dates, no
+base-60 numbers, no tags.
 
 Tested in ``tests/scenarios/fuzzing/test_yaml_files.py``.
 """
@@ -18,23 +18,23 @@ from lightning_pipe.engine.common.safe_text import printable, shown
 
 __all__ = ["check_keys", "load_mapping"]
 
-# A plan of a hundred tasks has 15 kB, 2,000 values, four levels. All that these allow is read in a second.
+# A plan of a hundred tasks has 15 kB, 2,000 values and 4 levels. The largest file within these limits is read in 1 s.
 _MOST_CHARACTERS = 2**18
 _MOST_VALUES = 20_000
 _DEEPEST = 16
 _LONGEST = 1_000  # characters of one text
-_MOST_DIGITS = 40  # of a number: Python's own limit, of 4,300, is an error without a place
+_MOST_DIGITS = 40  # of one number; the error at Python's own limit (4,300 digits) would not name the line
 
 _TAG = "tag:yaml.org,2002:"
-_UNKNOWN = ("timestamp", "value")  # of YAML's types: taken for text
+_UNKNOWN = ("timestamp", "value")  # YAML types that are read as text
 
 
 class _Loader(yaml.SafeLoader):
-    """Counts while it composes, aliases as what they stand for.
+    """YAML loader that counts values while it composes them. An alias counts as all values that it repeats.
 
     Args:
-        text: of the file.
-        kind: what it is, for messages.
+        text: content of the file.
+        kind: kind of file in error messages, such as "plan".
     """
 
     def __init__(self, text: str, kind: str) -> None:
@@ -42,7 +42,7 @@ class _Loader(yaml.SafeLoader):
         self._kind = kind
         self._depth = 0
         self._values = 0
-        self._sizes: dict[int, int] = {}  # by the id of a node that is complete
+        self._sizes: dict[int, int] = {}  # number of values by id() of a composed node
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> Any:
         tag = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
@@ -55,13 +55,13 @@ class _Loader(yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             node = super().compose_node(parent, index)
             if id(node) not in self._sizes:
-                self._refuse(f"*{event.anchor} is a part of itself", event)
+                self._refuse(f"the alias *{event.anchor} inside its own anchor", event)
             self._count(self._sizes[id(node)], event)
             return node
         if event.tag not in (None, "!", f"{_TAG}str"):
-            self._refuse(f"the tag {shown(event.tag)}; leave it out, text and numbers need none", event)
+            self._refuse(f"the tag {shown(event.tag)}; remove it, text and numbers need no tag", event)
         if self._depth == _DEEPEST:
-            self._refuse(f"more than {_DEEPEST} levels; a {self._kind} needs 4", event)
+            self._refuse(f"more than {_DEEPEST} levels of nesting; a {self._kind} needs 4", event)
         before = self._values
         self._count(1, event)
         self._depth += 1
@@ -82,38 +82,38 @@ class _Loader(yaml.SafeLoader):
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:
-            # A merge ("<<: *defaults") is no key of its own, and what it brings may be said again.
+            # A merge ("<<: *defaults") is not a key, and keys of the mapping may override the merged ones.
             if key.tag == f"{_TAG}merge":
                 continue
             if not isinstance(key, yaml.ScalarNode):
                 self._refuse("a list or mapping as a key; write a name", key)
             name = self.construct_object(key)
             if name in seen:
-                self._refuse(f"{shown(name)} twice", key, "says")
+                self._refuse(f"the key {shown(name)}", key, "repeats")
             seen.add(name)
         return node
 
     def _count(self, values: int, where: Any) -> None:
         self._values += values
         if self._values > _MOST_VALUES:
-            self._refuse(f"more than {_MOST_VALUES} values, those that aliases repeat included", where)
+            self._refuse(f"more than {_MOST_VALUES} values, including values repeated by aliases", where)
 
     def _refuse(self, what: str, where: Any, verb: str = "has") -> None:
-        hint = "; say it once" if verb == "says" else ""
+        hint = "; write it once" if verb == "repeats" else ""
         raise PlanError(f"the {self._kind} {verb} {what} (line {where.start_mark.line + 1}){hint}")
 
 
 def load_mapping(text: str, kind: str, known: tuple[str, ...], *, compare: str) -> dict[Any, Any]:
-    """The mapping that YAML *text* holds.
+    """Read the mapping in YAML *text*.
 
     Args:
-        text: of the file.
-        kind: what it is, for messages: "plan".
-        known: its keys.
-        compare: what shows how such a file looks, for messages.
+        text: content of the file.
+        kind: kind of file in error messages, such as "plan".
+        known: keys that the mapping may have.
+        compare: command or page that shows a valid file, for error messages.
 
     Raises:
-        PlanError: not YAML; no mapping; a key that is unknown or there twice; more than a file of this kind needs.
+        PlanError: the text is not YAML or not a mapping, has an unknown or repeated key, or exceeds the size limits.
     """
     if len(text) > _MOST_CHARACTERS:
         raise PlanError(f"the {kind} has {len(text)} characters; expected at most {_MOST_CHARACTERS}")
@@ -122,25 +122,25 @@ def load_mapping(text: str, kind: str, known: tuple[str, ...], *, compare: str) 
         content = loader.get_single_data()
     except PlanError:
         raise
-    except (yaml.YAMLError, ValueError) as error:  # a ValueError of 0x_, which YAML takes for a number
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: PyYAML resolves "0x_" as a number
         said = printable(str(error)[:_LONGEST])
         raise PlanError(f"the {kind} is not valid YAML: {said}; compare it with {compare}") from error
     if not isinstance(content, dict):
-        raise PlanError(f"a {kind} is a mapping of {', '.join(known)}; found {type(content).__name__}")
+        raise PlanError(f"a {kind} must be a mapping of {', '.join(known)}; found {type(content).__name__}")
     check_keys(f"the {kind}", content, known)
     return content
 
 
 def check_keys(what: str, found: dict[Any, Any], known: tuple[str, ...]) -> None:
-    """Refuse a key that is not among *known*.
+    """Raise an error for a key that is not in *known*.
 
     Args:
-        what: has the keys, for the message.
-        found: by key.
-        known: the keys that there may be.
+        what: owner of the keys in the error message.
+        found: mapping to check.
+        known: allowed keys.
 
     Raises:
-        PlanError: there is one.
+        PlanError: *found* has an unknown key.
     """
     for key in found:
         if key not in known:

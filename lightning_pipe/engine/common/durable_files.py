@@ -1,7 +1,7 @@
-"""Files and folders that are still there after a power cut.
+"""Files and folders that survive a power cut.
 
-A file system keeps what was synced. The bytes of a file and the name that leads to them are synced apart: the second
-with the folder that has the name.
+A file system only guarantees synced data. The bytes of a file and its name are synced separately: the name is part of
+the folder.
 
 Tested in ``tests/scenarios/checkpoints/test_power_cut.py``.
 """
@@ -16,7 +16,7 @@ __all__ = ["sync", "sync_all", "sync_name", "write_file"]
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's names, are on disk."""
+    """Wait until the bytes of a file, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -25,7 +25,7 @@ def sync(path: Path) -> None:
 
 
 def sync_all(folder: Path) -> None:
-    """Wait until a folder is on disk with everything below it, but for its own name. Links are not followed."""
+    """Wait until everything below a folder is on disk. The folder's own name is not synced; links are not followed."""
     for inner, _, files in os.walk(folder):
         for name in files:
             file = Path(inner, name)
@@ -35,9 +35,10 @@ def sync_all(folder: Path) -> None:
 
 
 def sync_name(path: Path) -> None:
-    """Wait until the name of a file or folder is on disk, and those of the folders that lead to it.
+    """Wait until the name of a file or folder, and the names of all its parent folders, are on disk.
 
-    Any of these may be new, whoever has made it. Folders above the first are left out where the system does not let us.
+    Any parent may have been created just now, by any process. Folders above the direct parent are skipped if the system
+    does not permit the sync.
     """
     parent = path.parent.resolve()
     sync(parent)
@@ -47,7 +48,7 @@ def sync_name(path: Path) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file whose bytes are on disk when this returns; its name is not, yet."""
+    """Write a file and wait until its bytes are on disk. Its name is not synced; see :func:`sync_name`."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()

@@ -1,40 +1,42 @@
-"""The project's own error classes: few, so that a user can catch by meaning.
+"""Error classes of the project: one per kind of mistake, so that users can catch errors by meaning.
 
-Every message says the value found, the value needed and the fix. They live in the engine because the engine is
-the one room that every other room may import.
+Every message shows the value found, the value expected and the fix. The classes are part of the engine because every
+other sub-package may import the engine.
 """
 
 from __future__ import annotations
 
 
 class PipelineError(Exception):
-    """Base of every error that this project raises on purpose."""
+    """Base class of all errors that this project raises on purpose."""
 
 
 class PlanError(PipelineError, ValueError):
-    """A plan that cannot be run: unknown task, cycle, impossible stage, too small a depth, ranks that disagree."""
+    """Error for a plan that cannot run: unknown task, cycle, invalid stage, too small a depth, ranks that disagree."""
 
 
 class SetupError(PipelineError, RuntimeError):
-    """A model, optimiser, strategy or environment that cannot be set up as asked."""
+    """Error for a model, optimizer, strategy or environment that cannot be set up as configured."""
 
 
 class InputError(PipelineError, ValueError):
-    """A batch that cannot be trained: other keys, ids out of range, a type that cannot be moved, a NaN loss."""
+    """Error for a batch that cannot be trained: unexpected keys, ids out of range, a type that cannot be moved to the
+    device, a NaN loss.
+    """
 
 
 class TaskError(PipelineError, RuntimeError):
-    """A task raised; the original exception is the cause.
+    """Error for a task that raised. The original exception is the cause.
 
     Args:
         task: name of the task that raised.
-        iteration: index of the iteration it ran for, counted from 0.
-        stage: the stage the plan gives the task (iterations ahead of the one being trained).
-        rank: rank of the process in the world group, 0 where there is none.
+        iteration: index of the iteration that the task ran for, counted from 0.
+        stage: stage of the task in the plan (iterations ahead of the trained one).
+        rank: rank of the process in the world group, 0 without a group.
         error: the original exception.
 
     Attributes:
-        where: the message without what went wrong: a note for the original exception, where that is what is raised.
+        where: message without the original exception. Callers that raise the original exception add it as a note.
     """
 
     def __init__(self, task: str, iteration: int, stage: int, rank: int, error: BaseException) -> None:

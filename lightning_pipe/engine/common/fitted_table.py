@@ -13,25 +13,25 @@ from rich.text import Text
 
 __all__ = ["FittedTable", "print_report"]
 
-_WIDE = 10_000  # characters, wider than any table
+_WIDE = 10_000  # characters; wider than any table
 _GAP = "   "
 
 
 class FittedTable(Table):
-    """Rich's table if the columns fit the terminal, otherwise a list.
+    """Rich table that is printed as a list if its columns do not fit the terminal.
 
-    A column that may wrap fits if its longest word does. In the list, each row starts with a line for its first cell.
+    A column that may wrap fits if its longest word fits. In the list, each row starts with a line for its first cell.
     The other cells follow, each after the header of its column.
     """
 
     @classmethod
     def of_figures(cls, first: str, *figures: str, edge: bool = True, **options: Any) -> FittedTable:
-        """A table of names and figures.
+        """Create a table of names and figures.
 
         Args:
             first: header of the column of names.
-            figures: headers of the columns of figures, which are aligned to the right.
-            edge: whether there is space around the table.
+            figures: headers of the columns of figures, which are right-aligned.
+            edge: leave space around the table (default True).
             options: other options of Rich's table.
         """
         table = cls(box=box.SIMPLE, padding=(0, 1) if edge else (0, 1, 0, 0), show_edge=edge, **options)
@@ -56,12 +56,12 @@ class FittedTable(Table):
 
 
 def print_report(report: RenderableType, *, soft_wrap: bool = False) -> None:
-    """Print to the terminal, without markup, since names may hold square brackets."""
+    """Print to the terminal. Markup is disabled because names may contain square brackets."""
     Console(markup=False, highlight=False, emoji=False, soft_wrap=soft_wrap).print(report)
 
 
 def _slack(column: Column) -> int:
-    """Number of characters that wrapping can save in *column*; 0 if it must not wrap."""
+    """Number of characters that wrapping can save in *column*; 0 if the column must not wrap."""
     if column.no_wrap:
         return 0
     cells = [str(column.header), *map(str, column.cells)]

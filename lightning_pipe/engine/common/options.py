@@ -1,4 +1,4 @@
-"""Options that come from a configuration: checks of their values, and groups of them."""
+"""Checks of option values that come from a configuration, and groups of options."""
 
 from __future__ import annotations
 
@@ -16,58 +16,58 @@ Group = TypeVar("Group")
 def check_whole_number(
     name: str, value: Any, least: int, *, optional: bool = False, error: type[PipelineError] = SetupError
 ) -> None:
-    """Check an integer; True and False are refused.
+    """Check that an option is an integer of at least *least*. True and False are refused.
 
     Args:
-        name: name of the option in the message.
+        name: name of the option in the error message.
         value: value to check.
-        least: smallest value that is allowed.
-        optional: also allow None.
-        error: class of the error.
+        least: smallest allowed value.
+        optional: also allow None (default False).
+        error: class of the error (default :class:`SetupError`).
 
     Raises:
-        SetupError: or *error*: names the option, its value and the expected one.
+        SetupError: or *error*, with the option's name, its value and the expected range.
     """
     if not (optional and value is None) and not (is_whole_numbers([value]) and value >= least):
         raise error(f"{name} is {value!r}; expected a whole number, {least} or more")
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Check that a value is one of the choices; 1 is not True.
+    """Check that a value is one of the choices. Types are compared too: 1 is not accepted for True.
 
     Raises:
-        SetupError: names the option, its value and the choices.
+        SetupError: the value is not one of the choices.
     """
     if not any(value == choice and type(value) is type(choice) for choice in choices):
         raise SetupError(f"{name} is {value!r}; expected one of {', '.join(map(repr, choices))}")
 
 
 def check_flags(**flags: object) -> None:
-    """Check that each is True or False: the text "false", from a file that nobody parsed, would count as True.
+    """Check that all flags are booleans. The string "false" from an unparsed file would count as True.
 
     Raises:
-        SetupError: names the first that is not, and its value.
+        SetupError: a flag is not a boolean.
     """
     for name, value in flags.items():
         if not isinstance(value, bool):
-            raise SetupError(f"{name} is {value!r}; needed is True or False")
+            raise SetupError(f"{name} is {value!r}; expected True or False")
 
 
 def is_whole_numbers(values: Any) -> bool:
-    """True for a list or tuple of integers."""
+    """Return True for a list or tuple of integers."""
     return isinstance(values, list | tuple) and all(type(value) is int for value in values)
 
 
 def option_group(kind: type[Group], name: str, given: Group | Mapping[str, Any] | None) -> Group:
-    """The option group that an argument stands for.
+    """Convert an argument to an option group.
 
     Args:
         kind: dataclass of the group.
-        name: name of the argument.
+        name: name of the argument in error messages.
         given: the group, a mapping of its fields, or None for its defaults.
 
     Raises:
-        SetupError: neither, or a field that the group does not have.
+        SetupError: *given* is neither a group nor a mapping, or has an unknown field.
     """
     if isinstance(given, kind):
         return given

@@ -1,4 +1,4 @@
-"""Names and values of other people's files in messages: short, and without what a terminal would obey.
+"""Text from untrusted files for messages: shortened, and without terminal control sequences.
 
 Tested in ``tests/scenarios/fuzzing/test_yaml_files.py``.
 """
@@ -13,7 +13,7 @@ _MOST = 200  # characters
 
 
 class _Short(reprlib.Repr):
-    """A ``repr`` that looks at a few entries only: a list of ten names may stand for a billion."""
+    """``repr`` limited to a few entries: YAML aliases can make a list of ten names stand for a billion."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,15 +21,15 @@ class _Short(reprlib.Repr):
 
 
 def shown(value: object) -> str:
-    """*value* as Python writes it, at most a few hundred characters: ``repr`` escapes what cannot be printed."""
+    """Shortened ``repr`` of *value*, at most a few hundred characters. ``repr`` escapes unprintable characters."""
     text = _Short().repr(value)
     return text if len(text) <= 2 * _MOST else f"{text[:_MOST]}...{text[-_MOST:]}"
 
 
 def printable(text: str) -> str:
-    """*text* with every character escaped that is neither printable nor a line's end.
+    """Escape every character of *text* that is neither printable nor a line end.
 
-    Those are control characters, which begin a terminal's commands, and the marks that reverse what follows them.
+    Escaped characters are control characters, which start terminal commands, and marks that change the text direction.
     """
     return "".join(
         one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode("ascii") for one in text

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and are still there after a power cut."""
+"""Atomic file writes that survive a power cut."""
 
 from __future__ import annotations
 
@@ -16,33 +16,36 @@ __all__ = ["whole_file"]
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
-    """Give a path to write to beside *path*, and put what was written in its place; or leave it as it was.
+    """Write a file through a temporary file in the same folder, which replaces *path* if the block succeeds.
 
-    The folder is made if it is not there. The file beside it keeps the suffix, which tells some writers the format. Its
-    name cannot be guessed, and it is new: nobody who may write to the folder can have put a link there. A symbolic link
-    at *path* is replaced; what it points to is left alone. The file has the permissions of the one that it replaces, or
-    else those of any new file.
+    If the block raises, *path* is unchanged. A missing folder is created. The temporary file keeps the suffix, from
+    which some writers choose the format. Its name is random and the file is created exclusively, so another user with
+    write access to the folder cannot place a link there. A symbolic link at *path* is replaced; its target is
+    unchanged. The new file has the permissions of the file that it replaces, or the default ones.
 
     Args:
-        path: of the file.
+        path: file to write.
+
+    Yields:
+        Path of the temporary file.
 
     Raises:
-        OSError: it cannot be written, or nothing was.
+        OSError: the file cannot be written, or the block wrote nothing.
     """
     target = Path(path)
     folder = target.parent
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f".{secrets.token_hex(16)}.part{target.suffix}"
-    # 0o666 less the umask, as open() has it.
+    # 0o666 minus the umask, as for open().
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         mode = _mode_of(target)
         if mode is not None:
-            os.fchmod(descriptor, mode | stat.S_IWUSR)  # the writer opens it once more
+            os.fchmod(descriptor, mode | stat.S_IWUSR)  # the writer opens the file again
         yield unfinished
         written = os.fstat(descriptor)
         if not os.path.samestat(written, os.lstat(unfinished)):
-            raise OSError(f"{unfinished} was replaced while {str(target)!r} was written; nothing is changed")
+            raise OSError(f"{unfinished} was replaced while {str(target)!r} was written; the target is unchanged")
         if not written.st_size:
             raise OSError(f"nothing was written to {str(target)!r}")
         if mode is not None:
@@ -56,7 +59,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
 
 
 def _mode_of(path: Path) -> int | None:
-    """Permissions of the regular file at *path*; None where there is none."""
+    """Permissions of the regular file at *path*; None if *path* is not a regular file."""
     try:
         found = os.lstat(path).st_mode
     except FileNotFoundError:

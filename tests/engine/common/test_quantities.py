@@ -51,10 +51,10 @@ def test_what_a_person_writes_is_read(parse: Callable[[str], float], text: str, 
         (parse_size, str(2**63), "a number of bytes above 0"),
         (parse_size, "0", "a number of bytes above 0"),
         (parse_size, "9" * 20 + "TB", "a number of bytes above 0"),
-        (parse_duration, "5", "with its unit, such as 5us"),
-        (parse_duration, "-5us", "a number from 0"),
-        (parse_duration, "5 min", "with its unit"),
-        (parse_duration, "fast", "with its unit"),
+        (parse_duration, "5", "with a unit, such as 5us"),
+        (parse_duration, "-5us", "a number of at least 0"),
+        (parse_duration, "5 min", "with a unit"),
+        (parse_duration, "fast", "with a unit"),
         (parse_bandwidth, "-1GB/s", "bytes or bits per second, such as 25GB/s"),
         (parse_bandwidth, "0mbit", "bytes or bits per second"),
         (parse_bandwidth, "25GB/min", "bytes or bits per second"),
@@ -67,5 +67,5 @@ def test_what_cannot_be_read_is_refused_with_an_example(parse: Callable[[str], f
 
 
 def test_a_size_without_end_is_shown_in_part() -> None:
-    with pytest.raises(SetupError, match=r"the size is '9{40,60}\.\.\.9+'; needed"):
+    with pytest.raises(SetupError, match=r"the size is '9{40,60}\.\.\.9+'; expected"):
         parse_size("9" * 500)

@@ -59,9 +59,9 @@ def test_defaults_may_be_shared_by_a_yaml_merge() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tasks: {Copy: {}, Forward: {}, Backward: {}, Copy: {stage: 1}}", "says 'Copy' twice .*say it once"),
-        ("name: a\nname: b\ntasks: {}", "says 'name' twice"),
-        ("tasks: {Copy: {stage: 1, stage: 2}, Forward: {}, Backward: {}}", "says 'stage' twice"),
+        ("tasks: {Copy: {}, Forward: {}, Backward: {}, Copy: {stage: 1}}", "repeats the key 'Copy' .*write it once"),
+        ("name: a\nname: b\ntasks: {}", "repeats the key 'name'"),
+        ("tasks: {Copy: {stage: 1, stage: 2}, Forward: {}, Backward: {}}", "repeats the key 'stage'"),
         ("tasks: {Copy: {}, Forward: {}, Backward: {}, Sing: {}}", "unknown task 'Sing'; the tasks are Copy, Forward"),
         ("tasks: {Copy: {}}", "leaves out Forward, Backward"),
         ("tasks: {Copy: {}, Forward: {}, Backward: {}}\ndepth: 3", "unknown key 'depth'; known keys are name, pipel"),
@@ -72,7 +72,7 @@ def test_defaults_may_be_shared_by_a_yaml_merge() -> None:
         ("tasks: {Copy: 3, Forward: {}, Backward: {}}", "task 'Copy' of the plan has 3; write a mapping"),
         ("tasks: [Copy, Forward, Backward]", r"map each task to its schedule; found \['Copy'"),
         ("name: x", "map each task to its schedule; found None"),
-        ("", "a plan is a mapping of .*; found NoneType"),
+        ("", "a plan must be a mapping of .*; found NoneType"),
         ("tasks: {", "not valid YAML"),
         ("tasks: {Copy: {stage: two}, Forward: {}, Backward: {}}", "has stage 'two'"),
         ("tasks: {Copy: {}, Forward: {}, Backward: {}}\norder: Copy", "order is 'Copy'; write a list"),

@@ -23,7 +23,7 @@ from tests.recsys.sharding_cases import CPU
     ],
 )
 def test_what_is_on_or_off_is_no_text(kind: Any, field: str, group: str) -> None:
-    with pytest.raises(SetupError, match=f"{group}.{field} is 'false'; needed is True or False"):
+    with pytest.raises(SetupError, match=f"{group}.{field} is 'false'; expected True or False"):
         kind(**{field: "false"})
 
 

@@ -152,7 +152,7 @@ def test_gradients_accumulate_over_batches_under_every_plan_as_in_a_loop(two_ran
         ({"accumulate": 2, "max_norm": 1.0}, "max_norm is 1.0 and accumulate is 2"),
         ({"max_norm": "1.0"}, "max_norm must be a number above 0, .* got '1.0'"),
         ({"max_norm": True}, "max_norm must be a number above 0, .* got True"),
-        ({"checks": {"detect_nan": "no"}}, "checks.detect_nan is 'no'; needed is True or False"),
+        ({"checks": {"detect_nan": "no"}}, "checks.detect_nan is 'no'; expected True or False"),
         ({"custom_model_fwd": 5}, "custom_model_fwd must be a function .* got 5"),
     ],
 )

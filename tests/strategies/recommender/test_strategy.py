@@ -72,7 +72,7 @@ def test_a_plan_may_be_a_name_an_object_or_a_file(tmp_path: Path) -> None:
 )
 def test_what_is_on_or_off_is_no_text(name: str, shown: str) -> None:
     options: dict[str, Any] = {name: "false"}
-    with pytest.raises(SetupError, match=f"{shown} is 'false'; needed is True or False"):
+    with pytest.raises(SetupError, match=f"{shown} is 'false'; expected True or False"):
         recsys(**options)
 
 
