@@ -20,9 +20,7 @@ class SetupError(PipelineError, RuntimeError):
 
 
 class InputError(PipelineError, ValueError):
-    """Error for a batch that cannot be trained: unexpected keys, ids out of range, a type that cannot be moved to the
-    device, a NaN loss.
-    """
+    """Error for a batch that cannot be trained: unexpected keys, ids out of range, an unmovable type, a NaN loss."""
 
 
 class TaskError(PipelineError, RuntimeError):

@@ -1,7 +1,8 @@
-"""Contexts that a task sees only what it declares of: for tests, since each access costs a call.
+"""Checked contexts, in which a task can only access the fields that it declares.
 
-Dependencies follow from what tasks declare to read and write. A task that touches another field is right in plans that
-happen to run it after the task that writes the field, and races with that task in others.
+Dependencies are derived from the declared reads and writes of tasks. A task that accesses an undeclared field is only
+correct in plans that happen to run it after the task that writes the field; in other plans the two race. The check is
+meant for tests, since it adds a function call to each access.
 """
 
 from __future__ import annotations
@@ -13,23 +14,23 @@ from typing import Any
 from lightning_pipe.engine.common.errors import PlanError
 
 CHECK = "LIGHTNING_PIPE_CHECK_CONTEXTS"
-# Every task may ask which iteration it runs for; nobody writes that.
+# Readable by every task, because no task writes it.
 _FREE = frozenset({"iter_idx"})
 
 
 def checks_contexts() -> bool:
-    """Whether the environment asks for checked contexts, for the tasks that are made from now on."""
+    """Return True if the environment enables checked contexts. Only tasks created afterwards are checked."""
     return os.environ.get(CHECK, "") not in ("", "0")
 
 
 class CheckedTask:
-    """A task's function, called with a view of the context in place of the context.
+    """Task function that receives a checking view of the context instead of the context.
 
     Args:
-        fn: the function.
-        name: of the task.
+        fn: function of the task.
+        name: name of the task.
         reads: fields that the task declares to read.
-        writes: fields that the task declares to write; it may read them too.
+        writes: fields that the task declares to write; it may also read them.
     """
 
     def __init__(self, fn: Callable[[Any], None], name: str, reads: frozenset[str], writes: frozenset[str]) -> None:
@@ -42,17 +43,17 @@ class CheckedTask:
         self.fn(_View(self, ctx))
 
     def check(self, field: str, writes: bool) -> None:
-        """Raise unless the task declares the access."""
+        """Raise a :class:`PlanError` unless the task declares the access."""
         if field not in (self.writes if writes else self.reads):
             verb = "writes" if writes else "reads"
             raise PlanError(
                 f"task {self.name!r} {verb} the context field {field!r}, which it does not declare. Add {field!r} to"
-                f" its {verb}: without it a plan may run the task beside another one that uses the field"
+                f" its {verb}; otherwise a plan may run it concurrently with another task that uses the field"
             )
 
 
 class _View:
-    """A context as one task sees it."""
+    """View of a context that checks each access against the declarations of one task."""
 
     __slots__ = ("_ctx", "_task")
 

@@ -1,8 +1,8 @@
-"""The dependencies that correctness needs, derived from what tasks declare to read and write.
+"""Dependencies required for correctness, derived from the declared reads and writes of tasks.
 
-Two accesses of the same thing, one of them a write, must keep the order that serial execution gives them. For a context
-field only accesses of the same iteration meet; outliving state is shared, so the last accesses of an iteration also
-come before the first ones of the next.
+Two accesses to the same field or state must keep their serial order if at least one of them is a write. A context field
+belongs to one iteration. State outlives iterations, so the last accesses of an iteration also precede the first ones of
+the next iteration.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from lightning_pipe.engine.plans.task import PipelineTask, State
 
 @dataclass(frozen=True)
 class Dependency:
-    """*downstream* of iteration ``i + distance`` runs after *upstream* of iteration ``i``.
+    """Dependency of *downstream* of iteration ``i + distance`` on *upstream* of iteration ``i``.
 
     Args:
-        upstream: name of the task that comes first.
+        upstream: name of the task that runs first.
         downstream: name of the task that waits.
-        distance: iterations between the two, 0 for a dependency inside one iteration.
-        reason: why, for error messages; not part of equality.
+        distance: number of iterations between the two (default 0, the same iteration).
+        reason: explanation for error messages; ignored in comparisons.
     """
 
     upstream: str
@@ -43,24 +43,25 @@ class _Access:
 
 
 def required_dependencies(tasks: Sequence[PipelineTask], given_up: Iterable[Dependency] = ()) -> tuple[Dependency, ...]:
-    """Dependencies that make any schedule of *tasks* equal to running them serially.
+    """Dependencies that make every schedule of *tasks* equivalent to serial execution.
 
     Args:
-        tasks: in the order in which a serial iteration runs them.
-        given_up: dependencies on outliving state to do without. Each takes away that one ordering and no other: what
-            followed from it by way of a third access is returned in its place, and so is the same dependency over one
-            iteration more, which bounds how stale a read can be.
+        tasks: tasks in the order in which a serial iteration runs them.
+        given_up: dependencies on state to omit. Only these orderings are removed. A dependency that was implied by an
+            omitted one through a third access is returned explicitly. So is the same dependency at a distance of one
+            more iteration, which bounds the staleness of reads.
 
     Returns:
-        Each dependency once, in program order; those that follow from others by way of a third access of the same thing
-        are left out, and so are those of a task on its own earlier runs, which one thread and one stream keep in order.
+        Each dependency once, in program order. Dependencies implied by others through a third access to the same field
+        or state are omitted. So are dependencies of a task on its own earlier runs, which its thread and stream already
+        keep in order.
     """
     names = dict.fromkeys(name for task in tasks for name in (*task.reads, *task.writes))
     without = frozenset(given_up)
-    # Every iteration writes what any writes, so an access of the iteration before stands for all earlier ones.
+    # All iterations make the same accesses, so the previous iteration stands for all earlier ones.
     iterations = 2 + max((dependency.distance for dependency in without), default=0)
     found: dict[Dependency, None] = {}
-    # Two loops over the same names: a State and a context field of one spelling are different things.
+    # Two loops over the same names, because a State and a context field may have the same name.
     for name in names:
         for dependency in _conflicts(_accesses(tasks, name, False, 1), f"field {str(name)!r}", frozenset()):
             found.setdefault(dependency)
@@ -84,7 +85,7 @@ def _accesses(tasks: Sequence[PipelineTask], name: str, is_state: bool, iteratio
 
 
 def _conflicts(accesses: Sequence[_Access], what: str, without: frozenset[Dependency]) -> Iterator[Dependency]:
-    ordered: list[set[int]] = []  # for each access, the earlier ones that the dependencies found so far put before it
+    ordered: list[set[int]] = []  # for each access, the earlier accesses that the dependencies found so far order
     for index, after in enumerate(accesses):
         before_it: set[int] = set()
         for earlier in reversed(range(index)):

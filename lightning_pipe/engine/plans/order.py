@@ -1,7 +1,7 @@
-"""One order for the tasks of a period, which thread-group queues, submissions and dependencies all agree with.
+"""Submission order of the tasks of a period, consistent with thread-group queues and dependencies.
 
-A period submits every task once, each for its own iteration. With one total order of submission, the queue of each
-thread group is a part of it, and a task only ever waits for tasks submitted before it: nothing can deadlock.
+A period submits every task once, each for its own iteration. The queue of each thread group is a subsequence of this
+total order, and a task only waits for tasks submitted before it, so deadlocks are impossible.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def check_order(plan: str, order: Sequence[str], tasks: Sequence[str], same_peri
     """Check a given *order* against the dependencies between tasks that run in the same period.
 
     Raises:
-        PlanError: a task is missing or repeated, or comes before one it depends on.
+        PlanError: a task is missing or repeated, or precedes a task that it depends on.
     """
     if sorted(order) != sorted(tasks):
         counts = Counter(order)
@@ -40,10 +40,10 @@ def check_order(plan: str, order: Sequence[str], tasks: Sequence[str], same_peri
 
 
 def derive_order(tasks: Sequence[str], stages: Mapping[str, int], same_period: Iterable[Dependency]) -> tuple[str, ...]:
-    """An order that *same_period* allows; where it leaves a choice, higher stages first, then program order.
+    """Derive an order that satisfies *same_period*, preferring higher stages, then program order.
 
-    There always is one: around a cycle of dependencies the stages cancel out, so if all of it fell into one period, all
-    its distances would be 0, and :func:`find_cycle` would have found it.
+    Such an order always exists. Around a cycle of dependencies the stages cancel out, so a cycle inside one period has
+    only distances of 0, and :func:`find_cycle` would have found it.
     """
     rank = {task: (-stages[task], index) for index, task in enumerate(tasks)}
     sorter = _sorter(tasks, same_period)
@@ -59,7 +59,7 @@ def derive_order(tasks: Sequence[str], stages: Mapping[str, int], same_period: I
 
 
 def find_cycle(tasks: Sequence[str], dependencies: Iterable[Dependency]) -> list[str]:
-    """The tasks along one cycle of *dependencies*, the first repeated at the end; empty if there is none."""
+    """Tasks along one cycle of *dependencies*, with the first task repeated at the end; empty without a cycle."""
     try:
         _sorter(tasks, dependencies).prepare()
     except CycleError as error:

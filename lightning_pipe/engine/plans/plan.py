@@ -1,4 +1,4 @@
-"""When and where: a plan gives each task a stage, a stream and a thread group, and is checked when built."""
+"""Plan of a pipeline: a stage, stream and thread group for each task, checked on construction."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from lightning_pipe.engine.plans.task import IterContext, PipelineTask
 
 
 class PipelinePlan:
-    """A complete, checked schedule of a set of tasks.
+    """Complete, checked schedule of a set of tasks.
 
     Args:
-        schedule: each task's :class:`TaskSchedule`, a mapping or pairs, in the order in which a *serial* iteration runs
-            the tasks. That order gives reads and writes their meaning.
-        deps: further dependencies inside an iteration, ``(upstream, downstream)``.
-        cross_iter_deps: further dependencies across iterations, ``(upstream, downstream)`` for the next iteration or
-            ``(upstream, downstream, distance)``.
-        pipeline_depth: the most batches in flight at once; by default what the stages need (highest stage + 1).
-        stale: required dependencies on outliving state that this plan gives up on purpose, ``(upstream, downstream)``
-            or with distance. Each gives up that one distance: the same dependency over one iteration more, which bounds
-            how stale a read can be, still holds. The plan's name must contain ``"stale"`` or ``"semi_sync"``.
-        name: what logs, tables and errors call it.
-        order: the order in which one period submits the tasks, each for its own iteration; by default an order that
-            the dependencies allow, tasks of higher stages first.
+        schedule: :class:`TaskSchedule` of each task, as a mapping or pairs, in the order in which a *serial* iteration
+            runs the tasks. Dependencies between reads and writes follow this order.
+        deps: additional dependencies inside an iteration, as ``(upstream, downstream)`` (default none).
+        cross_iter_deps: additional dependencies across iterations, as ``(upstream, downstream)`` for the next iteration
+            or ``(upstream, downstream, distance)`` (default none).
+        pipeline_depth: maximum number of batches in flight (default: highest stage + 1, the minimum).
+        stale: required dependencies on state that this plan omits on purpose, as ``(upstream, downstream)`` or
+            ``(upstream, downstream, distance)`` (default none). Results then differ from serial execution. Each entry
+            removes one distance; the same dependency at a distance of one more iteration still holds and bounds the
+            staleness of reads. The plan's name must contain ``"stale"`` or ``"semi_sync"``.
+        name: name of the plan in logs, tables and errors (default "plan").
+        order: order in which one period submits the tasks, each for its own iteration (default: derived from the
+            dependencies, higher stages first).
 
     Raises:
         PlanError: unknown or repeated task, cycle, dependency on a task of a lower stage, a required dependency dropped
@@ -71,8 +72,8 @@ class PipelinePlan:
             self._give_up(edge)
         if self.stale and not any(word in name for word in ("stale", "semi_sync")):
             raise PlanError(
-                f"plan {name!r} gives up {'; '.join(map(str, self.stale))}: a plan that trades exactness says so in its"
-                " name; put 'stale' or 'semi_sync' into it"
+                f"plan {name!r} omits {'; '.join(map(str, self.stale))}, so its results are not exact; put 'stale' or"
+                " 'semi_sync' into its name"
             )
         self.dependencies: tuple[Dependency, ...] = tuple(
             dict.fromkeys((*self.required, *self.deps, *self.cross_iter_deps))
@@ -103,16 +104,16 @@ class PipelinePlan:
 
     @property
     def thread_groups(self) -> tuple[str, ...]:
-        """The plan's thread groups, ``"main"`` first, then workers in program order."""
+        """Thread groups of the plan, ``"main"`` first, then workers in program order."""
         return self.spec.thread_groups
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """Names of the device streams the plan uses, in program order."""
+        """Names of the device streams of the plan, in program order."""
         return tuple(dict.fromkeys(where.stream for where in self.schedule.values() if where.stream is not None))
 
     def description(self) -> list[tuple[str, str]]:
-        """The plan in ordered (name, text) entries: what ranks compare before the first period."""
+        """Plan as ordered (name, text) entries, which ranks compare before the first period."""
         entries = [("name", self.name), ("pipeline_depth", str(self.pipeline_depth)), ("order", str(self.order))]
         for task, where in self.schedule.items():
             declared = self.tasks[task]
@@ -122,7 +123,7 @@ class PipelinePlan:
         return entries
 
     def to_yaml(self) -> str:
-        """The plan as YAML; :meth:`from_yaml` reads it back."""
+        """Convert the plan to YAML; inverse of :meth:`from_yaml`."""
         return self.spec.to_yaml()
 
     @classmethod
@@ -130,7 +131,7 @@ class PipelinePlan:
         """Build a plan for *tasks* (in serial order) from YAML text.
 
         Raises:
-            PlanError: unknown or repeated key or task, a missing task, or whatever the constructor refuses.
+            PlanError: unknown or repeated key or task, a missing task, or a plan that the constructor refuses.
         """
         return cls.from_spec(PlanSpec.from_yaml(text), tasks)
 
@@ -139,7 +140,7 @@ class PipelinePlan:
         """Build a plan for *tasks* (in serial order) from its data.
 
         Raises:
-            PlanError: unknown task, a missing task, or whatever the constructor refuses.
+            PlanError: unknown task, a missing task, or a plan that the constructor refuses.
         """
         known = {task.name: task for task in tasks}
         unknown = [task for task in spec.schedule if task not in known]
@@ -163,11 +164,11 @@ class PipelinePlan:
         )
 
     def table(self) -> str:
-        """The plan as a table of tasks: stage, stream, thread group, what each waits for."""
+        """Table of the tasks with their stages, streams, thread groups and dependencies."""
         return plan_table(self.spec, self.dependencies, self.stale)
 
     def timeline(self, iterations: int = 4) -> str:
-        """Which iteration each task runs for, period by period, from filling to draining."""
+        """Table of the iteration that each task runs for, period by period, from filling to draining."""
         return plan_timeline(self.spec, iterations)
 
     def __str__(self) -> str:
@@ -177,7 +178,7 @@ class PipelinePlan:
         return f"PipelinePlan({self.name!r}, tasks={len(self.tasks)}, pipeline_depth={self.pipeline_depth})"
 
     def _context(self) -> type[IterContext]:
-        """Class of the contexts of iterations: what all tasks take."""
+        """Context class that all tasks accept: the most derived one."""
         found = IterContext
         for task in self.tasks.values():
             if issubclass(task.context, found):
@@ -199,7 +200,7 @@ class PipelinePlan:
     def _dependency(self, edge: Edge, distance: int, where: str) -> Dependency:
         self._check_known(edge[0], where)
         self._check_known(edge[1], where)
-        return Dependency(edge[0], edge[1], edge[2] if len(edge) == 3 else distance, f"said in {where}")
+        return Dependency(edge[0], edge[1], edge[2] if len(edge) == 3 else distance, f"listed in {where}")
 
     def _give_up(self, edge: Edge) -> None:
         upstream, downstream, *distance = edge
@@ -212,20 +213,20 @@ class PipelinePlan:
         ]
         if not matches:
             raise PlanError(
-                f"plan {self.name!r}: stale gives up {downstream} after {upstream}, which no read or write requires"
-                f"{f' at distance {distance[0]}' if distance else ''}; required are"
+                f"plan {self.name!r}: stale lists {downstream} after {upstream}, which no read or write requires"
+                f"{f' at distance {distance[0]}' if distance else ''}; the required dependencies are:"
                 f" {'; '.join(map(str, self.required)) or 'none'}"
             )
         self.stale = (*self.stale, matches[0])
         self.required = required_dependencies(list(self.tasks.values()), self.stale)
         if matches[0] in self.required:
             raise PlanError(
-                f"plan {self.name!r}: stale gives up {matches[0]}; only the order of outliving state can be given up,"
-                " a context field is not there before it is written"
+                f"plan {self.name!r}: stale lists {matches[0]}; only dependencies on State can be stale, since a"
+                " context field does not exist before its task writes it"
             )
 
     def _periods_between(self, dependency: Dependency) -> int:
-        """Periods from upstream's run to downstream's: negative means downstream would run first."""
+        """Number of periods from the upstream run to the downstream run; negative if downstream would run first."""
         stage_of = self.schedule
         return stage_of[dependency.upstream].stage + dependency.distance - stage_of[dependency.downstream].stage
 
@@ -249,8 +250,9 @@ class PipelinePlan:
                     f" ({dependency.upstream}, {dependency.downstream}, {dependency.distance}) in stale"
                 )
             raise PlanError(
-                f"plan {self.name!r}: {dependency}, a task of a lower stage: {dependency.downstream} is in stage {down}"
-                f" and {dependency.upstream} in stage {up}; raise the latter to {down - dependency.distance} or more"
+                f"plan {self.name!r}: {dependency} is impossible, since {dependency.upstream} is in the lower stage"
+                f" {up} and {dependency.downstream} in stage {down}; raise the former to"
+                f" {down - dependency.distance} or more"
             )
 
 

@@ -1,4 +1,4 @@
-"""The files that a user names: plans, costs, profiles, schedules.
+"""Reading of files that a user names: plans, costs, profiles, schedules.
 
 Tested in ``tests/scenarios/trainer/test_pipeline_auto.py``.
 """
@@ -21,31 +21,34 @@ _MOST_BYTES = 2**22  # a profile of ten thousand tasks; readers of YAML allow le
 
 @contextmanager
 def plan_file(plan: object, names: Iterable[str], example: str) -> Iterator[PlanSpec]:
-    """Read a plan's file. A PlanError that is raised inside names the file.
+    """Read a plan from a file. A PlanError raised inside the block names the file.
 
     Args:
-        plan: what the user gave, which is none of *names*; a path, if it is right.
-        names: what he could have given instead.
-        example: a plan that ``lightning-pipe plan show`` knows, to begin a file of one's own with.
+        plan: value given by the user, expected to be a path; not in *names*.
+        names: names of plans that the user could have given instead, for the error message.
+        example: name of a plan that ``lightning-pipe plan show`` knows, suggested as a template.
+
+    Yields:
+        The plan's data.
 
     Raises:
-        PlanError: it is no file, no text in UTF-8, or no plan.
+        PlanError: *plan* is not a file, not UTF-8 text, or not a plan.
     """
     write_one = f"'lightning-pipe plan show {example} --format yaml'"
     if not (isinstance(plan, (str, Path)) and os.path.exists(plan)):
         given = str(plan) if isinstance(plan, Path) else repr(plan)
         raise PlanError(
-            f"there is no plan {given}: it is neither one of {', '.join(names)} nor a file; name one, or write one with"
-            f" {write_one}"
+            f"there is no plan {given}: it is neither one of {', '.join(names)} nor a file; give one of these names, or"
+            f" write a file with {write_one}"
         )
-    text = read_text(plan, f"the plan {plan}", f"name a file written as by {write_one}")
+    text = read_text(plan, f"the plan {plan}", f"give a file in the format of {write_one}")
     with named(plan):
         yield PlanSpec.from_yaml(text)
 
 
 @contextmanager
 def named(path: str | Path) -> Iterator[None]:
-    """Put *path* in front of the message of a PlanError that is raised inside."""
+    """Prefix the message of a PlanError raised inside the block with *path*."""
     try:
         yield
     except PlanError as error:
@@ -53,15 +56,15 @@ def named(path: str | Path) -> Iterator[None]:
 
 
 def read_text(path: str | Path, what: str, needed: str) -> str:
-    """The text of a regular file in UTF-8, of at most 4 MiB.
+    """Read a regular UTF-8 text file of at most 4 MiB.
 
     Args:
-        path: of the file.
-        what: what to call it in messages: "the plan my.yaml".
-        needed: what to name instead, for messages.
+        path: file to read.
+        what: description of the file in error messages, such as "the plan my.yaml".
+        needed: advice that ends error messages, such as "give a file in the format of ...".
 
     Raises:
-        PlanError: it cannot be read, is a folder or device or the like, is larger, or is no text in UTF-8.
+        PlanError: the file cannot be read, is not a regular file, is larger than 4 MiB, or is not UTF-8 text.
     """
     try:
         with open(path, "rb", opener=_open_at_once) as file:
@@ -70,17 +73,17 @@ def read_text(path: str | Path, what: str, needed: str) -> str:
     except (OSError, ValueError) as error:
         raise PlanError(f"{what} cannot be read ({error}); {needed}") from error
     if not is_regular:
-        raise PlanError(f"{what} cannot be read (it is a device or pipe, expected a file); {needed}")
+        raise PlanError(f"{what} cannot be read (expected a file, got a device or pipe); {needed}")
     if len(content) > _MOST_BYTES:
-        raise PlanError(f"{what} has more than {_MOST_BYTES} bytes, which no such file needs; {needed}")
+        raise PlanError(f"{what} is too large: expected at most {_MOST_BYTES} bytes; {needed}")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        # Without what was found, which may be megabytes.
+        # str(error) would contain the bytes found, which may be megabytes.
         at = f"{error.reason} at byte {error.start}"
         raise PlanError(f"{what} is not text in UTF-8 ({at}); {needed}") from error
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    # A named pipe would wait for a writer.
+    # O_NONBLOCK: opening a named pipe would otherwise wait for a writer.
     return os.open(path, flags | os.O_NONBLOCK)

@@ -1,4 +1,4 @@
-"""The data of a plan as YAML, and back."""
+"""Conversion between plan data and YAML."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DEFAULTS = vars(TaskSchedule())
 
 
 def write_content(values: Mapping[str, Any]) -> str:
-    """YAML text of the values of a :class:`~lightning_pipe.engine.PlanSpec`, which :func:`read_content` reads back."""
+    """Convert the values of a :class:`~lightning_pipe.engine.PlanSpec` to YAML; inverse of :func:`read_content`."""
     content = {key: values["schedule" if key == "tasks" else key] for key in _PLAN_KEYS}
     content = {key: value for key, value in content.items() if value not in (None, ())}
     content["tasks"] = {
@@ -28,15 +28,16 @@ def write_content(values: Mapping[str, Any]) -> str:
 
 
 def read_content(text: str) -> dict[str, Any]:
-    """What YAML *text* says of a plan, by the arguments of a :class:`~lightning_pipe.engine.PlanSpec`, all unchecked.
+    """Read the arguments of a :class:`~lightning_pipe.engine.PlanSpec` from YAML *text*. Values are not checked.
 
     Raises:
-        PlanError: not YAML, unknown or repeated keys, no mapping of tasks, or no mapping of a task's options.
+        PlanError: the text is not YAML, has unknown or repeated keys, or lacks a mapping of tasks or of a task's
+            options.
     """
     content = load_mapping(text, "plan", _PLAN_KEYS, compare="'lightning-pipe plan show NAME'")
     tasks, name = content.pop("tasks", None), content.pop("name", None)
     if not isinstance(tasks, dict):
-        raise PlanError(f"the plan's 'tasks' map each task to its schedule; found {shown(tasks)}")
+        raise PlanError(f"the plan's 'tasks' must map each task to its schedule; found {shown(tasks)}")
     return {
         "name": "plan" if name is None else str(name),
         "schedule": {task: _schedule(task, {} if options is None else options) for task, options in tasks.items()},

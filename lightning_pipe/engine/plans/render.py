@@ -1,4 +1,4 @@
-"""A plan as text: the table of its tasks, and the timeline of its periods."""
+"""Text rendering of a plan: the table of its tasks and the timeline of its periods."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lightning_pipe.engine.common.fitted_table import FittedTable
 from lightning_pipe.engine.plans.dependencies import Dependency
 from lightning_pipe.engine.plans.spec import PlanSpec
 
-# Where the output is no terminal, and COLUMNS does not say.
+# Width if the output is not a terminal and COLUMNS is not set.
 _COLUMNS = 120
 
 
 def plan_table(plan: PlanSpec, dependencies: Sequence[Dependency], stale: Sequence[Dependency]) -> str:
-    """One row a task, in the order in which a period submits them, as wide as the terminal allows."""
+    """Table with one row per task, in the order in which a period submits them, fitted to the terminal width."""
     notes = []
     table = _table()
     for column in ("task", "stage", "stream", "thread group", "waits for"):
@@ -31,18 +31,19 @@ def plan_table(plan: PlanSpec, dependencies: Sequence[Dependency], stale: Sequen
     if any(where.globally_ordered for where in plan.schedule.values()):
         notes.append("* globally ordered: its collectives are submitted in the order of this table, on every rank.")
     if any(d.distance for d in dependencies):
-        notes.append("[i-n]: of the n-th iteration before its own.")
+        notes.append("[i-n]: the run of that task n iterations earlier.")
     if stale:
-        notes.append("Given up (stale): " + "; ".join(map(str, stale)) + ".")
+        notes.append("Stale dependencies: " + "; ".join(map(str, stale)) + ".")
     title = f"plan {plan.name}: {plan.pipeline_depth} batches in flight at most"
     return _text(shutil.get_terminal_size((_COLUMNS, 24)).columns, title, table, *notes)
 
 
 def plan_timeline(plan: PlanSpec, iterations: int) -> str:
-    """Which iteration each task runs for in each period, for a run of *iterations* batches; never wrapped.
+    """Table of the iteration that each task runs for in each period, for a run of *iterations* batches.
 
-    Time runs down inside a period (submission order) and to the right over periods; iteration 0 is trained in period 0.
-    A line separates thread groups and streams: only what stands in different blocks can overlap.
+    Time runs downwards inside a period (submission order) and to the right across periods. Iteration 0 is trained in
+    period 0. A line separates thread groups and streams: only tasks in different blocks can overlap. The table is never
+    wrapped.
     """
     table = _table()
     table.add_column("thread group")
@@ -73,7 +74,7 @@ def _table() -> FittedTable:
 
 
 def _text(width: int, *parts: str | FittedTable) -> str:
-    # No markup: a name may hold square brackets.
+    # Names may contain square brackets, so markup is disabled.
     console = Console(file=io.StringIO(), width=width, color_system=None, markup=False, highlight=False, emoji=False)
     for part in parts:
         console.print(part)

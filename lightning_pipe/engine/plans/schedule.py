@@ -1,4 +1,4 @@
-"""Where one task runs.
+"""Schedule of one task: its stage, stream and thread group.
 
 Tested in ``tests/engine/plans/test_plan.py``.
 """
@@ -12,15 +12,16 @@ MAIN = "main"
 
 @dataclass(frozen=True)
 class TaskSchedule:
-    """Where one task runs.
+    """Stage, stream and thread group of one task.
 
     Args:
-        stage: how many iterations ahead of the one being trained the task runs.
-        stream: name of a device stream, ``None`` for the current one. Without a device that has streams, the name only
+        stage: number of iterations by which the task runs ahead of the trained one (default 0).
+        stream: name of a device stream (default ``None``, the current stream). On devices without streams the name only
             labels the task.
-        thread_group: ``"main"`` is the calling thread; every other name is one worker thread.
-        globally_ordered: the task submits collectives whose order must be the same on every rank although other thread
-            groups submit some too: its turn comes in the plan's order.
+        thread_group: name of the worker thread that runs the task (default ``"main"``, the calling thread).
+        globally_ordered: submit the task's collectives in the plan's order on every rank (default False). Set it if
+            several thread groups submit collectives: their order must be the same on all ranks. A task then waits for
+            its turn.
     """
 
     stage: int = 0

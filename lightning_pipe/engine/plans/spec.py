@@ -1,4 +1,4 @@
-"""A plan as plain data: the names of its tasks, and where and in which order they run. Plans are edited here."""
+"""Plan as plain data: the schedule of its tasks by name, and functions to edit it."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ from lightning_pipe.engine.plans.task import PipelineTask
 
 Edge = tuple[str, str] | tuple[str, str, int]
 
-# Far above what any memory holds; a slip such as 200000 would take half a minute to check.
+# Far more batches than any memory holds. A typing error such as 200000 would take half a minute to check.
 _HIGHEST_STAGE = 1000
 _DEEPEST = _HIGHEST_STAGE + 1
-# Each is followed through everything that the tasks declare. The plans of this project give up three at most.
+# Checking an entry derives all dependencies again. The plans of this project have at most 3 entries.
 _MOST_STALE = 32
 
 
 @dataclass(frozen=True)
 class PlanSpec:
-    """A plan as plain data: an edit returns a new one, and ``PipelinePlan.from_spec`` gives it tasks.
+    """Immutable plan data without task functions.
 
-    The data of a :class:`~lightning_pipe.engine.PipelinePlan` is its attribute ``spec``. Types, shapes and ranges of
-    the values are checked here; whether tasks and their dependencies allow the plan is checked with its tasks.
+    Editing methods return a new spec. ``PipelinePlan.from_spec`` combines a spec with tasks, and the attribute ``spec``
+    of a :class:`~lightning_pipe.engine.PipelinePlan` is its data. Types, shapes and ranges of values are checked here;
+    dependencies are checked by :class:`~lightning_pipe.engine.PipelinePlan`.
 
     Args:
-        name: what logs, tables and errors call it.
-        schedule: each task's :class:`TaskSchedule`, by name.
-        order: the tasks in the order in which one period submits them. An empty order is derived from the dependencies
-            when the plan is given its tasks, and stays empty in edits.
-        deps: as :class:`~lightning_pipe.engine.PipelinePlan` takes them, and so the others.
-        cross_iter_deps: see there.
-        stale: see there.
-        pipeline_depth: see there.
+        name: name of the plan in logs, tables and errors.
+        schedule: :class:`TaskSchedule` of each task, by task name.
+        order: task names in the order in which one period submits them (default empty: derived from the dependencies
+            when the plan is combined with tasks). An empty order stays empty in edits.
+        deps: see :class:`~lightning_pipe.engine.PipelinePlan`.
+        cross_iter_deps: see :class:`~lightning_pipe.engine.PipelinePlan`.
+        stale: see :class:`~lightning_pipe.engine.PipelinePlan`.
+        pipeline_depth: see :class:`~lightning_pipe.engine.PipelinePlan`.
 
     Raises:
-        PlanError: a value of a wrong type, shape or range.
+        PlanError: a value has a wrong type, shape or range.
     """
 
     name: str
@@ -56,8 +57,8 @@ class PlanSpec:
             self._check_schedule(task, where)
         if self.pipeline_depth is not None and not _is_count(self.pipeline_depth, _DEEPEST):
             raise PlanError(
-                f"plan {self.name!r} has pipeline_depth {shown(self.pipeline_depth)}; it counts batches in memory, a"
-                f" whole number up to {_DEEPEST}"
+                f"plan {self.name!r} has pipeline_depth {shown(self.pipeline_depth)}; expected a whole number of"
+                f" batches in flight, at most {_DEEPEST}"
             )
         self._replace("order", self._task_name)
         self._replace("deps", self._edge)
@@ -73,26 +74,26 @@ class PlanSpec:
         """Read a plan from YAML text.
 
         Raises:
-            PlanError: not YAML, an unknown or repeated key, or a value of a wrong type, shape or range.
+            PlanError: the text is not YAML, has an unknown or repeated key, or a value of a wrong type, shape or range.
         """
         return cls(**read_content(text))
 
     def to_yaml(self) -> str:
-        """The plan as YAML; :meth:`from_yaml` reads it back."""
+        """Convert the plan to YAML; inverse of :meth:`from_yaml`."""
         return write_content(vars(self))
 
     @property
     def max_stage(self) -> int:
-        """The highest stage of its tasks; 0 without tasks."""
+        """Highest stage of all tasks; 0 without tasks."""
         return max((where.stage for where in self.schedule.values()), default=0)
 
     @property
     def thread_groups(self) -> tuple[str, ...]:
-        """Its thread groups, ``"main"`` first, then workers in program order."""
+        """Thread groups of the plan, ``"main"`` first, then workers in program order."""
         return tuple(dict.fromkeys((MAIN, *(where.thread_group for where in self.schedule.values()))))
 
     def position(self, name: str) -> int:
-        """The index of a task in the order.
+        """Index of a task in the order.
 
         Raises:
             PlanError: the order does not name the task.
@@ -104,25 +105,25 @@ class PlanSpec:
     def insert(
         self, name: str, where: TaskSchedule, *, after: str | None = None, before: str | None = None
     ) -> PlanSpec:
-        """Add a task, at the end of the order unless it is given a place.
+        """Add a task, by default at the end of the order.
 
         Args:
-            name: of the task.
-            where: its schedule.
-            after: the task that it directly follows in the order.
-            before: the task that it directly precedes in the order.
+            name: name of the new task.
+            where: schedule of the new task.
+            after: task that the new one directly follows in the order.
+            before: task that the new one directly precedes in the order.
 
         Raises:
-            PlanError: the order does not name that task.
+            PlanError: the order does not name *after* or *before*.
         """
         added = replace(self, schedule={**self.schedule, name: where})
         return added._placed(name, after, before) if self.order else added
 
     def move(self, name: str, *, after: str | None = None) -> PlanSpec:
-        """Move a task to the place directly after another one, or to the end of the order.
+        """Move a task directly after another one, or to the end of the order.
 
         Raises:
-            PlanError: the order does not name one of the two.
+            PlanError: the order does not name *name* or *after*.
         """
         place = self.position(name)
         return replace(self, order=(*self.order[:place], *self.order[place + 1 :]))._placed(name, after)
@@ -132,11 +133,11 @@ class PlanSpec:
         return replace(self, order=(*self.order[:place], name, *self.order[place:]))
 
     def without(self, names: Collection[str]) -> PlanSpec:
-        """Leave tasks out, and all edges and entries of ``stale`` that name them; unknown names are ignored."""
+        """Remove tasks, and all edges and entries of ``stale`` that name them. Unknown names are ignored."""
         return self._with(lambda *tasks: not any(task in names for task in tasks))
 
     def only(self, names: Collection[str]) -> PlanSpec:
-        """Leave all other tasks out, and all edges and entries of ``stale`` that name them."""
+        """Remove all other tasks, and all edges and entries of ``stale`` that name them."""
         return self._with(lambda *tasks: all(task in names for task in tasks))
 
     def _with(self, keeps: Callable[..., bool]) -> PlanSpec:
@@ -150,7 +151,7 @@ class PlanSpec:
     # ------------------------------------------------------------------ checks
 
     def _replace(self, what: str, checked: Callable[[str, Any], Any]) -> None:
-        """Replace the entries that the user gave by checked ones."""
+        """Replace entries given by the user with checked ones."""
         entries = getattr(self, what)
         if isinstance(entries, (str, Mapping)) or not isinstance(entries, Iterable):
             raise PlanError(f"plan {self.name!r}: {what} is {shown(entries)}; write a list")
@@ -176,8 +177,8 @@ class PlanSpec:
             return (upstream, downstream)
         if not entry[2] or not _is_count(entry[2], _HIGHEST_STAGE):
             raise PlanError(
-                f"plan {self.name!r}: {what} has distance {shown(entry[2])} in {shown(entry)}; it counts iterations,"
-                f" from 1 to {_HIGHEST_STAGE}"
+                f"plan {self.name!r}: {what} has distance {shown(entry[2])} in {shown(entry)}; expected a number of"
+                f" iterations from 1 to {_HIGHEST_STAGE}"
             )
         return (upstream, downstream, entry[2])
 
@@ -187,22 +188,24 @@ class PlanSpec:
         if not _is_count(where.stage, _HIGHEST_STAGE):
             raise PlanError(
                 f"{plan}task {task!r} has stage {shown(where.stage)}; stages are whole numbers from 0 to"
-                f" {_HIGHEST_STAGE}, each of which keeps one more batch in memory"
+                f" {_HIGHEST_STAGE}, and each stage keeps one more batch in memory"
             )
         names = {"thread_group": where.thread_group} | ({} if where.stream is None else {"stream": where.stream})
         for what, name in names.items():
             if not isinstance(name, str) or not name:
-                raise PlanError(f"{plan}task {task!r} has {what} {shown(name)}; give it a name")
+                raise PlanError(f"{plan}task {task!r} has {what} {shown(name)}; expected a name")
             self._check_name(plan, f"{what} of task {task!r}", name)
         if not isinstance(where.globally_ordered, bool):
-            raise PlanError(f"{plan}task {task!r} has globally_ordered {shown(where.globally_ordered)}; true or false")
+            raise PlanError(
+                f"{plan}task {task!r} has globally_ordered {shown(where.globally_ordered)}; expected true or false"
+            )
 
     def _check_name(self, plan: str, what: str, name: object) -> None:
-        """Names are printed: in tables, errors, traces and reports."""
+        """Refuse a name that cannot be printed safely in tables, errors, traces and reports."""
         if not isinstance(name, str) or not name.isprintable():
             raise PlanError(
-                f"{plan}{what} {shown(name)} of a plan; expected text without control characters, line ends and marks"
-                " of direction"
+                f"{plan}{what} {shown(name)} of a plan is invalid; expected text without control characters, line ends"
+                " and marks that change the text direction"
             )
 
 

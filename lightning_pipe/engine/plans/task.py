@@ -1,4 +1,4 @@
-"""What to compute: tasks, the context they share, and the state that outlives an iteration."""
+"""Tasks of a pipeline, the context of an iteration, and names of state that outlives an iteration."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lightning_pipe.engine.plans.checked_context import CheckedTask, checks_cont
 
 
 class State(str):
-    """Name of something that outlives an iteration: tables, dense parameters, an optimiser, a learning rate.
+    """Name of state that outlives an iteration: tables, dense parameters, an optimizer, a learning rate.
 
-    A task that reads or writes it says ``State("tables")``; a plain string names a field of the
-    :class:`IterContext`, which each iteration has for itself. The two never conflict, even where spelled alike.
+    Tasks list it in ``reads`` or ``writes`` as ``State("tables")``. A plain string names a field of the
+    :class:`IterContext`, which exists once per iteration. A state and a field of the same name are independent.
     """
 
     __slots__ = ()
@@ -26,15 +26,15 @@ class State(str):
 
 
 def fields(names: Iterable[str]) -> frozenset[str]:
-    """Those of *names* that are context fields."""
+    """Select the context fields from *names*, leaving out :class:`State`."""
     return frozenset(name for name in names if not isinstance(name, State))
 
 
 class IterContext:
-    """What one iteration's tasks hand to each other; they put whatever attributes they need on it.
+    """Data that the tasks of one iteration share. Tasks may set any attributes.
 
     Args:
-        batch: the batch as the data iterator gave it; tasks may replace it (by its copy on the device, say).
+        batch: batch from the data iterator; tasks may replace it, for example with its copy on the device.
         iter_idx: index of the iteration, counted from 0 over the life of the pipeline.
     """
 
@@ -46,21 +46,21 @@ class IterContext:
         self.iter_idx = iter_idx
 
     if TYPE_CHECKING:
-        # Tasks add fields freely, which a type checker must be told; at run time the plain way is the fast one.
+        # Type checkers must know that tasks may add fields; at run time object.__setattr__ is faster.
         def __setattr__(self, name: str, value: Any) -> None: ...
 
     def take(self, name: str) -> Any:
-        """Remove a field and return it; None if it is not there."""
+        """Remove a field and return its value; None if the field does not exist."""
         return self.__dict__.pop(name, None)
 
     def has(self, name: str) -> bool:
-        """Whether a field is there."""
+        """Return True if the field exists."""
         return name in self.__dict__
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"iteration {self.__dict__.get('iter_idx')} has no field {name!r}: the task that writes it has not run;"
-            f" fields now: {sorted(self.__dict__)}"
+            f"iteration {self.__dict__.get('iter_idx')} has no field {name!r}: the task that writes it has not run."
+            f" Current fields: {sorted(self.__dict__)}"
         )
 
     def __repr__(self) -> str:
@@ -68,12 +68,12 @@ class IterContext:
 
 
 class TrainingContext(IterContext):
-    """Of iterations that a training loop cuts at its hooks.
+    """Context of an iteration whose forward and backward are run through the hooks of a training loop.
 
     Attributes:
-        training_step: what the forward task calls, set by the loop; absent for a batch that is not trained.
-        run_backward: what the backward task calls, set by the loop.
-        output: what the training step returned.
+        training_step: function that the forward task calls, set by the loop; absent for a batch that is not trained.
+        run_backward: function that the backward task calls, set by the loop.
+        output: value returned by the training step.
     """
 
     training_step: Callable[[], Any]
@@ -87,13 +87,16 @@ def _nothing(ctx: Any) -> Iterable[Tensor]:
 
 @dataclass(frozen=True)
 class DeclaredIO:
-    """An effect of a task outside its context, or inside in a way of its own, which a replay of the task restores.
+    """Side effect of a task that a replay restores: outside the context, or on context fields that need special care.
 
     Args:
-        capture: called after a run that is captured; what it returns is kept, tensors detached and cloned.
-        restore: called in a replay with what was kept, anew; gives what comes later what it would have found.
-        fields: of the context that *restore* sets, and that are not captured otherwise.
-        upstream: tensors outside the context that the task's outputs have gradients for, such as parameters.
+        capture: function called with the context after the captured run. Its return value is saved, with tensors
+            detached and cloned.
+        restore: function called in each replay with the context and a fresh copy of the saved value. It recreates the
+            effect for later tasks.
+        fields: context fields that *restore* sets. They are not captured in any other way.
+        upstream: function that returns tensors outside the context, such as parameters, for which the task's outputs
+            have gradients.
     """
 
     capture: Callable[[Any], Any]
@@ -103,23 +106,25 @@ class DeclaredIO:
 
 
 class PipelineTask:
-    """A schedulable unit of work. Equal and hashed by name.
+    """Schedulable unit of work. Tasks are compared and hashed by name.
+
+    Dependencies are derived from reads and writes (see :mod:`.dependencies`), so both must be complete. With
+    ``LIGHTNING_PIPE_CHECK_CONTEXTS=1`` in the environment, a task that accesses an undeclared field raises a
+    :class:`PlanError` (see :mod:`.checked_context`).
 
     Args:
-        name: unique in its plan.
-        fn: called as ``fn(ctx)`` with the context of the iteration it runs for.
-        io: effects of ``fn`` outside the context, as far as replays must restore them.
-        reads: context fields (strings) and outliving state (:class:`State`) that ``fn`` reads.
-        writes: the same for what ``fn`` writes, in-place changes included.
-        not_replayable: why a run cannot be replayed, as the end of a sentence; empty where it can.
-        context: class of the contexts that ``fn`` takes; a plan makes them of the most derived class of its tasks.
-
-    From reads and writes follow the dependencies that correctness needs (see :mod:`.dependencies`), so they must be
-    complete. With ``LIGHTNING_PIPE_CHECK_CONTEXTS=1`` in the environment, a task that touches a field that it does not
-    declare raises a :class:`PlanError` (see :mod:`.checked_context`).
+        name: name of the task, unique in its plan.
+        fn: function called as ``fn(ctx)`` with the context of the iteration.
+        io: side effects of ``fn`` that replays must restore (default none). Only profiling and shortcuts use them.
+        reads: context fields (strings) and state (:class:`State`) that ``fn`` reads.
+        writes: context fields and state that ``fn`` writes, including in-place changes.
+        not_replayable: reason why a run cannot be replayed, as the end of a sentence (default empty: it can be
+            replayed).
+        context: class of the context that ``fn`` expects (default :class:`IterContext`). A plan creates contexts of the
+            most derived class of its tasks.
 
     Raises:
-        PlanError: reads or writes is one name where a list of names is needed.
+        PlanError: *reads* or *writes* is a single name instead of a list of names.
     """
 
     __slots__ = ("context", "fn", "io", "name", "not_replayable", "reads", "writes")

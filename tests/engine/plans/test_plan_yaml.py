@@ -80,7 +80,7 @@ def test_defaults_may_be_shared_by_a_yaml_merge() -> None:
         ("tasks: {Copy: {}, Forward: {}, Backward: {}}\ndeps: 0", "deps is 0; write a list"),
         ("tasks: {Copy: 0, Forward: {}, Backward: {}}", "task 'Copy' of the plan has 0; write a mapping"),
         ("tasks: {Copy: {}, Forward: {}, Backward: {}}\npipeline_depth: deep", "pipeline_depth 'deep'"),
-        ("tasks: {Copy: {}, Forward: {}, Backward: {}}\nstale: [[Backward, Forward, 1]]", "says so in its name"),
+        ("tasks: {Copy: {}, Forward: {}, Backward: {}}\nstale: [[Backward, Forward, 1]]", "into its name"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(text: str, message: str) -> None:

@@ -39,7 +39,7 @@ def test_the_table_fits_the_terminal_and_says_everything(columns: int, monkeypat
     # Whole words: nothing is cut off or broken in two.
     assert {*NAMES, "Copy", f"{NAMES[-1]}[i-1]", "memcpy", "io*"} <= set(words)
     assert "* globally ordered" in text
-    assert "[i-n]: of the n-th iteration before" in text
+    assert "[i-n]: the run of that task n iterations earlier" in text
 
 
 def test_the_table_follows_the_order_of_submission(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_what_is_given_up_stands_below_the_table(monkeypatch: pytest.MonkeyPatch
         stale=[("Write", "Read")],
         name="stale",
     )
-    assert "Given up (stale): Read after Write of 1 iteration(s) before" in stale.table()
+    assert "Stale dependencies: Read after Write of 1 iteration(s) before" in stale.table()
 
 
 def test_the_timeline_shows_the_batch_of_each_task_from_filling_to_draining() -> None:
