@@ -193,11 +193,11 @@ def test_a_file_that_cannot_be_read_or_is_no_profile_is_named(
     assert "the costs 'gone.json' cannot be read" in refusal(capsys, "base", "--costs", "gone.json")
     path = tmp_path / "other.json"
     path.write_text('{"a": 1}')
-    assert f"{path}: this is no profile" in refusal(capsys, "base", "--costs", str(path))
+    assert f"{path}: this is not a profile" in refusal(capsys, "base", "--costs", str(path))
     part = ProfileResult("serial", 0.02, {"EmbInputDistWait": TaskProfile(0.001)}, 7, 10)
     path.write_text(part.to_json())
     assert "no cost is given for H2DAndShuffle" in refusal(capsys, "base", "--costs", str(path))
-    assert "the profile says that Odd takes -1.0 seconds" in refusal(
+    assert "the profile gives Odd an own time of -1.0 seconds" in refusal(
         capsys, "base", "--costs", profile_file(tmp_path, Odd=-1.0)
     )
 

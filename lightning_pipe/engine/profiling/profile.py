@@ -1,4 +1,4 @@
-"""What a profile found, as data and as a table.
+"""Results of a profile, as data and as a table.
 
 Tested in ``tests/callbacks/test_profiler.py``.
 """
@@ -21,24 +21,24 @@ from lightning_pipe.engine.planning.costs import LONGEST
 __all__ = ["ProfileResult", "TaskProfile"]
 
 
-# Of a task's own time: what is hidden of it is said where it is known this closely.
+# Share of a task's own time. The hidden share is shown if its interval extends at most this far to each side.
 _KNOWN = 0.25
-# Of an iteration: an interval around 0 that is as narrow says that a task costs next to nothing.
+# Share of an iteration. An interval within this distance of 0 shows that the exposed time is negligible.
 _SMALL = 0.02
 
 
 @dataclass(frozen=True)
 class TaskProfile:
-    """One task's times, in seconds an iteration.
+    """Times of one task, in seconds per iteration.
 
     Args:
-        own: the task's time in its thread, all waits inside it included; median over iterations.
-        exposed: by how much an iteration is shorter without the task; None where that was not, or cannot be, measured.
-        low: lower end of the interval in which *exposed* lies with 95 % confidence.
-        high: upper end.
-        with_it: tasks that have little left to do where this one is replayed: the backward of a forward, say. What
-            *exposed* says includes them.
-        not_measured: why *exposed* is None.
+        own: time of the task in its thread, including waits inside the task; median over iterations.
+        exposed: time by which an iteration is shorter without the task; None if it was not or cannot be measured.
+        low: lower end of the 95 % confidence interval of *exposed*.
+        high: upper end of the interval.
+        with_it: tasks that have little work left when this one is replayed, such as the backward of a forward.
+            *exposed* includes them.
+        not_measured: reason why *exposed* is None.
     """
 
     own: float
@@ -50,15 +50,15 @@ class TaskProfile:
 
     @property
     def is_told_from_zero(self) -> bool:
-        """Whether the interval leaves no doubt that the task makes an iteration longer."""
+        """True if the whole interval is above 0: the task makes an iteration longer."""
         return self.low is not None and self.low > 0
 
     @property
     def hidden(self) -> float | None:
-        """The share of its own time that other work hides, from 0 to 1; None where that is not known.
+        """Share of the own time that is overlapped with other work, from 0 to 1; None if unknown.
 
-        It is known to a quarter of the own time, where the interval is as narrow as that and has a part between
-        nothing and all of it.
+        The share is known to a quarter of the own time: the interval must be at most half the own time wide and overlap
+        the range from 0 to the own time.
         """
         if self.exposed is None or self.low is None or self.high is None or not self.own:
             return None
@@ -69,14 +69,14 @@ class TaskProfile:
 
 @dataclass(frozen=True)
 class ProfileResult:
-    """A profile of a plan.
+    """Profile of a plan.
 
     Args:
-        plan: its name.
-        seconds: of an iteration; median over rounds of each round's mean.
-        tasks: by name, in serial order.
-        rounds: in how many rounds each was measured.
-        iterations: of each round.
+        plan: name of the plan.
+        seconds: time of an iteration in seconds: median of the rounds' means.
+        tasks: profile of each task by name, in serial order.
+        rounds: number of measurements of each task.
+        iterations: number of iterations per measurement.
     """
 
     plan: str
@@ -87,42 +87,42 @@ class ProfileResult:
 
     @property
     def exposed(self) -> dict[str, float]:
-        """Seconds an iteration by which each task that was measured makes it longer; none below zero."""
+        """Exposed time of each measured task in seconds per iteration; negative values are clipped to 0."""
         return {name: max(0.0, one.exposed) for name, one in self.tasks.items() if one.exposed is not None}
 
     @property
     def own(self) -> dict[str, float]:
-        """Seconds that each task takes in its thread."""
+        """Time of each task in its thread, in seconds per iteration."""
         return {name: one.own for name, one in self.tasks.items()}
 
     @property
     def ranked(self) -> list[str]:
-        """Tasks that make an iteration longer beyond doubt, by the least that they do: the interval's lower end."""
+        """Tasks whose interval is above 0, ordered by its lower end, largest first."""
         sure = [name for name, one in self.tasks.items() if one.is_told_from_zero]
         return sorted(sure, key=lambda name: -(self.tasks[name].low or 0.0))
 
     @property
     def in_noise(self) -> str:
-        """A line that says of how many tasks nothing can be said, where it is most of them; else empty."""
+        """Warning line if the measurements of most tasks are inconclusive; otherwise empty."""
         measured = [one for one in self.tasks.values() if one.exposed is not None]
         doubtful = sum(not one.is_told_from_zero and one.hidden is None for one in measured)
         if doubtful <= len(measured) / 2:
             return ""
         return (
-            f"{doubtful} of {len(measured)} intervals contain 0 and are wide: too noisy to rank these tasks; profile in"
-            " more rounds, or on a quieter machine"
+            f"{doubtful} of {len(measured)} intervals contain 0 and are wide: too noisy to rank these tasks; use more"
+            " rounds, or a quieter machine"
         )
 
     def to_json(self) -> str:
-        """Text that :meth:`from_json` reads back."""
+        """Convert the profile to JSON; inverse of :meth:`from_json`."""
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> ProfileResult:
-        """What :meth:`to_json` wrote.
+        """Read a profile from the output of :meth:`to_json`.
 
         Raises:
-            PlanError: it is no profile.
+            PlanError: *text* is not a profile.
         """
         try:
             found: dict[str, Any] = json.loads(text)
@@ -133,19 +133,19 @@ class ProfileResult:
             profile = cls(tasks=tasks, **found)
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
             said = printable(f"{type(error).__name__}: {error}"[:500])
-            raise PlanError(f"this is no profile ({said}); needed is what ProfileResult.to_json() wrote") from error
+            raise PlanError(f"this is not a profile ({said}); expected output of ProfileResult.to_json()") from error
         _check(profile)
         return profile
 
     def report(self) -> Group:
-        """The table of the tasks, for a Rich console."""
+        """Table of the tasks, for a Rich console."""
         columns = ("task", "own", "exposed", "95 %", "share", "hidden")
         table = FittedTable.of_figures(*columns, collapse_padding=True, pad_edge=False)
         notes = []
         for name, one in self.tasks.items():
             table.add_row(name, _ms(one.own), *self._exposed_cells(one))
             if one.with_it:
-                notes.append(f"{name}: what it exposes includes {', '.join(one.with_it)}")
+                notes.append(f"{name}: exposed time includes {', '.join(one.with_it)}")
             if one.not_measured:
                 notes.append(f"{name}: {one.not_measured}")
         title = (
@@ -154,7 +154,7 @@ class ProfileResult:
         )
         if self.in_noise:
             notes.append(self.in_noise)
-        notes.append("own: in its thread, waits included. exposed: what an iteration is shorter by without the task.")
+        notes.append("own: time in its thread, with waits. exposed: time an iteration would save without the task.")
         return Group(Text(title, style="bold"), table, *(Text(note, style="dim") for note in notes))
 
     def print_report(self) -> None:
@@ -168,7 +168,7 @@ class ProfileResult:
         return _ms(one.exposed), f"{_ms(one.low)} .. {_ms(one.high)}", *self.cells(one)
 
     def cells(self, one: TaskProfile) -> tuple[str, str]:
-        """Its share of an iteration, and how much of it is hidden; "-" for what is not known."""
+        """Table cells of a task: its share of an iteration and its hidden share; "-" if unknown."""
         share, hidden = "-", "-"
         if one.exposed is not None and one.low is not None and one.high is not None and self.seconds:
             is_small = max(-one.low, one.high) <= _SMALL * self.seconds
@@ -180,15 +180,15 @@ class ProfileResult:
 
 
 def _check(profile: ProfileResult) -> None:
-    """Refuse values that no profile has: the text may be anybody's."""
+    """Refuse invalid values, because the text may come from an untrusted file."""
     texts: list[tuple[str, object]] = [("plan", profile.plan)]
     numbers: list[tuple[str, object]] = [("seconds", profile.seconds)]
     numbers += [("rounds", profile.rounds), ("iterations", profile.iterations)]
     for name, one in profile.tasks.items():
         if not _is_number(one.own, 0):
             raise PlanError(
-                f"the profile says that {shown(name)[1:-1]} takes {shown(one.own)} seconds; needed is a number from 0"
-                f" to {LONGEST:g}"
+                f"the profile gives {shown(name)[1:-1]} an own time of {shown(one.own)} seconds; expected a number from"
+                f" 0 to {LONGEST:g}"
             )
         texts += [(f"tasks: {name}", name), (f"tasks: {name}: not_measured", one.not_measured)]
         texts += [(f"tasks: {name}: with_it", other) for other in one.with_it]
@@ -196,10 +196,10 @@ def _check(profile: ProfileResult) -> None:
         numbers += [(f"tasks: {name}: {what}", value) for what, value in of_task.items() if value is not None]
     for where, text in texts:
         if not isinstance(text, str) or not text.isprintable():
-            raise PlanError(f"the profile has {printable(where)} {shown(text)}; needed is text that can be printed")
+            raise PlanError(f"the profile has {printable(where)} {shown(text)}; expected printable text")
     for where, value in numbers:
         if not _is_number(value, -LONGEST):
-            raise PlanError(f"the profile has {where} {shown(value)}; needed is a number up to {LONGEST:g}")
+            raise PlanError(f"the profile has {where} {shown(value)}; expected a number up to {LONGEST:g}")
 
 
 def _is_number(value: object, least: float) -> bool:

@@ -1,10 +1,10 @@
-"""Measures what each task really costs an iteration: by replaying it, which leaves everything but its work.
+"""Measurement of each task's exposed time: an iteration is timed with the task and with a replay of the task.
 
-    round    | all run | A replayed | all run | B replayed | ...      each pair on one state of the machine
+    round    | all run | A replayed | all run | B replayed | ...      the runs of a pair are adjacent in time
     exposed(A) = median over rounds of (time of all) - (time with A replayed)
 
-A task that runs beside others, in a thread or on a stream of its own, may take long and cost nothing; what it costs is
-what it is exposed by.
+A task that overlaps with others, in another thread or on another stream, can take long without making the iteration
+longer. Only its exposed time does.
 """
 
 from __future__ import annotations
@@ -29,38 +29,39 @@ from lightning_pipe.engine.runtime.pipeline import SWPipeline
 __all__ = ["Keeper", "TaskProfiler"]
 
 _RESAMPLES = 2000
-# A task is taken along by another that is replayed where this share of its own time, or less, is left.
+# A task counts as reduced by the replay of another one if at most this share of its own time is left.
 _LEFT = 0.5
 
 
 class Keeper(Protocol):
-    """Keeps what an iteration changes: parameters, states of optimisers, buffers, random generators."""
+    """Protocol for snapshots of training state: parameters, optimizer states, buffers, random generators."""
 
     def keep(self) -> Any:
-        """All of it, as it is now."""
+        """Take a snapshot of the current state."""
         ...
 
     def put_back(self, kept: Any) -> None:
-        """Make it as it was."""
+        """Restore the state from a snapshot."""
         ...
 
 
 class TaskProfiler:
-    """Profiles the tasks of a pipeline. Every rank makes the same calls.
+    """Profiler for the tasks of a pipeline. Every rank makes the same calls.
 
-    It trains the same few batches over and over, and puts everything back that a :class:`Keeper` keeps. The pipeline
-    must have no period open; what is in flight is trained first.
+    The profiler trains the given batches repeatedly and restores the state that *keeper* saves. The pipeline must not
+    have an open period; batches in flight are trained first.
 
     Args:
-        pipeline: whose tasks and plan are measured.
-        batches: on the host, as a loader gives them. Several are better than one: the same rows again and again are
-            found in caches where others are not.
-        keeper: keeps what iterations change; None where nothing is to be put back.
-        rounds: how often each task is measured.
-        iterations: of each measurement.
+        pipeline: pipeline whose tasks are measured.
+        batches: batches on the host, in the form in which a loader supplies them. Use several: repeated rows of a
+            single batch are found in caches, which rows of real data are not.
+        keeper: snapshot and restore of the state that iterations change (default None: nothing is restored).
+        rounds: number of measurements of each task (default 7). More rounds give narrower intervals.
+        iterations: number of iterations per measurement (default 10). The time of a profile grows with rounds x
+            iterations x tasks.
 
     Raises:
-        PlanError: there is no batch, or a number is too small.
+        PlanError: *batches* is empty, or *rounds* or *iterations* is less than 1.
     """
 
     def __init__(
@@ -74,11 +75,11 @@ class TaskProfiler:
     ) -> None:
         if not batches or rounds < 1 or iterations < 1:
             raise PlanError(
-                f"a profile was asked for over {len(batches)} batches, in {rounds} rounds of {iterations} iterations;"
-                " needed is at least one of each"
+                f"a profile has {len(batches)} batches, {rounds} rounds and {iterations} iterations; expected at least"
+                " one of each"
             )
         self._pipeline = pipeline
-        # Copies: what an iteration changes of its batch, the next one must not see.
+        # Snapshots, so that in-place changes of a batch do not reach later iterations.
         self._batches = [capture(batch) for batch in batches]
         self._keeper = keeper
         self._rounds = rounds
@@ -86,29 +87,29 @@ class TaskProfiler:
         self._source = _Cycle(self._batches)
 
     def profile(self, task: str | PipelineTask) -> TaskProfile:
-        """The times of one task.
+        """Measure one task.
 
         Raises:
-            PlanError: there is no such task, or it cannot be replayed.
-            SetupError: it has effects that it does not declare.
+            PlanError: the task is unknown or cannot be replayed.
+            SetupError: the task has effects that it does not declare.
         """
         name = task if isinstance(task, str) else task.name
         plan = self._pipeline.plan
         if name not in plan.tasks:
             raise PlanError(f"the plan has no task {name!r}; its tasks are {', '.join(plan.tasks)}")
         if reason := plan.tasks[name].not_replayable:
-            raise PlanError(f"task {name!r} cannot be replayed, since {reason}; profile_many() gives its own time")
+            raise PlanError(f"task {name!r} cannot be replayed, since {reason}; use profile_many() to measure its time")
         return self.profile_many([name]).tasks[name]
 
     def profile_many(self, tasks: Sequence[str | PipelineTask] | None = None, *, check: bool = True) -> ProfileResult:
-        """The times of tasks, all of them by default; of those that cannot be replayed the own time alone.
+        """Measure several tasks. For tasks that cannot be replayed, only the own time is measured.
 
         Args:
-            tasks: of the plan.
-            check: run :meth:`check` for each of them before: two serial iterations a task.
+            tasks: names or tasks of the plan (default all).
+            check: run :meth:`check` for each task first (default True). Costs two serial iterations per task.
 
         Raises:
-            PlanError: there is no such task, or ranks profile different ones.
+            PlanError: a task is unknown, or ranks profile different tasks.
             SetupError: a task has effects that it does not declare.
         """
         plan = self._pipeline.plan
@@ -117,7 +118,7 @@ class TaskProfiler:
             if name not in plan.tasks:
                 raise PlanError(f"the plan has no task {name!r}; its tasks are {', '.join(plan.tasks)}")
         measured = [name for name in names if not plan.tasks[name].not_replayable]
-        # Ranks that run other numbers of iterations would wait for each other for ever.
+        # Ranks that run different numbers of iterations would wait for each other forever.
         asked = {"rounds": self._rounds, "iterations": self._iterations, "batches": len(self._batches), "check": check}
         described = [("tasks", ", ".join(names)), *((name, str(value)) for name, value in asked.items())]
         self._pipeline.check_agreement(described, "profile")
@@ -128,12 +129,12 @@ class TaskProfiler:
             return self._measure(names, measured)
 
     def check(self, task: str | PipelineTask) -> None:
-        """See that a replay of a task leaves its later tasks what a run of it leaves them.
+        """Check that later tasks compute the same after a replay of a task as after a run of the task.
 
-        Two serial iterations train one batch from one state, the second one with the task replayed.
+        Two serial iterations train the same batch from the same state, the second one with the task replayed.
 
         Raises:
-            SetupError: a later task found something else: the task has effects that it does not declare.
+            SetupError: a later task wrote different values, so the task has effects that it does not declare.
         """
         with self._kept():
             self._check(task if isinstance(task, str) else task.name)
@@ -157,7 +158,7 @@ class TaskProfiler:
                 if not name:
                     continue
                 pipeline.enable_shortcut(name, key=self._key())
-                # Captured once for each batch; until the next one that trains is replayed all through.
+                # Capture once per batch, then continue until the pipeline only holds replayed iterations.
                 for _ in range(len(self._batches) + pipeline.plan.pipeline_depth):
                     self._iterate()
                 saved[name].append(all_run[-1] - self._time(own_without[name]))
@@ -180,7 +181,7 @@ class TaskProfiler:
         return ProfileResult(pipeline.plan.name, seconds, tasks, self._rounds, self._iterations)
 
     def _time(self, own: Mapping[str, list[float]]) -> float:
-        """Mean seconds of some iterations; each task's own times are added to *own*."""
+        """Mean time of the iterations of one measurement in seconds. Appends the tasks' own times to *own*."""
         self._pipeline.start_trace()
         self._synchronize()
         begun = time.perf_counter()
@@ -197,8 +198,8 @@ class TaskProfiler:
         return self._pipeline.progress(self._source)
 
     def _key(self) -> Callable[[IterContext], int]:
-        """Of an iteration, by its batch: which one of them it is."""
-        # Iterations are numbered as they are started, and batches are given in turn.
+        """Key function that maps an iteration to the index of its batch."""
+        # Iterations are numbered in the order of their start, and batches are supplied cyclically.
         offset = (self._source.given - self._pipeline.started) % len(self._batches)
         return lambda ctx: (ctx.iter_idx + offset) % len(self._batches)
 
@@ -216,7 +217,7 @@ class TaskProfiler:
         try:
             yield
         finally:
-            # A pipeline that failed has nothing in flight that could be trained.
+            # Batches in flight of a failed pipeline cannot be trained.
             pipeline.abandon()
             if not pipeline.failed:
                 pipeline.disable_shortcut()
@@ -244,13 +245,13 @@ class TaskProfiler:
         _compare(name, found[0], found[1])
 
 
-# What each later task wrote: by task and field, the tensors in it.
+# Tensors that later tasks wrote, by task and field.
 Seen = dict[tuple[str, str], list[Tensor]]
 
 
 def _written(tasks: Mapping[str, PipelineTask]) -> Callable[[str, IterContext], Seen]:
     def read(name: str, ctx: IterContext) -> Seen:
-        # What is under way may be in what a declared effect owns: its buffers hold anything yet.
+        # Fields of declared effects may hold pending communication, whose buffers are not yet filled.
         owned = {field for io in tasks[name].io for field in io.fields}
         fields = [field for field in tasks[name].writes if field in vars(ctx) and field not in owned]
         return {(name, field): capture(getattr(ctx, field)).tensors() for field in fields}
@@ -263,9 +264,9 @@ def _compare(name: str, first: Seen, second: Seen) -> None:
         others = second.get((task, field), [])
         if len(tensors) != len(others) or not all(map(_close, tensors, others)):
             raise SetupError(
-                f"task {name!r} has effects that it does not declare: where it was replayed, {task!r} wrote another"
-                f" {field!r}. Declare them, with PipelineTask(..., io=[DeclaredIO(capture, restore)]), or say that it"
-                " cannot be replayed (not_replayable)"
+                f"task {name!r} has effects that it does not declare: after a replay, {task!r} wrote a different"
+                f" {field!r}. Declare the effects with PipelineTask(..., io=[DeclaredIO(capture, restore)]), or set"
+                " not_replayable"
             )
 
 
@@ -282,20 +283,20 @@ def _taken_along(name: str, own: Mapping[str, float], left: Mapping[str, float])
     return tuple(
         other
         for other, seconds in own.items()
-        # What is short by itself says nothing.
+        # The times of very short tasks are too noisy to compare.
         if other != name and seconds > 0.01 * most and left.get(other, seconds) < _LEFT * seconds
     )
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float]:
-    """In which the median lies with 95 % confidence: the bootstrap's percentiles (Efron, 1979)."""
+    """95 % confidence interval of the median: percentiles of the bootstrap (Efron, 1979)."""
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(_RESAMPLES))
     return medians[int(0.025 * _RESAMPLES)], medians[int(0.975 * _RESAMPLES) - 1]
 
 
 class _Cycle(Iterator[Any]):
-    """Some batches, one after the other, for ever."""
+    """Endless iterator over the same batches."""
 
     def __init__(self, batches: Sequence[Captured]) -> None:
         self._batches = batches

@@ -1,4 +1,4 @@
-"""Values kept for later, detached from what made them: copied through any nesting, and handed out as new each time."""
+"""Deep snapshots of values whose tensors are detached and cloned. Each request returns a fresh copy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["ByReference", "Captured", "capture"]
 
 Grafts = Callable[[Tensor], Tensor]
 
-# Never looked into: they hold no data of an iteration, or are one for all.
+# Never copied: they hold no data of an iteration, or are shared by all iterations.
 _AS_THEY_ARE = (
     *(type(None), bool, int, float, complex, str, bytes, Enum, type, slice, range),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.Generator, torch.Stream, torch.Event),
@@ -28,10 +28,10 @@ _AS_THEY_ARE = (
 
 
 class ByReference:
-    """Marks a value that is handed out as the object it is.
+    """Marker for a value that is returned as the same object, not copied.
 
     Args:
-        value: whatever can be used by several iterations at a time.
+        value: object that several iterations can use at the same time.
     """
 
     __slots__ = ("value",)
@@ -41,37 +41,38 @@ class ByReference:
 
 
 class Captured:
-    """A value as it was when it was captured; :func:`capture` makes it."""
+    """Snapshot of a value, created by :func:`capture`."""
 
     def __init__(self, node: _Node) -> None:
         self._node = node
 
     def give(self, graft: Grafts | None = None) -> Any:
-        """The value anew; changes of what was given before do not show in it.
+        """Return a fresh copy of the value. Changes to earlier copies do not appear in it.
 
         Args:
-            graft: applied to tensors that required grad; the others, or all without it, are detached.
+            graft: function applied to tensors that required grad (default None). All other tensors are detached.
         """
         return self._node.give(graft, {})
 
     def tensors(self) -> list[Tensor]:
-        """The tensors in it, as they were, each once, in the order in which they were found."""
+        """Captured tensors, each once, in the order of traversal."""
         found: dict[int, Tensor] = {}
         self._node.collect(found, set())
         return list(found.values())
 
 
 def capture(value: Any) -> Captured:
-    """Keep *value*: tensors detached and cloned, lists, tuples, sets, mappings and objects that hold any rebuilt.
+    """Take a snapshot of *value*.
 
-    Modules, process groups, functions and the like are kept as they are, and so are objects that hold no tensor at
-    any depth. What one value holds twice is one object in what is given, too.
+    Tensors are detached and cloned. Lists, tuples, sets and mappings are rebuilt, and so are objects that hold tensors.
+    Parameters, modules, process groups, functions and similar objects are kept by reference, as are objects without
+    tensors at any depth. An object that occurs twice in *value* is also a single object in each copy.
     """
     return Captured(_capture(value, {}))
 
 
 class _Node(ABC):
-    """Part of a captured value."""
+    """Node of a captured value."""
 
     @property
     def holds_tensor(self) -> bool:
@@ -79,7 +80,7 @@ class _Node(ABC):
 
     @abstractmethod
     def give(self, graft: Grafts | None, given: dict[int, Any]) -> Any:
-        """The part anew; *given* has those of this giving, by node."""
+        """Return a fresh copy of the node. *given* maps node ids to the copies already made for this request."""
 
     def parts(self) -> Iterable[_Node]:
         return ()
@@ -100,7 +101,7 @@ class _AsItIs(_Node):
 
 
 class _Tensor(_Node):
-    """Copied a second time only where what was handed out was changed in place since."""
+    """Captured tensor. It is copied again only if the last copy was changed in place."""
 
     @property
     def holds_tensor(self) -> bool:
@@ -115,7 +116,7 @@ class _Tensor(_Node):
     def give(self, graft: Grafts | None, given: dict[int, Any]) -> Any:
         if id(self) not in given:
             out = self._out
-            # Tensors of inference mode count no changes.
+            # Inference tensors have no version counter.
             if out is None or out.is_inference() or out._version != self._version:
                 out = self._out = self._kept.clone()
                 self._version = 0 if out.is_inference() else out._version
@@ -128,7 +129,7 @@ class _Tensor(_Node):
 
 
 class _Built(_Node):
-    """Something with parts, which are there when it is made."""
+    """Collection that is built from its parts."""
 
     @property
     def holds_tensor(self) -> bool:
@@ -148,7 +149,7 @@ class _Built(_Node):
 
 
 class _Object(_Node):
-    """An object with attributes, among which it may be itself."""
+    """Object with attributes, which may refer back to the object."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -166,7 +167,7 @@ class _Object(_Node):
 
 
 def _capture(value: Any, seen: dict[int, tuple[Any, _Node]]) -> _Node:
-    """The node of *value*; *seen* keeps the values too, whose ids are not free as long."""
+    """Create the node of *value*. *seen* also holds the values, so that their ids are not reused."""
     if isinstance(value, ByReference):
         return _AsItIs(value.value)
     if isinstance(value, _AS_THEY_ARE) and not isinstance(value, nn.Parameter):

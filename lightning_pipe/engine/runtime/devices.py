@@ -1,4 +1,4 @@
-"""Streams and events of the device a pipeline runs on; nothing at all where the device has none."""
+"""Streams and events of the pipeline's device. All operations are no-ops on a device without streams."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _NO_STREAM = nullcontext()
 
 
 class DeviceStreams:
-    """A pipeline's named streams.
+    """Named device streams of a pipeline.
 
     Args:
-        device: the device; CPU (and any other without streams) makes every method a no-op.
+        device: device of the streams. On any device but CUDA no streams are created.
         names: names of the streams to create.
     """
 
@@ -26,19 +26,19 @@ class DeviceStreams:
         self._named = {name: self._module.Stream(device) for name in names} if self._module else {}
 
     def event(self) -> Any:
-        """A new event that can order streams (without timing)."""
+        """Create an event for ordering streams, without timing; None without streams."""
         return self._module.Event() if self._module else None
 
     def named(self, name: str | None) -> AbstractContextManager[Any]:
-        """Make the stream called *name* the current one; ``None`` leaves the current one."""
+        """Make the stream *name* the current one inside the context; ``None`` keeps the current stream."""
         return self._module.stream(self._named[name]) if self._module and name is not None else _NO_STREAM
 
     def current(self) -> Any:
-        """The calling thread's current stream."""
+        """Current stream of the calling thread; None without streams."""
         return self._module.current_stream(self._device) if self._module else None
 
     def using(self, stream: Any) -> AbstractContextManager[Any]:
-        """Make *stream*, a value of :meth:`current`, the current one."""
+        """Make *stream*, a result of :meth:`current`, the current one inside the context."""
         return self._module.stream(stream) if self._module else _NO_STREAM
 
     def record(self, event: Any) -> None:
@@ -46,11 +46,11 @@ class DeviceStreams:
         event.record(self.current())
 
     def current_waits_for(self, event: Any) -> None:
-        """Let the current stream wait for *event*."""
+        """Make the current stream wait for *event*."""
         self.current().wait_event(event)
 
     def join(self) -> None:
-        """What any of the streams, the current one included, is given from here on comes after all given so far."""
+        """Make all later work on any stream, including the current one, wait for all work submitted so far."""
         for stream in self._named.values():
             self.current().wait_stream(stream)
         for stream in self._named.values():

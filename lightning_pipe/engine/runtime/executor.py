@@ -1,8 +1,8 @@
-"""How one task runs: in its thread, on its stream, after all that it depends on; and what follows when it fails.
+"""Execution of single tasks: in their thread, on their stream, after their dependencies; and handling of failures.
 
-A dependency between threads is kept in two phases. (1) On the CPU the downstream thread waits for the signal of the
-upstream task, which is set after that task's device event was recorded; (2) then the downstream stream waits for the
-event. Waiting for an event that is not yet recorded would return at once, which is why (1) comes first::
+A dependency between threads is enforced in two phases. (1) On the CPU, the downstream thread waits for the signal of
+the upstream task, which is set after the task's device event was recorded. (2) Then the downstream stream waits for the
+event. The order matters because waiting for an event that is not yet recorded returns immediately::
 
     upstream thread     run task │ record event │ set signal
     downstream thread   wait for signal ························(1) │ stream waits for event (2) │ run task
@@ -34,12 +34,12 @@ from lightning_pipe.engine.runtime.worker import Worker
 
 _log = logging.getLogger(__name__)
 
-# What :meth:`Executor.enter` hands to :meth:`Executor.leave`.
+# State that :meth:`Executor.enter` returns for :meth:`Executor.leave`.
 Entered = tuple[AbstractContextManager[Any], Trace | None, Begun | None, float]
 
 
 class Operation:
-    """A task of the plan, with everything looked up that its runs need."""
+    """Task of the plan with its schedule and dependencies resolved in advance."""
 
     __slots__ = ("cpu_waits", "device_waits", "fn", "group", "index", "name", "ordered", "records", "stage", "stream")
 
@@ -51,7 +51,7 @@ class Operation:
         self.stage = where.stage
         self.group = where.thread_group
         self.stream = where.stream if has_streams else None
-        # The order matters only where several threads submit.
+        # The order only matters if several threads submit collectives.
         ordered_groups = {s.thread_group for s in plan.schedule.values() if s.globally_ordered}
         self.ordered = where.globally_ordered and len(ordered_groups) > 1
         positions = {task: position for position, task in enumerate(plan.tasks)}
@@ -60,8 +60,8 @@ class Operation:
             for d in plan.dependencies
             if d.downstream == name
         ]
-        # A task of main has run by the time anything after it in the order is submitted, and a group's queue is in
-        # order: only what another worker does has to be waited for.
+        # Tasks of main have run before later tasks are submitted, and the queue of a group is in order. So a task only
+        # has to wait for tasks of other workers.
         self.cpu_waits = tuple(
             dict.fromkeys(access for access, up in upstream if up.thread_group not in (MAIN, where.thread_group))
         )
@@ -69,14 +69,14 @@ class Operation:
         self.records = False
         if has_streams:
             self.device_waits = tuple(dict.fromkeys(access for access, up in upstream if up.stream != where.stream))
-            # The end of an iteration waits for its tasks on named streams too.
+            # retire() also waits for tasks on named streams.
             self.records = where.stream is not None or any(
                 d.upstream == name and plan.schedule[d.downstream].stream is not None for d in plan.dependencies
             )
 
 
 class Slot:
-    """One iteration in flight: its context, and its tasks' signals and device events, which later iterations re-use."""
+    """Iteration in flight: its context, and the signals and device events of its tasks. Later iterations reuse it."""
 
     __slots__ = ("ctx", "done", "events", "iteration")
 
@@ -89,17 +89,17 @@ class Slot:
             signal.set()
 
     def join(self) -> None:
-        """Wait until every task submitted to a worker for this iteration has ended."""
+        """Wait until all tasks of this iteration that were submitted to workers have ended."""
         for signal in self.done.values():
             signal.wait()
 
 
 class Executor:
-    """Runs the tasks it is given, each where the plan says.
+    """Runs tasks in the threads and on the streams that the plan gives them.
 
     Args:
-        plan: where each task runs and what it waits for.
-        device: where the plan's streams live.
+        plan: schedule and dependencies of the tasks.
+        device: device of the plan's streams.
     """
 
     def __init__(self, plan: PipelinePlan, device: torch.device) -> None:
@@ -107,7 +107,7 @@ class Executor:
         self.operations = [
             Operation(plan, name, index, self.streams.available) for index, name in enumerate(plan.tasks)
         ]
-        # A task may have to wait for an iteration that is trained already, whose slot must then still be its own.
+        # A task may wait for an iteration that is already trained, whose slot must not have been reused by then.
         longest = max((d.distance for d in plan.dependencies), default=0)
         self._slots = [Slot(self.operations, self.streams) for _ in range(plan.pipeline_depth + longest)]
         self._workers = {name: Worker(name) for name in plan.thread_groups if name != MAIN}
@@ -118,30 +118,31 @@ class Executor:
         self.failure: TaskError | None = None
 
     def restart(self, base: int) -> None:
-        """Begin anew with iteration *base*, with none in flight: nothing from here on waits for an earlier iteration.
+        """Restart at iteration *base* while no iteration is in flight. Later tasks do not wait for earlier iterations.
 
-        What streams still have to do for earlier ones comes before all that they are given from here on.
+        All streams finish the work of earlier iterations before any work submitted after this call.
         """
         self._base = base
         self.streams.join()
 
     def open(self, ctx: IterContext) -> Slot:
-        """A slot for the iteration of *ctx*."""
+        """Assign a slot to the iteration of *ctx*."""
         slot = self._slot(ctx.iter_idx)
         slot.iteration = ctx.iter_idx
         slot.ctx = ctx
         return slot
 
     def run(self, op: Operation, slot: Slot, serial: bool = False) -> None:
-        """Run *op* for the iteration of *slot*, or hand it to its worker.
+        """Run *op* for the iteration of *slot*, or submit it to its worker.
 
         Args:
-            op: the task.
-            slot: the iteration.
-            serial: run it here and now on the current stream, wherever the plan puts it.
+            op: task to run.
+            slot: iteration to run it for.
+            serial: run the task immediately in the calling thread and on the current stream, ignoring the plan
+                (default False).
 
         Raises:
-            TaskError: it failed, or another task did before.
+            TaskError: this task failed, or another task failed before.
         """
         self.raise_failure()
         ticket = None
@@ -159,11 +160,11 @@ class Executor:
             else:
                 slot.done[op.index].clear()
                 self._workers[op.group].submit(partial(self._work, op, slot, capture(), self.streams.current(), ticket))
-                ticket = None  # the worker passes it on
+                ticket = None  # the worker ends the turn
         except BaseException as error:
             failure = self.failed(error, op.name, slot.iteration, op.stage)
             if op.group != MAIN:
-                # Only now: what waits for the signal must see that the task has failed.
+                # Set after the failure is recorded, so that waiting tasks see it.
                 slot.done[op.index].set()
             raise failure from failure.__cause__
         finally:
@@ -171,7 +172,7 @@ class Executor:
                 self._sequencer.end(ticket)
 
     def enter(self, op: Operation, slot: Slot) -> Entered:
-        """Wait for what *op* depends on, for a caller that does its work; returns what :meth:`leave` needs."""
+        """Wait for the dependencies of *op*, whose work the caller does; returns the state for :meth:`leave`."""
         self._wait_here(op, slot)
         self.raise_failure()
         trace = self.trace
@@ -180,7 +181,7 @@ class Executor:
         return shown, trace, trace.begin() if trace else None, time.perf_counter()
 
     def leave(self, op: Operation, slot: Slot, entered: Entered) -> None:
-        """End what :meth:`enter` began."""
+        """End a task after :meth:`enter`."""
         shown, trace, begun, metered = entered
         if op.records:
             self.streams.record(slot.events[op.index])
@@ -191,7 +192,7 @@ class Executor:
         shown.__exit__(None, None, None)
 
     def retire(self, slot: Slot) -> IterContext:
-        """Wait until the iteration of *slot* is done; the current stream then comes after all of it.
+        """Wait until the iteration of *slot* is done, and make the current stream wait for all of its work.
 
         Raises:
             TaskError: a task failed.
@@ -209,10 +210,10 @@ class Executor:
         return ctx
 
     def failed(self, error: BaseException, task: str, iteration: int, stage: int) -> BaseException:
-        """Note that *task* failed, unless something failed before.
+        """Record that *task* failed. Only the first failure is kept.
 
         Returns:
-            What the calling thread has to raise: an interrupt as it is, for anything else the first failure.
+            The exception to raise in the calling thread: an interrupt unchanged, otherwise the first failure.
         """
         if self.failure is None:
             failure = TaskError(task, iteration, stage, dist.get_rank() if dist.is_initialized() else 0, error)
@@ -221,30 +222,35 @@ class Executor:
         return self.failure if isinstance(error, Exception) else error
 
     def raise_failure(self) -> None:
-        """Raise what failed, if anything did."""
+        """Raise the recorded failure, if there is one."""
         if self.failure is not None:
             raise self.failure
 
     def settle(self) -> None:
-        """Wait until the workers have done what they were given.
+        """Wait until the workers have finished all submitted tasks.
 
-        Signals of slots do not say that after an interrupt, which can come between a hand-off and the note of it.
+        Signals of slots are not reliable after an interrupt, which can occur between submitting a task and recording
+        that it was submitted.
         """
         for worker in self._workers.values():
             worker.settle()
 
     def close(self) -> None:
-        """End the workers, once they have done what they were given. May be called again after an interrupt."""
+        """End the workers after they have finished all submitted tasks. Can be called again after an interrupt."""
         for group, worker in self._workers.items():
             if not worker.close():
-                _log.warning("thread group %r is stuck in a call and could not be joined", group)
+                _log.warning(
+                    "the thread of group %r did not end in time and is left running. It is stuck in a call, for"
+                    " example in a collective with a failed rank; look for the first error on the other ranks",
+                    group,
+                )
         for slot in self._slots:
             slot.ctx = None
 
     def _work(self, op: Operation, slot: Slot, state: ThreadState, stream: Any, ticket: int | None) -> None:
-        """One run of a task in its worker. Ends with the signal set and the turn passed on, whatever happens."""
+        """Run a task in its worker. In all cases the signal is set and the turn is passed on at the end."""
         try:
-            # After a failure what is queued is given up, but still signalled: nobody waits for ever.
+            # After a failure queued tasks are skipped, but their signals are set so that no thread waits forever.
             if self.failure is None:
                 with entered(state), self.streams.using(stream):
                     self._wait(op, slot)
@@ -255,7 +261,7 @@ class Executor:
         finally:
             if ticket is not None:
                 self._sequencer.end(ticket)
-            # Nothing in this thread refers to the context any more: once all have signalled it can be freed.
+            # This thread no longer refers to the context, which can be freed after all signals are set.
             slot.done[op.index].set()
 
     def _wait(self, op: Operation, slot: Slot) -> None:
@@ -269,7 +275,7 @@ class Executor:
                         self.streams.current_waits_for(self._slot(slot.iteration - distance).events[upstream])
 
     def _wait_here(self, op: Operation, slot: Slot) -> None:
-        """In the calling thread, whose time may be metered; so is what follows."""
+        """Wait in the calling thread, and add the time to the meter if there is one."""
         begun = time.perf_counter()
         self._wait(op, slot)
         if self.meter is not None:

@@ -1,4 +1,4 @@
-"""The open period of a pipeline and the batches in flight: fetching, starting, running a period step by step.
+"""State of a pipeline: the open period and the batches in flight. Fetches, starts and advances iterations.
 
 Tested in ``tests/engine/runtime/test_pipeline.py``.
 """
@@ -31,7 +31,11 @@ T = TypeVar("T")
 def ends_on_interrupt(
     method: Callable[Concatenate[S, P], T],
 ) -> Callable[Concatenate[S, P], T]:
-    """A method during which an interrupt ends the pipeline: it can come between any two lines, in a hand-off, say."""
+    """Decorate a method so that an interrupt ends the pipeline.
+
+    An interrupt can occur between any two lines, for example while a task is submitted, and leave the state
+    inconsistent.
+    """
 
     @functools.wraps(method)
     def guarded(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -47,12 +51,12 @@ def ends_on_interrupt(
 
 
 class Periods:
-    """The state of a pipeline between two calls, and the steps that change it.
+    """State of a pipeline between two calls, and the steps that change it.
 
     Args:
-        plan: the plan to run.
-        device: the device of the plan's streams.
-        group: process group over which ranks compare their plans before the first period; None for one rank.
+        plan: plan to run.
+        device: device of the plan's streams.
+        group: process group in which ranks compare their plans before the first period; None for a single rank.
     """
 
     def __init__(self, plan: PipelinePlan, device: torch.device, group: dist.ProcessGroup | None) -> None:
@@ -71,16 +75,16 @@ class Periods:
         self._agreed = False
         self._closed = False
 
-        self._open = False  # whether there is a period,
-        self._trained = 0  # the iteration it trains,
-        self._serial = False  # whether that one runs alone, in serial order,
-        self._ops = self._plan_ops  # what the period runs,
-        self._cursor = 0  # how far it has come,
-        self._begun: tuple[Operation, Entered] | None = None  # and what the caller runs itself
+        self._open = False  # True while a period is open
+        self._trained = 0  # iteration that the open period trains
+        self._serial = False  # True if that iteration runs alone, in serial order
+        self._ops = self._plan_ops  # operations of the open period
+        self._cursor = 0  # index of the next operation
+        self._begun: tuple[Operation, Entered] | None = None  # task that the caller is running
 
     @property
     def meter(self) -> Meter | None:
-        """What adds up the calling thread's time; set it between periods, None for nothing."""
+        """Meter of the calling thread's time (default None). Set it between periods."""
         return self._executor.meter
 
     @meter.setter
@@ -92,7 +96,7 @@ class Periods:
         self._executor.restart(self._trained)
 
     def _agree(self) -> None:
-        # Before the first fetch: a rank whose data is empty must answer the others too.
+        # Before the first fetch, because a rank without data must also take part in the comparison.
         if not self._agreed:
             check_agreement(self.plan.description(), "plan", self._group)
             self._agreed = True
@@ -130,7 +134,7 @@ class Periods:
     def _advance(self) -> None:
         op = self._ops[self._cursor]
         self._cursor += 1
-        # While the pipeline drains, the later iterations are missing.
+        # While the pipeline drains, later iterations do not exist.
         slot = self._in_flight.get(self._trained if self._serial else self._trained + op.stage)
         if slot is not None:
             self._executor.run(op, slot, self._serial)
@@ -142,19 +146,19 @@ class Periods:
         raise PlanError(f"the plan has no task {task!r}; its tasks are {', '.join(self.plan.tasks)}")
 
     def _check_usable(self) -> None:
-        """A new period can begin."""
+        """Raise an error unless a new period can begin."""
         self._check_alive()
         if self._open:
             raise PlanError(f"the period of iteration {self._trained} is open; call finish() or abandon() first")
 
     def _check_running(self) -> None:
-        """The open period can go on."""
+        """Raise an error unless the open period can continue."""
         self._check_alive()
         if not self._open:
             raise PlanError("no period is open; call begin(data_iter) first")
         if self._begun is not None:
             name = self._begun[0].name
-            raise PlanError(f"task {name!r} of iteration {self._trained} is begun; call end_task({name!r}) first")
+            raise PlanError(f"task {name!r} of iteration {self._trained} has begun; call end_task({name!r}) first")
 
     def _check_alive(self) -> None:
         if self._closed:
@@ -164,6 +168,6 @@ class Periods:
     def _check_empty(self) -> None:
         if self._in_flight:
             raise PlanError(
-                f"pipeline {self.plan.name!r} has {len(self._in_flight)} batches in flight; a serial iteration needs"
-                " none: call drain() first"
+                f"pipeline {self.plan.name!r} has {len(self._in_flight)} batches in flight, but a serial iteration must"
+                " run alone; call drain() first"
             )

@@ -1,14 +1,14 @@
-"""The engine: runs a plan's tasks period by period.
+"""Pipeline engine: runs the tasks of a plan period by period.
 
-In period *p* iteration *p* is trained: a task of stage *s* runs for iteration *p + s*. The calling thread walks through
-the plan's order once a period; it runs the tasks of the group "main" itself and hands the others to their workers::
+Period *p* trains iteration *p*: a task of stage *s* runs for iteration *p + s*. Once per period the calling thread
+steps through the plan's order. It runs tasks of the group "main" and submits the others to their workers::
 
     period            p-1                     p                       p+1
     H2D     (stage 2) |1| i+1                 |1| i+2                 |1| i+3
     input   (stage 1)     |2| i                   |2| i+1                 |2| i+2
     forward (stage 0)         |3| i-1                 |3| i                   |3| i+1
 
-How one task runs is :mod:`.executor`'s business.
+:mod:`.executor` runs a single task.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ V = TypeVar("V")
 
 
 class SWPipeline(Periods):
-    """Runs a plan over the batches of an iterator. One :meth:`progress` call trains one batch.
+    """Software pipeline that runs a plan over the batches of an iterator. One :meth:`progress` call trains one batch.
+
+    A task that raises ends the pipeline: the call that runs its period and every later call raise the
+    :class:`TaskError`. An interrupt also ends the pipeline and is raised unchanged. :meth:`close` always works.
 
     Args:
-        plan: what to run, when and where.
-        device: where the plan's streams live; without one, or on a device that has no streams, stream names mean
-            nothing and overlap comes from the plan's worker threads alone.
-        group: process group over which ranks compare their plans before the first period; none where there is one rank.
-
-    A task that raises ends the pipeline: the :class:`TaskError` is raised by the call that was running its period, and
-    by every later one. An interrupt is raised as it is, and ends the pipeline too. :meth:`close` always works.
+        plan: tasks and their schedule.
+        device: device of the plan's streams (default the CPU). Without device streams, stream names are ignored and
+            only worker threads overlap work.
+        group: process group in which ranks compare their plans before the first period (default None, for a single
+            rank).
     """
 
     def __init__(
@@ -61,27 +62,29 @@ class SWPipeline(Periods):
 
     @property
     def in_flight(self) -> tuple[IterContext, ...]:
-        """Contexts of the iterations started and not yet retired, oldest first: never more than the plan's depth."""
+        """Contexts of iterations that have started and not retired, oldest first; at most the plan's depth."""
         return tuple(slot.ctx for slot in self._in_flight.values() if slot.ctx is not None)
 
     @property
     def device(self) -> torch.device:
-        """Where the plan's streams live."""
+        """Device of the plan's streams."""
         return self._device
 
     @property
     def started(self) -> int:
-        """How many iterations have been started so far: the index of the next one."""
+        """Number of iterations started so far, which is the index of the next one."""
         return self._fetched
 
     @property
     def failed(self) -> bool:
-        """Whether a task has raised, which ends the pipeline."""
+        """True if a task has raised, which ends the pipeline."""
         return self._executor.failure is not None
 
     @ends_on_interrupt
     def fill_pipeline(self, data_iter: Iterator[Any]) -> None:
-        """Start the iterations that run ahead, so that the next period can train the oldest; nothing if that is done.
+        """Start the iterations that run ahead, so that the next period can train the oldest one.
+
+        Does nothing if iterations are in flight.
 
         Raises:
             StopIteration: *data_iter* has no batch.
@@ -100,15 +103,15 @@ class SWPipeline(Periods):
 
     @ends_on_interrupt
     def progress(self, data_iter: Iterator[Any]) -> IterContext:
-        """Train one batch: a whole period, filling the pipeline before if it is empty.
+        """Train one batch by running a whole period. An empty pipeline is filled first.
 
         Args:
-            data_iter: gives one batch a period until it ends; what is in flight then drains in the calls that follow.
-                Another iterator may follow on from it in any call; after one that has ended, its batches start when
-                all others are trained.
+            data_iter: iterator that supplies one batch per period. After its end, later calls drain the batches in
+                flight. Any call may pass another iterator. If the previous iterator has ended, batches of the new one
+                start after all batches in flight are trained.
 
         Returns:
-            The context of the iteration trained, which is no longer in flight.
+            The context of the trained iteration, which is no longer in flight.
 
         Raises:
             StopIteration: every batch has been trained.
@@ -118,7 +121,7 @@ class SWPipeline(Periods):
         return self.finish()
 
     def drain(self) -> list[IterContext]:
-        """Train what is in flight without fetching any more; returns the contexts in order."""
+        """Train all batches in flight without fetching new ones; returns their contexts in order."""
         nothing: Iterator[Any] = iter(())
         retired = []
         while self._in_flight:
@@ -127,10 +130,10 @@ class SWPipeline(Periods):
 
     @ends_on_interrupt
     def abandon(self) -> int:
-        """Give up what is in flight without training it, once the workers have done what was submitted to them.
+        """Abandon all batches in flight without training them, after the workers have finished their submitted tasks.
 
         Returns:
-            The number of batches given up, the one of an open period included.
+            The number of abandoned batches, including the batch of an open period.
         """
         self.settle()
         for slot in self._in_flight.values():
@@ -142,20 +145,20 @@ class SWPipeline(Periods):
         return given_up
 
     def settle(self) -> None:
-        """Wait until the workers have done what they were given."""
+        """Wait until the workers have finished all submitted tasks."""
         if self._in_flight:
             self._executor.settle()
 
     @ends_on_interrupt
     def run_one_serial_iter(self, batch: Any, idx: int | None = None) -> IterContext:
-        """Run all tasks for *batch* one after the other, in serial order, in the calling thread.
+        """Run all tasks for *batch* sequentially, in serial order, in the calling thread.
 
         Args:
-            batch: what the data iterator would have given.
-            idx: the iteration's index, by default the next one; the iterations after it count on from there.
+            batch: batch in the form in which a data iterator supplies it.
+            idx: index of the iteration (default the next index). Later iterations continue from there.
 
         Raises:
-            PlanError: batches are in flight, whose order this would break.
+            PlanError: batches are in flight, and a serial iteration would break their order.
             TaskError: a task raised.
         """
         self._check_usable()
@@ -185,7 +188,7 @@ class SWPipeline(Periods):
         self._check_usable()
         if not self._in_flight:
             self.fill_pipeline(data_iter)
-        # Where the data has ended there is a gap, and an iteration that started behind it would miss its first stages.
+        # After the end of the data there is a gap; an iteration started after it would miss its first stages.
         if self._fetched - self._trained == self.plan.max_stage:
             self._fetch(data_iter)
         if not self._in_flight:
@@ -210,10 +213,12 @@ class SWPipeline(Periods):
 
     @ends_on_interrupt
     def run_until(self, task: str) -> None:
-        """Run the open period's tasks, in its order, up to and including *task*; nothing if that has run already.
+        """Run the tasks of the open period in order, up to and including *task*.
+
+        Does nothing if *task* has already run.
 
         Raises:
-            PlanError: there is no such task, no period is open, or the caller has begun a task and not ended it.
+            PlanError: *task* is unknown, no period is open, or the caller has begun a task and not ended it.
             TaskError: a task raised.
         """
         self._check_running()
@@ -223,28 +228,31 @@ class SWPipeline(Periods):
 
     @ends_on_interrupt
     def begin_task(self, task: str) -> IterContext:
-        """Run what comes before *task* and wait for what it depends on; the caller then does its work itself.
+        """Run all tasks before *task* and wait for its dependencies, so that the caller can do its work.
 
-        The way for a task whose work a caller with hooks of its own does, like an optimiser step inside Lightning.
-        Close it with :meth:`end_task`. Only for tasks of stage 0 that the plan gives to the group "main" and to the
-        current stream, and that need no place in the global order.
+        For work that the caller must do between its own hooks, such as an optimizer step inside Lightning. Call
+        :meth:`end_task` afterwards. Only tasks of stage 0 in the group "main", on the current stream and without a
+        place in the global order can be run in this way.
 
         Raises:
-            PlanError: *task* is none of these, has run already, or see :meth:`run_until`.
+            PlanError: *task* does not meet these conditions, is replayed or has already run, or a condition of
+                :meth:`run_until` is violated.
             TaskError: a task raised.
         """
         self._check_running()
         target = self._position(task)
         if isinstance(self._ops[target].fn, Shortcut):
-            raise PlanError(f"task {task!r} is replayed, but the caller does its work; call disable_shortcut({task!r})")
+            raise PlanError(f"task {task!r} is replayed and cannot be begun; call disable_shortcut({task!r}) first")
         where = self.plan.schedule[task]
         if where.stage != 0 or where.thread_group != MAIN or where.stream is not None or where.globally_ordered:
             raise PlanError(
-                f"task {task!r} is scheduled as {where}; only a task of stage 0, group {MAIN!r}, no stream of its own"
-                " and no global order can be run by the caller"
+                f"task {task!r} is scheduled as {where}; only a task of stage 0 in group {MAIN!r}, without a named"
+                " stream and without global order, can be run by the caller"
             )
         if self._cursor > target:
-            raise PlanError(f"task {task!r} of iteration {self._trained} has run already; begin it before that")
+            raise PlanError(
+                f"task {task!r} of iteration {self._trained} has run already; call begin_task() earlier in the period"
+            )
         while self._cursor < target:
             self._advance()
         op, slot = self._ops[target], self._in_flight[self._trained]
@@ -254,10 +262,10 @@ class SWPipeline(Periods):
 
     @ends_on_interrupt
     def end_task(self, task: str) -> None:
-        """Close what :meth:`begin_task` opened.
+        """End a task that :meth:`begin_task` began.
 
         Raises:
-            PlanError: it did not.
+            PlanError: *task* was not begun.
         """
         if self._begun is None or self._begun[0].name != task:
             raise PlanError(f"task {task!r} was not begun; call begin_task({task!r}) first")
@@ -268,7 +276,7 @@ class SWPipeline(Periods):
 
     @ends_on_interrupt
     def finish(self) -> IterContext:
-        """Run what is left of the open period and retire the iteration it trained.
+        """Run the remaining tasks of the open period and retire the iteration that it trained.
 
         Raises:
             PlanError: no period is open, or the caller has begun a task and not ended it.
@@ -287,54 +295,60 @@ class SWPipeline(Periods):
 
     @property
     def shortcuts(self) -> tuple[str, ...]:
-        """The tasks that are replayed."""
+        """Names of the replayed tasks."""
         return self._stand_ins.replayed
 
     def enable_shortcut(self, *tasks: str | PipelineTask, key: Key | None = None, rehearse: bool = False) -> None:
-        """Replay tasks: each runs once more, for each *key*, and what it did is captured; then it runs no more.
+        """Replay tasks: each runs once more per *key*, its effects are captured, and later runs restore them instead.
 
         Every rank calls this at the same point, between periods.
 
         Args:
-            tasks: of the plan.
-            key: of an iteration; those with one key must have the same values upstream of the tasks. None where all
-                have the same: one batch, again and again.
-            rehearse: see :class:`~lightning_pipe.engine.runtime.replay.Shortcut`; to compare iterations with.
+            tasks: names or tasks of the plan.
+            key: function that maps a context to a key. Iterations with the same key must have the same values upstream
+                of the tasks (default None: all iterations have the same values, as when one batch is repeated).
+            rehearse: make captured iterations equal to replayed ones, see
+                :class:`~lightning_pipe.engine.runtime.replay.Shortcut` (default False).
 
         Raises:
-            PlanError: there is no such task, it cannot be replayed, a period is open, or other ranks replay others.
+            PlanError: a task is unknown or cannot be replayed, a period is open, or ranks name different tasks.
         """
         self._stand_ins.replay(self._agreed_names("tasks to shortcut", tasks), key, rehearse)
 
     def disable_shortcut(self, *tasks: str | PipelineTask) -> None:
-        """Run tasks again, all of them if none is named; what was captured is forgotten. Between periods, on all ranks.
+        """Run tasks again instead of replaying them, and discard their captured effects.
+
+        Every rank calls this at the same point, between periods.
+
+        Args:
+            tasks: names or tasks of the plan (default all).
 
         Raises:
-            PlanError: there is no such task, a period is open, or other ranks replay others.
+            PlanError: a task is unknown, a period is open, or ranks name different tasks.
         """
         self._stand_ins.run(self._agreed_names("tasks to run again", tasks))
 
     @contextmanager
     def watched(self, tasks: Iterable[str], read: Callable[[str, IterContext], Mapping[K, V]]) -> Iterator[dict[K, V]]:
-        """Read the context behind each run of some tasks, between periods.
+        """Read the context after each run of some tasks. Enter and leave between periods.
 
         Args:
-            tasks: of the plan.
-            read: called with the task's name and the context, in the task's thread; returns entries.
+            tasks: names of the watched tasks.
+            read: function called with the task's name and the context, in the task's thread. It returns entries.
 
         Yields:
-            all entries read so far.
+            A dictionary of all entries read so far.
         """
         self._check_usable()
         with self._stand_ins.watched(tasks, read) as found:
             yield found
 
     def check_agreement(self, description: Sequence[tuple[str, str]], what: str) -> None:
-        """See that all ranks are about to do the same; every rank calls it.
+        """Check that *description* is the same on all ranks. Every rank calls this.
 
         Args:
-            description: (name, value) entries.
-            what: is described, for the message.
+            description: (name, value) entries of this rank.
+            what: name of the described object in the error message.
 
         Raises:
             PlanError: ranks differ.
@@ -344,9 +358,9 @@ class SWPipeline(Periods):
     def _agreed_names(self, what: str, tasks: Sequence[str | PipelineTask]) -> list[str]:
         self._check_usable()
         names = [task if isinstance(task, str) else task.name for task in tasks]
-        # A set that differs would leave ranks waiting in the collectives that others leave out.
+        # If the sets differed, some ranks would wait in collectives that other ranks do not run.
         check_agreement([(name, "") for name in sorted(names)], f"list of {what}", self._group)
-        # What workers were given still runs as it was meant when it was submitted: on every rank alike.
+        # Submitted tasks finish with their current functions, so that all ranks change functions at the same point.
         self.settle()
         return names
 
@@ -354,21 +368,25 @@ class SWPipeline(Periods):
 
     @property
     def trace(self) -> Trace | None:
-        """What is being recorded, if anything."""
+        """Trace that is being recorded; None if recording is off."""
         return self._executor.trace
 
     def start_trace(self, keep: int | None = None) -> None:
-        """Record a :class:`TaskSpan` for every task from now on; keep the latest *keep*, or all."""
+        """Start to record a :class:`TaskSpan` for every task.
+
+        Args:
+            keep: number of latest spans to keep (default None, all).
+        """
         has_streams = self._executor.streams.available
         self._executor.trace = Trace(keep, DeviceClock(self._device) if has_streams else None)
 
     def stop_trace(self) -> list[TaskSpan]:
-        """Stop recording; returns the spans in the order in which they ended, without those still open."""
+        """Stop recording; returns the ended spans in the order of their ends. Open spans are dropped."""
         trace, self._executor.trace = self._executor.trace, None
         return trace.spans() if trace else []
 
     def close(self) -> None:
-        """Give up what is in flight and end the worker threads. May be called again, and after a failure."""
+        """Abandon all batches in flight and end the worker threads. Can be called repeatedly and after a failure."""
         self._closed = True
         self._executor.close()
         self._in_flight.clear()

@@ -1,4 +1,4 @@
-"""Telling the caching allocator that a stream uses memory which another stream allocated."""
+"""Registration of cross-stream memory use with the caching allocator."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["record_use"]
 
 
 def record_use(value: Any) -> None:
-    """Record the current stream as a user of every device tensor in *value*; nothing for CPU tensors.
+    """Record the current stream as a user of every device tensor in *value*. CPU tensors are ignored.
 
-    Without it a tensor made on a side stream can have its memory given away while the current stream still reads it
-    (see ``torch.Tensor.record_stream``).
+    Otherwise the allocator could reuse the memory of a tensor from a side stream while the current stream still reads
+    it (see ``torch.Tensor.record_stream``).
 
     Args:
-        value: a tensor, an object with a ``record_stream(stream)`` of its own (TorchRec's, for example), or a
-            collection, mapping or dataclass of such.
+        value: tensor, object with a ``record_stream(stream)`` method (such as TorchRec's), or a list, tuple, mapping or
+            dataclass of these.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return

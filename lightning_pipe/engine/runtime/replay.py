@@ -1,10 +1,10 @@
-"""Replays of a task: its function is run once, and from then on what it did is done again without running it.
+"""Replay of a task: the function runs once, and later runs restore its captured effects instead.
 
-    first run    fields before ──► fn(ctx) ──► fields after     captured: what differs, and the declared effects
-    replays      fields before ─────────────► fields after      put back; upstream of it gradients are zeros
+    first run    fields before ──► fn(ctx) ──► fields after     captured: changed fields and declared effects
+    replays      fields before ─────────────► fields after      restored; upstream gradients are zeros
 
-What a replay saves is what a task costs: :class:`~lightning_pipe.engine.profiling.profiler.TaskProfiler` measures with
-it.
+The time saved by a replay is the cost of the task, which
+:class:`~lightning_pipe.engine.profiling.profiler.TaskProfiler` measures in this way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Key = Callable[[IterContext], Hashable]
 
 @dataclass(frozen=True)
 class _TaskRun:
-    """What one run of a task did."""
+    """Captured effects of one run of a task."""
 
     produced: Captured
     deleted: tuple[str, ...]
@@ -34,14 +34,15 @@ class _TaskRun:
 
 
 class Shortcut:
-    """Stands in for a task's function.
+    """Replacement for a task's function that captures the first run and replays it afterwards.
 
     Args:
-        task: whose function it is.
-        key: of an iteration: those with one key have the same values upstream, and one run is captured for each. None
-            where all have the same.
-        rehearse: let what comes later in a captured iteration find what it finds in a replayed one, gradients that end
-            at the task included: what it does otherwise then comes of effects that are not declared.
+        task: task to replay.
+        key: function that maps a context to a key. Iterations with the same key have the same values upstream, and one
+            run is captured per key (default None: all iterations have the same values).
+        rehearse: give later tasks of a captured iteration the same inputs as in a replayed one, including gradients
+            that end at the task (default False). A remaining difference between the two iterations then comes from an
+            undeclared effect.
     """
 
     def __init__(self, task: PipelineTask, key: Key | None = None, *, rehearse: bool = False) -> None:
@@ -68,7 +69,7 @@ class Shortcut:
         before = dict(vars(ctx))
         self._task.fn(ctx)
         after = vars(ctx)
-        # What is said to be written and is the same object was changed in place.
+        # A field that is declared as written and is still the same object was changed in place.
         produced = {
             name: value
             for name, value in after.items()
@@ -81,7 +82,7 @@ class Shortcut:
     def _replay(self, ctx: IterContext, run: _TaskRun) -> None:
         upstream = self._upstream(ctx) if torch.is_grad_enabled() else None
         give = None if upstream is None else _Grafts(upstream)
-        # Produced first, and deleted last: to restore may take what the task has put there, or would have taken.
+        # Fields are set first and deleted last, because restore() may use fields that the task sets or deletes.
         vars(ctx).update(run.produced.give(give))
         for io, effect in run.effects:
             io.restore(ctx, effect.give(give))
@@ -89,7 +90,7 @@ class Shortcut:
             vars(ctx).pop(name, None)
 
     def _upstream(self, ctx: IterContext) -> list[Tensor]:
-        """What the outputs would have gradients for."""
+        """Tensors for which the outputs would have gradients."""
         found: dict[int, Tensor] = {}
         for name in self._task.reads:
             if name in vars(ctx) and name not in self._owned:
@@ -110,12 +111,12 @@ class _Grafts:
 
 
 def graft(value: Tensor, upstream: Iterable[Tensor]) -> Tensor:
-    """*value* on a graph that it did not come from: its gradient goes to it, and zeros to each of *upstream*.
+    """Attach *value* to an autograd graph whose backward gives each tensor of *upstream* a gradient of zeros.
 
-    So all that would have had a gradient has one, of zeros: whoever waits for gradients gets them.
+    All tensors that would have received a gradient then receive one, so hooks that wait for gradients still run.
 
     Args:
-        value: a tensor without a graph.
+        value: tensor without a graph.
         upstream: tensors that require grad.
     """
     anchor = torch.empty(0, device=value.device, requires_grad=True)
@@ -127,12 +128,12 @@ class _Graft(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, anchor: Tensor, *upstream: Tensor) -> Tensor:
         ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in upstream]
-        return value.detach()  # not the argument itself: what is handed on may be changed in place
+        return value.detach()  # a new tensor, because later tasks may change the result in place
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # One number each, seen as many times as needed.
+        # Expanded scalars, which need no memory for the full shape.
         zeros = [torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.like]
         return (gradient, None, *zeros)
 

@@ -1,8 +1,8 @@
-"""One order of submission for tasks of different threads, the same on every rank.
+"""Common submission order for collectives of different threads, the same on every rank.
 
-Collectives of one process group must be submitted in the same order everywhere. Tickets are handed out in the plan's
-order; a task holds its turn while it submits and passes it on *before* it waits, since a turn held across a wait would
-make the other threads wait too.
+Collectives of one process group must be submitted in the same order on all ranks. Tickets are issued in the plan's
+order. A task holds its turn while it submits collectives and ends it *before* it waits for them; a turn held during the
+wait would block the other threads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _current = threading.local()
 
 
 class SubmissionSequencer:
-    """Hands turns from ticket to ticket, in order."""
+    """Gives turns to tickets in the order in which they were issued."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -22,19 +22,19 @@ class SubmissionSequencer:
         self._passed: set[int] = set()
 
     def issue(self) -> int:
-        """The next ticket; called by the one thread that submits tasks."""
+        """Issue the next ticket. Only the thread that submits tasks calls this."""
         ticket = self._issued
         self._issued += 1
         return ticket
 
     def begin(self, ticket: int) -> None:
-        """Wait until it is *ticket*'s turn, and hold it in this thread until :func:`submitted` or :meth:`end`."""
+        """Wait for the turn of *ticket*. This thread holds the turn until :func:`submitted` or :meth:`end`."""
         with self._condition:
             self._condition.wait_for(lambda: self._turn >= ticket)
         _current.turn = (self, ticket)
 
     def end(self, ticket: int) -> None:
-        """Pass *ticket*'s turn on, if that was not done yet; also for a task that failed or was skipped."""
+        """End the turn of *ticket*. Also called for tasks that failed or were skipped; repeated calls do nothing."""
         _current.turn = None
         with self._condition:
             if ticket < self._turn:
@@ -47,9 +47,9 @@ class SubmissionSequencer:
 
 
 def submitted() -> None:
-    """Say from inside a globally ordered task that it has submitted all its collectives and will only wait from here.
+    """End the turn of the calling task, which has submitted all its collectives and will only wait from here.
 
-    Anywhere else it does nothing.
+    Does nothing outside a globally ordered task.
     """
     turn = getattr(_current, "turn", None)
     if turn is not None:

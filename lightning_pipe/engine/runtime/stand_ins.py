@@ -1,4 +1,4 @@
-"""What a pipeline calls for its tasks: their functions, replays of them, or functions that are watched.
+"""Overrides of task functions in a pipeline: replays, and functions whose contexts are read after each run.
 
 Tested in ``tests/engine/runtime/test_pipeline.py``.
 """
@@ -19,11 +19,11 @@ V = TypeVar("V")
 
 
 class StandIns:
-    """Puts other functions in the place of tasks' own.
+    """Replaces the functions of tasks temporarily.
 
     Args:
-        tasks: of the plan, by name.
-        operations: that run them; nothing but their functions changes.
+        tasks: tasks of the plan, by name.
+        operations: operations that run the tasks. Only their functions are changed.
     """
 
     def __init__(self, tasks: Mapping[str, PipelineTask], operations: Sequence[Operation]) -> None:
@@ -32,30 +32,30 @@ class StandIns:
 
     @property
     def replayed(self) -> tuple[str, ...]:
-        """The tasks that are replayed."""
+        """Names of the replayed tasks."""
         return tuple(op.name for op in self._operations if isinstance(op.fn, Shortcut))
 
     def replay(self, names: Sequence[str], key: Key | None, rehearse: bool) -> None:
-        """Replay tasks, see :class:`~lightning_pipe.engine.runtime.replay.Shortcut`; all of them, or none.
+        """Replay tasks, see :class:`~lightning_pipe.engine.runtime.replay.Shortcut`. On an error no task is changed.
 
         Raises:
-            PlanError: there is no such task, or it cannot be replayed.
+            PlanError: a task is unknown or cannot be replayed.
         """
         self._check(names)
         for name in names:
             if reason := self._tasks[name].not_replayable:
                 raise PlanError(
-                    f"task {name!r} cannot be replayed, since {reason}; shortcut others, or measure its time"
+                    f"task {name!r} cannot be replayed, since {reason}; replay other tasks, or measure only its time"
                 )
         for op in self._operations:
             if op.name in names:
                 op.fn = Shortcut(self._tasks[op.name], key, rehearse=rehearse)
 
     def run(self, names: Sequence[str]) -> None:
-        """Run tasks again, all of them if none is named; what was captured is forgotten.
+        """Run tasks again instead of replaying them, by default all, and discard their captured effects.
 
         Raises:
-            PlanError: there is no such task.
+            PlanError: a task is unknown.
         """
         self._check(names)
         for op in self._operations:
@@ -64,7 +64,7 @@ class StandIns:
 
     @contextmanager
     def watched(self, names: Iterable[str], read: Callable[[str, IterContext], Mapping[K, V]]) -> Iterator[dict[K, V]]:
-        """Have *read* called with a task's name and the context behind each of its runs; yields what that gave."""
+        """Call *read* with the task's name and the context after each run; yields a dictionary of the results."""
         found: dict[K, V] = {}
         wanted = set(names)
         watched = [op for op in self._operations if op.name in wanted]
@@ -84,7 +84,7 @@ class StandIns:
 
 
 class _WatchedTask:
-    """A task's function, and what is read of the context behind it."""
+    """Task function that reads the context after each run."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""What PyTorch keeps per thread, carried from the main thread to a worker.
+"""PyTorch's thread-local settings, transferred from the main thread to a worker.
 
-Grad mode, inference mode, autocast, function modes (the default device is one), dispatch modes, saved-tensor hooks and
-the current device are per thread: a worker that runs a task under its own would compute something else. What PyTorch
-keeps per process (default dtype, intra-op threads, deterministic flags, the CPU generator) is not a worker's to touch.
+Grad mode, inference mode, autocast, function modes (such as the default device), dispatch modes, saved-tensor hooks and
+the current device are thread-local; a worker with its own settings would compute different results. Settings of the
+whole process (default dtype, intra-op threads, deterministic flags, the CPU generator) are never changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UNCHANGED = nullcontext()
 
 
 class ThreadState(NamedTuple):
-    """One thread's settings at one moment; compares equal where a task would see no difference."""
+    """Snapshot of a thread's settings. Two snapshots are equal if a task would see no difference."""
 
     grad: bool
     inference: bool
@@ -41,7 +41,7 @@ class ThreadState(NamedTuple):
 
 
 def capture() -> ThreadState:
-    """The calling thread's settings."""
+    """Take a snapshot of the calling thread's settings."""
     return ThreadState(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -56,7 +56,7 @@ def capture() -> ThreadState:
 
 
 def entered(state: ThreadState) -> AbstractContextManager[None]:
-    """Run a body under *state*; the calling thread's own settings come back afterwards."""
+    """Run the body of the context under *state*, and restore the thread's own settings afterwards."""
     own = capture()
     return _UNCHANGED if own == state else _entered(state, own)
 
@@ -77,7 +77,7 @@ def _entered(state: ThreadState, own: ThreadState) -> Iterator[None]:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*state.saved_tensor_hooks))
         if state.cuda_device is not None and state.cuda_device != own.cuda_device:
             stack.enter_context(torch.cuda.device(state.cuda_device))
-        # A worker starts with empty mode stacks; pushed by hand, since entering a mode twice is not every mode's thing.
+        # A worker starts with empty mode stacks. Modes are pushed directly, since not every mode can be entered twice.
         for mode in state.function_modes:
             push_function_mode(mode)  # type: ignore[no-untyped-call]
             stack.callback(pop_function_mode)

@@ -195,7 +195,7 @@ def test_an_effect_that_is_not_declared_is_noticed(clock: Clock) -> None:
         ]
         return TaskProfiler(SWPipeline(PipelinePlan([(task, _HERE) for task in tasks])), [0], rounds=1, iterations=1)
 
-    with pytest.raises(SetupError, match=r"'put' has effects that it does not declare.*'take' wrote another 'found'"):
+    with pytest.raises(SetupError, match=r"'put' has effects that it does not declare.*'take' wrote a different 'found'"):
         of().profile_many()
     declared = DeclaredIO(lambda ctx: shelf[0], lambda ctx, kept: shelf.__setitem__(0, kept))
     of(declared).check("put")
@@ -235,7 +235,7 @@ def test_a_result_is_read_back_from_its_text() -> None:
     result = ProfileResult("serial", 3e-3, tasks, 7, 10)
     assert ProfileResult.from_json(result.to_json()) == result
     for text in ("", "{}", '{"tasks": 3}', '{"tasks": {}, "colour": 1}', "[1]"):
-        with pytest.raises(PlanError, match="this is no profile"):
+        with pytest.raises(PlanError, match="this is not a profile"):
             ProfileResult.from_json(text)
 
 
@@ -259,7 +259,7 @@ def test_the_report_has_a_line_for_each_task_and_cuts_no_figure_off(width: int) 
     else:
         assert ["start_sparse_dist", "100.000", "0.500", "-0.400", "..", "0.600", "-", "100", "%"] in lines
         assert ["b", "2.000", "-"] in lines
-    assert "start_sparse_dist: what it exposes includes b" in text
+    assert "start_sparse_dist: exposed time includes b" in text
     assert "b: not replayed: so" in text
 
 

@@ -388,7 +388,7 @@ def test_a_task_begun_must_be_ended_before_anything_else() -> None:
             lambda: pipeline.begin_task("forward"),
             lambda: pipeline.finish(),
         ):
-            with pytest.raises(PlanError, match=r"task 'forward' of iteration 0 is begun; call end_task\('forward'\)"):
+            with pytest.raises(PlanError, match=r"task 'forward' of iteration 0 has begun; call end_task\('forward'\)"):
                 call()
         with pytest.raises(PlanError, match="'step' was not begun"):
             pipeline.end_task("step")
