@@ -1,8 +1,8 @@
-"""What time it is on another rank: clocks of several machines, read on one of them.
+"""Offsets between the clocks of ranks on different machines.
 
-Two ranks exchange messages; the other's clock was read between the send and the receive of this one's, so the middle of
-the two is wrong by half the round trip at most. The shortest of some round trips says most. Source: Cristian,
-"Probabilistic clock synchronization" (1989).
+Rank 0 sends a message and the other rank replies with its clock, which it reads between rank 0's send and receive. The
+midpoint of the two is therefore wrong by at most half the round-trip time. The shortest of several round trips gives
+the smallest error. Source: Cristian, "Probabilistic clock synchronization" (1989).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _ROUNDS = 10
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """How far a rank's ``time.perf_counter`` is behind rank 0's.
+    """Offset of rank 0's ``time.perf_counter`` relative to a rank's clock.
 
     Args:
-        at: when that was measured, on the rank's own clock (seconds).
-        seconds: to add to the rank's clock.
-        error: by which that may be wrong (seconds).
+        at: time of the measurement on the rank's clock (seconds).
+        seconds: offset to add to the rank's clock to obtain rank 0's clock (seconds).
+        error: maximum error of the offset (seconds).
     """
 
     at: float
@@ -33,19 +33,19 @@ class ClockOffset:
 
 
 def measure_offset(group: dist.ProcessGroup | None) -> ClockOffset:
-    """This rank's offset; every rank of *group* calls it, and nothing else uses the group meanwhile.
+    """Measure the offset of this rank's clock. Every rank of *group* calls this; the group must be otherwise idle.
 
-    Some 20 messages a rank, one rank after the other.
+    Costs about 20 messages per rank, one rank after the other.
 
     Args:
-        group: of CPU tensors; ``None`` for a rank that is alone.
+        group: process group for CPU tensors; ``None`` for a single rank.
     """
     if group is None:
         return ClockOffset(time.perf_counter(), 0.0, 0.0)
     ping, pong = torch.zeros(1), torch.zeros(3, dtype=torch.float64)
     if dist.get_rank(group) == 0:
         for rank in range(1, dist.get_world_size(group)):
-            dist.recv(ping, group=group, group_src=rank)  # it is there: the first trip would take in its delay
+            dist.recv(ping, group=group, group_src=rank)  # the rank is ready; its delay must not count as a round trip
             best = min((_round_trip(group, rank, ping, pong) for _ in range(_ROUNDS)), key=lambda found: found[2])
             dist.send(torch.tensor(best, dtype=torch.float64), group=group, group_dst=rank)
         return ClockOffset(time.perf_counter(), 0.0, 0.0)
@@ -70,7 +70,7 @@ def _round_trip(
 
 
 def to_first_rank(begin: ClockOffset, end: ClockOffset) -> Callable[[float], float]:
-    """A rank's clock to rank 0's, from two measurements; between them the one is taken to drift off evenly."""
+    """Conversion from a rank's clock to rank 0's, from two measurements with linear drift in between."""
     elapsed = end.at - begin.at
     drift = (end.seconds - begin.seconds) / elapsed if elapsed > 0 else 0.0
     return lambda moment: moment + begin.seconds + drift * (moment - begin.at)

@@ -1,7 +1,7 @@
-"""When a device's stream came to a place, in the host's seconds.
+"""Times of events in device streams, on the host's clock.
 
-The host is done with a task when it has launched the task's kernels; when these began and ended, only events in the
-stream can tell. Those are resolved once, at the end, so that nothing is waited for meanwhile.
+The host finishes a task when it has launched the task's kernels. Only events in the stream record when the kernels
+began and ended. The events are resolved once at the end, so that recording never waits for the device.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 
 
 class DeviceClock:
-    """Takes the time on a device's streams, between two moments at which it is compared with the host's clock.
+    """Clock for the streams of a device, which is compared with the host's clock at creation and in :meth:`resolve`.
 
-    Making it and :meth:`resolve` wait until the device is idle; :meth:`now` does not wait.
+    Creation and :meth:`resolve` wait until the device is idle; :meth:`now` does not wait.
 
     Args:
-        device: one with streams.
-        module: PyTorch's module for such devices.
+        device: device with streams.
+        module: PyTorch's module for the device type (default: looked up).
     """
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
@@ -28,17 +28,17 @@ class DeviceClock:
         self._begin = self._compare()
 
     def now(self) -> Any:
-        """A mark in the calling thread's current stream."""
+        """Record a timing event in the calling thread's current stream."""
         event = self._module.Event(enable_timing=True)
         event.record(self._module.current_stream(self._device))
         return event
 
     def resolve(self, events: list[Any]) -> list[float]:
-        """When the streams came to *events*: seconds of ``time.perf_counter``.
+        """Times at which the streams reached *events*, in seconds of ``time.perf_counter``.
 
-        The device's clock may run a little faster or slower than the host's: between the two comparisons it is taken
-        to do so evenly. Exact to some microseconds, which grow with the time since the first comparison: events tell
-        it in single precision.
+        A constant clock rate between the two comparisons is assumed, since the device's clock may run slightly faster
+        or slower than the host's. The error is a few microseconds and grows with the time since the first comparison,
+        because events measure elapsed time in single precision.
         """
         begin_event, begin = self._begin
         end_event, end = self._compare()

@@ -1,4 +1,4 @@
-"""What the calling thread's time goes to, added up: to watch a pipeline all the time, for which a trace is too long."""
+"""Sums of the calling thread's time, for continuous monitoring of a pipeline. A trace would grow too long for that."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import time
 
 
 class Meter:
-    """Seconds of the calling thread since the meter was made. Some 0.2 µs a task.
+    """Time of the calling thread by category, in seconds since the creation of the meter. Costs about 0.2 µs per task.
 
     Attributes:
-        fetching: in the data iterator.
-        waiting: for workers, until what a task of this thread depends on, or all of an iteration, was done.
-        tasks: by name, in the tasks that this thread ran.
+        fetching: time in the data iterator.
+        waiting: time spent waiting for workers, before a task of this thread or at the end of an iteration.
+        tasks: time in the tasks that this thread ran, by task name.
     """
 
     __slots__ = ("fetching", "tasks", "waiting")
@@ -22,13 +22,13 @@ class Meter:
         self.tasks: dict[str, float] = {}
 
     def ran(self, task: str, begun: float) -> None:
-        """Count a run that began at *begun*, by ``time.perf_counter``, and ends now."""
+        """Add the run of a task that began at *begun* (``time.perf_counter``) and ends now."""
         self.tasks[task] = self.tasks.get(task, 0.0) + time.perf_counter() - begun
 
     def waited(self, begun: float) -> None:
-        """Count a wait, likewise."""
+        """Add a wait that began at *begun* and ends now."""
         self.waiting += time.perf_counter() - begun
 
     def fetched(self, begun: float) -> None:
-        """Count a call of the data iterator, likewise."""
+        """Add a call of the data iterator that began at *begun* and ends now."""
         self.fetching += time.perf_counter() - begun

@@ -1,12 +1,12 @@
-"""The tasks' names in PyTorch's profiler and in NVTX, beside the operators and kernels that they show themselves.
+"""Named ranges of tasks for PyTorch's profiler and NVTX, in addition to operators and kernels.
 
-PyTorch's profiler notes nothing of threads that were there before it began, which a pipeline's workers are, unless it
-is asked for all of them::
+PyTorch's profiler ignores threads that started before it, such as the workers of a pipeline, unless it is configured to
+profile all threads::
 
     everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with torch.profiler.profile(experimental_config=everywhere) as profiler: ...
 
-NVTX ranges are there while ``torch.autograd.profiler.emit_nvtx()`` is entered, and while a trace is on.
+NVTX ranges are emitted while ``torch.autograd.profiler.emit_nvtx()`` is entered and while a trace is on.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _NOTHING = nullcontext()
 
 
 def task_range(name: str, traced: bool) -> AbstractContextManager[Any]:
-    """What to enter around a task called *name*; it costs as good as nothing where no profiler is at work.
+    """Context manager for the range of a task. Its cost is negligible without a profiler or trace.
 
     Args:
-        name: the range's name.
-        traced: whether a trace is on.
+        name: name of the range.
+        traced: True if a trace is on.
     """
-    # Of the process: PyTorch's own question is answered per thread, and with no in workers.
+    # Checked for the whole process: PyTorch's own check is per thread and returns False in workers.
     profiled = is_profiler_at_work()
     if not profiled and not traced:
         return _NOTHING

@@ -1,7 +1,7 @@
-"""What ran when, on all ranks: bars in lanes, the arrows between those that depend on each other, the critical path.
+"""Timeline of all ranks: bars in lanes, arrows between dependent bars, and the critical path.
 
-A lane is a thread of a rank, or a stream of its device. A bar is a task's run, or a part of one: a micro-batch's way
-through a stage lies inside the run of the task that is a whole schedule. Seconds of one clock throughout.
+A lane is a thread of a rank or a stream of its device. A bar is the run of a task or a part of it: the work of a stage
+on a micro-batch lies inside the run of the task that executes the schedule. All times are seconds of the same clock.
 """
 
 from __future__ import annotations
@@ -21,29 +21,28 @@ TASK, DEVICE, EVALUATION = "task", "device", "evaluation"
 BACKGROUND = "background"
 FORWARD, BACKWARD = "forward", "backward"
 INPUT_BACKWARD, WEIGHT_BACKWARD = "input_backward", "weight_backward"
-RECOMPUTE = "recompute"  # a forward once more, for its backward
+RECOMPUTE = "recompute"  # repeated forward of activation checkpointing, before the backward
 WAITS = ("wait_forward", "wait_backward")
 
 Arrow = tuple[int, int]
 
 
 class Bar(NamedTuple):
-    """One thing that took time, or takes it in a simulation: the record that all timelines are made of.
+    """Measured or simulated time interval: the record type of all timelines.
 
     Args:
-        rank: where.
-        lane: the thread group's name; ``"stream NAME"`` for work on a device.
-        name: what it is called: the task's name, or its kind.
-        kind: ``"task"``; ``"device"``, the same task on its stream; ``"background"``, what a
-            simulated task has submitted; ``"evaluation"``; of a micro-batch ``"forward"``,
-            ``"backward"``, ``"input_backward"``, ``"weight_backward"``, ``"recompute"``, ``"wait_forward"`` or
-            ``"wait_backward"``.
-        start: seconds.
-        end: seconds.
-        iteration: that it was for; ``None`` where that is not known.
-        microbatch: of a micro-batch, its index.
-        stage: of a micro-batch, the index of the stage it went through.
-        pipeline: of a micro-batch, which of several data-parallel pipelines.
+        rank: rank that did the work.
+        lane: name of the thread group; ``"stream NAME"`` for work on a device.
+        name: label of the bar: the task's name, or the kind.
+        kind: ``"task"``; ``"device"`` (the same task on its stream); ``"background"`` (work submitted by a simulated
+            task); ``"evaluation"``; for micro-batches ``"forward"``, ``"backward"``, ``"input_backward"``,
+            ``"weight_backward"``, ``"recompute"``, ``"wait_forward"`` or ``"wait_backward"``.
+        start: start time (seconds).
+        end: end time (seconds).
+        iteration: index of the iteration (default ``None``, unknown).
+        microbatch: index of the micro-batch; ``None`` for other bars.
+        stage: index of the stage that processed the micro-batch; ``None`` for other bars.
+        pipeline: index of the data-parallel pipeline of the micro-batch (default 0).
     """
 
     rank: int
@@ -61,12 +60,12 @@ class Bar(NamedTuple):
 def microbatch_bar(
     stage: int, kind: str, microbatch: int, start: float, end: float, rank: int = 0, lane: str = MAIN
 ) -> Bar:
-    """A bar for work on a micro-batch, or for the wait before it."""
+    """Create a bar for work on a micro-batch, or for the wait before it."""
     return Bar(rank, lane, kind, kind, start, end, None, microbatch, stage)
 
 
 def task_bars(spans: Iterable[TaskSpan], rank: int) -> list[Bar]:
-    """A bar for each span, and one more for its work on a device."""
+    """Create a bar for each span, and a second bar for its work on a device with streams."""
     bars = []
     for span in spans:
         bars.append(Bar(rank, span.thread, span.task, TASK, span.start, span.end, span.iteration))
@@ -77,16 +76,16 @@ def task_bars(spans: Iterable[TaskSpan], rank: int) -> list[Bar]:
 
 
 def on_clock(clock: Callable[[float], float], bars: Iterable[Bar]) -> list[Bar]:
-    """Bars with their times told by another clock."""
+    """Convert the times of bars to another clock."""
     return [bar._replace(start=clock(bar.start), end=clock(bar.end)) for bar in bars]
 
 
 def in_iterations(bars: Iterable[Bar], tasks: Iterable[Bar]) -> list[Bar]:
-    """Give each bar the iteration of the main thread's task during which it began; None where there is no such task.
+    """Assign to each bar the iteration of the main thread's task during which the bar began; None without such a task.
 
     Args:
-        bars: in order of their start.
-        tasks: of the same rank.
+        bars: bars of one rank, ordered by start.
+        tasks: bars of the tasks of the same rank.
     """
     found = []
     around = deque(sorted((bar for bar in tasks if bar.kind == TASK and bar.lane == MAIN), key=lambda bar: bar.start))
@@ -98,14 +97,14 @@ def in_iterations(bars: Iterable[Bar], tasks: Iterable[Bar]) -> list[Bar]:
 
 
 class Timeline:
-    """Bars of all ranks, on one clock.
+    """Bars of all ranks on a common clock.
 
     Args:
-        bars: in any order.
-        dependencies: of the plan, which is every rank's.
+        bars: bars in any order.
+        dependencies: dependencies of the plan, which all ranks share (default none).
 
     Attributes:
-        bars: by rank, lane and start; of two that start at once, the longer comes first.
+        bars: bars sorted by rank, lane and start; of two bars with the same start, the longer comes first.
     """
 
     def __init__(self, bars: Iterable[Bar], dependencies: Sequence[Dependency] = ()) -> None:
@@ -118,17 +117,17 @@ class Timeline:
 
     @cached_property
     def lanes(self) -> tuple[tuple[int, str], ...]:
-        """Rank and lane: by rank, the main thread first, other threads, then streams."""
+        """(rank, lane) pairs sorted by rank; within a rank the main thread, other threads, then streams."""
         return tuple(dict.fromkeys((bar.rank, bar.lane) for bar in self.bars))
 
     @cached_property
     def arrows(self) -> tuple[Arrow, ...]:
-        """Positions of bars where the second depends on the first: by the plan, or as a micro-batch goes on."""
+        """Pairs of positions of bars whose second bar depends on the first, by the plan or through a micro-batch."""
         return (*self._arrows_of_tasks(), *self._arrows_of_microbatches())
 
     @cached_property
     def outer(self) -> frozenset[int]:
-        """Positions of bars that others lie inside of: in their lane, or work on micro-batches in another thread."""
+        """Positions of bars that enclose others: bars of the same lane, or micro-batch bars of another thread."""
         found = set(self._held)
         open_bars: list[int] = []
         for position, bar in enumerate(self.bars):
@@ -141,7 +140,7 @@ class Timeline:
 
     @cached_property
     def _held(self) -> dict[int, list[int]]:
-        """Tasks of main threads that wait while other threads of their rank are at micro-batches, and that work."""
+        """Positions of main-thread tasks that wait for other threads to process micro-batches, with those bars."""
         found: dict[int, list[int]] = defaultdict(list)
         for rank in {bar.rank for bar in self.bars if bar.stage is not None and bar.lane != MAIN}:
             tasks = [p for p, bar in enumerate(self.bars) if (bar.rank, bar.lane, bar.kind) == (rank, MAIN, TASK)]
@@ -155,18 +154,18 @@ class Timeline:
 
     @cached_property
     def critical(self) -> frozenset[int]:
-        """Positions of the bars on the critical path: had one of them been shorter, the end would have come sooner.
+        """Positions of the bars on the critical path: if any of them had been shorter, the end would have come earlier.
 
-        Found from the end: before each bar on the path comes the one that ended last of those it had to wait for, which
-        are what it depends on, what its lane did before, and behind a schedule of micro-batches the last work in it of
-        every rank, since those exchange their losses there. One path for all ranks that arrows join, else one for each
-        rank: what else holds ranks together, as collectives do, is not known here.
+        The path is traced from the end. The predecessor of a bar is the latest-ending bar that it had to wait for: its
+        dependencies, the previous bar of its lane and, after a schedule of micro-batches, the last bar of every rank in
+        that schedule, since ranks exchange their losses there. Ranks connected by arrows share a path; each other rank
+        has a separate path, because synchronization through collectives is not recorded.
         """
         return frozenset(position for step in self._path for position in step if position is not None)
 
     @cached_property
     def critical_steps(self) -> tuple[Arrow, ...]:
-        """The critical path as pairs of bars, each of which follows the other on it."""
+        """Critical path as pairs of positions of consecutive bars."""
         return tuple((source, target) for source, target in self._path if source is not None)
 
     @cached_property
@@ -198,7 +197,7 @@ class Timeline:
             at: int | None = max(of_ranks, key=lambda p: self.bars[p].end, default=None)
             while at is not None and at not in seen:
                 seen.add(at)
-                # An end that comes later, on another rank, is a clock's error, if it is not another's end altogether.
+                # A predecessor on another rank that ends later is a clock error, or not a predecessor at all.
                 candidates = [p for p in before[at] if self.bars[p].end <= self.bars[at].end]
                 previous = max(candidates, key=lambda p: self.bars[p].end, default=None)
                 path.append((previous, at))
@@ -206,9 +205,9 @@ class Timeline:
         return path
 
     def _last_of_schedules(self, leaves: Iterable[int]) -> dict[tuple[int, int | None], list[int]]:
-        """Of each schedule of micro-batches, what each rank did last in it."""
+        """Last bar of each rank in each schedule of micro-batches."""
         last: dict[tuple[int, int | None], dict[int, int]] = defaultdict(dict)
-        for position in leaves:  # in each lane by start
+        for position in leaves:  # sorted by lane and start
             if self.bars[position].stage is not None:
                 of_rank, rank = last[self._schedule(position)], self.bars[position].rank
                 if rank not in of_rank or self.bars[of_rank[rank]].end <= self.bars[position].end:
@@ -263,7 +262,7 @@ class Timeline:
 
 
 def _needs(stage: int, kind: str) -> list[tuple[int, str]]:
-    """What a micro-batch has gone through before: stages, and what they did."""
+    """Preceding work on the same micro-batch, as (stage, kind) pairs."""
     if kind == FORWARD:
         return [(stage - 1, FORWARD)]
     if kind == WEIGHT_BACKWARD:

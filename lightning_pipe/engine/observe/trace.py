@@ -1,4 +1,4 @@
-"""What ran when: the spans that a pipeline records while its trace is on."""
+"""Recorded time spans of task runs, collected while the trace of a pipeline is on."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from typing import Any
 
 from lightning_pipe.engine.observe.device_clock import DeviceClock
 
-# What :meth:`Trace.begin` hands to :meth:`Trace.end`: place in the order, host clock, mark in the stream.
+# State that :meth:`Trace.begin` returns for :meth:`Trace.end`: position in the order, host clock, event in the stream.
 Begun = tuple[int, float, Any]
 
 
 @dataclass(frozen=True)
 class TaskSpan:
-    """One run of one task.
+    """Time span of one run of a task.
 
     Args:
         task: name of the task.
-        iteration: index of the iteration it ran for.
-        thread: name of the thread group it ran in.
-        stream: name of its device stream, ``None`` for the current one.
-        start: host clock when its function was entered, after all waits for other tasks (seconds, arbitrary origin).
-        end: the same when it was left; on a device with streams the device may still be at work.
-        start_order: position of the start among all starts and ends of this trace: an order without a clock.
-        end_order: position of the end among them.
-        device_start: when its stream came to its work, by the same clock; ``None`` on a device without streams.
-        device_end: the same when the stream had done it.
+        iteration: index of the iteration that the task ran for.
+        thread: name of the thread group that ran the task.
+        stream: name of the device stream; ``None`` for the current stream.
+        start: host time when the function was entered, after all waits for other tasks (seconds, arbitrary origin).
+        end: host time when the function returned; the device may still be executing its kernels.
+        start_order: position of the start among all starts and ends of the trace, independent of the clock.
+        end_order: position of the end among all starts and ends of the trace.
+        device_start: time when the stream reached the task's work, on the same clock; ``None`` without device streams.
+        device_end: time when the stream finished the task's work, on the same clock; ``None`` without device streams.
     """
 
     task: str
@@ -46,7 +46,7 @@ class TaskSpan:
 
 
 def task_seconds(spans: Iterable[TaskSpan]) -> dict[str, float]:
-    """By task, the median of the seconds that it took in its thread."""
+    """Median time of each task in its thread, in seconds."""
     times: dict[str, list[float]] = {}
     for span in spans:
         times.setdefault(span.task, []).append(span.end - span.start)
@@ -54,32 +54,32 @@ def task_seconds(spans: Iterable[TaskSpan]) -> dict[str, float]:
 
 
 class Trace:
-    """Collects what tasks note, from any thread.
+    """Collects spans from all threads.
 
     Args:
-        keep: the number of spans to keep, the latest; ``None`` for all.
-        device_clock: for spans on a device with streams.
+        keep: number of latest spans to keep (default ``None``, all).
+        device_clock: clock for the device times of spans (default ``None``, no device times).
     """
 
     def __init__(self, keep: int | None = None, device_clock: DeviceClock | None = None) -> None:
-        # next() on a count and append on a deque are atomic under the interpreter lock: no lock of our own.
+        # No lock: next() on a count and append on a deque are atomic under the interpreter lock.
         self._order = itertools.count()
         self._records: deque[tuple[str, int, str, str | None, int, float, Any, int, float, Any]] = deque(maxlen=keep)
         self._device_clock = device_clock
 
     def begin(self) -> Begun:
-        """Begin a span, in the stream that the task runs on."""
+        """Begin a span. Called with the task's stream as the current one."""
         mark = self._device_clock.now() if self._device_clock else None
         return next(self._order), time.perf_counter(), mark
 
     def end(self, task: str, iteration: int, thread: str, stream: str | None, begun: Begun) -> None:
-        """End the span that *begun* began, in the same stream. The other arguments are :class:`TaskSpan`'s."""
+        """End the span of *begun*, in the same stream. For the other arguments see :class:`TaskSpan`."""
         end = time.perf_counter()
         mark = self._device_clock.now() if self._device_clock else None
         self._records.append((task, iteration, thread, stream, *begun, next(self._order), end, mark))
 
     def spans(self) -> list[TaskSpan]:
-        """What has ended so far, in that order; waits for the device."""
+        """Spans ended so far, in the order of their ends. Waits for the device."""
         records = list(self._records.copy())  # a worker may still append to the original
         times: list[tuple[float | None, float | None]] = [(None, None)] * len(records)
         if self._device_clock:

@@ -1,8 +1,8 @@
-"""A timeline as a file that ui.perfetto.dev and chrome://tracing open: Chrome's trace event format, as JSON.
+"""Export of a timeline in Chrome's trace event format (JSON), for ui.perfetto.dev and chrome://tracing.
 
-Source: "Trace Event Format", the Chromium project's document. A rank is a process there, a lane a thread; bars are
-complete events ("X"), which must lie inside each other or apart; an arrow is a flow ("s" to "f") that starts and ends
-at times when the bars it joins are open.
+Source: "Trace Event Format", the Chromium project's document. A rank becomes a process and a lane a thread. Bars become
+complete events ("X"), which must be nested or disjoint within a thread. An arrow becomes a flow ("s" to "f"), which
+must start and end while the bars that it connects are open.
 """
 
 from __future__ import annotations
@@ -17,32 +17,34 @@ from lightning_pipe.engine.observe.timeline import TASK, Bar, Timeline
 
 __all__ = ["trace_events", "write_trace"]
 
-_TICK = 1e-3  # microseconds: times have three decimals
+_TICK = 1e-3  # microseconds; times are written with three decimals
 
 
 def write_trace(timeline: Timeline, path: Path, notes: Mapping[str, Any]) -> None:
-    """Write *timeline* to *path*, whole or not at all.
+    """Write *timeline* to *path* atomically.
 
     Args:
-        timeline: the bars.
-        path: of the file, whose folder is made if it is not there.
-        notes: shown beside the trace; plain values.
+        timeline: timeline to write.
+        path: file to write. A missing folder is created.
+        notes: metadata that is shown with the trace; plain values.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     with whole_file(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
         json.dump(trace_events(timeline, notes), file, separators=(",", ":"))
 
 
 def trace_events(timeline: Timeline, notes: Mapping[str, Any]) -> dict[str, Any]:
-    """*timeline* as the format's object: names first, then all events by time, which counts from the first bar.
+    """Convert *timeline* to the object of the trace format: names first, then all events by time.
+
+    Times start at 0 with the first bar.
 
     Args:
-        timeline: the bars.
-        notes: shown beside the trace; plain values.
+        timeline: timeline to convert.
+        notes: metadata that is shown with the trace; plain values.
     """
-    # Numbers begin with 1, of ranks too: process 0 and thread 0 are the idle ones of an operating system.
+    # Thread and process numbers start at 1, because process 0 and thread 0 denote idle ones of an operating system.
     threads = {lane: index for index, lane in enumerate(timeline.lanes, 1)}
     origin = min((bar.start for bar in timeline.bars), default=0.0)
     times = _times(timeline, origin)
@@ -51,7 +53,7 @@ def trace_events(timeline: Timeline, notes: Mapping[str, Any]) -> dict[str, Any]
         for position, bar in enumerate(timeline.bars)
     ]
     events.extend(_flows(timeline, threads, times))
-    # Where times are equal, what encloses comes before what lies inside, and slices before flows that refer to them.
+    # At equal times, enclosing slices precede nested ones, and slices precede the flows that refer to them.
     events.sort(key=lambda event: (event["ts"], event["ph"] != "X", -event.get("dur", 0.0)))
     return {
         "traceEvents": [*_names(timeline, threads), *events],
@@ -74,10 +76,10 @@ def _metadata(name: str, rank: int, args: dict[str, Any], thread: int = 0) -> di
 
 
 def _times(timeline: Timeline, origin: float) -> list[tuple[float, float]]:
-    """Start and end of each bar in microseconds, cut so that those of a lane lie inside each other or apart.
+    """Start and end of each bar in microseconds, clipped so that the bars of a lane are nested or disjoint.
 
-    They do already where a thread is noted. On a stream that two threads submit to, work of the one can be noted
-    around a part of the other's.
+    Bars of a thread need no clipping. On a stream to which two threads submit, a bar of one thread can partly overlap a
+    bar of the other.
     """
     times: list[tuple[float, float]] = []
     enclosing: list[tuple[float, tuple[int, str]]] = []
@@ -114,7 +116,7 @@ def _flows(
 ) -> Iterator[dict[str, Any]]:
     for number, (source, target) in enumerate(timeline.arrows):
         (begin, end), arrival = times[source], times[target][0]
-        # A flow starts inside the bar that it comes from, and not after it has arrived, which clocks may make it seem.
+        # A flow must start inside its source bar and before its arrival, even if clock errors suggest otherwise.
         departure = round(max(begin, min(end - _TICK, arrival)), 3)
         if departure > arrival:
             continue

@@ -1,4 +1,4 @@
-"""Ranks compare what must be the same on all of them: a difference is an error that names it, not a hang later."""
+"""Comparison of configurations between ranks. A difference raises an error that names it, instead of a later hang."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def check_agreement(
     error: type[PipelineError] = PlanError,
     advice: str = "",
 ) -> None:
-    """Raises on every rank if the ranks' descriptions differ. Every rank of the group calls it.
+    """Raise an error on every rank if the ranks' descriptions differ. Every rank of the group calls this.
 
-    Costs one all-gather of 32 bytes a rank; the entries themselves travel only if they differ.
+    Costs one all-gather of 32 bytes per rank. The entries are only sent if they differ.
 
     Args:
-        description: what this rank has, in ordered (name, value) entries.
-        what: what is described, as it is called in the error.
-        group: the ranks that compare; None, or a group of one, compares nothing.
-        error: the class to raise.
-        advice: how to, after "Give every rank the same ...".
+        description: ordered (name, value) entries of this rank.
+        what: name of the described object in the error message.
+        group: process group of the ranks to compare; None or a group of one rank skips the comparison.
+        error: class of the error (default :class:`PlanError`).
+        advice: text that follows "Give every rank the same ..." in the message (default empty).
 
     Raises:
-        PlanError: or *error*: names the first entry that differs, with its values on two ranks that differ in it.
+        PlanError: or *error*, with the first entry that differs and its values on two ranks.
     """
     if group is None or is_alone(group):
         return
@@ -52,7 +52,7 @@ def check_agreement(
 
 
 def _first_difference(descriptions: list[list[Entry]], what: str) -> str:
-    """Where ranks differ first; the same text on every rank, since each has all descriptions."""
+    """Error message with the first difference, identical on all ranks because each has all descriptions."""
     found = next(entries for entries in zip_longest(*descriptions) if len(set(entries)) > 1)
     other = next(rank for rank, entry in enumerate(found) if entry != found[0])
     return (

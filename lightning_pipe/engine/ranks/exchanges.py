@@ -1,9 +1,10 @@
-"""All-to-alls between machines, over Gloo, that go both ways at once.
+"""Full-duplex all-to-all between machines with Gloo.
 
-Gloo's all-to-all sends before it is ready to receive. Where two ranks begin at the same moment, on a link that queues,
-each one's word that it is ready waits behind what it sends: one direction goes after the other, every third time or
-nearly every time. Here an all-to-all is messages between two ranks each, and every rank is ready for all of them before
-it sends any. Between processes of one machine that gains nothing, and Gloo's is left as it is.
+Gloo's all-to-all sends before it is ready to receive. If two ranks start at the same moment on a link with a queue,
+each rank's message that it is ready to receive is queued after the data that it sends. The two directions then run
+sequentially, in a third of all calls up to nearly all of them. Here an all-to-all consists of point-to-point messages,
+and every rank posts all receives before its first send. Between processes of one machine this has no benefit, and
+Gloo's all-to-all is used.
 """
 
 from __future__ import annotations
@@ -22,39 +23,39 @@ from lightning_pipe.engine.ranks.together import shares_host
 __all__ = ["exchanging", "gains_from_messages"]
 
 _CPU = torch.device("cpu")
-# Numbers of messages are int32, and start again behind the last.
+# Message tags are int32 and wrap around.
 _TAGS = 2**31
 _GivenUp = dict[int, tuple[list[Any], tuple[Tensor, ...]]]
 
 
 def gains_from_messages(group: dist.ProcessGroup) -> bool:
-    """Whether *group* is Gloo's and across machines; all ranks of it call this."""
+    """Return True if *group* uses Gloo and spans several machines. All ranks of the group call this."""
     if group.size() == 1 or dist.get_backend(group) != "gloo":
         return False
     if not isinstance(backend_of(group), dist.ProcessGroupGloo):
-        return False  # PyTorch's detailed debugging looks at each collective
+        return False  # wrapped by TORCH_DISTRIBUTED_DEBUG=DETAIL, which checks each collective
     return not shares_host(group)
 
 
 def exchanging(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """What to give ``torch.distributed.all_to_all_single`` for *group*; all ranks of it call this.
+    """Wrap *group* for ``torch.distributed.all_to_all_single``. All ranks of the group call this.
 
     Args:
-        group: made for the caller; from here on no messages (``send``, ``recv``) of others may travel in it.
+        group: process group used only by the caller. No other code may ``send`` or ``recv`` in it afterwards.
 
     Returns:
-        Where that gains something, what exchanges tensors on the CPU as this module says, and is *group* for whatever
-        else is asked of it; else *group*.
+        A wrapper that exchanges CPU tensors with point-to-point messages and otherwise behaves like *group*; *group*
+        unchanged if messages have no benefit.
     """
     return cast(dist.ProcessGroup, _Exchanging(group)) if gains_from_messages(group) else group
 
 
 class _Exchanging:
-    """A process group with another all-to-all.
+    """Process group with a replaced all-to-all.
 
     Args:
-        group: all else is done by it; PyTorch, which keeps what it knows of groups in dictionaries, takes one for the
-            other.
+        group: process group for all other operations. The wrapper has the same hash and compares equal, so it finds the
+            group's entries in PyTorch's dictionaries.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -62,7 +63,7 @@ class _Exchanging:
         self._gloo: Any = backend_of(group)
         self._rank, self._size = group.rank(), group.size()
         self._count = 0
-        # By number, of exchanges that nobody can wait for any more: messages, and the memory they use until they end.
+        # Works and tensors of abandoned exchanges, by number. They keep the memory alive until the messages have ended.
         self._given_up: _GivenUp = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -82,17 +83,17 @@ class _Exchanging:
         input_splits: list[int],
         options: Any = None,
     ) -> Any:
-        """As ``ProcessGroup.all_to_all_single``: every rank sends rows of its *input* to each.
+        """Send rows of *input* to every rank, like ``ProcessGroup.all_to_all_single``.
 
         Args:
-            output: (sum of *output_splits*, …), filled.
-            input: (sum of *input_splits*, …).
-            output_splits: rows from each rank; none for as many from each.
-            input_splits: rows to each rank; none for as many to each.
-            options: of the group's own.
+            output: tensor of shape (sum of *output_splits*, ...) that receives the rows.
+            input: tensor of shape (sum of *input_splits*, ...).
+            output_splits: number of rows from each rank; empty for equal splits.
+            input_splits: number of rows to each rank; empty for equal splits.
+            options: options for the wrapped group.
 
         Raises:
-            ValueError: tensors or splits that do not fit each other; before anything is sent.
+            ValueError: tensors and splits do not match. Raised before any data is sent.
         """
         if input.device != _CPU or output.device != _CPU:
             name = "all_to_all_single" if hasattr(self._group, "all_to_all_single") else "alltoall_base"
@@ -101,52 +102,52 @@ class _Exchanging:
         received = self._parts("output", output, output_splits)
         if sent[self._rank].shape != received[self._rank].shape:
             raise ValueError(
-                f"rank {self._rank} sends itself {list(sent[self._rank].shape)} and is to receive"
-                f" {list(received[self._rank].shape)}; give input and output splits that agree on it"
+                f"rank {self._rank} sends itself {list(sent[self._rank].shape)} but expects to receive"
+                f" {list(received[self._rank].shape)}; give matching input and output splits"
             )
         tag = self._count % _TAGS
         self._count += 1
         others = [(self._rank + distance) % self._size for distance in range(1, self._size)]
-        # Both ranks know of messages without anything in them, which are none.
+        # Empty messages are skipped; both ranks know their size.
         works = [self._gloo.recv([received[other]], other, tag) for other in others if received[other].numel()]
         works += [self._gloo.send([sent[other]], other, tag) for other in others if sent[other].numel()]
-        with torch.no_grad():  # as Gloo, which knows of no gradients
+        with torch.no_grad():  # like Gloo, which does not record gradients
             received[self._rank].copy_(sent[self._rank])
         return _Exchange(works, (output, input), self._count, self._given_up)
 
-    # Its name before torch 2.13.
+    # Name of the method before torch 2.13.
     alltoall_base = all_to_all_single
 
     def _parts(self, what: str, tensor: Tensor, splits: list[int]) -> Sequence[Tensor]:
         rows = tensor.shape[0] if tensor.dim() else 0
         if not tensor.is_contiguous():
             raise ValueError(
-                f"the {what} of an all-to-all has strides {tensor.stride()}; needed is one without gaps: call"
+                f"the {what} of an all-to-all has strides {tensor.stride()}; expected a contiguous tensor: call"
                 " contiguous()"
             )
         if splits and (len(splits) != self._size or sum(splits) != rows):
             raise ValueError(
-                f"the {what} of an all-to-all has {rows} rows, and splits {splits}; needed are {self._size} numbers"
-                f" that add up to {rows}"
+                f"the {what} of an all-to-all has {rows} rows and splits {splits}; expected {self._size} numbers that"
+                f" add up to {rows}"
             )
         if not splits and rows % self._size:
             raise ValueError(
-                f"the {what} of an all-to-all has {rows} rows, which {self._size} ranks cannot have as many of each;"
-                " give splits"
+                f"the {what} of an all-to-all has {rows} rows, which cannot be split equally between {self._size}"
+                " ranks; give splits"
             )
         parts: Sequence[Tensor] = torch.split(tensor, splits or [rows // self._size] * self._size)
         return parts
 
 
 class _Exchange(dist.Work):
-    """Messages under way. TorchRec waits for nothing that is no ``Work``.
+    """Pending messages of one exchange. A subclass of ``Work``, because TorchRec only waits for these.
 
     Args:
-        works: of each; the first of them receive.
-        tensors: whose memory they use.
-        number: counts exchanges of the group.
-        given_up: of the group; where works and tensors stay if nobody waits for this one, until one behind it has
-            ended, when they have too, or are about to.
+        works: pending works, receives first.
+        tensors: input and output, whose memory the works use.
+        number: index of the exchange in its group.
+        given_up: abandoned exchanges of the group. If this object is destroyed before a wait, its works and tensors are
+            kept there until a later exchange has ended; they have then also ended, or are about to.
     """
 
     def __init__(self, works: list[Any], tensors: tuple[Tensor, Tensor], number: int, given_up: _GivenUp) -> None:
@@ -161,20 +162,23 @@ class _Exchange(dist.Work):
             self._given_up[self._number] = self._works, self._tensors
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Until all have been received and sent; the group's timeout is that of each, if there is no other.
+        """Wait until all messages are received and sent.
+
+        Args:
+            timeout: timeout of each message (default: the group's timeout).
 
         Raises:
-            RuntimeError: a rank has left, or the time is over.
+            RuntimeError: a rank has left, or the timeout has expired.
         """
         _wait(self._works, timeout)
         self._works, self._tensors = [], ()
         for number in [number for number in list(self._given_up) if number < self._number]:
-            works, _tensors = self._given_up.pop(number, ([], ()))  # held until then
+            works, _tensors = self._given_up.pop(number, ([], ()))  # _tensors stay alive during the wait
             _wait(works, timeout)
         return True
 
     def is_completed(self) -> bool:
-        """Whether somebody has waited for it: Gloo's messages do not tell before."""
+        """Return True after :meth:`wait`. Gloo does not report the completion of messages earlier."""
         return not self._works
 
 

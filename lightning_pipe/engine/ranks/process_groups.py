@@ -1,12 +1,11 @@
-"""Process groups beside the default one, without the threads that each costs with Gloo.
+"""Additional Gloo process groups that share the network thread of the default group.
 
-What may be under way at the same time needs a process group of its own, so that ranks cannot mistake one's messages for
-another's. A group of Gloo's has five threads, one of which listens to its sockets. With two ranks on two cores, three
-such groups take 0.3 to 0.8 ms of processor time per rank and step more than the groups made here: 3 to 8 % of a step of
-10 ms. The groups made here listen in the default group's thread, and run their collectives in one, in the order they
-were asked for, as NCCL does.
+Communication that runs concurrently needs separate process groups, so that ranks cannot confuse messages. A Gloo group
+has five threads, one of which listens to its sockets. With two ranks on two cores, three such groups take 0.3 to 0.8 ms
+more processor time per rank and step than groups created here: 3 to 8 % of a step of 10 ms. Groups created here listen
+in the default group's thread and run their collectives in a single thread, in the order of submission, as NCCL does.
 
-They are Gloo's by name as well, which PyTorch asks of a group that sharded tensors live in.
+Their backend name is also "gloo", which PyTorch requires for the process group of sharded tensors.
 """
 
 from __future__ import annotations
@@ -21,22 +20,24 @@ from lightning_pipe._compat.torch import default_gloo_devices, gloo_of_one_threa
 
 __all__ = ["new_group"]
 
-# What they are made by, as PyTorch's registry knows it.
+# Name of the backend in PyTorch's registry.
 _NAME = "gloo_of_lightning_pipe"
 
 
 def new_group(
     ranks: Sequence[int] | None = None, *, timeout: timedelta | None = None, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """``torch.distributed.new_group``, which all ranks call; where both are Gloo's, in the default group's thread.
+    """Create a process group like ``torch.distributed.new_group``. All ranks call this.
+
+    If the new group and the default group both use Gloo, the new group shares the default group's network thread.
 
     Args:
-        ranks: of the group, by default all.
-        timeout: of a collective, by default PyTorch's.
-        backend: by default the default group's.
+        ranks: ranks of the group (default all).
+        timeout: timeout of a collective (default PyTorch's).
+        backend: name of the backend (default the default group's).
 
     Returns:
-        The group; on ranks that are not in it ``GroupMember.NON_GROUP_MEMBER``.
+        The group; ``GroupMember.NON_GROUP_MEMBER`` on ranks outside the group.
     """
     shared = (backend or dist.get_backend()) == "gloo" and default_gloo_devices() is not None
     if shared and not hasattr(dist.Backend, _NAME.upper()):

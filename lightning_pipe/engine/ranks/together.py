@@ -1,6 +1,6 @@
-"""Ranks share values and errors: one rank's error is raised on all, so that none waits for it.
+"""Exchange of values and errors between ranks. An error of one rank is raised on all ranks, so that no rank hangs.
 
-Every rank of a group calls these functions in the same order, from one thread. A group is None for this process alone,
+Every rank of a group calls these functions in the same order, from one thread. The group is None for a single process
 and ``dist.group.WORLD`` for all ranks.
 """
 
@@ -39,7 +39,7 @@ Kind = type[PipelineError]
 
 
 def is_alone(group: Group) -> bool:
-    """Whether this process has no other rank to talk to in *group*."""
+    """Return True if *group* has no other rank than this process."""
     return group is None or not dist.is_initialized() or group.size() == 1
 
 
@@ -47,10 +47,10 @@ def is_alone(group: Group) -> bool:
 
 
 def gather(value: T, group: Group) -> list[T]:
-    """Every rank's value, on every rank; whatever can be pickled.
+    """Gather the values of all ranks on every rank. Values must be picklable.
 
     Raises:
-        SetupError: on every rank, if the value of any cannot be pickled.
+        SetupError: on every rank, if the value of any rank cannot be pickled.
     """
     if is_alone(group):
         return [value]
@@ -58,7 +58,7 @@ def gather(value: T, group: Group) -> list[T]:
     error: Exception | None = None
     try:
         own = pickle.dumps(value)
-    except Exception as raised:  # of whatever kind: the others wait
+    except Exception as raised:  # any exception, since the other ranks wait
         error, own = raised, _said(raised, "a value cannot be sent to the other ranks")
     found = [own] * dist.get_world_size(group)
     dist.all_gather_object(found, own, group)
@@ -69,10 +69,10 @@ def gather(value: T, group: Group) -> list[T]:
 
 
 def gather_to_first(value: T, group: Group) -> list[T]:
-    """Every rank's value, on the first rank; the others have their own alone.
+    """Gather the values of all ranks on the first rank. Other ranks return only their own value.
 
     Raises:
-        SetupError: on every rank, if the value of any cannot be pickled.
+        SetupError: on every rank, if the value of any rank cannot be pickled.
     """
     if is_alone(group):
         return [value]
@@ -83,7 +83,7 @@ def gather_to_first(value: T, group: Group) -> list[T]:
 
 
 def any_of(flags: Sequence[bool], group: Group) -> list[bool]:
-    """For each flag, whether it is set on any rank: one small all-reduce."""
+    """Return for each flag True if it is set on any rank. Costs one small all-reduce."""
     if group is None or is_alone(group) or not flags:
         return list(flags)
     device = communicating_device(group, torch.device("cpu"))
@@ -96,15 +96,17 @@ def any_of(flags: Sequence[bool], group: Group) -> list[bool]:
 
 
 def from_rank(work: Callable[[], T], failed: str, group: Group, rank: int = 0, kind: Kind = SetupError) -> T:
-    """Do *work* on one rank alone; every rank returns its result, which can be pickled.
+    """Call *work* on one rank only. Every rank returns its result, which must be picklable.
 
     Args:
-        work: called on *rank*.
-        failed, group, kind: as for :func:`on_all_ranks`.
-        rank: in the group, by default the first.
+        work: function called on *rank*.
+        failed: see :func:`on_all_ranks`.
+        group: see :func:`on_all_ranks`.
+        rank: rank in the group (default 0).
+        kind: see :func:`on_all_ranks`.
 
     Raises:
-        SetupError: or *kind*, on every rank, if the work raised anything.
+        SetupError: or *kind*, on every rank, if *work* raised an exception.
     """
     if is_alone(group):
         return on_all_ranks(work, failed, None, kind)
@@ -115,7 +117,7 @@ def from_rank(work: Callable[[], T], failed: str, group: Group, rank: int = 0, k
         try:
             result = work()
             found[0] = pickle.dumps(result)
-        except Exception as raised:  # of whatever kind: the others wait
+        except Exception as raised:  # any exception, since the other ranks wait
             error, found[1] = raised, _said(raised, failed)
     dist.broadcast_object_list(found, group=group, group_src=rank)
     if found[1] is not None:
@@ -124,40 +126,41 @@ def from_rank(work: Callable[[], T], failed: str, group: Group, rank: int = 0, k
 
 
 def on_all_ranks(work: Callable[[], T], failed: str, group: Group, kind: Kind = SetupError) -> T:
-    """Do *work*, in which ranks do not wait for each other; raises on all ranks what went wrong on any.
+    """Call *work* on all ranks, and raise the errors of all ranks on every rank.
 
     Args:
-        work: called on each rank.
-        failed: what is not done, for the message of an error that is not this project's; may be empty.
-        kind: class of what is raised. Where it is InputError, a rank whose own error is not this project's raises
-            that: users expect to catch what they raised.
+        work: function called on each rank. Must not wait for other ranks.
+        failed: description of the failure, which precedes errors from outside this project; may be empty.
+        group: process group of the ranks.
+        kind: class of the raised error (default :class:`SetupError`). With :class:`InputError`, a rank whose own error
+            is not an InputError raises it unchanged, since users expect to catch their own exceptions.
 
     Raises:
-        SetupError: or *kind*, on every rank.
+        SetupError: or *kind*, on every rank, if *work* raised an exception on any rank.
     """
     error: Exception | None = None
     try:
         result = work()
-    except Exception as raised:  # of whatever kind: the others wait
+    except Exception as raised:  # any exception, since the other ranks wait
         error = raised
     raise_together(error, failed, group, kind)
     return result
 
 
 def raise_together(error: Exception | None, failed: str, group: Group, kind: Kind = SetupError) -> None:
-    """Raise on every rank if any has an *error*: one small collective if none has. See :func:`on_all_ranks`."""
+    """Raise on every rank if any rank has an *error*, see :func:`on_all_ranks`. Otherwise costs a small all-reduce."""
     if any_of([error is not None], group)[0]:
         raise_gathered(error, failed, group, kind)
 
 
 def raise_gathered(error: Exception | None, failed: str, group: Group, kind: Kind = SetupError) -> NoReturn:
-    """Raise the errors of all ranks, where all know already that one of them has one. See :func:`on_all_ranks`."""
+    """Raise the errors of all ranks, which already know that one rank has an error. See :func:`on_all_ranks`."""
     gather_or_raise(None, error, failed, group, kind)
     raise AssertionError("no rank has an error")
 
 
 def gather_or_raise(value: T, error: Exception | None, failed: str, group: Group, kind: Kind = SetupError) -> list[T]:
-    """Every rank's value, on every rank; raises on every rank if any has an *error*. See :func:`on_all_ranks`."""
+    """Gather the values of all ranks, or raise on every rank if any has an *error*. See :func:`on_all_ranks`."""
     found = gather((value, None if error is None else _said(error, failed)), group)
     texts = [text for _, text in found]
     if any(text is not None for text in texts):
@@ -166,10 +169,10 @@ def gather_or_raise(value: T, error: Exception | None, failed: str, group: Group
 
 
 def _said(error: Exception, failed: str) -> str:
-    """The text of an error: this project's are complete, and the class of any other belongs to its text."""
+    """Text of an error. Errors from outside this project are prefixed with *failed* and their class."""
     try:
         text = str(error)
-    except Exception as without_text:  # the others wait
+    except Exception as without_text:  # any exception, since the other ranks wait
         text = f"its text cannot be read: {type(without_text).__name__}"
     if isinstance(error, PipelineError):
         return text
@@ -191,22 +194,22 @@ def _raise(found: Sequence[str | None], error: Exception | None, kind: Kind) -> 
 
 
 def communicating_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """*device*, if the group's backend takes its tensors; else one whose tensors it takes, the host's if it does."""
+    """Return *device* if the group's backend supports it, otherwise the CPU or another supported device."""
     types = [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
     return device if device.type in types else torch.device("cpu" if "cpu" in types else types[0])
 
 
 def shares_host(group: dist.ProcessGroup) -> bool:
-    """Whether the ranks of *group* reach each other without a network."""
+    """Return True if the ranks of *group* reach each other without a network."""
     return len(set(gather(place_of_process(), group))) == 1
 
 
 def place_of_process() -> tuple[str, int]:
-    """The boot of this process's machine, and its network namespace: processes with both need no network.
+    """Boot id of the machine and network namespace of this process.
 
-    Processes that share the first alone may share memory.
+    Processes for which both are equal need no network. Processes with only the same boot id may share memory.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.stat("/proc/self/ns/net").st_ino
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return socket.gethostname(), 0

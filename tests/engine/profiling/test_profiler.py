@@ -195,7 +195,9 @@ def test_an_effect_that_is_not_declared_is_noticed(clock: Clock) -> None:
         ]
         return TaskProfiler(SWPipeline(PipelinePlan([(task, _HERE) for task in tasks])), [0], rounds=1, iterations=1)
 
-    with pytest.raises(SetupError, match=r"'put' has effects that it does not declare.*'take' wrote a different 'found'"):
+    with pytest.raises(
+        SetupError, match=r"'put' has effects that it does not declare.*'take' wrote a different 'found'"
+    ):
         of().profile_many()
     declared = DeclaredIO(lambda ctx: shelf[0], lambda ctx, kept: shelf.__setitem__(0, kept))
     of(declared).check("put")

@@ -214,10 +214,10 @@ def to_itself(group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (uneven, "the input of an all-to-all has 3 rows, which 2 ranks cannot have as many of each; give splits"),
-        (too_many, r"4 rows, and splits \[2, 3\]; needed are 2 numbers that add up to 4"),
-        (gaps, r"strides \(2,\); needed is one without gaps"),
-        (to_itself, r"sends itself \[3\] and is to receive \[1\]"),
+        (uneven, "the input of an all-to-all has 3 rows, which cannot be split equally between 2 ranks; give splits"),
+        (too_many, r"4 rows and splits \[2, 3\]; expected 2 numbers that add up to 4"),
+        (gaps, r"strides \(2,\); expected a contiguous tensor"),
+        (to_itself, r"sends itself \[3\] but expects to receive \[1\]"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_sent(
