@@ -16,7 +16,7 @@ __all__ = ["BubbleMonitor", "PipelineMonitor", "PipelineProfiler", "PipelineTrac
 
 
 def __getattr__(name: str) -> Any:
-    # It needs a newer torch than others do: imported when it is asked for.
+    # Imported on demand, since it needs a newer torch than the other callbacks.
     if name == "BubbleMonitor":
         from lightning_pipe.environment import require_torch
 
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
         from lightning_pipe.callbacks.bubble import BubbleMonitor
 
         return BubbleMonitor
-    # They need Rich and more, and imports of this package stay quick.
+    # Imported on demand, so that importing this package does not import Rich and other slow packages.
     if name == "PipelineMonitor":
         from lightning_pipe.callbacks.monitor import PipelineMonitor
 

@@ -1,4 +1,4 @@
-"""Measures the bubble of a pipeline while it trains, and prints it beside the one that its schedule has by itself."""
+"""Measurement of a pipeline's bubble during training, compared with the bubble inherent in its schedule."""
 
 from __future__ import annotations
 
@@ -23,30 +23,39 @@ from lightning_pipe.strategies.running_work import RunningStages, running
 
 __all__ = ["BubbleMonitor", "bubble_table"]
 
-_KEPT = 1000  # steps; medians of more say no more
+_KEPT = 1000  # steps; more would hardly change the medians
 
 
 class BubbleMonitor(pl.Callback):
-    """Measures some steps under an :class:`~lightning_pipe.strategies.LLMPipelineStrategy`; prints a table at the end.
+    """Measure the bubble of an :class:`~lightning_pipe.strategies.LLMPipelineStrategy` and print a table after fit.
 
-    Of each measured step it logs ``bubble``, the share of all ranks' time in which they neither compute forward nor
-    backward, and ``bubble_simulated``, the same of the schedule's actions alone, each of which takes as long as those
-    of its stage did in this step. All ranks begin a measured step together, since what they wait for before it is no
-    matter of the schedule's; they note every forward, backward and wait in it, and tell each other afterwards. Other
-    steps cost nothing. Of several data-parallel pipelines, the one of rank 0 is shown.
+    For each measured step the callback logs two values:
+
+    - ``bubble``: share of all ranks' time in which they compute neither forward nor backward;
+    - ``bubble_simulated``: the same share in a simulation of the schedule's actions alone, with the durations that the
+      actions of each stage had in this step.
+
+    All ranks start a measured step together, after a barrier, so that earlier waits do not count as bubble. Each rank
+    records every forward, backward and wait of the step, and the ranks exchange their records afterwards. Steps that
+    are not measured have no overhead. With several data-parallel pipelines, the pipeline of rank 0 is shown.
 
     Args:
-        every_n_steps: measure each n-th optimiser step, with all batches that it accumulates.
-        warmup: batches of a fit that are not measured, at its beginning, where schedules are made and memory is new.
+        every_n_steps: interval between measured steps, in optimizer steps (default 50). All batches that a measured
+            step accumulates are measured.
+        warmup: number of batches at the beginning of a fit that are not measured (default 3), because schedules are
+            built and memory is allocated in them.
 
     Raises:
-        SetupError: a number that is too small; when fit begins, another strategy.
+        SetupError: If ``every_n_steps`` or ``warmup`` is too small, or, when fit begins, if the strategy is not an
+            ``LLMPipelineStrategy``.
     """
 
     def __init__(self, every_n_steps: int = 50, warmup: int = 3) -> None:
         if every_n_steps < 1 or warmup < 0:
             raise SetupError(
-                f"every_n_steps is {every_n_steps} and warmup {warmup}; needed are at least 1 and at least 0"
+                "`every_n_steps` must be at least 1 and `warmup` at least 0, got"
+                f" every_n_steps={every_n_steps} and warmup={warmup}. Pass larger values, or omit them to use the"
+                " defaults 50 and 3."
             )
         self._every = every_n_steps
         self._warmup = warmup
@@ -58,14 +67,14 @@ class BubbleMonitor(pl.Callback):
 
     @property
     def report(self) -> BubbleReport | None:
-        """What the last fit came to, once it has ended; None where no step was measured."""
+        """Results of the last fit, available after it has ended; None if no step was measured."""
         return self._report
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         _stages(trainer)
         self._steps.clear()
         self._seen, self._before, self._report = 0, None, None
-        # Its own, on the CPU: others may be under way at the same time.
+        # A separate CPU group, since collectives of other groups may be in flight at the same time.
         self._group = new_group(backend="gloo")
 
     def on_train_batch_start(
@@ -107,8 +116,8 @@ class BubbleMonitor(pl.Callback):
         self._group = None
         if not self._steps:
             rank_zero_warn(
-                f"BubbleMonitor measured no step: {self._seen} batches were trained; it measures every"
-                f" {self._every}th step after {self._warmup} batches"
+                f"BubbleMonitor measured no step in {self._seen} batches: with every_n_steps={self._every} and"
+                f" warmup={self._warmup}, no step was due. Decrease `every_n_steps` or `warmup`, or train longer."
             )
             return
         stages = _stages(trainer)
@@ -121,14 +130,14 @@ def _stages(trainer: pl.Trainer) -> RunningStages:
     stages = running(trainer.strategy).stages
     if stages is None:
         raise SetupError(
-            f"the strategy is a {type(trainer.strategy).__name__}; only a pipeline of stages has a bubble: needed is an"
-            " LLMPipelineStrategy, by class or as llm_1f1b_pipeline and the like"
+            f"BubbleMonitor expected an LLMPipelineStrategy, got {type(trainer.strategy).__name__}: only a pipeline of"
+            " stages has a bubble. Use an llm_* strategy such as strategy='llm_1f1b_pipeline', or remove BubbleMonitor."
         )
     return stages
 
 
 def bubble_table(report: BubbleReport) -> Group:
-    """A report as text: what each rank did with its time, and the bubble, measured and expected."""
+    """Text form of a report: time of each rank by activity, and the measured, simulated and theoretical bubble."""
     medians = report.medians
     ranks = FittedTable(box=box.SIMPLE, padding=(0, 1))
     for column in ("rank", "busy", "waits forward", "waits backward", "other", "done", "idle"):

@@ -1,4 +1,4 @@
-"""Functions that several callbacks need: the loop and its pipeline, a process group, logged values, paths of files.
+"""Functions shared by several callbacks: access to the loop and its pipeline, process groups, logging, file paths.
 
 Tested in ``tests/callbacks/test_monitor.py``.
 """
@@ -27,60 +27,64 @@ __all__ = [
 
 
 def loop_of(trainer: pl.Trainer) -> PipelineTrainingEpochLoop:
-    """The loop that runs tasks, which the callback has seen to be there when fit began."""
+    """Loop that runs tasks. The callback must have checked in ``on_fit_start`` that the trainer has one."""
     loop = trainer.fit_loop.epoch_loop
     assert isinstance(loop, PipelineTrainingEpochLoop)
     return loop
 
 
 def pipeline_of(trainer: pl.Trainer, callback: pl.Callback) -> SWPipeline:
-    """The pipeline at work.
+    """Pipeline that is currently running.
 
     Raises:
-        SetupError: there is none, since ``training_step`` fetches batches itself.
+        SetupError: If no pipeline runs because ``training_step`` fetches batches itself.
     """
     program = loop_of(trainer).program
     if program is None:
         name = type(callback).__name__
         raise SetupError(
-            f"there is no pipeline for {name}, since training_step takes dataloader_iter and fetches its batches"
-            f" itself; needed is training_step(batch, batch_idx), or no {name}"
+            f"{name} needs a pipeline, but training_step takes dataloader_iter and fetches its batches itself. Define"
+            f" training_step(batch, batch_idx), or remove {name}."
         )
     return program.pipeline
 
 
 def group_of_its_own() -> dist.ProcessGroup | None:
-    """Of all ranks, on the CPU: others may be under way at the same time. None where there is one rank."""
+    """Create a CPU process group of all ranks, independent of collectives in other groups; None with one rank."""
     several = dist.is_initialized() and dist.get_world_size() > 1
     return new_group(backend="gloo") if several else None
 
 
 def leave_group(group: dist.ProcessGroup | None) -> None:
-    """End it, if the ranks are still in any."""
+    """Destroy *group*, unless it is None or ``torch.distributed`` is no longer initialized."""
     if group is not None and dist.is_initialized():
         dist.destroy_process_group(group)
 
 
 def log_values(trainer: pl.Trainer, values: dict[str, float]) -> None:
-    """Give figures of this step to the trainer's ``callback_metrics`` and to its loggers."""
+    """Write values of this step to the trainer's ``callback_metrics`` and to its loggers."""
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
-    # Not with the module's log: what that is told in one step, loggers are given again in the next ones.
+    # Not through the module's `log`, which would send the values to the loggers again in the following steps.
     for logger in trainer.loggers:
         logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def checked_path(name: str, path: str | Path) -> Path:
-    """A file's path as it was given.
+    """Return *path* as a ``Path`` after checking that it can name a file.
+
+    Args:
+        name: name of the option, for the error message.
+        path: path to check.
 
     Raises:
-        SetupError: no file can be called that.
+        SetupError: If *path* has no file name or contains a null character.
     """
     found = Path(path)
     if not found.name or "\0" in str(path):
-        raise SetupError(f"{name} is {str(path)!r}, which no file can be called; needed is a file's name, or None")
+        raise SetupError(f"`{name}` must be the path of a file, got {str(path)!r}. Pass a valid file name, or None.")
     return found
 
 
 def numbered(folder: Path, path: Path, suffix: str) -> Path:
-    """*path* in *folder*, with *suffix* behind its stem."""
+    """Path of *path* in *folder*, with *suffix* appended to its stem."""
     return folder / path.with_name(f"{path.stem}{suffix}{path.suffix}")

@@ -1,4 +1,4 @@
-"""What tasks cost as a Matplotlib figure, for the loggers that take figures.
+"""Task costs as a Matplotlib figure, for loggers that accept figures.
 
 Tested in ``tests/callbacks/test_profiler.py``.
 """
@@ -19,7 +19,7 @@ __all__ = ["cost_figure", "log_figure"]
 
 
 def cost_figure(profile: ProfileResult) -> Figure:
-    """Bars of each task's own and exposed time, in ms, with the intervals of the latter."""
+    """Bar chart of each task's own and exposed time in ms, with confidence intervals for the exposed time."""
     from matplotlib.figure import Figure
 
     tasks = profile.tasks
@@ -33,8 +33,8 @@ def cost_figure(profile: ProfileResult) -> Figure:
     axes.barh(0, 0, color="#0072B2", label="exposed, with 95 % interval")
     axes.set_yticks(range(len(tasks)), [without_mathtext(name) for name in tasks])
     axes.invert_yaxis()
-    axes.set_xlabel("ms an iteration")
-    title = f"plan {profile.plan}: {1e3 * profile.seconds:.2f} ms an iteration"
+    axes.set_xlabel("ms per iteration")
+    title = f"plan {profile.plan}: {1e3 * profile.seconds:.2f} ms per iteration"
     axes.set_title(without_mathtext(title), loc="left")
     axes.grid(axis="x", alpha=0.25)
     axes.set_axisbelow(True)
@@ -46,14 +46,17 @@ def cost_figure(profile: ProfileResult) -> Figure:
 
 
 def log_figure(logger: Logger, name: str, profile: ProfileResult, step: int) -> bool:
-    """Give a logger the figure, in whichever way it takes one; returns whether it does.
+    """Log the figure of *profile* with the method that *logger* provides for figures.
 
     Args:
-        logger: TensorBoard's writer has ``add_figure``, Weights & Biases' logger ``log_image``, MLflow's client
-            ``log_figure``; another that has one of these is given it too.
-        name: of the figure.
-        profile: what it shows.
-        step: of the trainer's.
+        logger: a logger with ``experiment.add_figure`` (TensorBoard), ``log_image`` (Weights & Biases) or
+            ``experiment.log_figure`` (MLflow); other loggers are left unchanged.
+        name: name of the figure.
+        profile: profile to draw.
+        step: the trainer's step.
+
+    Returns:
+        True if the figure was logged; False if the logger accepts no figures or Matplotlib is not installed.
     """
     experiment: Any = getattr(logger, "experiment", None)
     add, image = getattr(experiment, "add_figure", None), getattr(logger, "log_image", None)

@@ -1,4 +1,4 @@
-"""Watches where the time of each step goes while a Trainer fits, and says in one line what holds it up."""
+"""Breakdown of the step time while a Trainer fits, with a one-line diagnosis of the bottleneck."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from lightning_pipe.strategies.running_work import running
 
 __all__ = ["PipelineMonitor", "leave_step_out"]
 
-_FEWEST = 3  # iterations from which anything is said
+_FEWEST = 3  # iterations of an epoch below which no verdict is given
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """All counters at one moment (seconds)."""
+    """All counters at one moment, in seconds."""
 
     meter: Meter
     at: float
@@ -41,7 +41,7 @@ class _Reading:
 
 @dataclass
 class _Sum:
-    """What some iterations come to, in seconds unless said."""
+    """Sums over several iterations; times in seconds."""
 
     iterations: int = 0
     seconds: float = 0.0
@@ -50,7 +50,7 @@ class _Sum:
     workers: float = 0.0
     tasks: dict[str, float] = field(default_factory=dict)
     in_flight: int = 0
-    samples: int | None = 0  # None once a batch had no size
+    samples: int | None = 0  # None after a batch of unknown size
 
     def add(self, before: _Reading, after: _Reading, paused: float, in_flight: int, samples: int | None) -> None:
         loader = after.loader - before.loader
@@ -79,30 +79,31 @@ class _Sum:
 
 
 class PipelineMonitor(pl.Callback):
-    """Says what each step's time goes to. For the strategies ``pipeline``, ``recsys_*`` and ``llm_*``.
+    """Log a breakdown of the step time and print the bottleneck.
 
-    Means over the latest steps go to the trainer's loggers and to its ``callback_metrics``:
+    For the strategies ``pipeline``, ``in_process_pipeline``, ``recsys_*`` and ``llm_*``. Means over the latest steps
+    are written to the trainer's loggers and to its ``callback_metrics``:
 
-    - ``pipeline/iteration_seconds``: from the end of a batch to the end of the next;
-    - ``pipeline/loader_seconds``: of those, the ones in which the main thread fetches from this rank's data loader;
-    - ``pipeline/forward_wait_seconds``: those in which it waits for worker threads, and, with several ranks, for the
-      exchange of inputs (``EmbInputDistWait``, ``EmbPrefetch``) in tasks of its own;
-    - ``pipeline/batches_in_flight``: those started and not yet trained, the one in training included;
-    - ``pipeline/samples_per_second``: of this rank; ``pipeline/batches_per_second`` where a batch does not say how many
-      samples it has, which it does if all of its tensors are of one length.
+    - ``pipeline/iteration_seconds``: time from the end of one batch to the end of the next;
+    - ``pipeline/loader_seconds``: part of it in which the main thread fetches from this rank's data loader;
+    - ``pipeline/forward_wait_seconds``: part of it in which the main thread waits for worker threads and, with several
+      ranks, for the input exchange (``EmbInputDistWait``, ``EmbPrefetch``) in tasks that it runs itself;
+    - ``pipeline/batches_in_flight``: number of batches started and not yet trained, including the current one;
+    - ``pipeline/samples_per_second``: throughput of this rank. If the batch size is unknown because the tensors of a
+      batch differ in length, ``pipeline/batches_per_second`` is logged instead.
 
-    The main thread reads its clock around what it does anyway: some 50 µs a step, no message between ranks and
-    no wait for a device, on which the seconds are therefore the host's. Loggers are given rank 0's figures. At the end
-    of each epoch the ranks tell each other theirs, and rank 0 prints what holds the steps up, if that is something else
-    than in the epoch before; and once at the end. Validation is left out, and the first batch of each epoch, before
-    which the pipeline is filled.
+    The main thread only reads its clock between the operations of a step. This costs about 50 µs per step, without
+    messages between ranks and without device synchronization, so times are host times. Loggers receive the values of
+    rank 0. At the end of each epoch the ranks exchange their values, and rank 0 prints the bottleneck if it is not the
+    same as in the previous epoch, and once more at the end of fit. Validation is excluded, and so is the first batch of
+    each epoch, which includes filling the pipeline.
 
     Args:
-        every_n_steps: log after every so many batches; by default the trainer's ``log_every_n_steps``.
-        prog_bar: show the iteration's time and the throughput in the progress bar, too.
+        every_n_steps: logging interval in batches (default None: the trainer's ``log_every_n_steps``).
+        prog_bar: also show iteration time and throughput in the progress bar (default False).
 
     Raises:
-        SetupError: a number that is too small; when fit begins, another strategy.
+        SetupError: If ``every_n_steps`` is less than 1, or, when fit begins, if the strategy has no pipeline.
     """
 
     def __init__(self, every_n_steps: int | None = None, prog_bar: bool = False) -> None:
@@ -116,7 +117,7 @@ class PipelineMonitor(pl.Callback):
         self._verdict: Verdict | None = None
         self._printed: Verdict | None = None
         self._window, self._epoch = _Sum(), _Sum()
-        # Of the step under way: the counters when it began, what of its time does not count, and its batches.
+        # State of the current step: counters at its start, excluded time, batches in flight and samples.
         self._before: _Reading | None = None
         self._paused = self._pause_began = 0.0
         self._following = self._in_flight = 0
@@ -124,19 +125,19 @@ class PipelineMonitor(pl.Callback):
 
     @property
     def use(self) -> list[StepUse]:
-        """By rank, what a step of the last epoch was made of; empty where an epoch had too few steps."""
+        """Mean step time of the last epoch by activity, one entry per rank; empty if the epoch had too few steps."""
         return list(self._use)
 
     @property
     def verdict(self) -> str | None:
-        """What was said of the last epoch."""
+        """Diagnosis of the last epoch; None before the first one."""
         return None if self._verdict is None else self._verdict.text
 
     def leave_out(self, following: int = 0) -> None:
-        """Do not count the step that is under way: something is done in it that is not training.
+        """Exclude the current step from the means, because it includes work that is not training.
 
         Args:
-            following: steps behind it that are not counted either, in which other ranks may wait for this one.
+            following: number of later steps to exclude as well, in which other ranks may wait for this one (default 0).
         """
         self._before, self._following = None, following
 
@@ -145,8 +146,9 @@ class PipelineMonitor(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not isinstance(trainer.fit_loop.epoch_loop, PipelineTrainingEpochLoop):
             raise SetupError(
-                f"the strategy is a {type(trainer.strategy).__name__}, which has no pipeline to watch; needed is"
-                " strategy='pipeline', 'in_process_pipeline', or a recsys_* or llm_* one"
+                f"PipelineMonitor expected a strategy with a pipeline, got {type(trainer.strategy).__name__}. Use"
+                " strategy='pipeline', 'in_process_pipeline', a recsys_* or an llm_* strategy, or remove"
+                " PipelineMonitor."
             )
         self._trained, self._use, self._verdict, self._printed = 0, [], None, None
         self._group = group_of_its_own()
@@ -167,7 +169,7 @@ class PipelineMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         now = _read(trainer, self)
-        # A pipeline that was not metered before: another plan has begun.
+        # A step with another meter is not counted: the plan, and with it the pipeline, was replaced during the step.
         if self._before is not None and self._following:
             self._following -= 1
         elif self._before is not None and self._before.meter is now.meter:
@@ -213,7 +215,7 @@ class PipelineMonitor(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._leave_group()
 
-    # ------------------------------------------------------------------ what they do
+    # ------------------------------------------------------------------ helpers
 
     def _log(self, trainer: pl.Trainer, use: StepUse) -> None:
         values = {
@@ -235,7 +237,7 @@ class PipelineMonitor(pl.Callback):
         self._printed = self._verdict
         assert self._verdict is not None
         if trainer.is_global_zero:
-            print_report(self._verdict.text, soft_wrap=True)  # one line, however narrow the terminal
+            print_report(self._verdict.text, soft_wrap=True)  # a single line, also on a narrow terminal
 
     def _leave_group(self) -> None:
         leave_group(self._group)
@@ -243,7 +245,7 @@ class PipelineMonitor(pl.Callback):
 
 
 def leave_step_out(trainer: pl.Trainer, following: int = 0) -> None:
-    """Let no monitor of the trainer's count the step under way; see :meth:`PipelineMonitor.leave_out`."""
+    """Exclude the current step from all of the trainer's monitors; see :meth:`PipelineMonitor.leave_out`."""
     for one in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(one, PipelineMonitor):
             one.leave_out(following)
@@ -259,13 +261,13 @@ def _read(trainer: pl.Trainer, callback: pl.Callback) -> _Reading:
 
 
 def _samples(batch: Any) -> int | None:
-    """How many samples a batch has; None where its tensors do not agree."""
+    """Number of samples of a batch; None if its tensors differ in size."""
     sizes = {size for size in batch_sizes(batch) if size is not None}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def _num_workers(trainer: pl.Trainer) -> int | None:
-    """The most workers that a loader has; None where none is PyTorch's."""
+    """Largest number of workers of any loader; None if no loader is PyTorch's ``DataLoader``."""
     combined = trainer.fit_loop._combined_loader
     loaders = [] if combined is None else combined.flattened
     return max((one.num_workers for one in loaders if isinstance(one, DataLoader)), default=None)

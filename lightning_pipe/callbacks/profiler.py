@@ -1,4 +1,4 @@
-"""Profiles a pipeline's tasks at chosen steps of a fit: a table, values for loggers, JSON, and an HTML report."""
+"""Task profiles at chosen steps of a fit, as a table, logger values, a JSON file and an HTML report."""
 
 from __future__ import annotations
 
@@ -40,46 +40,47 @@ from lightning_pipe.strategies.running_work import running
 __all__ = ["PipelineProfiler"]
 
 _PACKAGES = ("lightning-pipe", "torch", "lightning", "torchrec")
-_TRACED = 6  # batches before a profile, for the report's timeline
+_TRACED = 6  # batches traced before a profile, for the report's timeline
 
 
 class PipelineProfiler(pl.Callback):
-    """Measures what each task costs a step, after chosen optimiser steps. For the strategies ``recsys_*``.
+    """Measure the cost of each task after chosen optimizer steps. For the strategies ``recsys_*``.
 
-    A task costs by how much a step is shorter where it is replayed
-    (:class:`~lightning_pipe.engine.profiling.profiler.TaskProfiler`): what runs beside other work may take long and
-    cost nothing. The latest batches trained are run again for it, some hundred times; parameters, optimisers, metrics
-    and random generators are put back, so training goes on as if nothing had been. All ranks profile at the same step.
-    Rank 0 shows what it found, its own figures:
+    The cost of a task is its exposed time: the time by which a step is shorter if the task is replayed
+    (:class:`~lightning_pipe.engine.profiling.profiler.TaskProfiler`). A long task that overlaps with other work may
+    cost nothing. To measure it, the callback runs the latest batches again, some hundred times. It restores parameters,
+    optimizers, metrics and random generators afterwards, so training continues as if no profile had been taken. All
+    ranks profile at the same step. Rank 0 reports its own measurements:
 
-    - prints a table;
-    - gives the trainer's loggers ``exposed/TASK`` and ``own/TASK`` in seconds, and a figure of them to those that take
-      figures (TensorBoard's, Weights & Biases', MLflow's), if Matplotlib is installed;
-    - writes a JSON file, which ``ProfileResult.from_json`` reads;
-    - writes an HTML report: the costs, what ran when before the profile, the plan, and what a step would take if tasks,
-      plan were others, and the network where ranks are on several hosts, by simulation. One file, which needs no
-      network.
+    - a printed table;
+    - ``exposed/TASK`` and ``own/TASK`` in seconds for the trainer's loggers, and a figure for the loggers that accept
+      figures (TensorBoard, Weights & Biases, MLflow) if Matplotlib is installed;
+    - a JSON file, which ``ProfileResult.from_json`` reads;
+    - an HTML report with the costs, the timeline before the profile, the plan, and simulated step times for faster
+      tasks, other plans and, with ranks on several hosts, other networks. The report is a single file that can be
+      opened offline.
 
-    Where a file cannot be written, training goes on with a warning. A profile waits for the next optimiser step while
-    another callback records a trace, and until there is a batch to profile with: a pipeline that has just begun has
-    none.
+    If a file cannot be written, training continues with a warning. A profile is postponed to the next optimizer step
+    while another callback records a trace, and while no batch is available to profile with, as in a pipeline that has
+    just started.
 
     Args:
-        at_steps: the optimiser steps to profile after, counted from the beginning of training, as
-            ``trainer.global_step`` is.
-        every_n_steps: instead, or besides, after every n-th one.
-        tasks: names of the tasks to measure; all by default.
-        rounds: how often each is measured: the intervals are the narrower, the more rounds.
-        iterations: of each measurement.
-        batches: how many of the latest batches to profile with.
-        path: of the JSON file, relative to the folder that the trainer logs to; None for none. Files of more than one
-            profile have the step in their names.
-        report: of the HTML report, likewise. Needs Plotly.
-        show: print the table.
+        at_steps: optimizer steps after which to profile, counted like ``trainer.global_step`` from the beginning of
+            training (default none).
+        every_n_steps: interval between profiles, in optimizer steps (default None). Can be combined with *at_steps*.
+        tasks: names of the tasks to measure (default None: all tasks).
+        rounds: number of measurements of each task (default 7). More rounds give narrower confidence intervals and
+            take proportionally longer.
+        iterations: number of iterations in each measurement (default 10).
+        batches: number of latest batches to profile with (default 4).
+        path: path of the JSON file, relative to the trainer's log folder (default ``"profile.json"``); None writes no
+            file. If several profiles are taken, the step is added to the file name.
+        report: path of the HTML report, as for *path* (default ``"report.html"``). Requires Plotly.
+        show: print the table (default True).
 
     Raises:
-        SetupError: numbers that are too small, a step that cannot be, a report that cannot be drawn; when fit begins,
-            another strategy, or a step behind the last one.
+        SetupError: If a number is too small, no step is given, or Plotly is needed and not installed; when fit begins,
+            if the strategy's tasks cannot be profiled or a step in *at_steps* exceeds the trainer's ``max_steps``.
     """
 
     def __init__(
@@ -97,14 +98,18 @@ class PipelineProfiler(pl.Callback):
     ) -> None:
         if isinstance(at_steps, int) or isinstance(tasks, str):
             what, value = ("at_steps", at_steps) if isinstance(at_steps, int) else ("tasks", tasks)
-            raise SetupError(f"{what} is {value!r}; needed is a list, [{value!r}]")
+            raise SetupError(f"`{what}` must be a list, got {value!r}. Pass [{value!r}].")
         if not at_steps and every_n_steps is None:
-            raise SetupError("no step was given to profile after; give at_steps=(100,), say, or every_n_steps=1000")
+            raise SetupError(
+                "PipelineProfiler needs the steps to profile after, got none. Pass `at_steps` or `every_n_steps`, for"
+                " example at_steps=(100,) or every_n_steps=1000."
+            )
         steps = [*at_steps, *([] if every_n_steps is None else [every_n_steps])]
         if any(not isinstance(step, int) or step < 1 for step in steps):
             raise SetupError(
-                f"at_steps is {tuple(at_steps)} and every_n_steps {every_n_steps}; needed are numbers of optimiser"
-                " steps, from 1: before the first one there is no batch to profile with"
+                "`at_steps` and `every_n_steps` must be optimizer steps of at least 1, got"
+                f" at_steps={tuple(at_steps)} and every_n_steps={every_n_steps}. Start at 1 or later: before the first"
+                " step no batch is available to profile with."
             )
         for what, number in (("rounds", rounds), ("iterations", iterations), ("batches", batches)):
             check_whole_number(what, number, 1)
@@ -119,7 +124,7 @@ class PipelineProfiler(pl.Callback):
         self._show = show
         self._latest: deque[Any] = deque(maxlen=batches)
         self._profiles: dict[int, ProfileResult] = {}
-        self._wanted: int | None = None  # the step to profile after next, and what was made before this batch
+        self._wanted: int | None = None  # optimizer step after which to profile next
         self._stepped = 0
         self._trace: Trace | None = None
         self._group: dist.ProcessGroup | None = None
@@ -129,22 +134,24 @@ class PipelineProfiler(pl.Callback):
 
     @property
     def profiles(self) -> dict[int, ProfileResult]:
-        """What was found, by the optimiser step after which it was measured."""
+        """Profiles of the last fit, by the optimizer step after which they were taken."""
         return dict(self._profiles)
 
-    # ------------------------------------------------------------------ when
+    # ------------------------------------------------------------------ Lightning's hooks
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if running(trainer.strategy).profile is None:
             raise SetupError(
-                f"the strategy is a {type(trainer.strategy).__name__}, whose tasks cannot be profiled one by one;"
-                " needed is a recsys one, such as strategy='recsys_prefetch_pipeline'. For language models in stages"
-                " there is BubbleMonitor, and for all pipelines PipelineMonitor and PipelineTrace"
+                "PipelineProfiler expected a strategy whose tasks can be profiled individually, got"
+                f" {type(trainer.strategy).__name__}. Use a recsys_* strategy such as"
+                " strategy='recsys_prefetch_pipeline'. For language models in stages use BubbleMonitor, for other"
+                " pipelines PipelineMonitor or PipelineTrace."
             )
         late = [step for step in self._at if -1 < trainer.max_steps < step]
         if late:
             raise SetupError(
-                f"at_steps has {late[0]}, but training ends after max_steps={trainer.max_steps}; profile before that"
+                f"`at_steps` must not exceed the trainer's max_steps={trainer.max_steps}, got {late[0]}. Pass earlier"
+                " steps, or increase max_steps."
             )
         self._latest.clear()
         self._profiles.clear()
@@ -154,10 +161,10 @@ class PipelineProfiler(pl.Callback):
         self._group = group_of_its_own()
         self._one_host = self._group is not None and shares_host(self._group)
         asked = {"at_steps": self._at, "every_n_steps": self._every, "tasks": self._tasks}
-        # Ranks that profile at other steps would wait for each other for ever.
+        # Ranks that profiled at different steps would deadlock.
         described = [(name, str(value)) for name, value in asked.items()]
-        check_agreement(described, "profile that PipelineProfiler is to make", self._group, error=SetupError)
-        self._folder = Path(trainer.log_dir or trainer.default_root_dir)  # every rank takes part in asking for it
+        check_agreement(described, "profile requested from PipelineProfiler", self._group, error=SetupError)
+        self._folder = Path(trainer.log_dir or trainer.default_root_dir)  # log_dir is a collective call
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -166,7 +173,8 @@ class PipelineProfiler(pl.Callback):
         loop = loop_of(trainer)
         if self._wanted is None or loop.ledger is None:
             return
-        # As the loader gave it: the transfer hooks are called again. What is in flight already was not held.
+        # Keep the batch as the loader returned it, since the transfer hooks are called again. Batches already in flight
+        # were not held and cannot be used.
         loop.ledger.holds = True
         if loop.ledger.oldest.batch is not None:
             self._latest.append(move_data_to_device(loop.ledger.oldest.batch, torch.device("cpu")))
@@ -179,7 +187,7 @@ class PipelineProfiler(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step, wanted = trainer.global_step, self._wanted
-        # Only where a step was made: in the middle of an accumulation the gradients would be lost.
+        # Only after an optimizer step: in the middle of an accumulation the gradients would be lost.
         if wanted is None or step == self._stepped or step < wanted or not self._latest:
             return
         others = pipeline_of(trainer, self).trace
@@ -196,21 +204,22 @@ class PipelineProfiler(pl.Callback):
         self._leave_group()
         if not self._profiles:
             rank_zero_warn(
-                f"PipelineProfiler profiled nothing: {trainer.global_step} optimiser steps were made; at_steps is"
-                f" {tuple(self._at)} and every_n_steps {self._every}"
+                f"PipelineProfiler took no profile in {trainer.global_step} optimizer steps, with"
+                f" at_steps={tuple(self._at)} and every_n_steps={self._every}. Profile at earlier steps, or train"
+                " longer."
             )
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._leave_group()
 
     def _next(self, step: int) -> int | None:
-        """The first step to profile after that comes behind *step*."""
+        """First step after *step* at which to profile; None if no profile is left."""
         later = [one for one in self._at if one > step]
         if self._every is not None:
             later.append((step // self._every + 1) * self._every)
         return min(later, default=None)
 
-    # ------------------------------------------------------------------ what
+    # ------------------------------------------------------------------ profiles and files
 
     def _profile(self, trainer: pl.Trainer, step: int) -> None:
         pipeline, measure = pipeline_of(trainer, self), running(trainer.strategy).profile
@@ -255,7 +264,7 @@ class PipelineProfiler(pl.Callback):
             )
 
     def _spans(self, trainer: pl.Trainer) -> list[TaskSpan]:
-        """End this callback's trace, if that is what is recorded."""
+        """Stop this callback's trace, if it is the one being recorded, and return its spans."""
         trace, self._trace = self._trace, None
         program = loop_of(trainer).program
         if trace is None or program is None or program.pipeline.trace is not trace:
@@ -263,7 +272,7 @@ class PipelineProfiler(pl.Callback):
         return program.pipeline.stop_trace()
 
     def _bars_of_all(self, trainer: pl.Trainer, spans: Sequence[TaskSpan]) -> list[Bar]:
-        """On rank 0 every rank's, on one clock."""
+        """Gather the bars of all ranks on rank 0, on a common clock."""
         offset = measure_offset(self._group)
         own = on_clock(to_first_rank(offset, offset), task_bars(spans, trainer.global_rank))
         return [bar for bars in gather_to_first(own, self._group) for bar in bars]
@@ -278,7 +287,9 @@ class PipelineProfiler(pl.Callback):
         except (OSError, ValueError) as error:
             if not self._warned:
                 self._warned = True
-                rank_zero_warn(f"PipelineProfiler could not write ({error}); training goes on. Give it another path")
+                rank_zero_warn(
+                    f"PipelineProfiler could not write a file ({error}). Training continues; check `path` and `report`."
+                )
 
     def _leave_group(self) -> None:
         leave_group(self._group)
@@ -293,7 +304,7 @@ def _write_json(path: Path, profile: ProfileResult) -> None:
 def _what_if(
     trainer: pl.Trainer, profile: ProfileResult, plan: PipelinePlan, spans: Sequence[TaskSpan], one_host: bool
 ) -> WhatIf | None:
-    """Predictions, where all tasks have a time: by the profile, or else by what ran before it."""
+    """Simulate alternatives if every task has a time, from the profile or else from the trace before it."""
     from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, recsys_costs, recsys_machine
 
     found = task_seconds(spans) | profile.own
@@ -316,7 +327,7 @@ def _facts(trainer: pl.Trainer, step: int, profile: ProfileResult) -> dict[str, 
     ranks = f"{trainer.world_size} {'rank' if trainer.world_size == 1 else 'ranks'}"
     return {
         "Ranks": f"{ranks} on {trainer.strategy.root_device.type}",
-        "Profiled": f"after optimiser step {step}, in {profile.rounds} rounds of {profile.iterations} iterations",
+        "Profiled": f"after optimizer step {step}, in {profile.rounds} rounds of {profile.iterations} iterations",
         "Date": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         "Strategy": type(trainer.strategy).__name__,
         "Versions": ", ".join(versions),

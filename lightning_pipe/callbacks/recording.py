@@ -1,4 +1,4 @@
-"""Records one rank's tasks, its work on micro-batches and its evaluations over some batches.
+"""Recording of one rank's tasks, micro-batch work and evaluations over some batches.
 
 Tested in ``tests/callbacks/test_trace.py``.
 """
@@ -16,23 +16,23 @@ from lightning_pipe.strategies.running_work import Running
 
 __all__ = ["Recording"]
 
-_ENDS = 5  # of batches: more are in no picture
+_ENDS = 5  # batch ends to keep; a picture shows no more batches
 
 
 class Recording:
-    """One recording, which begins when this is made.
+    """One recording, which starts when the object is created.
 
     Args:
-        first: the batch it begins with.
-        clock: how far this rank's clock is off now.
-        work: the strategy's answers; its work on micro-batches is recorded too, if there is any.
-        keep: the number of tasks, and of records of micro-batches, to keep.
+        first: number of the first recorded batch.
+        clock: current offset of this rank's clock.
+        work: access to the strategy's running work; its micro-batch work is recorded too, if it has any.
+        keep: number of latest tasks, and of latest micro-batch records, to keep.
 
     Attributes:
-        first: see above.
-        clock: see above.
-        last: the last batch trained, once there is one.
-        ends: when the latest batches were done, and before them the recording's begin (seconds of this rank's clock).
+        first: number of the first recorded batch.
+        clock: offset of this rank's clock when the recording started.
+        last: number of the last batch trained; None before the first one.
+        ends: start of the recording, followed by the end times of the latest batches, in seconds of this rank's clock.
     """
 
     def __init__(self, first: int, clock: ClockOffset, work: Running, keep: int) -> None:
@@ -43,27 +43,28 @@ class Recording:
         self._micro_batches = None if work.record is None else work.record(keep)
         self._evaluations: deque[tuple[str, float, float]] = deque(maxlen=keep)
         self._pipeline: SWPipeline | None = None
-        self._offset = 0  # of the pipeline's iterations, behind which batches of the fit they are
+        self._offset = 0  # batch number in the fit minus iteration number in the pipeline
         self._earlier: list[Bar] = []
 
     @property
     def of_stages(self) -> bool:
-        """Whether it records work on micro-batches."""
+        """True if micro-batch work is recorded."""
         return self._micro_batches is not None
 
     def start(self, pipeline: SWPipeline, batch: int) -> None:
-        """Record the tasks of *pipeline* from now on, where *batch* of the fit is trained next."""
+        """Start to record the tasks of *pipeline*, which trains *batch* of the fit next."""
         self._look_at(pipeline, batch)
         pipeline.start_trace(self._keep)
         self.ends = deque([time.perf_counter()], maxlen=_ENDS)
 
     def follow(self, pipeline: SWPipeline, rank: int, batch: int) -> None:
-        """Record another pipeline's tasks from now on, if *pipeline* is another.
+        """Switch the recording to *pipeline*, unless it is the pipeline already recorded.
 
         Args:
-            pipeline: that trains *batch*.
-            rank: this one.
-            batch: of the fit, about to be trained; each pipeline counts its iterations for itself.
+            pipeline: pipeline that trains *batch*.
+            rank: this rank.
+            batch: number of the batch in the fit that is trained next. It is needed because each pipeline counts its
+                iterations independently.
         """
         if pipeline is self._pipeline:
             return
@@ -77,18 +78,18 @@ class Recording:
         self._pipeline, self._offset = pipeline, batch - oldest
 
     def batch_done(self, batch: int) -> None:
-        """Note that *batch* is trained."""
+        """Record that *batch* has been trained."""
         if self._micro_batches is not None:
             self._micro_batches.batch_done()
         self.last = batch
         self.ends.append(time.perf_counter())
 
     def evaluated(self, name: str, start: float) -> None:
-        """Note that an evaluation called *name*, begun at *start* (seconds), is over."""
+        """Record an evaluation called *name* that started at *start* (seconds) and has just ended."""
         self._evaluations.append((name, start, time.perf_counter()))
 
     def stop(self, rank: int) -> list[Bar]:
-        """Record no more; returns what was recorded, by this rank's clock."""
+        """Stop the recording and return its bars, in seconds of this rank's clock."""
         self._take_bars(rank)
         bars, self._earlier = self._earlier, []
         if self._micro_batches is not None:

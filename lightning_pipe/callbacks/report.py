@@ -1,4 +1,4 @@
-"""A profile as one HTML file that needs nothing else: no server, no network. Plotly draws; this says what."""
+"""Self-contained HTML report of a profile, which needs neither a server nor a network. Plotly draws the charts."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from lightning_pipe.engine.observe.timeline import Timeline
 
 __all__ = ["require_plotly", "write_report"]
 
-_HIDDEN = 0.5  # of a task's own time, at least, where it is called hidden
-# The simulation takes what is waited for to need no core of the rank's.
+_HIDDEN = 0.5  # smallest part of a task's own time that must overlap for the task to be called hidden
+# Needed because the simulation assumes that exchanges take no time on the rank's cores.
 _SHARED = (
-    " Ranks share this machine: they move their messages with the cores that they compute with, so another plan gains"
-    " less than this says, and nothing where all cores are busy."
+    " The ranks share this machine and move their messages with the same cores that they compute with. Another plan"
+    " therefore gains less than predicted, and nothing if all cores are busy."
 )
-_MISS = 0.1  # of the measured time: by more the simulation is not to be relied on
+_MISS = 0.1  # largest relative error of the simulation that the report accepts without a warning
 
 
 def require_plotly() -> None:
-    """Check that a report can be drawn.
+    """Check that Plotly, which draws the report, is installed.
 
     Raises:
-        SetupError: Plotly is not installed.
+        SetupError: If Plotly is not installed.
     """
     try:
         import plotly.graph_objects  # noqa: F401
     except ImportError as error:
         raise SetupError(
-            "the HTML report needs Plotly, which is not installed: pip install 'lightning-pipe[report]', or ask for no"
-            " report (report=None)"
+            "The HTML report needs Plotly, which is not installed. Run: pip install 'lightning-pipe[report]', or pass"
+            " report=None to write no report."
         ) from error
 
 
@@ -49,19 +49,19 @@ def write_report(
     what_if: WhatIf | None = None,
     facts: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a report, whole or not at all; some 5 MB, most of it Plotly.
+    """Write a report atomically. The file has about 5 MB, most of which is Plotly.
 
     Args:
-        path: of the file, whose folder is made if it is not there.
-        profile: what was measured.
-        plan: of which.
-        timeline: what ran when.
-        what_if: what would be otherwise.
-        facts: shown as they are, by name: the strategy, ranks, versions, the date.
+        path: path of the file. Its folder is created if it does not exist.
+        profile: measured costs.
+        plan: plan that was profiled.
+        timeline: recorded work (default None: no timeline chart).
+        what_if: simulated alternatives (default None: no what-if chart).
+        facts: names and values to show unchanged, such as strategy, ranks, versions and date (default none).
 
     Raises:
-        SetupError: Plotly is not installed.
-        OSError: it cannot be written.
+        SetupError: If Plotly is not installed.
+        OSError: If the file cannot be written.
     """
     require_plotly()
     text = _page(profile, plan, timeline, what_if, facts or {})
@@ -81,10 +81,10 @@ def _page(
     sections = [
         _section(
             "costs",
-            "What each task costs",
-            "Own: the task's time in its thread, all waits inside it included. Exposed: by how much an iteration is"
-            " shorter without the task, with the interval in which that lies with 95 % confidence. What is not exposed"
-            " is hidden behind other work.",
+            "Cost of each task",
+            "Own: the task's time in its thread, including all waits inside it. Exposed: the time by which an iteration"
+            " is shorter without the task, with its 95 % confidence interval. Time that is not exposed overlaps with"
+            " other work.",
             cost_chart(profile),
         )
     ]
@@ -92,10 +92,10 @@ def _page(
         sections.append(
             _section(
                 "timeline",
-                "What ran when",
-                "A row is a thread or a stream of a rank, a colour is a batch; a black strip marks the critical"
-                " path: what the end waited for. Drag to zoom, double-click to see all; a click in the legend hides a"
-                " batch.",
+                "Timeline",
+                "Each row is a thread or a stream of a rank, and each colour is a batch. A black strip marks the"
+                " critical path, which determines the end time. Drag to zoom, double-click to reset the zoom, and click"
+                " a batch in the legend to hide it.",
                 timeline_chart(timeline, profile.seconds),
             )
         )
@@ -105,10 +105,11 @@ def _page(
             _section(
                 "what-if",
                 "What if",
-                f"Predicted by simulation, from the tasks' own times: {_ms(what_if.seconds)} as it is, where"
-                f" {_ms(profile.seconds)} were measured.{_miss(what_if.seconds, profile.seconds)} Compare predictions"
-                " with each other. In a plan that runs ahead a wait is as short as the plan has made it, so what"
-                f" depends on it is underrated.{_SHARED if what_if.one_host else ''}",
+                f"Simulated from the tasks' own times: {_ms(what_if.seconds)} per iteration for the current setup,"
+                f" compared with {_ms(profile.seconds)} measured.{_miss(what_if.seconds, profile.seconds)} Compare"
+                " predictions only with each other. In a plan that runs tasks ahead, the measured waits are already"
+                " shortened by the overlap, so the effect of changes to exchanges is underestimated."
+                f"{_SHARED if what_if.one_host else ''}",
                 what_if_chart(what_if),
             )
         )
@@ -137,19 +138,19 @@ def _figures(profile: ProfileResult, plan: PipelinePlan) -> list[str]:
     hidden = sum(one.own * (one.hidden or 0.0) for one in known)
     others = len(plan.thread_groups) - 1
     shown = {
-        "an iteration": _ms(profile.seconds),
-        "iterations a second": f"{1 / profile.seconds:.1f}" if profile.seconds else "-",
-        f"of own time is hidden, over the {len(known)} task(s) where that is known": (
+        "per iteration": _ms(profile.seconds),
+        "iterations per second": f"{1 / profile.seconds:.1f}" if profile.seconds else "-",
+        f"of own time is hidden, over the {len(known)} task(s) with a measured overlap": (
             f"{100 * hidden / own:.0f} %" if own else "-"
         ),
         "batches in flight at most": str(plan.pipeline_depth),
-        f"{'thread' if others == 1 else 'threads'} beside the main one": str(others),
+        f"{'thread' if others == 1 else 'threads'} in addition to the main thread": str(others),
     }
     return [f'<div class="figure"><b>{escape(value)}</b>{escape(name)}</div>' for name, value in shown.items()]
 
 
 def _summary(profile: ProfileResult) -> str:
-    """What is sure: what the intervals leave no doubt of."""
+    """Findings that hold over the whole confidence intervals."""
     if not profile.exposed:
         return "No task was replayed, so only own times are known."
     said: list[str] = []
@@ -165,21 +166,21 @@ def _summary(profile: ProfileResult) -> str:
         for name, one in profile.tasks.items()
         if one.own > 0.01 * profile.seconds and one.hidden is not None and (one.high or 0.0) < (1 - _HIDDEN) * one.own
     ]
-    sentences = [f"Of an iteration, these make the most: {_listed(names)}."] if names else []
+    sentences = [f"Largest shares of an iteration: {_listed(names)}."] if names else []
     if hidden:
         sentences.append(f"The plan hides {_listed(hidden)}.")
     if profile.in_noise:
         sentences.append(profile.in_noise[:1].upper() + profile.in_noise[1:] + ".")
     elif not names:
-        sentences.append("No interval lies above 0: nothing that was measured makes an iteration longer.")
+        sentences.append("No confidence interval lies above 0: no measured task makes an iteration longer.")
     return " ".join(sentences)
 
 
 def _plan_in_words(plan: PipelinePlan) -> str:
-    exact = "gives up " + "; ".join(map(str, plan.stale)) if plan.stale else "is exact"
+    exact = "relaxes " + "; ".join(map(str, plan.stale)) if plan.stale else "is exact"
     return (
-        f"Each task works on the batch that is so many batches ahead of the one in training. The plan {exact}; its"
-        " tasks are in the order in which a serial iteration runs them."
+        "The column 'batches ahead' is the distance between the batch that a task works on and the batch in training."
+        f" The plan {exact}. Tasks are listed in the order of a serial iteration."
     )
 
 
@@ -218,7 +219,7 @@ def _measured(profile: ProfileResult, name: str) -> list[str]:
 
 def _miss(simulated: float, measured: float) -> str:
     off = abs(simulated / measured - 1) if measured else 0.0
-    return f" ⚠ That is {100 * off:.0f} % off: do not rely on these predictions." if off > _MISS else ""
+    return f" ⚠ The simulation is off by {100 * off:.0f} %: do not rely on these predictions." if off > _MISS else ""
 
 
 def _listed(names: list[str]) -> str:

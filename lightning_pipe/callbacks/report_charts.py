@@ -1,4 +1,4 @@
-"""The charts of the HTML report, as Plotly's: what a task costs, what ran when, what would be otherwise.
+"""Plotly charts of the HTML report: task costs, timeline, simulated alternatives.
 
 Tested in ``tests/callbacks/test_report.py``.
 """
@@ -27,20 +27,20 @@ _FONT = {
     "color": "#1c2733",
 }
 _GRID, _GROUND = "#e8ecf0", "#DADFE4"
-_HIGH = 0.72  # of a row, a bar's height
+_HIGH = 0.72  # height of a bar, as a share of its row
 _CONFIG = {
     "responsive": True,
     "displaylogo": False,
-    # A report stays where it is: Plotly's has a button that sends charts to a server.
+    # Keeps the report local: by default Plotly shows a button that uploads charts to a server.
     "modeBarButtonsToRemove": ["sendChartToCloud", "select2d", "lasso2d"],
     "plotlyServerURL": "",
 }
-_SHOWN = 4  # iterations that the timeline opens with
-_ALIKE = 0.01  # predictions that differ by less are called the same
+_SHOWN = 4  # iterations shown when the timeline opens
+_ALIKE = 0.01  # relative difference below which two predictions are shown as the same
 
 
 def cost_chart(profile: ProfileResult) -> str:
-    """Bars of own and exposed time, in ms, as HTML."""
+    """HTML of a bar chart of own and exposed times in ms."""
     from plotly.graph_objects import Bar as Bars
     from plotly.graph_objects import Figure
 
@@ -64,16 +64,16 @@ def cost_chart(profile: ProfileResult) -> str:
     )
     _dress(figure, 90 + 42 * len(names))
     figure.update_layout(barmode="group", bargap=0.28, bargroupgap=0.0, legend={"traceorder": "normal"})
-    figure.update_xaxes(title_text="ms an iteration", rangemode="tozero")
+    figure.update_xaxes(title_text="ms per iteration", rangemode="tozero")
     return _html(figure, "cost-chart")
 
 
 def timeline_chart(timeline: Timeline, seconds: float) -> str:
-    """A row for each lane, a bar for each run; opens with the last few iterations.
+    """HTML of a timeline with a row for each lane and a bar for each run, which opens with the last few iterations.
 
     Args:
-        timeline: what ran when; every bar in it is drawn.
-        seconds: of an iteration.
+        timeline: recorded work; every bar is drawn.
+        seconds: iteration time in seconds.
     """
     from plotly.graph_objects import Bar as Bars
     from plotly.graph_objects import Figure
@@ -81,7 +81,7 @@ def timeline_chart(timeline: Timeline, seconds: float) -> str:
     begin = min(bar.start for bar in timeline.bars)
     end = 1e3 * (max(bar.end for bar in timeline.bars) - begin)
     groups: dict[tuple[int, str], list[int]] = defaultdict(list)
-    # Only what micro-batches lie in: a run that took no time may lie in any other.
+    # Only runs that contain micro-batches: a run of zero length may lie within any other run.
     outer = timeline.outer if any(bar.microbatch is not None for bar in timeline.bars) else frozenset()
     for position, bar in enumerate(timeline.bars):
         groups[_group(bar, position in outer)].append(position)
@@ -112,15 +112,15 @@ def timeline_chart(timeline: Timeline, seconds: float) -> str:
         colour = _COLOURS[order % len(_COLOURS)] if order >= 0 else _GROUND
         labels = [_label(timeline.bars[position]) for position in positions]
         add(positions, name, colour, labels, width=_HIGH, offset=-_HIGH / 2)
-    # A strip along the lower edge, which stays legible where bars are narrow, as an outline would not.
+    # A strip along the lower edge stays visible on narrow bars, unlike an outline.
     add(sorted(timeline.critical), "critical path", "#111111", width=0.09, offset=_HIGH / 2 - 0.04)
     lanes = [_lane(rank, lane, several) for rank, lane in timeline.lanes]
     _dress(figure, 214 + 72 * len(lanes))
     figure.update_layout(
         barmode="overlay",
         legend={"traceorder": "normal"},
-        uniformtext={"mode": "hide", "minsize": 8},  # rather than letters too small to read
-        margin={"t": 64},  # the legend may be as wide as the chart: the buttons are above it
+        uniformtext={"mode": "hide", "minsize": 8},  # hide labels that would be too small to read
+        margin={"t": 64},  # the buttons are above the legend, which may be as wide as the chart
     )
     figure.update_yaxes(categoryorder="array", categoryarray=lanes, fixedrange=True)
     first = max(0.0, end - 1e3 * _SHOWN * seconds) if seconds else 0.0
@@ -129,7 +129,7 @@ def timeline_chart(timeline: Timeline, seconds: float) -> str:
 
 
 def what_if_chart(what_if: WhatIf) -> str:
-    """Bars of predicted times, one question at a time, which a menu picks."""
+    """HTML of a bar chart of predicted times, with a menu to select the question."""
     from plotly.graph_objects import Bar as Bars
     from plotly.graph_objects import Figure
 
@@ -149,7 +149,7 @@ def what_if_chart(what_if: WhatIf) -> str:
                 textposition="auto",
                 cliponaxis=False,
                 hovertext=[
-                    f"<b>{escape(name)}</b><br>{time:.3f} ms an iteration, {now:.3f} ms now<br>{_change(one)}"
+                    f"<b>{escape(name)}</b><br>{time:.3f} ms per iteration, {now:.3f} ms now<br>{_change(one)}"
                     for name, time, one in zip(names, times, changes, strict=True)
                 ],
                 hoverinfo="text",
@@ -160,7 +160,7 @@ def what_if_chart(what_if: WhatIf) -> str:
     most = max(len(answers) for answers in what_if.otherwise.values())
     _dress(figure, 130 + 34 * most)
     figure.add_vline(x=now, line={"color": "#1c2733", "width": 1.5, "dash": "dot"})
-    figure.add_annotation(x=now, y=1, yref="paper", yanchor="bottom", text="as it is", showarrow=False)
+    figure.add_annotation(x=now, y=1, yref="paper", yanchor="bottom", text="current", showarrow=False)
     buttons = [
         {
             "label": escape(question),
@@ -181,7 +181,7 @@ def what_if_chart(what_if: WhatIf) -> str:
         "showactive": True,
     }
     figure.update_layout(updatemenus=[menu], margin={"t": 84}, bargap=0.3)
-    figure.update_xaxes(title_text="ms an iteration, by simulation", rangemode="tozero")
+    figure.update_xaxes(title_text="ms per iteration, by simulation", rangemode="tozero")
     return _html(figure, "what-if-chart")
 
 
@@ -199,7 +199,7 @@ def _dress(figure: Figure, height: int) -> None:
         modebar={"bgcolor": "rgba(0,0,0,0)", "color": "#9aa5b1", "activecolor": "#1c2733"},
     )
     figure.update_xaxes(automargin=True, gridcolor=_GRID, zeroline=True, zerolinecolor="#b8c2cc", ticks="outside")
-    # The first task, or lane, on top.
+    # The first task or lane is at the top.
     figure.update_yaxes(automargin=True, autorange="reversed", showgrid=False, ticksuffix=" ")
 
 
@@ -225,9 +225,9 @@ def _explained(name: str, profile: ProfileResult) -> str:
 
 
 def _group(bar: Bar, outer: bool) -> tuple[int, str]:
-    """What decides a bar's colour, and its name in the legend."""
+    """Colour index of a bar and its name in the legend."""
     if outer or bar.kind in WAITS:
-        return -1, "waits, and what holds others"
+        return -1, "waits and enclosing tasks"
     if bar.microbatch is not None:
         return bar.microbatch, f"micro-batch {bar.microbatch}"
     return (-1, "between batches") if bar.iteration is None else (bar.iteration, f"batch {bar.iteration}")

@@ -1,7 +1,7 @@
-"""A timeline as a picture, in which overlap is seen at a glance.
+"""Picture of a timeline that makes overlap visible.
 
-A row is a thread or a stream of a rank. Where batches go through it one after the other, a bar's colour is its batch's;
-in a language model's stages it is the micro-batch's, and what was done with that is told apart by shade and hatching.
+Each row is a thread or a stream of a rank. The colour of a bar is that of its batch. In the stages of a language model
+it is that of the micro-batch, and shade and hatching distinguish the kinds of work, such as forward and backward.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_timeline", "require_matplotlib"]
 
-# Okabe and Ito's colours and two more, told apart by everyone; neighbours never share one.
+# The colours of Okabe and Ito without black, and one more, which colour-blind readers can distinguish. Adjacent batches
+# never share a colour.
 _COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#0072B2", "#D55E00", "#999933")
 _ENDS = (0, (2, 3))  # dots
 _WAIT, _OTHER, _GROUND, _TEXT = "#F4F4F4", "#C9C9C9", "#ECECEC", "#333333"
-_WIDTH, _MOST_ROWS = 15.0, 16  # inches; more rows than that no one takes in
-_LEGEND = 11  # entries in one line
-_MUCH = 0.1  # of the time: a row that is busy for less is drawn lower
+_WIDTH, _MOST_ROWS = 15.0, 16  # width in inches; largest number of rows that is still readable
+_LEGEND = 11  # most legend entries in one line
+_MUCH = 0.1  # share of the time; rows that are busy for less are drawn less high
 _FONT = 7.0
-_LETTER = 0.63 * _FONT / 72  # inches that one takes
+_LETTER = 0.63 * _FONT / 72  # width of a letter in inches
 
 
 @dataclass(frozen=True)
 class _Look:
-    """How a kind of work on a micro-batch is drawn: its letter, share of white (or, below 0, black), and hatching."""
+    """Appearance of a kind of micro-batch work: letter, share of white (negative: share of black), hatching, label."""
 
     letter: str
     white: float
@@ -63,38 +64,38 @@ _LOOKS = {
 
 
 def require_matplotlib(path: Path) -> None:
-    """Check that a picture can be drawn to *path*.
+    """Check that Matplotlib can write a picture to *path*.
 
     Raises:
-        SetupError: no Matplotlib, or a kind of file that it does not write.
+        SetupError: If Matplotlib is not installed or does not support the file type.
     """
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise SetupError(
-            f"the picture {str(path)!r} needs Matplotlib, which is not installed: pip install"
-            " 'lightning-pipe[pictures]', or ask for no picture (picture=None)"
+            f"The picture {str(path)!r} needs Matplotlib, which is not installed. Run: pip install"
+            " 'lightning-pipe[pictures]', or pass picture=None to draw no picture."
         ) from error
     known = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in known:
         raise SetupError(
-            f"the picture is to be {str(path)!r}, which is no kind of file that can be drawn; needed is a name that"
-            f" ends with one of {', '.join(f'.{suffix}' for suffix in sorted(known))}"
+            f"The picture {str(path)!r} has an unsupported file type. Pass a name that ends with one of"
+            f" {', '.join(f'.{suffix}' for suffix in sorted(known))}."
         )
 
 
 def draw_timeline(timeline: Timeline, path: Path, title: str, ends: Sequence[float] = ()) -> None:
-    """Draw *timeline* to a file, whose suffix says of what kind (``.png``, ``.svg``, ``.pdf``).
+    """Draw *timeline* to a file. The suffix selects the format (``.png``, ``.svg``, ``.pdf``).
 
     Args:
-        timeline: what ran when.
-        path: of the file, whose folder is made if it is not there.
-        title: written above.
-        ends: when batches were done, in seconds of the timeline's clock; if there are any, what lies before the first
-            and after the last is left out, and a line is drawn at each.
+        timeline: recorded work.
+        path: path of the file. Its folder is created if it does not exist.
+        title: title of the picture.
+        ends: end times of batches, in seconds of the timeline's clock (default none). If given, the picture covers the
+            time from the first to the last of them, and a line marks each end in between.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: If the file cannot be written.
     """
     figure = _Drawing(timeline, title, ends).figure()
     with whole_file(path) as unfinished:
@@ -102,7 +103,7 @@ def draw_timeline(timeline: Timeline, path: Path, title: str, ends: Sequence[flo
 
 
 def without_mathtext(text: str) -> str:
-    """*text* as Matplotlib shows it unchanged: what stands between two dollar signs would be read as a formula."""
+    """Escape dollar signs in *text*, so that Matplotlib does not parse the text between them as a formula."""
     return text.replace("$", r"\$")
 
 
@@ -124,11 +125,11 @@ class _Drawing:
         self._rows = self._rows[:_MOST_ROWS]
         self._seen = [p for p in seen if (timeline.bars[p].rank, timeline.bars[p].lane) in self._rows]
         self._shares = [self._busy(row) for row in self._rows]
-        # Tasks have names, written upwards where they are short: the row must be as high as the longest. In inches.
+        # Heights in inches. Task names are written upwards in narrow bars, so a row must be as high as they are long.
         high = 0.75 if self._by_microbatch else max(0.5, min(1.55, 11 / max(1, len(self._rows))))
         self._heights = [high if share > _MUCH else 0.45 * high for share in self._shares]
         self._tops = [sum(self._heights[:row]) for row in range(len(self._rows) + 1)]
-        # Of the picture, what the rows have in width.
+        # Width of the rows within the picture.
         self._inches = _WIDTH - 2.6
 
     def figure(self) -> Figure:
@@ -171,7 +172,7 @@ class _Drawing:
             zorder=1 if waits else 2,
         )
         if position in self._timeline.critical:
-            # A strip along the lower edge, which stays legible where bars are narrow, as an outline would not.
+            # A strip along the lower edge stays visible on narrow bars, unlike an outline.
             strip = Rectangle(
                 (start, middle + high / 2 - 0.02), end - start, 0.07, color="black", linewidth=0, zorder=3
             )
@@ -193,7 +194,7 @@ class _Drawing:
             )
 
     def _draw_outer(self, axes: Axes, bar: Bar) -> None:
-        """What holds others: the ground that they stand on."""
+        """Draw a task that contains other bars, as their background."""
         row = self._rows.index((bar.rank, bar.lane))
         start, end = self._at(max(bar.start, self._begin)), self._at(min(bar.end, self._end))
         axes.barh(
@@ -211,7 +212,7 @@ class _Drawing:
         return _COLOURS[bar.iteration % len(_COLOURS)], ""
 
     def _label(self, bar: Bar, width: float, high: float) -> tuple[str, bool]:
-        """The longest text that has room in a bar as wide and as high (inches); whether it is written upwards."""
+        """Longest text that fits into a bar of this width and height (inches); True if it is written upwards."""
         if bar.kind in WAITS:
             return "", False
         if bar.microbatch is not None:
@@ -232,7 +233,7 @@ class _Drawing:
         return "", False
 
     def _draw_path(self, axes: Axes) -> None:
-        """Where the critical path goes on in another row."""
+        """Draw arrows where the critical path continues in another row."""
         seen = set(self._seen)
         for step in self._timeline.critical_steps:
             one, other = (self._timeline.bars[position] for position in step)
@@ -253,7 +254,7 @@ class _Drawing:
         axes.tick_params(axis="y", length=0)
         axes.set_ylim(max(self._tops[-1], 1.0), 0)
         axes.set_xlim(0, max(self._at(self._end), 1e-6))
-        axes.set_xlabel("time, ms" + (f" (and {self._left_out} rows more)" if self._left_out else ""))
+        axes.set_xlabel("time, ms" + (f" (and {self._left_out} more rows)" if self._left_out else ""))
         axes.set_title(without_mathtext(self._title), loc="left", fontsize=11, fontweight="bold")
         axes.grid(axis="x", alpha=0.25)
         axes.set_axisbelow(True)
@@ -272,10 +273,10 @@ class _Drawing:
         return self._tops[row] + self._heights[row] / 2
 
     def _busy(self, row: tuple[int, str]) -> float:
-        """The share of the time in which a row does something but wait."""
+        """Share of the time in which a row works rather than waits."""
         of_row = (self._timeline.bars[p] for p in self._seen if p not in self._timeline.outer)
         done, reached = 0.0, self._begin
-        for bar in of_row:  # by start
+        for bar in of_row:  # sorted by start
             if (bar.rank, bar.lane) == row and bar.kind not in WAITS:
                 end = min(bar.end, self._end)
                 done += max(0.0, end - max(bar.start, reached))
@@ -309,7 +310,7 @@ class _Drawing:
             patches.extend(_colour_key("batch", {bar.iteration for bar in shown if bar.iteration is not None}))
         patches.append(Patch(color="black", label="critical path"))
         if len(self._ends) > 2:
-            patches.append(Line2D([], [], color=_TEXT, linewidth=0.8, linestyle=_ENDS, label="a batch is done"))
+            patches.append(Line2D([], [], color=_TEXT, linewidth=0.8, linestyle=_ENDS, label="end of a batch"))
         figure.legend(
             handles=patches,
             loc="outside lower center",
@@ -329,18 +330,18 @@ def _colour_key(what: str, numbers: Iterable[int]) -> list[Patch]:
 
     in_order = sorted(numbers)
     if len(in_order) > len(_COLOURS):
-        return []  # each colour stands for several: the numbers on the bars say which
+        return []  # a colour stands for several numbers; the bars show the numbers
     return [Patch(facecolor=_COLOURS[number % len(_COLOURS)], label=f"{what} {number}") for number in in_order]
 
 
 def _mixed(colour: str, white: float) -> str:
-    """*colour* with a share of white in it, or of black where that is below 0."""
+    """*colour* mixed with a share *white* of white, or of black if it is negative."""
     parts = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
     mixed = [part + (255 - part) * white if white >= 0 else part * (1 + white) for part in parts]
     return "#" + "".join(f"{round(part):02X}" for part in mixed)
 
 
 def _ink(colour: str) -> str:
-    """Black or white, whichever is read better on *colour*."""
+    """Black or white, whichever is more legible on *colour*."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 120 else "#FFFFFF"

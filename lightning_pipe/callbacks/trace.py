@@ -1,4 +1,4 @@
-"""Records what ran when while a Trainer fits: a trace to open in ui.perfetto.dev, and a picture of it."""
+"""Trace of the tasks of a fit, written for ui.perfetto.dev and as a timeline picture."""
 
 from __future__ import annotations
 
@@ -33,42 +33,47 @@ from lightning_pipe.strategies.running_work import running
 
 __all__ = ["PipelineTrace"]
 
-_DRAWN_OF_STAGES = 2  # batches; of more, no picture shows the bars
+_DRAWN_OF_STAGES = 2  # batches; with more, the bars would be too narrow to see
 
 
 class PipelineTrace(pl.Callback):
-    """Records the begin and the end of every task on every thread and stream, over some batches of a fit.
+    """Record start and end of every task on every thread and stream, over some batches of a fit.
 
-    For the strategies ``pipeline``, ``recsys_*`` and ``llm_*``; of the last, the micro-batches' way through the stages
-    too. All ranks are put on one clock, rank 0's, which their messages tell to some microseconds (``clock_error_us`` in
-    the file), and arrows show what depends on what. Two files are written by rank 0 at the end of the recorded batches,
-    or of training if that comes first:
+    For the strategies ``pipeline``, ``in_process_pipeline``, ``recsys_*`` and ``llm_*``. For ``llm_*`` strategies the
+    path of the micro-batches through the stages is recorded too. Times of all ranks are converted to the clock of
+    rank 0, with an error of some microseconds that is estimated from round trips between ranks (``clock_error_us`` in
+    the file). Arrows show dependencies. Rank 0 writes two files after the recorded batches, or at the end of training
+    if that comes first:
 
-    - a trace, for https://ui.perfetto.dev: all that was recorded;
-    - a picture: the last few batches, with a row for each thread and stream, and the critical path marked.
+    - a trace for https://ui.perfetto.dev with everything that was recorded;
+    - a picture of the last few batches, with one row for each thread and stream and with the critical path marked.
 
-    After an exception each rank writes a trace of its own, ``NAME.rankN.json``, since others may not be there to ask.
-    A file that cannot be written costs one warning, and training goes on.
+    After an exception each rank writes its own trace, ``NAME.rankN.json``, because other ranks may no longer respond.
+    If a file cannot be written, training continues with one warning.
 
-    While it records, a task costs some microseconds more; otherwise nothing. On a device with streams, recording begins
-    and ends with a wait until the device is idle; stages wait for theirs at each micro-batch, as they do for
-    :class:`~lightning_pipe.callbacks.BubbleMonitor`. What ran ahead of the fit's very first batch is not recorded.
-    PyTorch's profiler shows the same names by itself; of worker threads, if it is made with
-    ``experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)``. While a trace is recorded
-    on a GPU, so does NVTX.
+    Recording costs some microseconds per task. Outside the recorded batches the callback has no overhead. On a device
+    with streams, a recording begins and ends with a device synchronization, and stages synchronize at each micro-batch,
+    as they do for :class:`~lightning_pipe.callbacks.BubbleMonitor`. Work that ran ahead of the first batch of a fit is
+    not recorded.
+
+    PyTorch's profiler shows the same task names without this callback. It includes worker threads if it is created
+    with ``experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)``. NVTX shows the names
+    too while a trace is recorded on a GPU.
 
     Args:
-        path: of the trace; relative to the folder that the trainer logs to.
-        steps: the first batch to record, counted from 0 in each fit, and the number of batches; None for all.
-        every: record as many again from each *every*-th batch after the first on. Files then have the number of their
-            first batch in their names.
-        picture: of what kind it is (``.png``, ``.svg``) its name says; relative as *path*. None for none. Needs
-            Matplotlib.
-        keep: the number of tasks, and of steps of micro-batches, that a rank keeps, the latest: some 300 bytes each.
+        path: path of the trace, relative to the trainer's log folder (default ``"trace.json"``).
+        steps: first batch to record, counted from 0 in each fit, and number of batches (default ``(10, 4)``). None
+            records all batches.
+        every: interval in batches after which the recording is repeated (default None: record once). Must be at least
+            the number of batches in *steps*. The number of the first recorded batch is added to the file names.
+        picture: path of the picture, relative to the trainer's log folder (default ``"timeline.png"``). Its suffix
+            selects the format, such as ``.png`` or ``.svg``. None writes no picture. Requires Matplotlib.
+        keep: number of latest tasks, and of latest micro-batch records, that each rank keeps (default 100,000). An
+            entry takes about 300 bytes.
 
     Raises:
-        SetupError: a number that is too small, a picture that cannot be drawn; when fit begins, another strategy, or a
-            BubbleMonitor after this callback.
+        SetupError: If a number is too small or the picture cannot be drawn; when fit begins, if the strategy runs no
+            tasks or a ``BubbleMonitor`` comes after this callback.
     """
 
     def __init__(
@@ -86,14 +91,14 @@ class PipelineTrace(pl.Callback):
             first, number, whole = 0, 0, False
         if not whole or first < 0 or number < 1 or keep < 1:
             raise SetupError(
-                f"steps is {steps} and keep {keep}; needed are the first batch, from 0, and a number of batches, at"
-                " least 1, as in steps=(10, 4); and at least 1 to keep"
+                "`steps` must be a first batch of at least 0 and a number of batches of at least 1, and `keep` must be"
+                f" at least 1, got steps={steps} and keep={keep}. Pass whole numbers, for example steps=(10, 4)."
             )
         check_whole_number("every", every, 1, optional=True)
         if every is not None and (steps is None or every < number):
             raise SetupError(
-                f"every is {every} and steps {steps}; needed are steps=(first, number), and an every that is no smaller"
-                " than that number, or one recording would begin in another"
+                "`every` must be at least the number of batches in steps=(first, number), so that recordings do not"
+                f" overlap, got every={every} and steps={steps}. Increase `every`, or pass shorter `steps`."
             )
         self._path = checked_path("path", path)
         self._picture = None if picture is None else checked_path("picture", picture)
@@ -109,18 +114,18 @@ class PipelineTrace(pl.Callback):
         self._warned = False
         self._evaluation_began: float | None = None
 
-    # ------------------------------------------------------------------ when
+    # ------------------------------------------------------------------ Lightning's hooks
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not isinstance(trainer.fit_loop.epoch_loop, PipelineTrainingEpochLoop):
             raise SetupError(
-                f"the strategy is a {type(trainer.strategy).__name__}, which runs no tasks to trace; needed is"
-                " strategy='pipeline', 'in_process_pipeline', or a recsys_* or llm_* one"
+                f"PipelineTrace expected a strategy that runs tasks, got {type(trainer.strategy).__name__}. Use"
+                " strategy='pipeline', 'in_process_pipeline', a recsys_* or an llm_* strategy, or remove PipelineTrace."
             )
         _check_order(trainer, self)
         self._trained, self._recording, self._warned = 0, None, False
         self._group = group_of_its_own()
-        self._folder = Path(trainer.log_dir or trainer.default_root_dir)  # every rank takes part in asking for it
+        self._folder = Path(trainer.log_dir or trainer.default_root_dir)  # log_dir is a collective call
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin_if_due(trainer)
@@ -130,7 +135,7 @@ class PipelineTrace(pl.Callback):
     ) -> None:
         if self._recording is None:
             return
-        # The first batch of a fit: its pipeline was not there before. Later another plan may have taken over.
+        # Before the first batch of a fit its pipeline does not exist yet. Later, another plan may have replaced it.
         if self._trained == 0:
             self._recording.start(pipeline_of(trainer, self), 0)
         else:
@@ -152,8 +157,8 @@ class PipelineTrace(pl.Callback):
             self._end(trainer)
         elif self._steps is None or self._trained <= self._steps[0]:
             rank_zero_warn(
-                f"PipelineTrace recorded nothing: {self._trained} batches were trained, and steps is {self._steps};"
-                " needed is a first batch among them"
+                f"PipelineTrace recorded no batch: {self._trained} batches were trained, with steps={self._steps}."
+                " Start the recording at an earlier batch, or train longer."
             )
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -183,7 +188,7 @@ class PipelineTrace(pl.Callback):
 
         self._try(leave)
 
-    # ------------------------------------------------------------------ what
+    # ------------------------------------------------------------------ recordings and files
 
     def _begin_if_due(self, trainer: pl.Trainer) -> None:
         first = 0 if self._steps is None else self._steps[0]
@@ -200,7 +205,7 @@ class PipelineTrace(pl.Callback):
         assert recording is not None
         pipeline = pipeline_of(trainer, self)
         bars = recording.stop(trainer.global_rank)
-        # The first rank writes and draws, and the others wait for it in the next step.
+        # Rank 0 writes the files, and the other ranks wait for it in the next step.
         leave_step_out(trainer, following=1)
         end = measure_offset(self._group)
         own = on_clock(to_first_rank(recording.clock, end), bars), max(recording.clock.error, end.error)
@@ -227,10 +232,12 @@ class PipelineTrace(pl.Callback):
     def _try(self, write: Callable[[], None]) -> None:
         try:
             write()
-        except (OSError, RuntimeError, ValueError) as error:  # of the file, or of a device that has failed
+        except (OSError, RuntimeError, ValueError) as error:  # from the file, or from a failed device
             if not self._warned:
                 self._warned = True
-                rank_zero_warn(f"PipelineTrace could not write ({error}); training goes on. Give it another path")
+                rank_zero_warn(
+                    f"PipelineTrace could not write a file ({error}). Training continues; check `path` and `picture`."
+                )
 
 
 def _draw(timeline: Timeline, path: Path, name: str, recording: Recording) -> None:
@@ -238,15 +245,15 @@ def _draw(timeline: Timeline, path: Path, name: str, recording: Recording) -> No
     assert recording.last is not None
     first = recording.last - len(ends) + 2
     batches = f"batch {first}" if first == recording.last else f"batches {first} to {recording.last}"
-    draw_timeline(timeline, path, f"{name}: what ran when, while {batches} of the fit trained", ends)
+    draw_timeline(timeline, path, f"{name}: timeline of {batches} of the fit", ends)
 
 
 def _check_order(trainer: pl.Trainer, trace: PipelineTrace) -> None:
-    """A BubbleMonitor sets the stages' recording back to what it found: this callback must be the later to set it."""
+    """Check that PipelineTrace comes after BubbleMonitor, which resets the stages' recording to its earlier state."""
     names = [type(one).__name__ for one in trainer.callbacks]  # type: ignore[attr-defined]
     own = trainer.callbacks.index(trace)  # type: ignore[attr-defined]
     if "BubbleMonitor" in names[own:]:
         raise SetupError(
-            f"the callbacks are {', '.join(names)}; PipelineTrace needs to come after BubbleMonitor, which sets the"
-            " recording of stages back"
+            "PipelineTrace must come after BubbleMonitor, which would otherwise switch off its recording of stages, got"
+            f" callbacks {', '.join(names)}. Place PipelineTrace after BubbleMonitor in the list of callbacks."
         )

@@ -1,7 +1,7 @@
-"""What holds a step up, told from what the main threads of all ranks did in it: one sentence, with what to try.
+"""Diagnosis of the bottleneck of a step from the activity of all ranks' main threads: one sentence with advice.
 
-Ranks go in step, so a slow one makes the others wait. What the rank waits that waits least is the time of messages, or
-the worker threads'; what others wait beyond that, they wait for that rank.
+Ranks run in lockstep, so a slow rank makes the others wait. The wait of the rank that waits least is attributed to
+messages or worker threads. Any additional wait of another rank is a wait for that rank.
 
 Tested in ``tests/callbacks/test_monitor.py``.
 """
@@ -17,31 +17,31 @@ from lightning_pipe.engine.plans.schedule import MAIN
 
 __all__ = ["StepUse", "Verdict", "find_verdict", "forward_wait"]
 
-# What these tasks do is wait for other ranks, where there are any.
+# Tasks that spend their time waiting for other ranks, if there are several.
 _FORWARD_WAITS = ("EmbInputDistWait", "EmbPrefetch")
 _BACKWARD_WAITS = ("FinalizeGrads",)
 _COPIES = ("H2DAndShuffle", "H2D")
-# Of a step: less than that is not worth a change.
+# Share of a step below which a cause is not worth a change.
 _MUCH = 0.1
-# Steps from which a mean is taken for what an epoch is like, so that a number of workers is computed from it.
+# Number of steps from which their mean is considered representative, so that a number of workers is computed from it.
 _ENOUGH = 10
-# Batches that each worker of PyTorch's DataLoader makes ahead (``prefetch_factor``).
+# Batches that each worker of PyTorch's DataLoader prefetches (``prefetch_factor``).
 _AHEAD = 2
 
 
 @dataclass(frozen=True)
 class StepUse:
-    """What a rank's main thread does in a step: means, in seconds unless said otherwise.
+    """Mean time of a step by activity of a rank's main thread, in seconds.
 
     Args:
-        steps: how many it is the mean of.
-        seconds: of a step.
-        loader: fetching from its data loader.
-        other_loaders: in what ranks say to each other about the batches they have.
-        workers: waiting for worker threads.
-        tasks: in each task that it runs itself.
-        in_flight: the number of batches started and not yet trained.
-        samples: of a batch; None where that is not known.
+        steps: number of steps that the means cover.
+        seconds: duration of a step.
+        loader: time to fetch from the rank's data loader.
+        other_loaders: time in which ranks agree on the batches that they have, including waits for slower loaders.
+        workers: time waiting for worker threads.
+        tasks: time in each task that the main thread runs itself.
+        in_flight: number of batches started and not yet trained.
+        samples: number of samples of a batch; None if it is unknown.
     """
 
     steps: int
@@ -56,13 +56,13 @@ class StepUse:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What holds a step up.
+    """Bottleneck of a step.
 
     Args:
-        kind: ``"input-bound"``, ``"network-bound"``, ``"rank-bound"`` (the same where all ranks share a host),
-            ``"worker-bound"``, ``"uneven"``, ``"copy-bound"``, ``"hook-bound"``, ``"schedule-bound"`` or
+        kind: ``"input-bound"``, ``"network-bound"``, ``"rank-bound"`` (instead of ``"network-bound"`` if all ranks
+            share a host), ``"worker-bound"``, ``"uneven"``, ``"copy-bound"``, ``"hook-bound"``, ``"schedule-bound"`` or
             ``"compute-bound"``.
-        text: the same in a sentence, with the figure and what to try.
+        text: sentence with the bottleneck, its share of the step and advice.
     """
 
     kind: str
@@ -70,7 +70,7 @@ class Verdict:
 
 
 def forward_wait(use: StepUse, ranks: int) -> float:
-    """Seconds of a step in which the main thread waits for what forward needs, be it of workers or of other ranks."""
+    """Seconds of a step in which the main thread waits for inputs of forward from worker threads or other ranks."""
     return use.workers + (sum(use.tasks.get(name, 0.0) for name in _FORWARD_WAITS) if ranks > 1 else 0.0)
 
 
@@ -83,15 +83,15 @@ def find_verdict(
     has_pipe: bool = False,
     one_host: bool = False,
 ) -> Verdict:
-    """The largest of what a step need not consist of; where all of that is small, that there is nothing to gain.
+    """Find the largest avoidable part of a step. If all of them are small, the verdict is that no gain is possible.
 
     Args:
-        uses: by rank.
-        plan: what they run.
-        num_workers: of the data loader; None where it is not PyTorch's.
-        cores: that each rank has.
-        has_pipe: whether a step's work is that of a pipe's partitions.
-        one_host: whether all ranks share a host, so that no network is between them.
+        uses: step times, one entry per rank.
+        plan: plan that the ranks run.
+        num_workers: number of workers of the data loader; None if it is not PyTorch's (default).
+        cores: number of cores of each rank (default 1).
+        has_pipe: True if a step consists of the work of a pipe's partitions (default False).
+        one_host: True if all ranks share a host and need no network (default False).
     """
     ranks = len(uses)
     loaders = [use.loader / use.seconds for use in uses]
@@ -102,7 +102,7 @@ def find_verdict(
     found = {
         "input-bound": max(loaders),
         ("rank-bound" if one_host else "network-bound") if ranks > 1 else "worker-bound": waits[slowest],
-        # Beyond what the slowest rank's loader explains.
+        # Minus the part that the slowest rank's loader explains.
         "uneven": waits[fastest] - waits[slowest] - max(0.0, loaders[slowest] - loaders[fastest]),
         "copy-bound": sum(first.tasks.get(name, 0.0) for name in _COPIES) / first.seconds,
         "hook-bound": _outside(first) / first.seconds,
@@ -117,31 +117,34 @@ def find_verdict(
         return Verdict(kind, f"input-bound: {share} waits for the data loader{where}; {advice}")
     if kind in ("network-bound", "rank-bound"):
         one = uses[slowest]
-        more = (one.workers, "worker threads"), (one.other_loaders, "agreeing on batches")
+        more = (one.workers, "worker threads"), (one.other_loaders, "agreement on batches")
         parts = _largest(one, [*_FORWARD_WAITS, *_BACKWARD_WAITS], *more)
         advice = _exchange_advice(one, plan, one_host)
         whom = "other ranks on this machine" if one_host else "messages of other ranks"
         return Verdict(kind, f"{kind}: {share} waits for {whom} ({parts}); {advice}")
     if kind == "worker-bound":
         threads = ", ".join(repr(group) for group in plan.thread_groups if group != MAIN)
-        advice = "their tasks take longer than what they run beside: start them earlier in the plan, or spread them"
+        advice = (
+            "their tasks take longer than the work that they overlap with: start them earlier in the plan, or spread"
+            " them over more threads"
+        )
         return Verdict(kind, f"worker-bound: {share} waits for the worker threads ({threads}); {advice}")
     if kind == "uneven":
         return Verdict(
             kind,
-            f"uneven: rank {fastest} waits {share} longer than rank {slowest}, which is the slowest; give ranks batches"
-            " of even size, and look for what else runs on its machine",
+            f"uneven: rank {fastest} waits {share} longer than rank {slowest}, the slowest rank; use batches of equal"
+            " size on all ranks, and check for other processes on the slowest rank's machine",
         )
     if kind == "copy-bound":
         return Verdict(
             kind,
-            f"copy-bound: {share} goes to moving batches to the device ({_largest(first, _COPIES)}); try"
-            " pin_memory=True in the data loader, and less work in the module's batch-transfer hooks",
+            f"copy-bound: {share} is spent moving batches to the device ({_largest(first, _COPIES)}); try"
+            " pin_memory=True in the data loader, and reduce the work in the module's batch-transfer hooks",
         )
     return Verdict(
         kind,
-        f"hook-bound: {share} lies outside the pipeline's tasks, in hooks, callbacks and logging; log less often, or"
-        " train larger batches",
+        f"hook-bound: {share} is spent outside the pipeline's tasks, in hooks, callbacks and logging; log less often,"
+        " or use larger batches",
     )
 
 
@@ -161,20 +164,21 @@ def _nothing_to_gain(use: StepUse, ranks: int, has_pipe: bool) -> Verdict:
     if "ScheduleStep" in use.tasks:
         return Verdict(
             "schedule-bound",
-            f"schedule-bound: {share} is the schedule's; BubbleMonitor says how much of that is waiting for neighbours",
+            f"schedule-bound: {share} is spent in the schedule; use BubbleMonitor to see how much of it is waiting for"
+            " other stages",
         )
     if has_pipe:
         return Verdict(
             "schedule-bound",
-            f"schedule-bound: {share} is the pipe's; PipelineTrace shows how much of that its partitions wait for each"
-            " other",
+            f"schedule-bound: {share} is spent in the pipe; use PipelineTrace to see how long its partitions wait for"
+            " each other",
         )
     parts = _largest(use, work)
-    return Verdict("compute-bound", f"compute-bound: {share} is work ({parts}); nothing to gain from the pipeline")
+    return Verdict("compute-bound", f"compute-bound: {share} is work ({parts}); the pipeline cannot gain more")
 
 
 def _largest(use: StepUse, names: Sequence[str], *more: tuple[float, str]) -> str:
-    """The largest three of some tasks, and of other seconds, with their shares of the step."""
+    """Three largest of the tasks in *names* and of *more*, as text with their shares of the step."""
     parts = [(use.tasks.get(name, 0.0), name) for name in names]
     shown = [
         f"{name} {100 * seconds / use.seconds:.0f} %"
@@ -187,35 +191,40 @@ def _largest(use: StepUse, names: Sequence[str], *more: tuple[float, str]) -> st
 def _loader_advice(use: StepUse, num_workers: int | None, cores: int) -> str:
     if num_workers is None:
         return "prepare batches in the background, as PyTorch's DataLoader does with num_workers"
-    # Until each worker has made once what it makes ahead, a step waits for workers that start.
+    # Until each worker has filled its prefetch queue once, a step includes the start-up of workers.
     enough = max(_ENOUGH, _AHEAD * num_workers)
     if use.steps < enough:
         return (
-            f"{use.steps} steps are too few to tell how many workers hide it, needed are {enough}: train a longer epoch"
-            f" before changing num_workers (it is {num_workers})"
+            f"the epoch has only {use.steps} steps, but at least {enough} are needed to estimate the number of workers:"
+            f" train a longer epoch before changing num_workers (currently {num_workers})"
         )
-    # Without workers a batch takes its time in this process; n of them have n steps for one.
+    # Without workers the loading time of a batch is spent in this process; each of n workers has n steps for a batch.
     batch = use.loader if num_workers == 0 else num_workers * use.seconds
     wanted = math.ceil(batch / max(use.seconds - use.loader, 1e-9))
     if wanted <= max(cores, num_workers + 1):
-        return f"try num_workers={max(wanted, num_workers + 1)} (it is {num_workers})"
+        return f"try num_workers={max(wanted, num_workers + 1)} (currently {num_workers})"
     if cores > num_workers:
-        return f"try num_workers={cores} (it is {num_workers}); to hide it all would take {wanted}, and cores as many"
+        return (
+            f"try num_workers={cores} (currently {num_workers}); hiding all of it would take {wanted} workers on"
+            " separate cores"
+        )
     return (
-        f"its {num_workers} workers have all cores there are ({cores} a rank): read and collate less for a batch, or"
-        " store it prepared"
+        f"its {num_workers} workers already occupy all cores ({cores} per rank): read and collate less per batch, or"
+        " store batches preprocessed"
     )
 
 
 def _exchange_advice(use: StepUse, plan: PipelinePlan, one_host: bool) -> str:
     forward = sum(use.tasks.get(name, 0.0) for name in _FORWARD_WAITS) + use.workers
     if forward < sum(use.tasks.get(name, 0.0) for name in _BACKWARD_WAITS):
-        return "most of it is the average of dense gradients: train larger batches, or fewer dense parameters"
+        return "most of it is the all-reduce of dense gradients: use larger batches, or fewer dense parameters"
     prefetch = plan.schedule.get("EmbPrefetch")
     if prefetch is not None and prefetch.thread_group == MAIN:
-        gains = ", which gain where cores are idle meanwhile" if one_host else ""
+        gains = ", which help if cores are idle during the wait" if one_host else ""
         return f"the plan is {plan.name!r}: try strategy='recsys_prefetch_pipeline' or 'recsys_auto_pipeline'{gains}"
     if one_host:
-        return "what it is to hide behind is shorter, or keeps all cores busy: try fewer ranks, with more cores each"
+        return (
+            "the work that overlaps with it is too short, or keeps all cores busy: try fewer ranks with more cores each"
+        )
     less = " (fewer ids, narrower tables)" if prefetch is not None else ""
-    return f"it takes longer than what it can hide behind: send less{less}, or train nearer"
+    return f"it takes longer than the work that it can overlap with: send less data{less}, or use a faster network"

@@ -1,4 +1,4 @@
-"""What an iteration would take if something were otherwise: told by simulation, from what the tasks take now.
+"""Simulated iteration times for changed tasks, plans, networks and numbers of ranks, from measured task times.
 
 Tested in ``tests/callbacks/test_report.py``.
 """
@@ -18,19 +18,19 @@ __all__ = ["IN_ORDER", "WhatIf", "ask_what_if"]
 _FACTORS = (0.5, 2, 4, 10)
 _RANKS = tuple(2**power for power in range(1, 13))
 _NETWORK, _NUMBER = "another network", "another number of ranks"
-# Questions whose answers have an order of their own.
+# Questions whose answers are shown in the given order instead of sorted by time.
 IN_ORDER = (_NETWORK, _NUMBER)
-_SMALL = 0.005  # of an iteration: a shorter task makes no difference
+_SMALL = 0.005  # share of an iteration below which tasks are left out
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """Predictions.
+    """Predicted iteration times.
 
     Args:
-        seconds: of an iteration, as it is.
-        otherwise: questions; for each of them seconds of an iteration, by what would be otherwise.
-        one_host: whether all ranks share a host.
+        seconds: iteration time in seconds of the current setup.
+        otherwise: iteration time in seconds by question and, within each question, by the changed setting.
+        one_host: True if all ranks share a host (default False).
     """
 
     seconds: float
@@ -48,18 +48,18 @@ def ask_what_if(
 ) -> WhatIf:
     """Simulate *plan* as it is, with faster tasks, another network, more ranks, and the other plans.
 
-    Questions that have no answer are left out: of the network where nothing goes through one, of other numbers of ranks
-    where it is not said how large the messages are.
+    Questions without an answer are left out: another network if no task uses one, and other numbers of ranks if the
+    costs contain no message sizes.
 
     Args:
-        plan: the plan.
-        costs: of its tasks.
-        machine: what they share.
-        other_plans: over the same tasks.
-        one_host: whether all ranks share a host, so that no network is between them.
+        plan: current plan.
+        costs: costs of its tasks.
+        machine: resources that the tasks share.
+        other_plans: other plans for the same tasks (default none).
+        one_host: True if all ranks share a host and need no network (default False).
 
     Raises:
-        PlanError: costs that do not fit the tasks.
+        PlanError: If the costs do not match the tasks.
     """
 
     def seconds(of: PipelinePlan = plan, with_costs: Mapping[str, TaskCost] = costs, on: Machine = machine) -> float:
@@ -107,11 +107,11 @@ def _on_network(cost: TaskCost) -> bool:
 
 
 def _faster(cost: TaskCost, factor: float, *, network: bool = False) -> TaskCost:
-    """The cost of a task *factor* times as fast, or of what it has to do with the network."""
+    """Cost of a task that is *factor* times as fast; with *network*, only its network part is faster."""
     if not network or cost.resource == "network":
         cost = replace(cost, seconds=cost.seconds / factor, launch=cost.launch / factor)
     if isinstance(cost.background, Message):
-        # The network itself is made faster.
+        # With `network` the message stays unchanged, because the network model is made faster instead.
         return (
             cost
             if network

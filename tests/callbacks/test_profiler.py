@@ -180,14 +180,14 @@ def test_files_of_several_profiles_have_the_step_in_their_names(found: list[dict
 def test_the_report_shows_all_ranks_the_plan_and_predictions(found: list[dict[str, Any]]) -> None:
     text = found[0]["all"].files["report.html"]
     assert "2 ranks on cpu" in text
-    assert "after optimiser step 5, in 1 rounds of 1 iterations" in text
+    assert "after optimizer step 5, in 1 rounds of 1 iterations" in text
     for shown in ('id="timeline-chart"', "rank 1 \\u00b7 prefetch", "batch 4", "another plan"):
         assert shown in text, shown
 
 
 def test_a_network_is_spoken_of_only_where_ranks_are_on_several_hosts(found: list[dict[str, Any]]) -> None:
     here, apart = (found[0][name].files["report.html"] for name in ("all", "apart"))
-    said = "Ranks share this machine: they move their messages with the cores"
+    said = "The ranks share this machine and move their messages with the same cores"
     assert ("another network" in here, said in here) == (False, True)
     assert ("another network" in apart, said in apart) == (True, False)
     for one in found:
@@ -219,41 +219,41 @@ def fit_alone(profiler: PipelineProfiler, strategy: Any = None, **options: Any) 
 def test_files_that_cannot_be_written_cost_one_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     profiler = PipelineProfiler([2], tasks=TASK, rounds=1, iterations=1, path="file/a.json", report="file/b.html")
-    with pytest.warns(UserWarning, match="could not write.*training goes on") as warned:
+    with pytest.warns(UserWarning, match="could not write.*Training continues") as warned:
         fit_alone(profiler, default_root_dir=tmp_path)
     assert len([one for one in warned if "could not write" in str(one.message)]) == 1
     assert list(profiler.profiles) == [2]
 
 
 def test_a_fit_that_ends_before_the_step_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match=r"profiled nothing: 2 optimiser steps were made; at_steps is \(7,\)"):
+    with pytest.warns(UserWarning, match=r"took no profile in 2 optimizer steps, with at_steps=\(7,\)"):
         fit_alone(PipelineProfiler([7], report=None))
 
 
 def test_a_step_behind_the_last_one_is_refused() -> None:
-    with pytest.raises(SetupError, match="at_steps has 7, but training ends after max_steps=3"):
+    with pytest.raises(SetupError, match="at_steps` must not exceed the trainer's max_steps=3, got 7"):
         fit_alone(PipelineProfiler([2, 7], report=None), max_steps=3)
 
 
 def test_a_strategy_without_profiles_is_refused_and_those_that_have_them_named() -> None:
-    with pytest.raises(SetupError, match=r"PipelineStrategy.*needed is a recsys one.*recsys_prefetch_pipeline"):
+    with pytest.raises(SetupError, match=r"got PipelineStrategy.*recsys_prefetch_pipeline"):
         fit_alone(PipelineProfiler([1]), strategy="pipeline")
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({}, "no step was given"),
-        ({"at_steps": [0, 4]}, r"at_steps is \(0, 4\).*from 1"),
-        ({"every_n_steps": 0}, "every_n_steps 0"),
+        ({}, "needs the steps to profile after, got none"),
+        ({"at_steps": [0, 4]}, r"at least 1, got at_steps=\(0, 4\)"),
+        ({"every_n_steps": 0}, "every_n_steps=0"),
         ({"at_steps": [1], "rounds": 0}, "rounds is 0; expected a whole number, 1 or more"),
         ({"at_steps": [1], "batches": 0}, "batches is 0"),
         ({"at_steps": [1], "iterations": 1.5}, "iterations is 1.5"),
-        ({"at_steps": 5}, r"at_steps is 5; needed is a list, \[5\]"),
-        ({"at_steps": ["3"]}, r"at_steps is \('3',\)"),
-        ({"at_steps": [1], "tasks": "EmbForward"}, "tasks is 'EmbForward'; needed is a list"),
-        ({"at_steps": [1], "path": ""}, "path is ''.*which no file can be called"),
-        ({"at_steps": [1], "report": "a\0b"}, "report is .*which no file can be called"),
+        ({"at_steps": 5}, r"at_steps` must be a list, got 5. Pass \[5\]"),
+        ({"at_steps": ["3"]}, r"at_steps=\('3',\)"),
+        ({"at_steps": [1], "tasks": "EmbForward"}, "tasks` must be a list, got 'EmbForward'"),
+        ({"at_steps": [1], "path": ""}, "path` must be the path of a file, got ''"),
+        ({"at_steps": [1], "report": "a\0b"}, "report` must be the path of a file, got"),
     ],
 )
 def test_impossible_arguments_are_refused(arguments: dict[str, Any], said: str) -> None:

@@ -136,7 +136,7 @@ def test_a_report_says_what_was_profiled_and_leaves_no_other_file(tmp_path: Path
     path = written(tmp_path)
     text = path.read_text(encoding="utf-8")
     assert "<title>Pipeline report: plan ahead</title>" in text
-    assert "Of an iteration, these make the most: Send with Train (8 to 12 %). The plan hides Copy." in text
+    assert "Largest shares of an iteration: Send with Train (8 to 12 %). The plan hides Copy." in text
     assert "2 ranks on cpu" in text
     assert "not replayed: it cannot be" in text
     assert [one.name for one in path.parent.iterdir()] == ["report.html"]
@@ -172,13 +172,13 @@ def test_a_report_names_what_is_sure_and_each_task_once(tmp_path: Path) -> None:
         "Train": TaskProfile(0.003, 0.0035, 0.0025, 0.0045, with_it=("Send",)),
     }
     text = written(tmp_path, profile=ProfileResult("ahead", 0.01, tasks, 7, 10)).read_text(encoding="utf-8")
-    assert "these make the most: Train with Send (25 to 45 %) and Send (20 to 40 %)." in text
+    assert "Largest shares of an iteration: Train with Send (25 to 45 %) and Send (20 to 40 %)." in text
 
 
 def test_a_simulation_that_misses_what_was_measured_is_marked(tmp_path: Path) -> None:
     assert "do not rely on these predictions" not in written(tmp_path).read_text(encoding="utf-8")
     off = replace(a_profile(), seconds=0.0125)
-    assert "That is 20 % off: do not rely on these predictions." in written(tmp_path, profile=off).read_text("utf-8")
+    assert "is off by 20 %: do not rely on these predictions." in written(tmp_path, profile=off).read_text("utf-8")
 
 
 def test_a_report_that_cannot_be_written_raises_and_leaves_nothing(tmp_path: Path) -> None:

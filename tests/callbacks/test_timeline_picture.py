@@ -141,7 +141,7 @@ def test_only_the_time_between_the_ends_of_batches_is_drawn(tmp_path: Path) -> N
 def test_of_many_ranks_the_first_are_drawn(tmp_path: Path) -> None:
     figure = drawn(Timeline(task("train", 0, 0, 1, rank=rank) for rank in range(40)), tmp_path)
     assert len(rows(figure)) == 16
-    assert "24 rows more" in figure.axes[0].get_xlabel()
+    assert "24 more rows" in figure.axes[0].get_xlabel()
 
 
 @pytest.mark.parametrize(("name", "begins"), [("a.png", b"\x89PNG"), ("new/a.svg", b"<?xml"), ("a.pdf", b"%PDF")])

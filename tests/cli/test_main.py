@@ -466,7 +466,7 @@ def test_bubble_trains_a_few_steps_and_prints_their_table_and_writes_nothing(
 
 def test_bubble_refuses_a_strategy_without_stages(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = refusal(["bubble", "--config", "fit.yaml", "--steps", "1"], capsys)
-    assert message.startswith("the strategy is a RecsysPipelineStrategy; only a pipeline of stages has a bubble")
+    assert message.startswith("BubbleMonitor expected an LLMPipelineStrategy, got RecsysPipelineStrategy")
 
 
 @pytest.mark.parametrize("option", ["--steps", "--warmup"])

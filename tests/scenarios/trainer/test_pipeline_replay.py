@@ -90,7 +90,7 @@ def test_a_shortcut_of_the_training_that_runs_is_refused() -> None:
 
 def test_the_profiler_refuses_strategies_without_tasks_to_replay() -> None:
     module = Net()
-    with pytest.raises(SetupError, match=r"PipelineStrategy, whose tasks cannot be profiled one by one"):
+    with pytest.raises(SetupError, match=r"tasks can be profiled individually, got PipelineStrategy"):
         fit(module, "pipeline", module.train_dataloader(), callbacks=[PipelineProfiler([1], report=None)])
-    with pytest.raises(SetupError, match=r"LLMPipelineStrategy, whose tasks .* there is BubbleMonitor"):
+    with pytest.raises(SetupError, match=r"individually, got LLMPipelineStrategy.* use BubbleMonitor"):
         fit_llm(Tiny(), llm("1f1b", 2), row_batches(3), callbacks=[PipelineProfiler([1], report=None)])
