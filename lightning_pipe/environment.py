@@ -1,11 +1,12 @@
-"""Tells a user with a broken torchrec installation which packages clash and how to mend it.
+"""Detection of broken torchrec installations, with the pip commands that repair them.
 
-torchrec's compiled half comes as two distributions, ``fbgemm-gpu`` (CUDA) and ``fbgemm-gpu-cpu``, which write the
-same files: with both installed, whichever came last has overwritten the other, and removing one removes the files
-of both. torchrec itself requires ``fbgemm-gpu`` whatever the machine, so an innocent ``pip install`` is enough to
-break a working environment, and the import then fails far from the cause. This module reads the installed versions
-(cheap: no import) and says what is wrong; :func:`import_torchrec` does the same for an import that fails, and
-:func:`warn_of_clash` where TorchRec may not be wanted at all.
+The compiled part of torchrec is available as two distributions, ``fbgemm-gpu`` (CUDA) and ``fbgemm-gpu-cpu``, which
+write the same files. If both are installed, the later one has overwritten the earlier one, and uninstalling either
+removes the files of both. Since torchrec requires ``fbgemm-gpu`` on every machine, a plain ``pip install`` can break a
+working environment, and the import then fails far from the cause. :func:`check_environment` reads the installed
+versions, which is cheap because nothing is imported, and raises an error that describes the problem.
+:func:`import_torchrec` also explains an import that fails, and :func:`warn_of_clash` only warns, for code that may not
+need TorchRec.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from lightning_pipe.engine.common.errors import SetupError
 
 __all__ = ["Installed", "check_environment", "find_problem", "import_torchrec", "warn_of_clash"]
 
-# torch -> torchrec and fbgemm, by minor version: fbgemm's own compatibility table. A pair newer than the last line is
-# let through: its own import tells whether it fits.
+# torch -> torchrec and fbgemm, by minor version, from fbgemm's compatibility table. Pairs newer than the last entry are
+# accepted, because the import shows whether they are compatible.
 TORCHREC_OF_TORCH = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8", "2.14": "1.9"}
 OLDEST_TORCH = "2.11"
-# Proposed where the torch that is there cannot stay: the one this project is developed with.
+# Proposed if the installed torch must be replaced; this project is developed with it.
 PREFERRED_TORCH = "2.13"
 
-# What torchrec requires beside fbgemm (iopath: up to 1.6); named because `--no-deps` leaves it out.
+# Requirements of torchrec in addition to fbgemm (iopath: up to 1.6), which `--no-deps` skips.
 TORCHREC_REQUIREMENTS = "torchmetrics==1.0.3 tensordict pyre-extensions tqdm iopath"
 
 
 @dataclass(frozen=True)
 class Installed:
-    """Versions of the distributions that must fit together; ``None`` for one that is not installed.
+    """Versions of the distributions that must be compatible; ``None`` for a distribution that is not installed.
 
-    ``torchrec`` and ``fbgemm`` are ``"unknown"`` where the module is there under no distribution known here (a build
-    from source, a nightly): such an installation is not judged.
+    The versions of torchrec and fbgemm are ``"unknown"`` if the module exists but belongs to no known distribution (a
+    build from source or a nightly). Such installations are not checked.
     """
 
     torch: str | None
@@ -55,7 +56,7 @@ class Installed:
         version: Callable[[str], str] = importlib.metadata.version,
         has_module: Callable[[str], bool] = lambda name: importlib.util.find_spec(name) is not None,
     ) -> Installed:
-        """Read the versions from the metadata of the running environment, importing nothing."""
+        """Read the versions from the metadata of the running environment, without imports."""
 
         def version_or_none(distribution: str) -> str | None:
             try:
@@ -82,49 +83,49 @@ class Installed:
 
 
 def has_nvidia_driver() -> bool:
-    """Whether this machine shows an NVIDIA driver: without one, CUDA builds of fbgemm cannot be loaded."""
+    """Return True if an NVIDIA driver is installed. CUDA builds of fbgemm cannot be loaded without a driver."""
     return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
 
 
 def find_problem(installed: Installed) -> str | None:
-    """Say in one sentence what is wrong with a set of installed versions, or ``None`` where nothing is known to be."""
+    """Describe the problem with the installed versions in one sentence; ``None`` if no problem is known."""
     torch = _minor(installed.torch)
     torchrec = _minor(installed.torchrec)
     if installed.torchrec is None:
-        return "torchrec is not installed, and the recsys strategies need it."
+        return "The recsys strategies need torchrec, which is not installed."
     if installed.fbgemm_gpu is not None and installed.fbgemm_gpu_cpu is not None:
         return (
-            f"fbgemm-gpu {installed.fbgemm_gpu} and fbgemm-gpu-cpu {installed.fbgemm_gpu_cpu} are both installed:"
-            " they write the same files, so each breaks the other. Exactly one may be there."
+            f"fbgemm-gpu {installed.fbgemm_gpu} and fbgemm-gpu-cpu {installed.fbgemm_gpu_cpu} are both installed, but"
+            " they write the same files and break each other. Only one of them may be installed."
         )
     if installed.fbgemm_gpu is None and installed.fbgemm_gpu_cpu is None:
-        return f"torchrec {installed.torchrec} is installed without fbgemm, its compiled half."
+        return f"torchrec {installed.torchrec} is installed without fbgemm, which contains its compiled operators."
     if torch is not None and _numbers(torch) < _numbers(OLDEST_TORCH):
-        return f"torch {installed.torch} is too old: torch {OLDEST_TORCH} or newer is needed."
+        return f"torch must be {OLDEST_TORCH} or newer, got torch {installed.torch}."
     known = torch in TORCHREC_OF_TORCH or torchrec in TORCHREC_OF_TORCH.values()
     if torch is not None and torchrec is not None and known and TORCHREC_OF_TORCH.get(torch) != torchrec:
-        return f"torch {installed.torch} and torchrec {installed.torchrec} do not fit: {_pairs()}."
+        return f"torch {installed.torch} and torchrec {installed.torchrec} are not compatible: {_pairs()}."
     fbgemm = _minor(installed.fbgemm_gpu or installed.fbgemm_gpu_cpu)
     if torchrec is not None and fbgemm is not None and torchrec != fbgemm:
         return (
-            f"torchrec {installed.torchrec} and fbgemm {installed.fbgemm_gpu or installed.fbgemm_gpu_cpu} do not fit:"
-            " both must have the same major and minor version."
+            f"torchrec {installed.torchrec} and fbgemm {installed.fbgemm_gpu or installed.fbgemm_gpu_cpu} are not"
+            " compatible: both must have the same major and minor version."
         )
     return None
 
 
 def check_environment(installed: Installed | None = None, gpu: bool | None = None) -> None:
-    """Raise if torchrec, fbgemm and torch are missing, clash, or do not fit each other.
+    """Raise an error if torchrec or fbgemm is missing, or if torch, torchrec and fbgemm are not compatible.
 
     Reads package metadata only, so it can be called at every import.
 
     Args:
-        installed: the versions to judge; by default those of the running environment.
-        gpu: whether to propose the CUDA build; by default, whether the machine has an NVIDIA driver and torch is not
-            a CPU build.
+        installed: versions to check (default None: those of the running environment).
+        gpu: True to propose the CUDA build, False to propose the CPU build (default None: the CUDA build if the machine
+            has an NVIDIA driver and torch is not a CPU build).
 
     Raises:
-        SetupError: naming the packages, the versions found, and the pip commands that mend it.
+        SetupError: If there is a problem, with the packages, the versions found and the pip commands that repair it.
     """
     installed = Installed.read() if installed is None else installed
     problem = find_problem(installed)
@@ -133,9 +134,9 @@ def check_environment(installed: Installed | None = None, gpu: bool | None = Non
 
 
 def warn_of_clash(installed: Installed | None = None, gpu: bool | None = None) -> None:
-    """Warn of what :func:`check_environment` refuses; say nothing where torchrec is not installed.
+    """Warn of the problems for which :func:`check_environment` raises an error, unless torchrec is not installed.
 
-    What needs no TorchRec works in a broken environment too, so its import only warns.
+    Only a warning, because the parts of this package that do not need TorchRec work in a broken environment too.
     """
     installed = Installed.read() if installed is None else installed
     problem = find_problem(installed)
@@ -148,15 +149,16 @@ def import_torchrec(
     installed: Installed | None = None,
     gpu: bool | None = None,
 ) -> ModuleType:
-    """Import torchrec, after :func:`check_environment`, or raise an error that says how to mend the environment.
+    """Import torchrec after :func:`check_environment`.
 
     Raises:
-        SetupError: as in :func:`check_environment`, or with the failed import as its cause.
+        SetupError: As in :func:`check_environment`, or if the import fails, with the import error as its cause. The
+            message contains the pip commands that repair the environment.
     """
     installed = Installed.read() if installed is None else installed
     check_environment(installed, gpu)
     try:
-        # fbgemm first: torchrec guards some of its imports, and would fail later and elsewhere.
+        # fbgemm first: torchrec catches some errors of its imports and would fail later in other places.
         import_module("fbgemm_gpu")
         return import_module("torchrec")
     except (ImportError, OSError, AttributeError) as error:
@@ -170,22 +172,22 @@ def require_torch(
     *,
     reason: str = "whose torch.distributed.pipelining they are built on",
 ) -> None:
-    """Check that PyTorch is new enough for something.
+    """Check that PyTorch is new enough for a feature.
 
     Args:
-        minimum: ``major.minor``.
-        purpose: what needs it, as a message begins.
-        found: the version; the installed one where None.
-        reason: what is different there, behind the version.
+        minimum: oldest supported version, as ``major.minor``.
+        purpose: name of the feature in the plural, as the subject of the message.
+        found: version to check (default None: the installed version).
+        reason: relative clause about the minimum version, which follows it in the message.
 
     Raises:
-        SetupError: it is older.
+        SetupError: If the version is older than *minimum*.
     """
     found = importlib.metadata.version("torch") if found is None else found
     minor = _minor(found)
     if minor is not None and _numbers(minor) < _numbers(minimum):
         raise SetupError(
-            f"{purpose} need torch {minimum} or newer, {reason}; torch {found} is installed: pip install"
+            f"{purpose} need torch {minimum} or newer, {reason}, but torch {found} is installed. Run: pip install"
             f" 'torch>={minimum}'"
         )
 
@@ -200,24 +202,27 @@ def _explain_failed_import(error: BaseException, installed: Installed, gpu: bool
     cuda_build = _minor(installed.fbgemm_gpu) is not None and not str(installed.fbgemm_gpu).endswith("+cpu")
     if cuda_build and not _wants_gpu(installed, gpu):
         problem = (
-            f"fbgemm-gpu {installed.fbgemm_gpu} is a CUDA build, which cannot be loaded without an NVIDIA driver and"
-            f" a CUDA build of torch ({reason})."
+            f"fbgemm-gpu {installed.fbgemm_gpu} is a CUDA build, which requires an NVIDIA driver and a CUDA build of"
+            f" torch ({reason})."
         )
     else:
-        problem = f"torchrec cannot be imported although the versions fit ({reason}). Its files are incomplete."
+        problem = (
+            f"torchrec cannot be imported although the versions are compatible ({reason}). The installation is"
+            " incomplete."
+        )
     return _message(problem, installed, gpu)
 
 
 def _message(problem: str, installed: Installed, gpu: bool | None) -> str:
     commands = "\n".join(f"    {command}" for command in _mending_commands(installed, _wants_gpu(installed, gpu)))
-    return f"{problem}\nFound: {installed}.\nThese commands mend it:\n{commands}"
+    return f"{problem}\nFound: {installed}.\nRun these commands to repair the environment:\n{commands}"
 
 
 def _mending_commands(installed: Installed, gpu: bool) -> list[str]:
-    """The pip commands, in order, that lead from ``installed`` to a set that fits, keeping torch where it can."""
+    """Ordered pip commands that change ``installed`` into a compatible set of packages, keeping torch if possible."""
     torch = _minor(installed.torch)
     commands = []
-    # Removing one of the two takes files of the other with it: both go, and the right one comes back.
+    # Uninstalling either distribution removes files of the other, so both are uninstalled and one is reinstalled.
     present = [
         name
         for name, found in (("fbgemm-gpu", installed.fbgemm_gpu), ("fbgemm-gpu-cpu", installed.fbgemm_gpu_cpu))
@@ -248,7 +253,7 @@ def _pairs() -> str:
 
 
 def _minor(version: str | None) -> str | None:
-    """``"2.13.0+cpu"`` -> ``"2.13"``; ``None`` for a version that is not known or not of that form."""
+    """Minor version, ``"2.13.0+cpu"`` -> ``"2.13"``; ``None`` if it is unknown or has another form."""
     match = re.match(r"\d+\.\d+", version or "")
     return match.group() if match else None
 

@@ -73,7 +73,7 @@ def test_with_a_gpu_the_cuda_build_comes_back() -> None:
 
 def test_missing_torchrec_is_installed_to_fit_the_torch_that_is_there() -> None:
     message = complaint(Installed("2.11.0+cpu", None, None, None))
-    assert "torchrec is not installed" in message
+    assert "need torchrec, which is not installed" in message
     assert "torch 2.11.0+cpu" in message
     assert commands(message)[0] == "pip install --no-deps torchrec~=1.6.0 fbgemm-gpu-cpu~=1.6.0"
 
@@ -88,7 +88,7 @@ def test_torchrec_without_fbgemm_is_named() -> None:
 )
 def test_a_torch_and_a_torchrec_of_different_pairs_are_named_with_the_pairs(torch: str, torchrec: str) -> None:
     message = complaint(Installed(torch, torchrec, None, torchrec))
-    assert f"torch {torch} and torchrec {torchrec} do not fit" in message
+    assert f"torch {torch} and torchrec {torchrec} are not compatible" in message
     assert "torch 2.11 needs torchrec 1.6" in message
     assert "torch 2.13 needs torchrec 1.8" in message
 
@@ -110,12 +110,12 @@ def test_a_torch_that_no_known_torchrec_fits_is_replaced(torch: str) -> None:
 
 def test_a_torch_below_the_oldest_supported_is_called_too_old() -> None:
     message = complaint(Installed("2.9.1", "1.4.0", "1.4.0", None), gpu=True)
-    assert "torch 2.9.1 is too old: torch 2.11 or newer is needed" in message
+    assert "torch must be 2.11 or newer, got torch 2.9.1" in message
 
 
 def test_a_fbgemm_of_another_version_than_torchrec_is_named() -> None:
     message = complaint(replace(ON_CPU, fbgemm_gpu_cpu="1.6.0"))
-    assert "torchrec 1.8.0 and fbgemm 1.6.0 do not fit" in message
+    assert "torchrec 1.8.0 and fbgemm 1.6.0 are not compatible" in message
 
 
 def test_versions_are_read_from_the_metadata_of_the_packages_on_the_path(
@@ -191,9 +191,9 @@ def test_importing_the_package_warns_of_a_clash_and_is_silent_where_nothing_clas
 def test_an_older_torch_than_is_needed_is_named_with_what_needs_it() -> None:
     require_torch("2.13", "stages", "2.13.0+cpu")
     require_torch("2.11", "stages")
-    with pytest.raises(SetupError, match=r"stages need torch 2\.13 or newer.*torch 2\.11\.0 is installed: pip install"):
+    with pytest.raises(SetupError, match=r"stages need torch 2\.13 or newer.*torch 2\.11\.0 is installed. Run: pip install"):
         require_torch("2.13", "stages", "2.11.0")
-    with pytest.raises(SetupError, match=r"graphs need torch 2\.13 or newer, where they end; torch 2\.12\.1 is"):
+    with pytest.raises(SetupError, match=r"graphs need torch 2\.13 or newer, where they end, but torch 2\.12\.1 is"):
         require_torch("2.13", "graphs", "2.12.1", reason="where they end")
 
 

@@ -1,4 +1,4 @@
-"""``python -m lightning_pipe.cli``: the command, for launchers that start modules.
+"""Entry point of ``python -m lightning_pipe.cli``, for launchers that start modules.
 
 Tested in ``tests/cli/test_main.py``.
 """

@@ -1,4 +1,4 @@
-"""The ``lightning-pipe llm`` commands: what a pipeline-parallel configuration needs, said without training."""
+"""The ``lightning-pipe llm`` commands, which estimate the needs of a pipeline-parallel configuration."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrateg
 __all__ = ["estimate_table", "main"]
 
 _ESTIMATE = """\
-Say whether a configuration with an LLMPipelineStrategy fits the memory of its ranks, and what bubble to expect: without
-training, without starting processes, and without making the model. Bytes are found by running its layers on tensors
-without memory; the bubble is of ranks that do as many floating-point operations a second. The data module is set up to
-see how large a batch is, unless --rows and --length say. All other options are those of 'lightning-pipe fit'.
+Estimate whether a configuration with an LLMPipelineStrategy fits the memory of its ranks, and how large its bubble is,
+without training, starting processes or allocating the model. Bytes are determined by running the layers on meta
+tensors. The bubble assumes ranks of equal speed in floating-point operations per second. The data module is set up to
+find the size of a batch, unless --rows and --length are given. All other options are those of 'lightning-pipe fit'.
 """
 
 
@@ -39,23 +39,25 @@ def main(arguments: list[str], train: Callable[[list[str], Callable[..., Pipelin
     """Run ``lightning-pipe llm``.
 
     Args:
-        arguments: what follows it.
-        train: runs a training command's arguments with a CLI.
+        arguments: command-line arguments after ``llm``.
+        train: function that runs a training command from its arguments and a CLI class.
     """
     parser = argparse.ArgumentParser(prog="lightning-pipe llm", allow_abbrev=False)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     estimate = commands.add_parser(
         "estimate",
         usage="lightning-pipe llm estimate --config FILE [--memory SIZE] [--compare] [--OPTION VALUE ...]",
-        help="say whether a configuration fits the memory of its ranks, and its bubble",
+        help="estimate memory per rank and bubble of a configuration",
         description=_ESTIMATE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    estimate.add_argument("--memory", metavar="SIZE", help="of each rank's device, such as 80GB or 512MiB")
-    estimate.add_argument("--compare", action="store_true", help="show the other schedules too")
-    estimate.add_argument("--rows", type=count, help="of a batch, of all its micro-batches; default: the data's")
-    estimate.add_argument("--length", type=count, help="of a sequence, in tokens; default: the data's")
+    estimate.add_argument("--memory", metavar="SIZE", help="memory of each rank's device, such as 80GB or 512MiB")
+    estimate.add_argument("--compare", action="store_true", help="also show the other schedules")
+    estimate.add_argument(
+        "--rows", type=count, help="number of rows of a batch, over all its micro-batches; default: from the data"
+    )
+    estimate.add_argument("--length", type=count, help="sequence length in tokens; default: from the data")
     options, others = parser.parse_known_args(arguments)
     memory = None if options.memory is None else parse_size(options.memory)
     made: list[_EstimateCLI] = []
@@ -70,13 +72,13 @@ def main(arguments: list[str], train: Callable[[list[str], Callable[..., Pipelin
 
 
 class _EstimateCLI(PipelineCLI):
-    """Makes model, data and strategy of a configuration, and no trainer."""
+    """CLI that creates model, data and strategy of a configuration, but no trainer."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(save_config_callback=None, **kwargs)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        self.config = parser.parse_args(args)  # type: ignore[arg-type]  # Lightning's warns of those of this process
+        self.config = parser.parse_args(args)  # type: ignore[arg-type]  # Lightning's version warns about sys.argv
         self.config.fit.trainer.logger, self.config.fit.trainer.callbacks = False, None  # they may open files
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
@@ -86,12 +88,13 @@ class _EstimateCLI(PipelineCLI):
         pass
 
     def estimate(self, rows: int | None, length: int | None, compare: bool) -> StageEstimate:
-        """What the configuration comes to."""
+        """Estimate of the configuration."""
         trainer = self._get(self.config_init, "trainer", default={})
         strategy, module = _strategy(trainer["strategy"]), self.model
         if not isinstance(module, PipelineModule):
             raise SetupError(
-                f"the model is a {type(module).__name__}; needed is a lightning_pipe.strategies.PipelineModule"
+                f"The model must be a lightning_pipe.strategies.PipelineModule, got {type(module).__name__}. Pass a"
+                " subclass of PipelineModule."
             )
         precision = precision_plugin(trainer.get("precision"))
         batch = self._batch(module, rows, length)
@@ -102,7 +105,9 @@ class _EstimateCLI(PipelineCLI):
             tokens = torch.zeros(rows, length, dtype=torch.long)
             return {"input_ids": tokens, "labels": tokens}
         if length is not None:
-            raise SetupError(f"--length is {length}, without --rows; give both, or neither to take the data's")
+            raise SetupError(
+                f"--length needs --rows, got --length {length} alone. Give both, or neither to use the data's values."
+            )
         data = self.datamodule
         if data is None:
             return example_batch(module, module.train_dataloader(), rows)
@@ -116,13 +121,14 @@ def _strategy(given: Any) -> LLMPipelineStrategy:
         given = StrategyRegistry.get(given)
     if isinstance(given, AutoLLMPipelineStrategy):
         raise SetupError(
-            "the strategy is llm_auto_pipeline, which chooses a schedule when training begins; give one to estimate:"
-            " --trainer.strategy llm_1f1b_pipeline --compare"
+            "llm_auto_pipeline cannot be estimated, because it chooses its schedule when training begins. Give a"
+            " strategy with a schedule: --trainer.strategy llm_1f1b_pipeline --compare"
         )
     if not isinstance(given, LLMPipelineStrategy):
         raise SetupError(
-            f"the strategy is {given if isinstance(given, str) else type(given).__name__}; needed is an"
-            " LLMPipelineStrategy, by class or as llm_1f1b_pipeline and the like"
+            "The strategy must be an LLMPipelineStrategy, got"
+            f" {given if isinstance(given, str) else type(given).__name__}. Give its class, or the name of an llm_*"
+            " strategy such as llm_1f1b_pipeline."
         )
     return given
 
@@ -135,17 +141,17 @@ def _world_size(trainer: Any) -> int:
     count = len(devices) if isinstance(devices, (list, tuple)) else devices
     if not isinstance(count, int) or count < 1:
         raise SetupError(
-            f"trainer.devices is {devices!r}, which is known only where training runs; needed is a number:"
-            " --trainer.devices 8"
+            f"trainer.devices must be a number, got {devices!r}, which is resolved only on the machine that trains."
+            " Give the number of devices: --trainer.devices 8"
         )
     return count * int(nodes)
 
 
-# ---------------------------------------------------------------------- what is printed
+# ---------------------------------------------------------------------- output
 
 
 def estimate_table(found: StageEstimate, memory: int | None) -> Group:
-    """An estimate as text: a row for each rank, and one for each schedule that it is compared with."""
+    """Text form of an estimate, with one row for each rank and one for each schedule that it is compared with."""
     ours = found.configured
     unit, factor = unit_of([ours.peak])
     ranks = _table("rank", "params", "grads", "optimizer", "buffers", "messages", "activations", "all", memory=memory)
@@ -155,8 +161,8 @@ def estimate_table(found: StageEstimate, memory: int | None) -> Group:
     title = f"{named(ours.candidate)}, each of {found.rows} x {found.length} tokens: {_verdict(ours, memory)}"
     live = ", ".join(str(one.live) for one in ours.memory)
     lines = [
-        Text(f"in {unit}; activations of {live} micro-batches at a time, once for each stage, by rank"),
-        Text(f"bubble, by floating-point operations: {100 * ours.bubble:.1f} %"),
+        Text(f"in {unit}; micro-batches with activations in memory at a time, by rank, counted once per stage: {live}"),
+        Text(f"bubble, from floating-point operations: {100 * ours.bubble:.1f} %"),
         *(Text(note) for note in found.notes),
     ]
     others = ["", _comparison(found, memory), *_refusals(found)] if found.others else []
@@ -184,7 +190,7 @@ def _comparison(found: StageEstimate, memory: int | None) -> FittedTable:
 
 
 def _refusals(found: StageEstimate) -> list[str | Text]:
-    """Why there are rows without figures; each reason once, since schedules of as many stages share it."""
+    """Reasons for table rows without values, each once, because schedules with equally many stages share a reason."""
     schedules: dict[str, list[str]] = {}
     for one in found.others:
         if isinstance(one, Refused):
@@ -205,4 +211,4 @@ def _verdict(one: SchedulePrediction, memory: int | None) -> str:
     if memory is None:
         return f"{size(one.peak)} on the rank that needs most"
     missing = one.peak - memory
-    return f"fits {size(memory)}" if missing <= 0 else f"does not fit {size(memory)}: {size(missing)} too much"
+    return f"fits {size(memory)}" if missing <= 0 else f"does not fit {size(memory)}: exceeds it by {size(missing)}"

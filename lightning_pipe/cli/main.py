@@ -1,7 +1,8 @@
-"""The ``lightning-pipe`` command: Lightning's CLI with this project's strategies, and others for plans, checkpoints.
+"""The ``lightning-pipe`` command: Lightning's CLI with this project's strategies, and tools for plans and checkpoints.
 
-Training commands go to :class:`~lightning.pytorch.cli.LightningCLI` as they are; the rest is read here. Either way an
-error of this project ends the process with one message and status 1, and any other exception keeps its traceback.
+Training commands are passed unchanged to :class:`~lightning.pytorch.cli.LightningCLI`; other commands are parsed here.
+In both cases an error of this project ends the process with one message and status 1, and any other exception keeps its
+traceback.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ from lightning_pipe.strategies.registry import STRATEGIES
 
 _TRAINING = {
     "fit": "train a model from YAML",
-    "validate": "run its validation",
-    "test": "run its test",
-    "predict": "run its prediction",
+    "validate": "validate a model from YAML",
+    "test": "test a model from YAML",
+    "predict": "predict with a model from YAML",
 }
 
 _VERBOSE = "--verbose"
 
-# How long a rank's error may take to be another rank's too: both come out of the same exchange.
+# Longest delay after which another rank reports the same error, since both come from the same collective.
 _PATIENCE_SECONDS = 5.0
 
 _EPILOG = """\
-fit, validate, test and predict are a LightningCLI: model, data and trainer come from --config FILE, each value may be
-given as an option, and --print_config writes a whole configuration. trainer.strategy takes a name that 'lightning-pipe
-strategies' lists, or a class_path with init_args. --verbose logs details too, such as the names of tables.
+fit, validate, test and predict are a LightningCLI: model, data and trainer are read from --config FILE, each value can
+be overridden by an option, and --print_config prints the whole configuration. trainer.strategy accepts a name listed by
+'lightning-pipe strategies', or a class_path with init_args. --verbose also logs details such as the names of tables.
 
 examples:
   lightning-pipe fit --config examples/recsys_movielens/prefetch.yaml
@@ -57,15 +58,15 @@ examples:
 """
 
 _BUBBLE = """\
-Train a few steps of a configuration with an LLMPipelineStrategy, and print what its ranks did with their time: the
-bubble that was measured, beside the one simulated from the schedule's actions and the durations of the same steps.
-Nothing is validated, logged or saved, and the configuration's callbacks are left out. All options but these two are
-those of 'lightning-pipe fit'.
+Train a few steps of a configuration with an LLMPipelineStrategy, and print how its ranks spent their time: the measured
+bubble, and the bubble simulated from the schedule's actions and their durations in the same steps. Validation, logging,
+checkpoints and the configuration's callbacks are disabled. Apart from --steps and --warmup, all options are those of
+'lightning-pipe fit'.
 """
 
 
 class _BubbleCLI(PipelineCLI):
-    """Trains for a few steps with a monitor, and with nothing that writes."""
+    """CLI that trains a few steps with a monitor and without loggers, checkpoints or other output files."""
 
     def __init__(self, monitor: Callback, max_steps: int, **kwargs: Any) -> None:
         self._instead = {
@@ -87,7 +88,7 @@ class _BubbleCLI(PipelineCLI):
         super().__init__(save_config_callback=None, **kwargs)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        self.config = parser.parse_args(args)  # type: ignore[arg-type]  # Lightning's warns of those of this process
+        self.config = parser.parse_args(args)  # type: ignore[arg-type]  # Lightning's version warns about sys.argv
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         return super().instantiate_trainer(**kwargs, **self._instead)
@@ -97,29 +98,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: what follows the program's name, by default that of this process.
+        arguments: command-line arguments without the program's name (default None: the arguments of this process).
 
     Returns:
-        The exit status: 0, or 1 for a model, data, plan or environment that this project refuses.
+        The exit status: 0, or 1 after an error of this project about the model, data, plan or environment.
 
     Raises:
-        SystemExit: after ``--help`` and the like, and with status 2 after arguments that cannot be parsed.
+        SystemExit: After options such as ``--help``, and with status 2 if the arguments cannot be parsed.
     """
     _import_from_the_current_folder()
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in _TRAINING and _VERBOSE in given:
         given.remove(_VERBOSE)
         if arguments is None:
-            sys.argv.remove(_VERBOSE)  # which Lightning reads itself
+            sys.argv.remove(_VERBOSE)  # Lightning reads sys.argv directly
         logging.getLogger("lightning.pytorch").setLevel(logging.DEBUG)
     try:
         if given and given[0] in _TRAINING:
-            # Lightning reads this process's arguments itself, and warns of others beside them.
+            # Lightning reads sys.argv directly, and warns if arguments are passed in addition.
             _train(None if arguments is None else given)
         elif given and given[0] == "bubble":
             _bubble(given[1:])
         elif given and given[0] == "llm":
-            from lightning_pipe.cli.llm import main as llm  # here, since it needs a newer torch than other commands
+            from lightning_pipe.cli.llm import main as llm  # lazy: requires a newer torch than the other commands
 
             llm(given[1:], _train)
         elif given and given[0] == "plan":
@@ -127,14 +128,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             _look(given)
     except PipelineError as error:
-        sys.stderr.write(_message(error))  # at once: other ranks write too
+        sys.stderr.write(_message(error))  # a single write, because other ranks write too
         _wait_for_the_first_process()
         return 1
     return 0
 
 
 def _import_from_the_current_folder() -> None:
-    """Let a configuration name classes of the folder the command runs in, as under ``python -m``."""
+    """Allow a configuration to name classes in the current folder, as under ``python -m``."""
     if not sys.flags.safe_path and not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
 
@@ -142,13 +143,13 @@ def _import_from_the_current_folder() -> None:
 def _train(arguments: list[str] | None, cli: Callable[..., PipelineCLI] = PipelineCLI) -> None:
     if find_spec("jsonargparse") is None:
         raise SetupError(
-            "jsonargparse is not installed, which Lightning reads configurations with; the commands"
-            f" {', '.join(_TRAINING)} need it: pip install 'jsonargparse[signatures]'"
+            f"The commands {', '.join(_TRAINING)} need jsonargparse, with which Lightning reads configurations, but it"
+            " is not installed. Run: pip install 'jsonargparse[signatures]'"
         )
-    # Lightning's own usage names every one of some hundred options, before each error too.
+    # Lightning's default usage lists about a hundred options, also before each error.
     usage = {name: {"usage": f"lightning-pipe {name} --config FILE [--OPTION VALUE ...]"} for name in _TRAINING}
     try:
-        # The configuration that it saves may overwrite that of an earlier run into the same folder.
+        # The saved configuration may overwrite that of an earlier run in the same folder.
         cli(parser_class=Parser, parser_kwargs=usage, save_config_kwargs={"overwrite": True}, args=arguments)
     except MisconfigurationException as error:
         raise SetupError(str(error)) from error
@@ -162,28 +163,28 @@ def _bubble(arguments: list[str]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--steps", type=count, default=20, help="how many to measure; default: 20")
-    parser.add_argument("--warmup", type=count, default=3, help="how many to train before; default: 3")
+    parser.add_argument("--steps", type=count, default=20, help="number of steps to measure; default: 20")
+    parser.add_argument("--warmup", type=count, default=3, help="number of steps to train before; default: 3")
     options, others = parser.parse_known_args(arguments)
-    from lightning_pipe.callbacks import BubbleMonitor  # here, since it needs a newer torch than other commands
+    from lightning_pipe.callbacks import BubbleMonitor  # lazy: requires a newer torch than the other commands
 
     monitor = BubbleMonitor(every_n_steps=1, warmup=options.warmup)
-    # A checkpoint would bring the number of steps that it was made after.
+    # A checkpoint would restore its step count, which counts towards max_steps.
     _train(["fit", *others, "--ckpt_path=null"], partial(_BubbleCLI, monitor, options.warmup + options.steps))
 
 
 def _message(error: PipelineError) -> str:
-    # Every rank writes its own, as PyTorch marks it: whether the others have the same to say is not known any more.
+    # Every rank writes its own message with PyTorch's prefix, since ranks can no longer compare their errors.
     rank = getattr(rank_zero_only, "rank", 0)
     lines = printable("\n".join([f"lightning-pipe: {error}", *getattr(error, "__notes__", ())]))
     return "".join(f"{f'[rank{rank}]: ' if rank else ''}{line}\n" for line in lines.splitlines())
 
 
 def _wait_for_the_first_process() -> None:
-    """In a process that Lightning's launcher started: let the one that started it say the same, and end, first.
+    """Wait, in a process started by Lightning's launcher, until the launching process has ended with the same error.
 
-    The launcher kills the first process at once when it sees that another one has failed, so that the message and the
-    status of a command would be a matter of luck. An error that only this rank knows of ends it all the same, later.
+    The launcher kills the first process as soon as another process has failed, so without this wait the message and the
+    exit status of a command would depend on a race. An error that occurs only on this rank ends it after a timeout.
     """
     if os.environ.get("LOCAL_RANK", "0") == "0" or is_torchelastic_launched():
         return
@@ -203,32 +204,34 @@ def _look(arguments: list[str]) -> None:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, text in _TRAINING.items():
         commands.add_parser(name, help=text)
-    commands.add_parser("bubble", help="train a few steps in stages, print how long ranks were idle")
-    commands.add_parser("llm", help="say what a model in stages needs: llm estimate --config FILE --memory 80GB")
+    commands.add_parser("bubble", help="train a few steps in stages and print the idle time of ranks")
+    commands.add_parser(
+        "llm", help="estimate the memory of a model in stages: llm estimate --config FILE --memory 80GB"
+    )
     commands.add_parser("strategies", help="list the registered strategies, one line each")
-    commands.add_parser("plan", help="show plans, predict what they take: plan show NAME, plan simulate NAME ...")
-    checkpoint = commands.add_parser("checkpoint", help="make one file of a folder: checkpoint export FOLDER FILE")
+    commands.add_parser("plan", help="show plans or predict their speed: plan show NAME, plan simulate NAME ...")
+    checkpoint = commands.add_parser("checkpoint", help="convert checkpoints: checkpoint export FOLDER FILE")
     export = checkpoint.add_subparsers(metavar="export", required=True).add_parser(
         "export",
-        help="make one file of a checkpoint's folder",
-        description="Make of a checkpoint that is a folder one file, as Lightning writes it for one device:"
-        " load_from_checkpoint takes it, and so does load_state_dict of the unsharded module. Of sharded tables the"
-        " states of optimisers are left out.",
+        help="convert a checkpoint folder to a single file",
+        description="Convert a checkpoint folder to a single file in Lightning's format for one device, which"
+        " load_from_checkpoint and, for the unsharded module, load_state_dict accept. Optimizer states of sharded"
+        " tables are not exported.",
     )
-    export.add_argument("folder", metavar="FOLDER", help="that ModelCheckpoint or Trainer.save_checkpoint wrote")
-    export.add_argument("file", metavar="FILE", help="a new file, unless --force is given")
-    export.add_argument("--force", action="store_true", help="replace FILE where it exists")
+    export.add_argument("folder", metavar="FOLDER", help="written by ModelCheckpoint or Trainer.save_checkpoint")
+    export.add_argument("file", metavar="FILE", help="path of a new file; may exist if --force is given")
+    export.add_argument("--force", action="store_true", help="replace FILE if it exists")
     export.add_argument(
         "--any-class",
         action="store_true",
-        help="allow classes other than tensors and plain types in it, which can run any code when they are read",
+        help="allow classes other than tensors and plain types, which can run arbitrary code when they are loaded",
     )
     options = parser.parse_args(arguments)
     if options.command == "checkpoint":
-        from lightning_pipe.checkpoints.export import export_checkpoint  # here, since few need it
+        from lightning_pipe.checkpoints.export import export_checkpoint  # lazy: rarely needed
 
         if os.path.lexists(options.file) and not options.force:
-            raise SetupError(f"{options.file!r} exists; expected the name of a new file: give another, or --force")
+            raise SetupError(f"FILE must be a new file, but {options.file!r} exists. Give another name, or --force.")
         export_checkpoint(options.folder, options.file, weights_only=not options.any_class)
     else:
         width = max(len(entry.name) for entry in STRATEGIES)

@@ -1,4 +1,4 @@
-"""The ``lightning-pipe plan`` commands: print a plan, and predict what plans take without running them."""
+"""The ``lightning-pipe plan`` commands, which print plans and predict their iteration times without running them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from lightning_pipe.strategies.registry import STRATEGIES
 __all__ = ["find_plan", "main"]
 
 _SIMULATE = """\
-Predict what an iteration takes under each plan, without running it: from what its tasks cost, on a network of which
-latency and bandwidth are said, with any number of ranks. Costs are a profile that the callback PipelineProfiler wrote
-(profile.json; of the serial plan, whose waits are whole), or YAML as docs/simulation.md describes.
+Predict the iteration time of each plan by simulation, from the costs of its tasks and the latency and bandwidth of a
+network, for any number of ranks. Costs are either a profile.json written by the callback PipelineProfiler, preferably
+under the serial plan, whose waits are not shortened by overlap, or YAML as described in docs/simulation.md.
 """
 _EXAMPLES = """\
 examples:
@@ -40,42 +40,50 @@ examples:
 _IN_PROCESS = "in_process_pipeline"
 _RANKS = (2, 8, 128, 4096)
 _MOST_RANKS = 2**20
-_PARTITIONS = 2  # of a module over the devices of one process, where a plan is shown that depends on how many there are
+_PARTITIONS = 2  # number of partitions assumed to show the plans of a pipe, which depend on it
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run ``lightning-pipe plan``.
 
     Args:
-        arguments: what follows it.
+        arguments: command-line arguments after ``plan``.
 
     Raises:
-        PlanError: there is no such plan, or costs do not fit it.
-        SetupError: a size or time cannot be read.
+        PlanError: If a plan is unknown or the costs do not match it.
+        SetupError: If a size or time cannot be parsed.
     """
-    parser = argparse.ArgumentParser(prog="lightning-pipe plan", description="Show plans, and predict what they take.")
+    parser = argparse.ArgumentParser(
+        prog="lightning-pipe plan", description="Show plans and predict their iteration times."
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     show = commands.add_parser(
         "show",
         help="print a plan as a table and a timeline, or as YAML",
-        description="Print a plan: a table of its tasks, and which batch each of them works on, period by period.",
+        description="Print a plan: a table of its tasks, and a timeline of the batch of each task in each period.",
     )
-    show.add_argument("name", metavar="NAME", help="a strategy, the name of a plan, or the path of a plan in YAML")
+    show.add_argument("name", metavar="NAME", help="name of a strategy or plan, or path of a plan in YAML")
     show.add_argument("--format", choices=("table", "yaml"), default="table", help="default: table")
     show.set_defaults(run=_show)
     simulation = commands.add_parser(
         "simulate",
-        help="predict what an iteration takes under plans, on 2 to 4,096 ranks",
+        help="predict the iteration times of plans, on 2 to 4,096 ranks",
         description=_SIMULATE,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    simulation.add_argument("names", metavar="PLAN", nargs="+", help="as 'plan show' takes them; one or more")
+    simulation.add_argument("names", metavar="PLAN", nargs="+", help="one or more plans, named as for 'plan show'")
     simulation.add_argument("--costs", metavar="FILE", help="profile.json of PipelineProfiler, or YAML")
-    simulation.add_argument("--ranks", metavar="N,N", type=_ranks, help="default: 2,8,128,4096, for costs with bytes")
-    simulation.add_argument("--latency", metavar="TIME", help="of a message between two ranks, such as 5us")
-    simulation.add_argument("--bandwidth", metavar="RATE", help="of a rank's link each way: 25GB/s or 200mbit")
-    simulation.add_argument("--cores", metavar="N", type=float, help="for the tasks of one rank; default: 1, or FILE's")
+    simulation.add_argument(
+        "--ranks", metavar="N,N", type=_ranks, help="numbers of ranks, for costs with bytes; default: 2,8,128,4096"
+    )
+    simulation.add_argument("--latency", metavar="TIME", help="latency of a message between two ranks, such as 5us")
+    simulation.add_argument(
+        "--bandwidth", metavar="RATE", help="bandwidth of a rank's link in each direction, such as 25GB/s or 200mbit"
+    )
+    simulation.add_argument(
+        "--cores", metavar="N", type=float, help="cores for the tasks of one rank; default: from FILE, or else 1"
+    )
     simulation.add_argument("--format", choices=("table", "json"), default="table", help="default: table")
     simulation.set_defaults(run=_simulate)
     options = parser.parse_args(arguments)
@@ -85,7 +93,9 @@ def main(arguments: Sequence[str]) -> None:
 def _ranks(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and 1 <= int(part) <= _MOST_RANKS for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers from 1 to {_MOST_RANKS}, such as 2,8,128")
+        raise argparse.ArgumentTypeError(
+            f"expected a list of numbers from 1 to {_MOST_RANKS} such as 2,8,128, got {text!r}"
+        )
     return sorted({int(part) for part in parts})
 
 
@@ -95,15 +105,15 @@ def _ranks(text: str) -> list[int]:
 def _show(options: argparse.Namespace) -> None:
     plans = [find_plan(options.name)]
     if options.name == _IN_PROCESS and options.format == "table":
-        plans = _pipe_plans()  # forward and backward, or both in turns
+        plans = _pipe_plans()  # forward, backward, and one forward one backward
     print("\n".join(plan.to_yaml() if options.format == "yaml" else f"{plan}\n" for plan in plans), end="")
 
 
 def _pipe_plans() -> list[PipelinePlan]:
-    """Those of a pipe of so many partitions."""
+    """Plans of a pipe with ``_PARTITIONS`` partitions."""
 
     def nothing(partition: int, ctx: object) -> None:
-        """Tasks are shown, not run."""
+        """Placeholder, because tasks are only shown and not run."""
 
     return [
         forward_plan(_PARTITIONS, (), nothing),
@@ -117,13 +127,13 @@ def _same(batch: object) -> object:
 
 
 def find_plan(name: str) -> PipelinePlan:
-    """The plan that *name* means, over tasks that cannot run.
+    """Find a plan by name. Its tasks are placeholders that cannot run.
 
     Args:
-        name: a strategy, the name of a plan, or the path of a plan in YAML.
+        name: name of a strategy or plan, or path of a plan in YAML.
 
     Raises:
-        PlanError: there is none, or it is found while training only.
+        PlanError: If no plan has this name, or if the plan is chosen only during training.
     """
     of_strategy = {entry.name: entry.plan for entry in STRATEGIES}
     wanted = of_strategy.get(name, name)
@@ -132,7 +142,8 @@ def find_plan(name: str) -> PipelinePlan:
         return plain[wanted]
     if wanted == "auto":
         raise PlanError(
-            f"{name!r} finds its plan while it trains; its save_plan writes that down, and 'plan show' takes the file"
+            f"{name!r} has no fixed plan, because it chooses its plan during training. Pass the file that its option"
+            " save_plan writes."
         )
     recsys = [plan for plan in dict.fromkeys(of_strategy.values()) if plan not in (*plain, "auto")]
     if wanted in recsys:
@@ -141,8 +152,8 @@ def find_plan(name: str) -> PipelinePlan:
         plans = [*plain, *recsys]
         close = difflib.get_close_matches(name, [*of_strategy, *plans], n=1)
         raise PlanError(
-            f"there is no plan {name!r}: it is neither a strategy ({', '.join(of_strategy)}), nor a plan"
-            f" ({', '.join(plans)}), nor a file.{f' Did you mean {close[0]}?' if close else ''}"
+            f"Unknown plan {name!r}. Expected a strategy ({', '.join(of_strategy)}), a plan ({', '.join(plans)}), or"
+            f" the path of a file.{f' Did you mean {close[0]}?' if close else ''}"
         )
     with plan_file(wanted, [*plain, *recsys], "prefetch") as spec:
         for plan in plain.values():
@@ -152,9 +163,8 @@ def find_plan(name: str) -> PipelinePlan:
 
 
 def _recsys_plan(plan: str | PlanSpec) -> PipelinePlan:
-    """The plan of that name, or of a spec, which says by the tasks that it names whether samples are balanced, and
-    tables have replicas."""
-    import_torchrec()  # here, since other commands do without it
+    """Plan with a name, or of a spec. Balancing and table replicas are enabled if the spec contains their tasks."""
+    import_torchrec()  # lazy: other commands do not need it
     from lightning_pipe.recsys.plans.named import PLANS, plan_of_spec
     from lightning_pipe.recsys.plans.with_balancer import BALANCING
     from lightning_pipe.recsys.plans.with_replicas import AVERAGING
@@ -170,7 +180,7 @@ def _recsys_plan(plan: str | PlanSpec) -> PipelinePlan:
 
 @dataclass(frozen=True)
 class _Costs:
-    """What a file gave, and what is to be said of it."""
+    """Costs read from a file, and a note to print about them."""
 
     costs: CostsFile
     note: str = ""
@@ -179,8 +189,9 @@ class _Costs:
 def _read_costs(path: str | None, tasks: Sequence[str]) -> _Costs:
     if path is None:
         raise PlanError(
-            "no costs are given. Train with the callback PipelineProfiler and strategy recsys_serial_pipeline, and give"
-            " the profile.json that it writes, --costs profile.json; or write a file as docs/simulation.md describes"
+            "`plan simulate` needs --costs FILE, got none. Train with the callback PipelineProfiler and strategy"
+            " recsys_serial_pipeline and pass the profile.json that it writes, or write a file as described in"
+            " docs/simulation.md."
         )
     text = read_text(path, f"the costs {path!r}", "give a profile.json of PipelineProfiler, or YAML")
     with named(path):
@@ -200,30 +211,29 @@ def _from_profile(text: str, tasks: Sequence[str]) -> _Costs:
     note = ""
     if profile.plan != "serial":
         note = (
-            f"The costs were measured under plan {profile.plan}, in which a wait is as short as that plan has made it:"
-            " what goes over the network is underrated. Profile strategy recsys_serial_pipeline."
+            f"The costs were measured under plan {profile.plan}, whose overlap shortens the measured waits, so the time"
+            " of exchanges is underestimated. Profile strategy recsys_serial_pipeline instead."
         )
     return _Costs(CostsFile(costs), note)
 
 
 def _networks(options: argparse.Namespace, costs: CostsFile) -> list[NetworkModel | None]:
-    """A network for each number of ranks to ask about."""
+    """Networks to simulate, one for each number of ranks; ``[None]`` if the costs contain no messages."""
     latency = costs.latency if options.latency is None else parse_duration(options.latency)
     bandwidth = costs.bandwidth if options.bandwidth is None else parse_bandwidth(options.bandwidth)
     if not costs.has_messages:
         given = [name for name in ("ranks", "latency", "bandwidth") if getattr(options, name) is not None]
         if given:
             raise PlanError(
-                f"--{given[0]} makes no difference: the costs say how long tasks wait for other ranks, not how many"
-                " bytes they exchange. Give costs in YAML with all_to_all: or all_reduce: sizes, as docs/simulation.md"
-                " shows"
+                f"--{given[0]} has no effect, because the costs contain times of exchanges but not their sizes in"
+                " bytes. Give costs in YAML with sizes for all_to_all: or all_reduce:, as shown in docs/simulation.md."
             )
         return [None]
     if latency is None or bandwidth is None:
         missing = [name for name, value in (("latency", latency), ("bandwidth", bandwidth)) if value is None]
         raise PlanError(
-            f"the costs have messages of so many bytes, but the network's {' and '.join(missing)} is not said; give"
-            " --latency 5us --bandwidth 25GB/s, or write network: {latency: 5us, bandwidth: 25GB/s} into the file"
+            f"The costs contain message sizes, but the network's {' and '.join(missing)} is missing. Pass --latency 5us"
+            " --bandwidth 25GB/s, or add network: {latency: 5us, bandwidth: 25GB/s} to the file."
         )
     return [NetworkModel(latency, bandwidth, ranks) for ranks in options.ranks or _RANKS]
 
@@ -237,7 +247,7 @@ def _simulate(options: argparse.Namespace) -> None:
     costs = read.costs
     cores = options.cores if options.cores is not None else costs.cores if costs.cores is not None else 1.0
     networks = _networks(options, costs)
-    with named(options.costs):  # which may not fit the tasks
+    with named(options.costs):  # the costs may not match the tasks
         machines = [
             Machine(cores, network=network, device_streams=costs.device_streams, between_periods=costs.between_periods)
             for network in networks

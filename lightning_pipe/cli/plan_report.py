@@ -1,4 +1,4 @@
-"""The predictions of ``lightning-pipe plan simulate`` as text.
+"""Text output of ``lightning-pipe plan simulate``.
 
 Tested in ``tests/cli/test_plan.py``.
 """
@@ -29,11 +29,11 @@ def simulation_report(
     """Predictions as text, for a Rich console.
 
     Args:
-        predictions: a row each.
-        breaks: of each plan, where numbers of ranks were asked about.
-        exposed: elsewhere, by plan and task, the seconds by which an iteration is shorter without the task.
-        costs: what was simulated.
-        notes: what is to be said of them; empty ones are left out.
+        predictions: predictions, one per table row.
+        breaks: scaling break of each plan, if several numbers of ranks were simulated.
+        exposed: exposed seconds by plan and task, if the number of ranks makes no difference.
+        costs: simulated costs.
+        notes: notes to append; empty notes are skipped.
     """
     resources = [one for one in RESOURCES if any(one in prediction.busy for prediction in predictions)]
     exposures = [f"exposed:\n{one}" for one in resources]
@@ -51,7 +51,7 @@ def simulation_report(
     lines = [
         *(Text(_break_in_words(one, predictions, costs)) for one in breaks),
         *(Text(_most_in_words(plan, tasks)) for plan, tasks in exposed.items()),
-        Text("ms: of an iteration. exposed: by how many it is shorter if all that work takes no time.", style="dim"),
+        Text("ms: iteration time. exposed: time saved if all work on this resource took no time.", style="dim"),
     ]
     return Group(
         Text("predicted by simulation", style="bold"), "", table, "", *lines, *(Text(note) for note in notes if note)
@@ -59,34 +59,34 @@ def simulation_report(
 
 
 def assumed_cores(cores: float) -> str:
-    """Describe the cores that a prediction assumes for each rank."""
+    """Description of the cores that a prediction assumes for each rank."""
     return (
-        f"assumed: {cores:g} {'core' if cores == 1 else 'cores'} of its own for each rank's tasks, and none for its"
-        " messages. Ranks that compute on one machine's cores move their messages with them: where these are busy, as"
-        " two ranks' on two cores are, no plan gains what is predicted."
+        f"assumed: {cores:g} dedicated {'core' if cores == 1 else 'cores'} for the tasks of each rank, and no cores for"
+        " its messages. Ranks on one machine move their messages with the cores that they compute with. If these cores"
+        " are busy, as with two ranks on two cores, no plan reaches the predicted gain."
     )
 
 
 def _break_in_words(one: ScalingBreak, predictions: Sequence[PlanPrediction], costs: CostsFile) -> str:
     ranks = [prediction.ranks or 0 for prediction in predictions if prediction.plan == one.plan]
     if one.ranks is None:
-        return f"{one.plan}: nothing breaks up to {max(ranks):,} ranks, {_ms(one.seconds)} ms"
+        return f"{one.plan}: no task breaks scaling up to {max(ranks):,} ranks, {_ms(one.seconds)} ms"
     message = costs.tasks[one.task].background
     what = f" ({message.kind} of {_size(message.bytes)}" if isinstance(message, Message) else ""
     why = f", {100 * one.latency:.0f} % of it latency)" if what else ""
     return (
-        f"{one.plan}: at {one.ranks:,} ranks what breaks first is {one.task}{what}{why}: it costs {_ms(one.grown)} ms"
-        f" more than with {min(ranks):,}"
+        f"{one.plan}: scaling breaks at {one.ranks:,} ranks, because of {one.task}{what}{why}, which costs"
+        f" {_ms(one.grown)} ms more than with {min(ranks):,} ranks"
     )
 
 
 def _most_in_words(plan: str, exposed: Mapping[str, float]) -> str:
     most = sorted(exposed, key=lambda task: -exposed[task])[:3]
-    return f"{plan}: what costs most is {', '.join(f'{task} {_ms(exposed[task])} ms' for task in most)}"
+    return f"{plan}: most exposed tasks: {', '.join(f'{task} {_ms(exposed[task])} ms' for task in most)}"
 
 
 def _ms(seconds: float) -> str:
-    return f"{round(1e3 * seconds, 2) + 0.0:.2f}"  # and never "-0.00"
+    return f"{round(1e3 * seconds, 2) + 0.0:.2f}"  # adding 0.0 avoids "-0.00"
 
 
 def _size(size: float) -> str:

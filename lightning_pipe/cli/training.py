@@ -1,4 +1,4 @@
-"""Lightning's CLI, which hands on what this project's classes say of their values.
+"""Lightning's CLI with readable messages for errors of this project's classes.
 
 Tested in ``tests/cli/test_main.py``.
 """
@@ -21,29 +21,29 @@ __all__ = ["Parser", "PipelineCLI", "count"]
 
 
 class Parser(LightningArgumentParser):
-    """Lightning's, which says how a strategy is given options."""
+    """Lightning's parser, whose errors explain how to pass options to a strategy."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         for strategy, renamed in (("LLMPipelineStrategy", LANGUAGE_MODEL), ("RecsysPipelineStrategy", RECOMMENDER)):
             if strategy in message:
-                # The message has the values only as text.
+                # The message does not contain the values in usable form.
                 found = re.findall(r"Option '(\w+)[\w.]*' is not accepted", message)
                 refuse_renamed(dict.fromkeys(found, "..."), renamed)
         if "trainer.strategy" in message and "NestedArg" in message:
             message += (
-                "\nA strategy that is given by its name takes no options. Give its class, then its options:"
+                "\nA strategy given by name accepts no options. Give its class and then its options:"
                 " --trainer.strategy lightning_pipe.strategies.RecsysPipelineStrategy --trainer.strategy.plan base"
             )
         super().error(message, ex)
 
 
 class PipelineCLI(LightningCLI):
-    """A LightningCLI that hands on what strategies, models, data and callbacks say of their values."""
+    """LightningCLI that passes on errors raised by strategies, models, data modules and callbacks unchanged."""
 
     _refusal: PipelineError | None = None
 
     def before_instantiate_classes(self) -> None:
-        # Lightning's own for modules come first if it is not replaced by name.
+        # The kinds for modules are listed too, since Lightning's own instantiators for them would take precedence.
         for kind in (LightningModule, LightningDataModule, object):
             self.parser.add_instantiator(self._make, kind)
 
@@ -60,15 +60,15 @@ class PipelineCLI(LightningCLI):
         except ValueError as error:
             if self._refusal is None:
                 raise
-            # jsonargparse tried other types too, and has put this one's message among theirs.
+            # jsonargparse tried other types too, and reports their messages together with this one.
             raise self._refusal from error
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         try:
             return super().instantiate_trainer(**kwargs)
-        except ValueError as error:  # the arguments' types are right, a value is not
+        except ValueError as error:  # the arguments have valid types, but a value is invalid
             hint = self._strategies_hint() if "strategy" in str(error) else ""
-            raise SetupError(f"the configuration of trainer is wrong: {error}{hint}") from error
+            raise SetupError(f"The configuration of trainer is invalid: {error}{hint}") from error
 
     def _strategies_hint(self) -> str:
         hint = "\n'lightning-pipe strategies' lists this project's strategies."
@@ -79,11 +79,11 @@ class PipelineCLI(LightningCLI):
 
 
 def count(text: str) -> int:
-    """A number from 1, for argparse.
+    """Parse a whole number of at least 1, for argparse.
 
     Raises:
-        ArgumentTypeError: it is none.
+        ArgumentTypeError: If *text* is not a whole number of at least 1.
     """
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
     return int(text)

@@ -81,7 +81,7 @@ def test_it_says_of_each_rank_of_a_pipeline_what_it_needs(folder: Path, capsys: 
     assert "gpipe, 1 stage a rank, 8 micro-batches, layers 3+3, each of 2 x 32 tokens: fits 1.0 MiB" in out
     rows = [line.split() for line in out.splitlines() if line[:1].isdigit()]
     assert [row[0] for row in rows] == ["0", "1"]  # of four ranks, two make a pipeline
-    assert "activations of 8, 8 micro-batches at a time" in out
+    assert "by rank, counted once per stage: 8, 8" in out
     assert {path for path in folder.rglob("*") if "__pycache__" not in path.parts} == before
 
 
@@ -120,18 +120,18 @@ def test_rows_and_length_may_be_given_in_the_place_of_data(folder: Path, capsys:
     ("options", "says"),
     [
         (["--memory", "much"], "the size is 'much'; expected a number of bytes above 0"),
-        (["--length", "9"], "--length is 9, without --rows; give both"),
+        (["--length", "9"], "--length needs --rows, got --length 9 alone. Give both"),
         (["--memory", "9" * 400], "expected a number of bytes above 0"),
-        (["--trainer.devices", "x"], "trainer.devices is 'x', which is known only where training runs"),
-        (["--trainer.devices", "auto"], "trainer.devices is 'auto', which is known only where training runs"),
-        (["--trainer.strategy", "ddp"], "the strategy is DDPStrategy; needed is an LLMPipelineStrategy"),
+        (["--trainer.devices", "x"], "trainer.devices must be a number, got 'x'"),
+        (["--trainer.devices", "auto"], "trainer.devices must be a number, got 'auto'"),
+        (["--trainer.strategy", "ddp"], "The strategy must be an LLMPipelineStrategy, got DDPStrategy"),
         (
             ["--trainer.strategy", "llm_auto_pipeline"],
-            "the strategy is llm_auto_pipeline, which chooses a schedule when",
+            "llm_auto_pipeline cannot be estimated, because it chooses its schedule when",
         ),
         (["--trainer.precision", "16-true"], "the trainer's precision is '16-true'"),
         (["--trainer.devices", "3", "--trainer.num_nodes", "1"], "do not make the 3 ranks"),
-        (["--model", "lightning.pytorch.demos.boring_classes.BoringModel"], "the model is a BoringModel; needed is a"),
+        (["--model", "lightning.pytorch.demos.boring_classes.BoringModel"], "PipelineModule, got BoringModel"),
     ],
 )
 def test_what_cannot_be_estimated_is_refused(
@@ -147,7 +147,7 @@ def test_a_batch_of_no_size_is_refused(
 ) -> None:
     with pytest.raises(SystemExit):
         estimate(option, value)
-    assert f"argument {option}: '{value}' is no number of at least 1" in capsys.readouterr().err
+    assert f"argument {option}: expected a whole number of at least 1, got '{value}'" in capsys.readouterr().err
 
 
 STRATEGY = "--trainer.strategy.init_args"
@@ -184,7 +184,7 @@ def test_the_automatic_strategy_can_be_made_of_its_class(folder: Path, capsys: p
     kind = "lightning_pipe.strategies.AutoLLMPipelineStrategy"
     content["trainer"]["strategy"] = {"class_path": kind, "init_args": {"trials": 0, "parallel": {"dp_replicate": 2}}}
     (folder / "stages.yaml").write_text(yaml.safe_dump(content))
-    assert "the strategy is llm_auto_pipeline, which chooses a schedule when training begins" in refusal(capsys)
+    assert "llm_auto_pipeline cannot be estimated, because it chooses its schedule when training" in refusal(capsys)
 
 
 def test_it_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -181,7 +181,7 @@ def test_plan_show_takes_a_strategy_or_a_plan(
 
 
 def test_a_plan_that_is_found_while_training_cannot_be_shown_before(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "finds its plan while it trains" in refusal(["plan", "show", "recsys_auto_pipeline"], capsys)
+    assert "chooses its plan during training" in refusal(["plan", "show", "recsys_auto_pipeline"], capsys)
 
 
 def test_plan_show_takes_the_path_of_what_it_wrote_as_yaml(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,12 +218,12 @@ def test_an_unknown_plan_is_refused_where_torchrec_is_not_installed(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchrec", None)
     monkeypatch.setattr("lightning_pipe.cli.plan.import_torchrec", lambda: pytest.fail("not needed"))
-    assert "there is no plan 'in_process'" in refusal(["plan", "show", "in_process"], capsys)
+    assert "Unknown plan 'in_process'" in refusal(["plan", "show", "in_process"], capsys)
 
 
 def test_an_unknown_plan_is_refused_with_every_name_and_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     message = refusal(["plan", "show", "recsys_prefech_pipeline"], capsys)
-    assert message.startswith("there is no plan 'recsys_prefech_pipeline'")
+    assert message.startswith("Unknown plan 'recsys_prefech_pipeline'")
     assert message.endswith("Did you mean recsys_prefetch_pipeline?\n")
     for name in [*PLANS, *(entry.name for entry in STRATEGIES)]:
         assert name in message
@@ -430,7 +430,7 @@ def test_checkpoint_export_makes_a_file_that_an_unsharded_module_is_made_of(
         (value,) = [one for key, one in values.items() if f".{name}." in key]
         assert torch.equal(value, table)
     before = (folder / "one.ckpt").read_bytes()
-    assert "'one.ckpt' exists; expected the name of a new file" in refusal(
+    assert "FILE must be a new file, but 'one.ckpt' exists" in refusal(
         ["checkpoint", "export", "saved", "one.ckpt"], capsys
     )
     assert (folder / "one.ckpt").read_bytes() == before
@@ -474,7 +474,7 @@ def test_bubble_refuses_a_number_that_is_none(option: str, capsys: pytest.Captur
     with pytest.raises(SystemExit) as end:
         main(["bubble", option, "0"])
     assert end.value.code == 2
-    assert f"argument {option}: '0' is no number of at least 1" in capsys.readouterr().err
+    assert f"argument {option}: expected a whole number of at least 1, got '0'" in capsys.readouterr().err
 
 
 def test_bubble_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -482,7 +482,7 @@ def test_bubble_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
         main(["bubble", "--help"])
     out = capsys.readouterr().out
     assert "[--steps N] [--warmup N]" in out
-    assert "beside the one simulated" in " ".join(out.split())
+    assert "the measured bubble, and the bubble simulated" in " ".join(out.split())
 
 
 # ---------------------------------------------------------------------- several processes

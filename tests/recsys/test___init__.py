@@ -46,4 +46,4 @@ def test_without_torchrec_there_are_plans_and_the_rest_says_what_mends_the_envir
         "['base', 'early_prefetch', 'fused_sparse_dist', 'prefetch', 'semi_sync', 'serial'] torchrec cannot be imported"
         in result.stdout
     )
-    assert "These commands mend it" in result.stdout
+    assert "Run these commands to repair the environment" in result.stdout
