@@ -1,4 +1,4 @@
-"""Tasks say what to compute, a plan says when and where, one engine runs them. Pure PyTorch.
+"""Engine for software pipelines: tasks define the work, a plan schedules it, and the engine runs it. Pure PyTorch.
 
 Sub-packages, lowest first: ``common``, ``plans``, ``observe``, ``ranks``, ``runtime``, ``planning``, ``profiling``.
 """

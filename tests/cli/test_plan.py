@@ -211,9 +211,11 @@ def test_costs_that_do_not_fit_the_plans_tasks_are_refused_by_name(
     path.write_text(yaml.safe_dump({"tasks": {**WORK, "Extra": 1}}))
     assert "unknown task 'Extra'" in refusal(capsys, "base", "--costs", str(path))
     path.write_text(yaml.safe_dump({"tasks": {**WORK, "OptimStep": {"background_ms": 1, "waited_by": "EmbForward"}}}))
-    assert "which does not depend on it" in refusal(capsys, "base", "--costs", str(path))
+    assert "but does not depend on it" in refusal(capsys, "base", "--costs", str(path))
     path.write_text(yaml.safe_dump({"tasks": {**WORK, "OptimStep": -1}}))
-    assert f"{path}: task 'OptimStep' of the costs has ms -1" in refusal(capsys, "base", "--costs", str(path))
+    assert f"{path}: ms of task 'OptimStep' of the costs must be a number from 0 to 1e+09, got -1" in refusal(
+        capsys, "base", "--costs", str(path)
+    )
 
 
 def test_a_network_without_messages_and_messages_without_a_network_are_refused(
@@ -231,7 +233,7 @@ def test_a_network_without_messages_and_messages_without_a_network_are_refused(
     [
         ("--latency", "5", "the time is '5'; expected a number of at least 0 with a unit"),
         ("--bandwidth", "-1GB/s", "the bandwidth is '-1GB/s'"),
-        ("--cores", "0", "0.0 lanes of compute; give a number above 0"),
+        ("--cores", "0", "0.0 lanes of compute, expected 0.001 to 1e+06. Give a number above 0"),
     ],
 )
 def test_a_machine_that_cannot_be_is_refused(

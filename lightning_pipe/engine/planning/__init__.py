@@ -1,4 +1,4 @@
-"""Costs, simulation, search and choice of plans.
+"""Cost models, simulation, search and choice of plans.
 
-A search or a cost model belongs here. The measurements that costs are made of come from ``profiling``.
+New searches and cost models belong here. The measurements behind the costs come from ``profiling``.
 """

@@ -1,4 +1,4 @@
-"""What tasks cost and what a machine can do at once: the figures that simulation and planning start from.
+"""Costs of tasks and the capacity of the machine, which simulation and planning start from.
 
 Tested in ``tests/engine/planning/test_costs_yaml.py``.
 """
@@ -18,32 +18,34 @@ from lightning_pipe.engine.plans.task import PipelineTask
 Resource = Literal["compute", "copy", "network", "disk", "host"]
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
 
-# On a device with streams, the thread does these itself; the rest it submits, and the device does it.
+# On a device with streams, a thread works on these resources synchronously. It only submits all other work.
 DONE_BY_THREAD: frozenset[Resource] = frozenset({"host", "disk"})
 
 
-# Seconds, of one task: eleven days. Of much more, sums would lose the rest, and then be infinite.
+# Longest time of one task, in seconds (eleven days). Sums with much larger values would lose precision or overflow.
 LONGEST = 1e6
 _FEWEST_LANES, _MOST_LANES = 1e-3, 1e6
 
 
 @dataclass(frozen=True)
 class TaskCost:
-    """What one run of a task takes, once it has all that it depends on and no other work is on its resources.
+    """Cost of one run of a task whose dependencies are met and whose resources are otherwise idle.
 
     Args:
-        seconds: how long the task works; for that long it holds its thread. On a device with streams it holds its
-            stream, and its thread for *launch* only, unless *resource* is ``"host"`` or ``"disk"``.
-        resource: what it works on. ``"host"`` is the Python interpreter, which one thread has at a time.
-        background: work that the task has submitted when it ends and that goes on beside whatever follows: seconds, or
-            a collective whose seconds the machine's network model gives.
-        background_resource: what that works on.
-        waited_by: the task that waits for the background work, at its beginning. With the task's own name it waits
-            itself, at its end: a lookup followed by an exchange that it waits for.
-        launch: seconds of the thread (on ``"host"``) to submit the work on a device with streams; otherwise unused.
+        seconds: time for which the task works and holds its thread. On a device with streams it holds its stream
+            instead, and its thread for *launch* only, unless *resource* is ``"host"`` or ``"disk"``.
+        resource: resource that the task works on (default ``"compute"``). ``"host"`` is the Python interpreter, which
+            one thread holds at a time.
+        background: work that the task submits and that continues after the task has ended: seconds (default 0), or a
+            collective whose duration comes from the machine's network model.
+        background_resource: resource of the background work (default ``"network"``).
+        waited_by: name of the task that waits for the background work before it starts (default None: no task waits).
+            With the task's own name, the task itself waits at its end, such as a lookup that waits for its exchange.
+        launch: seconds for which the thread is held (on ``"host"``) to submit the work on a device with streams
+            (default 0). Not used on a device without streams.
 
     Raises:
-        PlanError: an unknown resource, or a time that is negative or not finite.
+        PlanError: a resource is unknown, or a time is negative, not finite or longer than :data:`LONGEST`.
     """
 
     seconds: float
@@ -56,34 +58,42 @@ class TaskCost:
     def __post_init__(self) -> None:
         for what, resource in (("resource", self.resource), ("background_resource", self.background_resource)):
             if resource not in RESOURCES:
-                raise PlanError(f"a task's cost has {what} {resource!r}; the resources are {', '.join(RESOURCES)}")
+                raise PlanError(
+                    f"the {what} of a task's cost is {resource!r}, which is unknown. Use one of {', '.join(RESOURCES)}."
+                )
         background = 0.0 if isinstance(self.background, Message) else self.background
         for what, seconds in (("seconds", self.seconds), ("background", background), ("launch", self.launch)):
             if not 0 <= seconds <= LONGEST:
-                raise PlanError(f"a task's cost has {what} {shown(seconds)}; give seconds, from 0 to {LONGEST:g}")
+                raise PlanError(
+                    f"{what} of a task's cost must be from 0 to {LONGEST:g} seconds, got {shown(seconds)}. Correct the"
+                    " cost of this task."
+                )
 
 
-# What is left of a task that is replayed.
+# Cost of a replayed task.
 NO_COST = TaskCost(0.0)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a rank's tasks share.
+    """Resources that the tasks of one rank share.
 
-    A resource with *n* users and *c* lanes gives each of them ``min(1, c / n)`` of its full speed: cores under a fair
-    scheduler, connections on one link, kernels on one device.
+    A resource with *n* users and *c* lanes gives each user ``min(1, c / n)`` of its full speed. This models cores under
+    a fair scheduler, connections on one link, and kernels on one device.
 
     Args:
-        cores: lanes of ``"compute"``: what runs at full speed side by side. Cores of a CPU that are free for tasks, 1
-            for an accelerator. Need not be whole: two threads that slow each other down by a fifth have 1.6.
-        lanes: lanes of other resources, where they are not 1.
-        network: gives messages their seconds.
-        device_streams: whether the device has streams. Then tasks hold their stream rather than their thread.
-        between_periods: seconds of the main thread in each period outside its tasks: fetching, hooks, logging.
+        cores: lanes of ``"compute"``, that is, the number of tasks that compute at full speed concurrently (default 2).
+            Use the number of CPU cores that are free for tasks, or 1 for an accelerator. Fractions are allowed: two
+            threads that slow each other down by a fifth have 1.6 lanes.
+        lanes: lanes of the other resources (default 1 each).
+        network: network model that gives the durations of messages (default None).
+        device_streams: True if the device has streams (default False). Tasks then hold their stream instead of their
+            thread.
+        between_periods: seconds of the main thread in each period outside tasks, such as fetching, hooks and logging
+            (default 0).
 
     Raises:
-        PlanError: a resource that is unknown or has no lane.
+        PlanError: a resource is unknown or its number of lanes is out of range, or *between_periods* is out of range.
     """
 
     cores: float = 2
@@ -95,28 +105,29 @@ class Machine:
     def __post_init__(self) -> None:
         for resource, lanes in (("compute", self.cores), *self.lanes.items()):
             if resource not in RESOURCES:
-                raise PlanError(f"the machine has the resource {resource!r}; the resources are {', '.join(RESOURCES)}")
+                raise PlanError(f"the machine has an unknown resource {resource!r}. Use one of {', '.join(RESOURCES)}.")
             if not _FEWEST_LANES <= lanes <= _MOST_LANES:
                 raise PlanError(
-                    f"the machine has {shown(lanes)} lanes of {resource}; give a number above 0, from"
-                    f" {_FEWEST_LANES:g} to {_MOST_LANES:g}"
+                    f"the machine has {shown(lanes)} lanes of {resource}, expected {_FEWEST_LANES:g} to"
+                    f" {_MOST_LANES:g}. Give a number above 0 in this range."
                 )
         if not 0 <= self.between_periods <= LONGEST:
             raise PlanError(
-                f"the machine has between_periods {shown(self.between_periods)}; give seconds, from 0 to {LONGEST:g}"
+                f"between_periods of the machine must be from 0 to {LONGEST:g} seconds, got"
+                f" {shown(self.between_periods)}. Give the time of the main thread outside tasks."
             )
 
     def lanes_of(self, resource: Resource) -> float:
-        """How many users *resource* serves at full speed."""
+        """Number of users that *resource* serves at full speed."""
         return self.cores if resource == "compute" else self.lanes.get(resource, 1)
 
     def by_device(self, cost: TaskCost) -> bool:
-        """Whether the device works on it while its thread goes on."""
+        """Return True if the device does the work of *cost* while its thread continues."""
         return self.device_streams and cost.resource not in DONE_BY_THREAD
 
 
 def duration(name: str, cost: TaskCost) -> float:
-    """Seconds from the start of the task called *name*, when all it waits for has come, to its end."""
+    """Seconds from the start of the work of task *name*, after its waits, to its end."""
     assert isinstance(cost.background, float | int)
     return cost.seconds + (cost.background if cost.waited_by == name else 0.0)
 
@@ -129,7 +140,7 @@ class Load(NamedTuple):
 
 
 def loads(cost: TaskCost, machine: Machine) -> list[Load]:
-    """All work of one run, of costs that :func:`checked_costs` returned."""
+    """All work of one run of a task. *cost* must come from :func:`checked_costs`."""
     assert isinstance(cost.background, float | int)
     found = [Load(cost.resource, cost.seconds), Load(cost.background_resource, cost.background)]
     if machine.by_device(cost):
@@ -140,19 +151,23 @@ def loads(cost: TaskCost, machine: Machine) -> list[Load]:
 def checked_costs(
     tasks: Sequence[PipelineTask], costs: Mapping[str, TaskCost], machine: Machine
 ) -> dict[str, TaskCost]:
-    """The costs of *tasks*, in their order, with every message replaced by its seconds on the machine's network.
+    """Costs in the order of *tasks*, with every message replaced by its seconds on the machine's network.
 
     Raises:
-        PlanError: a task without a cost, a cost without a task, a message without a network model, or a task that is
-            said to wait for work which, by what the tasks declare, need not be submitted before it.
+        PlanError: a task has no cost; a cost belongs to no task; a message has no network model or takes longer than
+            :data:`LONGEST`; or a task waits for background work of a task that it does not depend on.
     """
     names = [task.name for task in tasks]
     missing = [name for name in names if name not in costs]
     if missing:
-        raise PlanError(f"no cost is given for {', '.join(missing)}; measure every task, or say 0 for what takes none")
+        raise PlanError(
+            f"no cost is given for {', '.join(missing)}. Measure every task, or give 0 for a task that takes no time."
+        )
     unknown = [name for name in costs if name not in names]
     if unknown:
-        raise PlanError(f"a cost is given for the unknown task {unknown[0]!r}; the tasks are {', '.join(names)}")
+        raise PlanError(
+            f"a cost is given for the unknown task {unknown[0]!r}. Remove it, or use one of {', '.join(names)}."
+        )
     after: dict[str, set[str]] | None = None
     checked = {}
     for name in names:
@@ -161,21 +176,22 @@ def checked_costs(
             after = _followers(tasks) if after is None else after
             if cost.waited_by not in after[name]:
                 raise PlanError(
-                    f"the background work of {name!r} is waited for by {cost.waited_by!r}, which does not depend on it;"
-                    f" one of {', '.join(sorted(after[name])) or 'no task'} can wait for it, or declare the field in"
-                    " which the work is handed over"
+                    f"{cost.waited_by!r} is set to wait for the background work of {name!r}, but does not depend on it"
+                    f" (these tasks do: {', '.join(sorted(after[name])) or 'none'}). Set waited_by to a task that does,"
+                    " or declare the field that passes the work on."
                 )
         if isinstance(cost.background, Message):
             if machine.network is None:
                 raise PlanError(
                     f"the background work of {name!r} is a message of {cost.background.bytes:g} bytes, but the machine"
-                    " has no network; give it a NetworkModel"
+                    " has no network. Set its network to a NetworkModel."
                 )
             seconds = machine.network.seconds(cost.background)
             if seconds > LONGEST:
                 raise PlanError(
                     f"the background work of {name!r}, a message of {cost.background.bytes:g} bytes, takes"
-                    f" {seconds:g} seconds on this network; expected at most {LONGEST:g}"
+                    f" {seconds:g} seconds on this network, expected at most {LONGEST:g}. Check its size and the"
+                    " bandwidth and latency of the network."
                 )
             cost = replace(cost, background=seconds)
         checked[name] = cost
@@ -183,7 +199,7 @@ def checked_costs(
 
 
 def without(cost: TaskCost, resource: Resource) -> TaskCost:
-    """The cost of a task whose work on *resource* takes no time."""
+    """Copy of *cost* in which the work on *resource* takes no time."""
     return replace(
         cost,
         seconds=0.0 if cost.resource == resource else cost.seconds,
@@ -193,7 +209,7 @@ def without(cost: TaskCost, resource: Resource) -> TaskCost:
 
 
 def _followers(tasks: Sequence[PipelineTask]) -> dict[str, set[str]]:
-    """By task, those of the same iteration that can only run after it."""
+    """Tasks of the same iteration that depend on a task, directly or indirectly, by the name of that task."""
     edges = [(d.upstream, d.downstream) for d in required_dependencies(tasks) if d.distance == 0]
     after: dict[str, set[str]] = {}
     for name in reversed([task.name for task in tasks]):
@@ -203,7 +219,7 @@ def _followers(tasks: Sequence[PipelineTask]) -> dict[str, set[str]]:
 
 
 def awaited(costs: Mapping[str, TaskCost]) -> Iterable[tuple[str, str]]:
-    """Pairs of a task and another one that waits for its background work."""
+    """Pairs of a task with background work and the other task that waits for this work."""
     for name, cost in costs.items():
         if cost.waited_by is not None and cost.waited_by != name and cost.background:
             yield name, cost.waited_by

@@ -1,24 +1,25 @@
 """Costs of tasks as YAML::
 
-    between_ms: 0.2                 # of the main thread in each iteration, outside its tasks
-    cores: 2                        # for the tasks of one rank
-    device_streams: false           # whether a device does the work, in streams
+    between_ms: 0.2                 # time of the main thread in each iteration outside tasks
+    cores: 2                        # cores for the tasks of one rank
+    device_streams: false           # true if a device with streams does the work
     network: {latency: 30us, bandwidth: 1GB/s}
     tasks:
       Copy: {ms: 0.4, resource: copy}
       Exchange: {ms: 0.1, all_to_all: 2MB, waited_by: Train}
       Train: {ms: 5.0}
 
-Only *tasks* is needed. Of a task everything has a default:
+Only *tasks* is required. Every key of a task has a default:
 
 ===================== ==================================================================================
-``ms``                how long it works, on ``resource`` (compute, copy, network, disk, host)
-``launch_ms``         of its thread, to submit the work to a device with streams
-``all_to_all``,       bytes of one rank's buffer of a collective that the task submits: seconds follow
-``all_reduce``,       from the network
+``ms``                time for which the task works on ``resource`` (compute, copy, network, disk, host)
+``launch_ms``         time of its thread to submit the work to a device with streams
+``all_to_all``,       buffer size of one rank for a collective that the task submits; the network model
+``all_reduce``,       gives its duration
 ``broadcast``
-``background_ms``     in their place, what it submits takes so long, on ``background_resource`` (network)
-``waited_by``         the task that waits for that; the task itself, if it does
+``background_ms``     alternative to a collective: duration of the submitted work on
+                      ``background_resource`` (network)
+``waited_by``         task that waits for the submitted work; can be the task itself
 ===================== ==================================================================================
 """
 
@@ -48,15 +49,15 @@ _EXAMPLE = "the example in docs/simulation.md"
 
 @dataclass(frozen=True)
 class CostsFile:
-    """What a file of costs says.
+    """Contents of a costs file.
 
     Args:
-        tasks: costs by task.
-        between_periods: seconds of an iteration outside of tasks.
-        cores: for the tasks of one rank; None where the file does not say.
-        device_streams: whether the device has streams.
-        latency: of the network, in seconds; None where the file does not say.
-        bandwidth: of the network, in bytes a second; None where the file does not say.
+        tasks: costs by name of the task.
+        between_periods: seconds of the main thread in each iteration outside tasks (default 0).
+        cores: cores for the tasks of one rank (default None: not in the file).
+        device_streams: True if the device has streams (default False).
+        latency: latency of the network in seconds (default None: not in the file).
+        bandwidth: bandwidth of the network in bytes per second (default None: not in the file).
     """
 
     tasks: Mapping[str, TaskCost] = field(default_factory=dict)
@@ -68,40 +69,49 @@ class CostsFile:
 
     @property
     def has_messages(self) -> bool:
-        """Whether the number of ranks makes a difference."""
+        """True if a task submits a collective, so that the costs depend on the number of ranks."""
         return any(isinstance(cost.background, Message) for cost in self.tasks.values())
 
 
 def load_costs(text: str) -> CostsFile:
-    """Costs from YAML *text*, in the format that this module's docstring shows.
+    """Parse costs from YAML *text* in the format of this module's docstring.
 
     Raises:
-        PlanError: it is not YAML, or has a key or value that makes no sense.
+        PlanError: the text is not YAML, or has an unknown key or an invalid value.
     """
     content = load_mapping(text, "file of costs", _KEYS, compare=_EXAMPLE)
     tasks = content.get("tasks")
     if not isinstance(tasks, dict) or not tasks:
-        raise PlanError(f"the costs' 'tasks' map each task to its cost; found {shown(tasks)}. See {_EXAMPLE}")
+        raise PlanError(
+            f"'tasks' of the costs must be a mapping from tasks to costs, got {shown(tasks)}. See {_EXAMPLE}."
+        )
     names = [str(name) for name in tasks]
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise PlanError(f"the costs name the task {twice[0]!r} twice, as text and as a number; say it once")
+        raise PlanError(
+            f"the costs contain the task {twice[0]!r} twice, as text and as a number. Remove one of the two entries."
+        )
     network = content.get("network") or {}
     if not isinstance(network, dict):
-        raise PlanError(f"the costs have network {shown(network)}; write a mapping of {' and '.join(_NETWORK_KEYS)}")
+        raise PlanError(
+            f"network of the costs must be a mapping, got {shown(network)}. Write a mapping with the keys"
+            f" {' and '.join(_NETWORK_KEYS)}."
+        )
     check_keys("the network of the costs", network, _NETWORK_KEYS)
     latency, bandwidth = network.get("latency"), network.get("bandwidth")
     streams = content.get("device_streams", False)
     if not isinstance(streams, bool):
-        raise PlanError(f"the costs have device_streams {shown(streams)}; write true or false")
+        raise PlanError(f"device_streams of the costs must be a bool, got {shown(streams)}. Write true or false.")
     cores = content.get("cores")
     seconds = None if latency is None else _parsed("the network of the costs", parse_duration, latency)
     if seconds is not None and seconds > LONGEST:
-        raise PlanError(f"the network of the costs has latency {shown(latency)}; write at most {LONGEST:g}s")
+        raise PlanError(
+            f"latency in the network of the costs is {shown(latency)}, expected at most {LONGEST:g}s. Reduce it."
+        )
     return CostsFile(
         {str(name): _cost(str(name), cost) for name, cost in tasks.items()},
-        _number("the costs have between_ms", content.get("between_ms", 0.0)) / 1e3,
-        None if cores is None else _number("the costs have cores", cores),
+        _number("between_ms of the costs", content.get("between_ms", 0.0)) / 1e3,
+        None if cores is None else _number("cores of the costs", cores),
         streams,
         seconds,
         None if bandwidth is None else _parsed("the network of the costs", parse_bandwidth, bandwidth),
@@ -113,34 +123,43 @@ def _cost(name: str, given: Any) -> TaskCost:
     if isinstance(given, int | float) and not isinstance(given, bool):
         given = {"ms": given}
     if not isinstance(given, dict):
-        raise PlanError(f"{where} has {shown(given)}; write its milliseconds, or a mapping of {', '.join(_TASK_KEYS)}")
+        raise PlanError(
+            f"{where} has {shown(given)}, expected a number or a mapping. Write its milliseconds, or a mapping with the"
+            f" keys {', '.join(_TASK_KEYS)}."
+        )
     check_keys(where, given, _TASK_KEYS)
     kinds = [key for key in (*_KINDS, "background_ms") if key in given]
     if len(kinds) > 1:
-        raise PlanError(f"{where} has {' and '.join(kinds)}; a task submits one thing that is waited for: give one")
+        raise PlanError(
+            f"{where} has {' and '.join(kinds)}, expected at most one, since a task submits one piece of background"
+            " work. Remove the others."
+        )
     waited_by = given.get("waited_by")
     if waited_by is not None and not kinds:
-        raise PlanError(f"{where} is waited_by {shown(waited_by)}, but submits nothing; say what, as all_to_all: 2MB")
+        raise PlanError(
+            f"{where} has waited_by {shown(waited_by)}, but no background work. Add the work, such as all_to_all: 2MB,"
+            " or remove waited_by."
+        )
     background: float | Message = 0.0
     if kinds == ["background_ms"]:
-        background = _number(f"{where} has background_ms", given["background_ms"]) / 1e3
+        background = _number(f"background_ms of {where}", given["background_ms"]) / 1e3
     elif kinds:
         kind = next(one for one in _KINDS if one == kinds[0])
         background = Message(kind, _parsed(where, parse_size, given[kind]))
     if waited_by is not None and not isinstance(waited_by, str):
-        raise PlanError(f"{where} is waited_by {shown(waited_by)}; write the name of one task")
+        raise PlanError(f"{where} has waited_by {shown(waited_by)}, expected text. Write the name of one task.")
     resource, other = given.get("resource", "compute"), given.get("background_resource", "network")
-    seconds = _number(f"{where} has ms", given.get("ms", 0.0)) / 1e3
-    launch = _number(f"{where} has launch_ms", given.get("launch_ms", 0.0)) / 1e3
+    seconds = _number(f"ms of {where}", given.get("ms", 0.0)) / 1e3
+    launch = _number(f"launch_ms of {where}", given.get("launch_ms", 0.0)) / 1e3
     try:
         return TaskCost(seconds, resource, background, other, waited_by, launch)
     except PlanError as error:
-        raise PlanError(f"{where} is wrong: {error}") from error
+        raise PlanError(f"{where} is not valid: {error}") from error
 
 
 def _number(what: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST:
-        raise PlanError(f"{what} {shown(value)}; write a number from 0 to {_MOST:g}")
+        raise PlanError(f"{what} must be a number from 0 to {_MOST:g}, got {shown(value)}. Correct the value.")
     return float(value)
 
 

@@ -1,4 +1,4 @@
-"""The cycle of a graph that takes longest for the iterations it spans.
+"""Cycle of a dependency graph with the most seconds per iteration.
 
 Tested in ``tests/engine/planning/test_planner.py``.
 """
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Edge(NamedTuple):
-    """*downstream* begins at least *seconds* after *upstream* of *distance* iterations before began."""
+    """*downstream* starts at least *seconds* after the start of *upstream* of *distance* iterations earlier."""
 
     upstream: Hashable
     downstream: Hashable
@@ -19,18 +19,18 @@ class Edge(NamedTuple):
 
 
 class Cycle(NamedTuple):
-    """Edges that lead back to where they start; each begins where the one before ends."""
+    """Closed path of edges. Each edge starts at the end of the previous one."""
 
     edges: tuple[Edge, ...]
 
     @property
     def iterations(self) -> int:
-        """How many it spans."""
+        """Number of iterations that the cycle spans."""
         return sum(edge.distance for edge in self.edges)
 
     @property
     def seconds(self) -> float:
-        """How long once around takes."""
+        """Duration of one pass around the cycle."""
         return sum(edge.seconds for edge in self.edges)
 
     @property
@@ -40,24 +40,25 @@ class Cycle(NamedTuple):
 
 
 def maximum_cycle_ratio(edges: Sequence[Edge]) -> Cycle | None:
-    """The cycle with the most seconds per iteration; None where there is no cycle, or none takes any time.
+    """Cycle with the most seconds per iteration; None if no cycle takes any time.
 
-    From a guess of the ratio, each edge gets the weight ``seconds - guess * distance``; a cycle of positive weight has
-    a higher ratio, which is the next guess (Lawler, "Combinatorial Optimization", 1976, by way of Bellman and Ford).
+    With a guess of the ratio, each edge gets the weight ``seconds - guess * distance``. A cycle of positive weight has
+    a higher ratio, which is the next guess (Lawler, "Combinatorial Optimization", 1976). Cycles of positive weight are
+    found with the Bellman-Ford algorithm.
 
     Args:
-        edges: of a graph in which every cycle spans an iteration at least.
+        edges: edges of a graph in which every cycle spans at least one iteration.
     """
     best, guess = None, 0.0
     while cycle := _positive_cycle(edges, guess):
         if best is not None and cycle.ratio <= best.ratio:
-            break  # above the guess by rounding only
+            break  # above the guess only because of rounding
         best, guess = cycle, cycle.ratio
     return best
 
 
 def _positive_cycle(edges: Sequence[Edge], guess: float) -> Cycle | None:
-    """A cycle whose weights sum to more than 0."""
+    """Cycle whose weights sum to more than 0; None if no cycle does."""
     nodes = dict.fromkeys(node for edge in edges for node in (edge.upstream, edge.downstream))
     longest = dict.fromkeys(nodes, 0.0)
     into: dict[Hashable, Edge] = {}
@@ -72,7 +73,7 @@ def _positive_cycle(edges: Sequence[Edge], guess: float) -> Cycle | None:
                 changed = edge.downstream
         if changed is None:
             return None
-    # A path with as many edges as nodes goes around somewhere: so many steps back lead there.
+    # A path with as many edges as nodes contains a cycle, and that number of steps back ends on it.
     node = changed
     for _ in nodes:
         node = into[node].upstream

@@ -1,7 +1,7 @@
-"""A clock that is not the wall's: generators as threads, the signals they wait for and the resources they share.
+"""Discrete-event simulation: a simulated clock, processes, signals and shared resources.
 
-Discrete-event simulation in its process form: a process is a generator that yields what it waits for, a
-:class:`Signal` or some :class:`ResourceUse`, and goes on when that has come.
+A process is a generator that stands for a thread. It yields a :class:`Signal` or a :class:`ResourceUse` to wait for,
+and continues when the signal is set or the use is complete.
 
 Tested in ``tests/engine/planning/test_simulation.py``.
 """
@@ -16,7 +16,7 @@ from collections.abc import Generator, Hashable, Iterable
 
 
 class Signal:
-    """Something that happens once."""
+    """Event that occurs at most once. Processes can wait for it."""
 
     __slots__ = ("is_set", "waiting")
 
@@ -26,7 +26,7 @@ class Signal:
 
 
 class ResourceUse:
-    """So much of a resource, in seconds at its full speed."""
+    """Use of a resource, in seconds at full speed."""
 
     __slots__ = ("resource", "seconds")
 
@@ -36,7 +36,7 @@ class ResourceUse:
 
 
 class Process:
-    """A generator that runs in a :class:`Clock`."""
+    """Generator that a :class:`Clock` runs."""
 
     __slots__ = ("body", "name")
 
@@ -46,16 +46,16 @@ class Process:
 
 
 class SharedResource:
-    """Serves all who use it at the same speed: each gets ``min(1, lanes / users)``.
+    """Resource that serves all its users at the same speed, ``min(1, lanes / users)``.
 
-    Users are ordered by the virtual time at which they will have had what they need: since all advance at one speed,
-    what each has still to get, less what it gets in common, never changes (as in fair queueing).
+    As in fair queueing, a virtual time advances with the service that each user receives. The virtual time at which a
+    user finishes is therefore fixed when the user is added, and users finish in the order of these times.
     """
 
     def __init__(self, name: str, lanes: float) -> None:
         self.name = name
         self.lanes = lanes
-        self.due = math.inf  # when the next user is done, if none comes before
+        self.due = math.inf  # time at which the next user finishes if no other user is added before
         self._users: list[tuple[float, int, Process]] = []
         self._virtual = 0.0
         self._since = 0.0
@@ -63,7 +63,7 @@ class SharedResource:
         self._count = itertools.count()
 
     def add(self, process: Process, seconds: float, now: float) -> None:
-        """Let *process* have so much from *now* on."""
+        """Serve *process* for *seconds* at full speed, from *now* on."""
         if self._users:
             self._virtual += (now - self._since) * self._speed
         else:
@@ -72,13 +72,13 @@ class SharedResource:
         self._go_on(now)
 
     def done(self) -> Process:
-        """Take out the user that is done at :attr:`due`."""
+        """Remove and return the user that finishes at :attr:`due`."""
         self._virtual, _, process = heapq.heappop(self._users)
         self._go_on(self.due)
         return process
 
     def remaining(self, now: float) -> list[tuple[Process, float]]:
-        """The users, and what each has still to get."""
+        """Users, each with the seconds at full speed that remain for it."""
         virtual = self._virtual + (now - self._since) * self._speed
         return [(process, target - virtual) for target, _, process in self._users]
 
@@ -92,10 +92,10 @@ class SharedResource:
 
 
 class Clock:
-    """Runs processes.
+    """Runs processes in simulated time.
 
     Args:
-        resources: all that they use.
+        resources: all resources that the processes use.
     """
 
     def __init__(self, resources: Iterable[SharedResource]) -> None:
@@ -104,18 +104,18 @@ class Clock:
         self._ready: deque[Process] = deque()
 
     def start(self, process: Process, body: Generator[Signal | ResourceUse, None, None]) -> None:
-        """Let *process* run *body*, once those that are ready have run."""
+        """Let *process* run *body*, after the processes that are already ready."""
         process.body = body
         self._ready.append(process)
 
     def set(self, signal: Signal) -> None:
-        """Let what waits for *signal* continue."""
+        """Set *signal*, so that all processes that wait for it continue."""
         signal.is_set = True
         self._ready.extend(signal.waiting)
         signal.waiting.clear()
 
     def run(self) -> None:
-        """Run until nothing moves any more."""
+        """Run until no process can continue."""
         while True:
             while self._ready:
                 self._step(self._ready.popleft())

@@ -1,10 +1,10 @@
-"""When each task begins if one iteration begins every so many seconds: modulo scheduling.
+"""Modulo scheduling: start times of tasks when an iteration starts once every period.
 
-A compiler that pipelines a loop looks for a start of each instruction so that, with an iteration begun every *period*,
-dependencies hold and no unit is used twice at once, counted modulo the period. The tasks of a training iteration are
-such a loop, and threads and resources its units. The method is Rau's iterative modulo scheduling ("Iterative modulo
-scheduling: an algorithm for software pipelining loops", 1994), in continuous time: tasks are placed one after the
-other, what is in the way of a task that fits nowhere is taken out and placed again later.
+A compiler that pipelines a loop starts an iteration every *period*. It chooses the start of each instruction such that
+dependencies hold and no two instructions use a unit at the same time modulo the period. Here the tasks of a training
+iteration are the instructions, and threads and resources are the units. The method is iterative modulo scheduling (Rau,
+"Iterative modulo scheduling: an algorithm for software pipelining loops", 1994) in continuous time. Tasks are placed
+one after the other. If a task does not fit, the tasks in conflict with it are removed and placed again later.
 
 Tested in ``tests/engine/planning/test_planner.py``.
 """
@@ -15,11 +15,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_ATTEMPTS = 12  # placements per task until it is given up
+_ATTEMPTS = 12  # placements per task, on average, before the search fails
 
 
 class Claim(NamedTuple):
-    """A task holds *unit* for *seconds*, from *after* its start."""
+    """Use of *unit* by a task for *seconds*, which begins *after* seconds after the start of the task."""
 
     unit: Hashable
     after: float
@@ -27,7 +27,10 @@ class Claim(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Task *downstream* starts at least *seconds* after *upstream* of *distance* iterations before; by index."""
+    """Task *downstream* starts at least *seconds* after the start of *upstream* of *distance* iterations earlier.
+
+    Both tasks are given by index.
+    """
 
     upstream: int
     downstream: int
@@ -37,15 +40,15 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class Loop:
-    """What is to be scheduled.
+    """Tasks to schedule.
 
     Args:
-        seconds: of each task, from its start to its end.
-        claims: what each task holds.
-        waits: dependencies.
-        aligned: a unit whose work may not go on past a multiple of the period: the thread that walks through periods.
-        pause: seconds at the beginning of each period for which *aligned* is taken.
-        in_last: tasks that start in the last of the periods that an iteration is in flight.
+        seconds: duration of each task.
+        claims: units that each task uses.
+        waits: dependencies between tasks.
+        aligned: unit whose work must not cross a multiple of the period. This is the thread that runs the periods.
+        pause: seconds at the start of each period for which *aligned* is occupied.
+        in_last: tasks that start in the last period in which their iteration is in flight.
     """
 
     seconds: Sequence[float]
@@ -57,16 +60,17 @@ class Loop:
 
 
 def modulo_schedule(loop: Loop, period: float, periods: int, *, by_slack: bool = False) -> list[float] | None:
-    """Start of each task, in seconds since its iteration began.
+    """Start of each task, in seconds since the start of its iteration.
 
     Args:
-        loop: the tasks.
-        period: seconds between the beginnings of two iterations.
-        periods: for how many of them an iteration may be in flight.
-        by_slack: place the tasks with the least freedom first, rather than those with the longest way to the end.
+        loop: tasks to schedule.
+        period: seconds between the starts of two iterations.
+        periods: number of periods for which an iteration may be in flight.
+        by_slack: True to place the tasks with the least slack first (default False: the tasks with the longest path to
+            the end first).
 
     Returns:
-        None where none was found, which does not mean that there is none.
+        The starts, or None if no schedule was found. A schedule may exist nevertheless.
     """
     return _Schedule(loop, period, periods).found(by_slack)
 
@@ -100,7 +104,7 @@ class _Schedule:
         return None
 
     def _bounds_settle(self) -> bool:
-        """Earliest and latest starts that dependencies alone leave; whether there are any."""
+        """Compute the earliest and latest starts that dependencies allow. Return True if every task can start."""
         for _ in range(self.count + 1):
             settled = True
             for up, down, seconds, distance in self.loop.waits:
@@ -120,7 +124,7 @@ class _Schedule:
                 earliest = max(earliest, self.starts[up] + seconds - distance * self.period)
         start = self._free_from(task, earliest)
         if start is None:
-            # By force, and not again where it was before.
+            # Place the task in spite of conflicts, later than its previous start so that the search makes progress.
             start = earliest
             if task in self.tried and self.tried[task] >= start - self.epsilon:
                 start = self.tried[task] + max(self._blocked(task, self.tried[task])[0], self.period / 16)
@@ -139,7 +143,7 @@ class _Schedule:
         return True
 
     def _free_from(self, task: int, earliest: float) -> float | None:
-        """The first start from *earliest* at which nothing is in the way."""
+        """First start from *earliest* without conflicts; None if no start is possible."""
         start = earliest
         last = min(self.latest[task], earliest + self.period)
         while start <= last + self.epsilon:
@@ -150,14 +154,14 @@ class _Schedule:
         return None
 
     def _blocked(self, task: int, start: float) -> tuple[float, list[int]]:
-        """How much later to try again, 0 if nothing is in the way, and the tasks that are."""
+        """Seconds by which to delay the start before the next try (0 without conflicts), and the tasks in conflict."""
         move, others = 0.0, []
         for unit, after, seconds in self.loop.claims[task]:
             for other, other_start in self.starts.items():
                 for other_unit, other_after, other_seconds in self.loop.claims[other]:
                     if other_unit != unit or other == task:
                         continue
-                    # How long after this claim's begin the other one's comes, around the circle.
+                    # Seconds from the start of this claim to the next start of the other one, modulo the period.
                     ahead = (other_start + other_after - start - after) % self.period
                     if ahead > self.period - self.epsilon:
                         ahead = 0.0
@@ -168,7 +172,7 @@ class _Schedule:
         return move, list(dict.fromkeys(others))
 
     def _misaligned(self, task: int, start: float) -> float:
-        """How much later the task has to start for its work on the aligned unit to stay inside a period."""
+        """Seconds by which to delay the start so that the work on the aligned unit stays inside a period."""
         for unit, after, seconds in self.loop.claims[task]:
             if unit == self.loop.aligned:
                 begin = (start + after) % self.period

@@ -1,7 +1,7 @@
-"""How long a collective takes on a network of which latency, bandwidth and the number of ranks are known.
+"""Durations of collectives on a network with a given latency, bandwidth and number of ranks.
 
-The usual model: a message of m bytes between two ranks takes ``latency + m / bandwidth``, a rank sends and receives at
-once, and no two messages of one collective share a link.
+The model is the usual one: a message of m bytes between two ranks takes ``latency + m / bandwidth``, a rank can send
+and receive simultaneously, and no two messages of one collective share a link.
 
 Tested in ``tests/engine/planning/test_simulation.py``.
 """
@@ -15,22 +15,21 @@ from typing import Literal, get_args
 from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.engine.common.options import check_whole_number
 
-_LONGEST = 1e6  # seconds of latency: eleven days
+_LONGEST = 1e6  # highest latency in seconds: eleven days
 CollectiveKind = Literal["all_to_all", "all_reduce", "broadcast"]
 
 
 @dataclass(frozen=True)
 class Message:
-    """What a collective moves.
+    """Collective and its buffer size.
 
     Args:
-        kind: which collective.
-        bytes: size of one rank's buffer: what it sends to all ranks together, itself included (all-to-all), what it
-            contributes (all-reduce), what everyone receives (broadcast). With the number of ranks it may change; then
-            it is the caller who knows how.
+        kind: kind of the collective.
+        bytes: size of one rank's buffer in bytes: the data sent to all ranks including itself (all-to-all), contributed
+            (all-reduce) or received (broadcast). If it depends on the number of ranks, the caller must adjust it.
 
     Raises:
-        PlanError: an unknown kind, or a size that is none.
+        PlanError: the kind is unknown, or the size is negative or not finite.
     """
 
     kind: CollectiveKind
@@ -38,26 +37,31 @@ class Message:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(CollectiveKind):
-            raise PlanError(f"a message has kind {self.kind!r}; the kinds are {', '.join(get_args(CollectiveKind))}")
+            raise PlanError(
+                f"a message has the unknown kind {self.kind!r}. Use one of {', '.join(get_args(CollectiveKind))}."
+            )
         if not (math.isfinite(self.bytes) and self.bytes >= 0):
-            raise PlanError(f"a message has {self.bytes!r} bytes; give a finite number from 0")
+            raise PlanError(
+                f"a message has {self.bytes!r} bytes, expected a finite number from 0. Give the size of one rank's"
+                " buffer."
+            )
 
 
 @dataclass(frozen=True)
 class NetworkModel:
-    """A network between ranks that are all alike.
+    """Network between ranks with identical links.
 
-    The formulas are those of Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
+    The formulas come from Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
     MPICH" (2005), for the algorithms that Gloo and NCCL use for large messages: pairwise exchange for the all-to-all,
-    a ring for the all-reduce, and for the broadcast the better of a binomial tree and a scatter with a ring all-gather.
+    a ring for the all-reduce, and for the broadcast the faster of a binomial tree and a scatter with a ring all-gather.
 
     Args:
-        latency: of one message between two ranks, in seconds.
-        bandwidth: of one rank's link in each direction, in bytes per second.
-        ranks: how many take part.
+        latency: latency of one message between two ranks, in seconds.
+        bandwidth: bandwidth of one rank's link in each direction, in bytes per second.
+        ranks: number of ranks that take part.
 
     Raises:
-        PlanError: a negative latency, or no bandwidth or ranks.
+        PlanError: the latency is negative or too high, the bandwidth is not positive, or *ranks* is less than 1.
     """
 
     latency: float
@@ -66,18 +70,23 @@ class NetworkModel:
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency <= _LONGEST:
-            raise PlanError(f"the network has latency {self.latency!r}; give seconds, from 0 to {_LONGEST:g}")
+            raise PlanError(
+                f"the latency of the network must be from 0 to {_LONGEST:g} seconds, got {self.latency!r}. Give the"
+                " latency of one message in seconds."
+            )
         if not self.bandwidth > 0:
-            raise PlanError(f"the network has bandwidth {self.bandwidth!r}; give bytes per second, more than 0")
+            raise PlanError(
+                f"the bandwidth of the network must be above 0, got {self.bandwidth!r}. Give it in bytes per second."
+            )
         check_whole_number("the number of ranks of the network", self.ranks, 1, error=PlanError)
 
     def seconds(self, message: Message) -> float:
-        """How long *message* takes if nothing else is on the network; nothing with one rank."""
+        """Duration of *message* in seconds on an otherwise idle network; 0 with one rank."""
         others = self.ranks - 1
         if not others:
             return 0.0
         once = message.bytes / self.bandwidth
-        share = others / self.ranks  # of a buffer, what does not stay at its rank
+        share = others / self.ranks  # part of a buffer that leaves its rank
         if message.kind == "all_to_all":
             return others * self.latency + share * once
         if message.kind == "all_reduce":

@@ -1,4 +1,4 @@
-"""What no plan can be faster than.
+"""Lower bound on the iteration time of all plans.
 
 Tested in ``tests/engine/planning/test_planner.py``.
 """
@@ -14,16 +14,16 @@ from lightning_pipe.engine.planning.cycle_ratio import Cycle, Edge, maximum_cycl
 from lightning_pipe.engine.plans.dependencies import Dependency, required_dependencies
 from lightning_pipe.engine.plans.task import PipelineTask
 
-_RETIRED = ("", "retired")  # no task: when a batch is done with and another one may begin
+_RETIRED = ("", "retired")  # node that is not a task: a batch is retired and another one may start
 
 
 class Bound(NamedTuple):
-    """A time per iteration that no plan undercuts.
+    """Lower bound on the iteration time.
 
     Args:
-        seconds: per iteration.
-        reason: what takes that long.
-        cycle: the dependencies that take it, as (upstream, downstream, distance); empty where it is a resource.
+        seconds: seconds per iteration.
+        reason: explanation for readers.
+        cycle: dependencies that cause the bound, as (upstream, downstream, distance). Empty if a resource causes it.
     """
 
     seconds: float
@@ -39,37 +39,38 @@ def lower_bound(
     stale: Iterable[Dependency] = (),
     on_main: Collection[str] = (),
 ) -> Bound:
-    """The larger of the busiest resource and, over every cycle of dependencies, its duration per iteration it spans.
+    """Lower bound on the iteration time of all plans.
 
-    Cycles come from state that an iteration leaves to the next, and from batches in flight: as one more begins only
-    when the oldest is done, a batch's longest way through its tasks is shared by *depth* batches. A task by itself is
-    one too, since one thread runs it for all batches.
+    The bound is the larger of two times: the time for which the busiest resource is in use, and the longest duration of
+    a cycle of dependencies per iteration that it spans. Cycles come from three sources: state that an iteration passes
+    to the next; the limit on batches in flight, which lets a batch start only when the batch *depth* batches earlier is
+    done; and single tasks, because one thread runs a task for all batches.
 
     Args:
-        tasks: in the order in which a serial iteration runs them.
-        costs: of every task.
-        depth: the most batches in flight.
-        machine: what the tasks share; by default as for a simulation.
-        stale: required dependencies that are given up.
-        on_main: tasks that only the main thread may run, which is then a resource like the others.
+        tasks: tasks in the order in which a serial iteration runs them.
+        costs: cost of every task, by name.
+        depth: maximum number of batches in flight.
+        machine: resources that the tasks share (default ``Machine()``).
+        stale: required dependencies that the plan omits (default none).
+        on_main: names of the tasks that must run in the main thread (default none), which then counts as a resource.
 
     Raises:
-        PlanError: costs that do not fit the tasks, a depth below 1, or an unknown task in *on_main*.
+        PlanError: the costs do not fit the tasks, *depth* is less than 1, or *on_main* has an unknown task.
     """
     if depth < 1:
-        raise PlanError(f"a pipeline with {depth} batches in flight trains nothing; give a depth of 1 or more")
+        raise PlanError(f"the depth must be at least 1, got {depth}. Give the maximum number of batches in flight.")
     machine = machine or Machine()
     costs = checked_costs(tasks, costs, machine)
     if unknown := [name for name in on_main if name not in costs]:
-        raise PlanError(f"on_main names the unknown task {unknown[0]!r}; the tasks are {', '.join(costs)}")
+        raise PlanError(f"on_main names the unknown task {unknown[0]!r}. Remove it, or use one of {', '.join(costs)}.")
     cycle = maximum_cycle_ratio(iteration_edges(tasks, costs, depth, machine, stale))
     bounds = [] if cycle is None else [_of_cycle(cycle, depth)]
     bounds += [
-        Bound(seconds, f"{what} is busy for {_ms(seconds)} an iteration")
+        Bound(seconds, f"{what} is busy for {_ms(seconds)} per iteration")
         for what, seconds in _busy(costs, machine, on_main).items()
     ]
     highest = max(bound.seconds for bound in bounds)
-    # Of several that are the same but for rounding, the first, which says most.
+    # Of bounds that differ only by rounding, take the first one, because its reason is the most specific.
     return next(bound for bound in bounds if bound.seconds >= highest * (1 - 1e-9))
 
 
@@ -80,19 +81,19 @@ def iteration_edges(
     machine: Machine,
     stale: Iterable[Dependency] = (),
 ) -> list[Edge]:
-    """What has to wait for what, and how long after its start: between tasks, and from batch to batch.
+    """Edges that every plan obeys: between tasks, from a batch to the next, and from a retired batch to a new one.
 
     Args:
-        tasks: see :func:`lower_bound`, as for the others.
-        costs: as :func:`~lightning_pipe.engine.planning.costs.checked_costs` returned them.
-        depth: see there.
-        machine: see there.
-        stale: see there.
+        tasks: tasks in the order in which a serial iteration runs them.
+        costs: costs as returned by :func:`~lightning_pipe.engine.planning.costs.checked_costs`.
+        depth: maximum number of batches in flight.
+        machine: resources that the tasks share.
+        stale: required dependencies that the plan omits (default none).
     """
     edges = []
     for dependency in required_dependencies(tasks, stale):
         up, down = costs[dependency.upstream], costs[dependency.downstream]
-        # A thread goes on when what it waits for is submitted; that it is done is for other streams to wait for.
+        # A thread only waits until device work is submitted. Streams wait until it is done.
         submitted = machine.by_device(up) and not machine.by_device(down)
         seconds = up.launch if submitted else duration(dependency.upstream, up)
         edges.append(Edge(dependency.upstream, dependency.downstream, seconds, dependency.distance))
@@ -125,7 +126,7 @@ def _busy(costs: Mapping[str, TaskCost], machine: Machine, on_main: Collection[s
 
 
 def _of_cycle(cycle: Cycle, depth: int) -> Bound:
-    # From where one iteration hands over to the next, as a reader follows it.
+    # Start after an edge that leads to the next iteration, which is the easiest order to follow.
     handed_over = next(i for i, edge in enumerate(cycle.edges) if edge.distance) + 1
     edges = (*cycle.edges[handed_over:], *cycle.edges[:handed_over])
     tasks = [str(edge.upstream) for edge in edges if edge.upstream is not _RETIRED]

@@ -1,8 +1,8 @@
-"""Which of the plans, or schedules, that were measured is taken: one rule, for what trains and for benchmarks.
+"""Choice among measured plans or schedules. Training and benchmarks use the same rule.
 
-Plans are measured in turns, round by round: what else the machine does is the same for all plans of a round, more or
-less. The best hand-written plan is kept unless a found one is faster beyond noise. Plans that are slower beyond noise
-need no further rounds: a race, as O. Maron and A. W. Moore call it (Hoeffding Races, NIPS 1993).
+Each round measures all plans in turn, so that other load on the machine affects them about equally. The best
+hand-written plan is chosen unless a found plan is faster beyond noise. Plans that are slower beyond noise drop out
+before the last round, as in Hoeffding races (O. Maron and A. W. Moore, NIPS 1993).
 
 Tested in ``tests/engine/planning/test_planner.py``.
 """
@@ -16,38 +16,38 @@ from typing import TypeVar
 
 __all__ = ["best_by_hand", "contenders", "fastest", "most_found", "typical"]
 
-K = TypeVar("K", bound=Hashable)  # what stands for a plan: its name, or what it is made of
+K = TypeVar("K", bound=Hashable)  # key of a plan, such as its name
 
-# How often at most a plan may be taken to be faster than the hand-written ones when it is not.
+# Highest probability of choosing a found plan that is not faster than the hand-written ones.
 _CHANCE = 0.05
-# A found plan has to be faster by this part of the time: it may have more batches in flight, which take memory.
+# Smallest relative gain for which a found plan is chosen, since it may have more batches in flight and take more memory.
 _GAIN = 0.005
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """The mean of the middle half; of three, the one in the middle.
+    """Mean of the middle half of the values; the median of three values.
 
-    One that was disturbed does not count, as in a median; and the others tell more than the one in the middle.
+    Like a median, it ignores outliers. It has less variance than a median, because it uses more values.
 
     Args:
-        seconds: at least one.
+        seconds: measured times, at least one.
     """
     cut = max(len(seconds) // 4, int(len(seconds) > 2))
     return statistics.fmean(sorted(seconds)[cut : len(seconds) - cut])
 
 
 def fastest(measured: Mapping[K, Sequence[float]], hand_written: Collection[K]) -> K:
-    """The fastest plan; a hand-written one, unless a found one is faster beyond noise.
+    """The best hand-written plan, or the fastest found plan if it is faster beyond noise.
 
-    A found plan has to be faster than the hand-written one that is typically the fastest in so many of the rounds that
-    plans of equal speed would come to that once in twenty choices at most (a sign test of the paired rounds, its level
-    shared among the found ones as Bonferroni has it), and typically faster by half a percent. With few rounds nothing
-    passes that test (see :func:`most_found`).
+    The best hand-written plan has the lowest typical time (see :func:`typical`). A found plan must meet two conditions.
+    Its typical time is lower by at least half a percent. It also wins enough rounds against the best hand-written plan
+    to pass a sign test of the paired rounds. The level of the test is 5 %, divided among the found plans (Bonferroni
+    correction). With few rounds no plan can pass it (see :func:`most_found`).
 
     Args:
-        measured: seconds of an iteration in each round, by the plan's name. Plans with fewer rounds than others have
-            dropped out: they are not taken.
-        hand_written: names of those plans that were not found; at least one has all rounds.
+        measured: seconds per iteration in each round, by the name of the plan. Plans with fewer rounds than others have
+            dropped out and are not chosen.
+        hand_written: names of the hand-written plans. At least one of them must have all rounds.
     """
     running, best = _running(measured), best_by_hand(measured, hand_written)
     to_beat = measured[best]
@@ -64,16 +64,16 @@ def fastest(measured: Mapping[K, Sequence[float]], hand_written: Collection[K]) 
 def contenders(
     measured: Mapping[K, Sequence[float]], hand_written: Collection[K], hopeless: float = math.inf
 ) -> list[K]:
-    """Those that another round may make :func:`fastest`; none where it would be a waste.
+    """Plans to measure in another round. Empty if another round cannot change the result of :func:`fastest`.
 
-    A hand-written plan drops out if it loses to the hand-written one that is typically the fastest so often that one of
-    equal speed would once in twenty cases; a found one also if it so loses to any that is typically the fastest.
+    A hand-written plan drops out if it loses a sign test at the 5 % level against the best hand-written plan. A found
+    plan also drops out if it loses this test against the plan with the lowest typical time.
 
     Args:
-        measured: as for :func:`fastest`.
-        hand_written: as there. The one that found plans are compared with goes on as long as they do.
-        hopeless: so many times what the typically fastest hand-written one takes, a plan drops out at once (default
-            never): for few rounds, in which nothing loses often enough.
+        measured: see :func:`fastest`.
+        hand_written: see :func:`fastest`. The best hand-written plan stays as long as a found plan does.
+        hopeless: factor of the best hand-written plan's typical time above which a plan drops out without a test
+            (default infinity: never). Use it with few rounds, in which no plan can lose the test.
     """
     running = _running(measured)
     rounds = len(measured[running[0]])
@@ -82,7 +82,7 @@ def contenders(
     best = best_by_hand(measured, hand_written)
 
     def loses(name: K) -> bool:
-        # A found plan may be the fastest and yet not be taken: none by hand drops out because of it.
+        # The fastest found plan may still not be chosen, so hand-written plans do not drop out because of it.
         others = (best,) if name in hand_written else (best, first)
         too_slow = typical(measured[name]) > hopeless * typical(measured[best])
         return too_slow or any(_wins(measured[other], measured[name]) >= needed for other in others)
@@ -93,20 +93,20 @@ def contenders(
 
 
 def best_by_hand(measured: Mapping[K, Sequence[float]], hand_written: Collection[K]) -> K:
-    """The hand-written plan that is typically the fastest, of those that have not dropped out."""
+    """Hand-written plan with the lowest typical time, among those that have not dropped out."""
     return min((name for name in _running(measured) if name in hand_written), key=lambda name: typical(measured[name]))
 
 
 def most_found(rounds: int) -> int:
-    """How many found plans can be measured in so many rounds for :func:`fastest` to be able to take one of them.
+    """Maximum number of found plans for which :func:`fastest` can still choose one after *rounds* rounds.
 
-    None in 4 rounds, 1 in 5, 3 in 6, 6 in 7.
+    For example 0 in 4 rounds, 1 in 5, 3 in 6, and 6 in 7.
     """
     return int(_CHANCE * 2**rounds)
 
 
 def _running(measured: Mapping[K, Sequence[float]]) -> list[K]:
-    """Those that have not dropped out."""
+    """Plans that have not dropped out."""
     rounds = max(map(len, measured.values()))
     return [name for name, times in measured.items() if len(times) == rounds]
 
@@ -116,7 +116,7 @@ def _wins(times: Sequence[float], others: Sequence[float]) -> int:
 
 
 def _wins_needed(rounds: int, found: int) -> int:
-    """Least wins that plans of equal speed would reach, any one of them, with less than :data:`_CHANCE`."""
+    """Fewest wins that pass a sign test at the level :data:`_CHANCE`, divided among *found* plans."""
     allowed = _CHANCE / max(1, found) * 2**rounds
     wins, ways = rounds, 1
     while ways <= allowed:

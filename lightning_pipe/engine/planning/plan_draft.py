@@ -1,8 +1,8 @@
-"""Plans as a search handles them: the few numbers that make a plan for given tasks, and what it would take.
+"""Compact form of plans for a search, and their predicted iteration times.
 
-A draft says for each task its stage, its thread and its place in the period. Two drafts that differ only in how early a
-worker gets its tasks, or in the numbers of the workers, are one: a worker gets a task as early as dependencies allow,
-and workers are numbered as they come.
+A draft holds the stage, thread and position in the period of each task. Drafts are normalised, so that equivalent plans
+have the same draft: a worker gets each task as early as dependencies allow, and workers are numbered in the order of
+their first tasks.
 
 Tested in ``tests/engine/planning/test_planner.py``.
 """
@@ -26,12 +26,12 @@ MAIN_THREAD = 0
 
 
 class Draft(NamedTuple):
-    """A plan in numbers, by the index of the task.
+    """Plan as numbers, indexed by task.
 
     Args:
-        stages: of each task.
-        threads: of each task, 0 the main thread, workers from 1.
-        order: the tasks in the order in which a period submits them.
+        stages: stage of each task.
+        threads: thread of each task: 0 for the main thread, 1 and higher for workers.
+        order: tasks in the order in which a period submits them.
     """
 
     stages: tuple[int, ...]
@@ -40,19 +40,19 @@ class Draft(NamedTuple):
 
     @property
     def workers(self) -> int:
-        """How many worker threads it has."""
+        """Number of worker threads."""
         return max(self.threads)
 
 
 class PlanSpace:
-    """All drafts for a set of tasks within limits, and what each would take.
+    """Drafts for a set of tasks within limits, and their simulated iteration times.
 
     Args:
-        tasks: in the order in which a serial iteration runs them.
-        costs: of every task.
-        limits: what drafts may do.
-        machine: what they run on.
-        stale: required dependencies that they give up.
+        tasks: tasks in the order in which a serial iteration runs them.
+        costs: cost of every task, by name.
+        limits: limits that drafts keep.
+        machine: resources that the tasks share.
+        stale: required dependencies that the drafts omit (default none).
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class PlanSpace:
     # ------------------------------------------------------------------ drafts
 
     def draft(self, stages: Sequence[int], threads: Sequence[int], wanted: Sequence[int]) -> Draft | None:
-        """The draft whose order comes closest to *wanted*, all tasks in some order; None where there can be none."""
+        """Draft with an order close to *wanted*, which holds all tasks; None if no valid order exists."""
         if not self.allows(stages):
             return None
         before = [(up, down) for up, down, distance in self.waits if stages[up] + distance == stages[down]]
         before += self.first
-        # First what each thread does in which order, then each worker's tasks as early as that allows.
+        # First find the order within each thread, then submit the tasks of workers as early as this order allows.
         rank = {task: place for place, task in enumerate(wanted)}
         once = _sorted(len(self.names), before, rank.__getitem__)
         if once is None:
@@ -103,11 +103,11 @@ class PlanSpace:
         order = _sorted(
             len(self.names), before, lambda task: (threads[task] == MAIN_THREAD, threads[task], place[task])
         )
-        assert order is not None  # all of these agree with the order found before
+        assert order is not None  # the constraints agree with the order found above
         return Draft(tuple(stages), threads, tuple(order))
 
     def allows(self, stages: Sequence[int]) -> bool:
-        """Whether tasks may run that far ahead."""
+        """Return True if *stages* are within the limits and keep all dependencies."""
         return (
             all(0 <= stage < self.limits.max_in_flight for stage in stages)
             and all(stages[task] == 0 for task in self.by_caller)
@@ -115,7 +115,7 @@ class PlanSpace:
         )
 
     def draft_of(self, plan: PipelinePlan) -> Draft | None:
-        """The draft of a plan for the same tasks; None where it is outside the limits, or says more than a draft."""
+        """Draft of a plan for the same tasks; None if the plan exceeds the limits or a draft cannot express it."""
         if plan.deps or plan.cross_iter_deps or any(where.globally_ordered for where in plan.schedule.values()):
             return None
         groups = {group: number for number, group in enumerate(plan.thread_groups)}
@@ -125,10 +125,10 @@ class PlanSpace:
         order = [self.names.index(name) for name in plan.order]
         return self.draft([plan.schedule[name].stage for name in self.names], threads, order)
 
-    # ------------------------------------------------------------------ what they are and take
+    # ------------------------------------------------------------------ plans and costs of drafts
 
     def plan(self, draft: Draft, name: str = "auto") -> PipelinePlan:
-        """The plan of a draft; its workers are called after the resources that they work on."""
+        """Plan of a draft. Workers are named after the resources of their tasks."""
         groups = self._group_names(draft)
         pairs = []
         for task, stage, thread in zip(self.tasks, draft.stages, draft.threads, strict=True):
@@ -144,7 +144,7 @@ class PlanSpace:
         )
 
     def seconds(self, draft: Draft) -> float:
-        """What an iteration takes, by simulation."""
+        """Simulated seconds per iteration."""
         found = self._seconds.get(draft)
         if found is None:
             name = "stale" if self.stale else "auto"
@@ -154,16 +154,16 @@ class PlanSpace:
 
     @property
     def simulated(self) -> int:
-        """How many drafts were simulated so far."""
+        """Number of drafts simulated so far."""
         return len(self._seconds)
 
     def held(self, task: int) -> float:
-        """For how long a run holds its thread."""
+        """Seconds for which one run of *task* holds its thread."""
         cost = self.costs[self.names[task]]
         return cost.launch if self.machine.by_device(cost) else duration(self.names[task], cost)
 
     def busiest_thread(self, threads: Sequence[int]) -> float:
-        """Seconds per iteration for which the busiest of the threads is held."""
+        """Seconds per iteration for which tasks hold the busiest thread."""
         held = [0.0] * (max(threads) + 1)
         held[MAIN_THREAD] = self.machine.between_periods
         for task, thread in enumerate(threads):
@@ -171,7 +171,7 @@ class PlanSpace:
         return max(held)
 
     def crowding(self, draft: Draft) -> int:
-        """Threads that compute beyond the cores there are: they share them evenly, but wait for each other's slices."""
+        """Number of computing threads in excess of the cores, which wait for each other's time slices."""
         if self.machine.device_streams:
             return 0
         computing = {
@@ -201,7 +201,7 @@ def _renumbered(threads: Sequence[int]) -> tuple[int, ...]:
 
 
 def _sorted(count: int, before: Iterable[tuple[int, int]], rank: Callable[[int], Any]) -> list[int] | None:
-    """The tasks in a topological order; where that leaves a choice, the lowest rank first. None if there is a cycle."""
+    """Tasks in topological order, with the lowest rank first among those that are ready; None if there is a cycle."""
     after: list[list[int]] = [[] for _ in range(count)]
     missing = [0] * count
     for up, down in before:

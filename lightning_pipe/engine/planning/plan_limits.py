@@ -1,4 +1,4 @@
-"""What a planner may do with a set of tasks.
+"""Limits for the search for plans.
 
 Tested in ``tests/engine/planning/test_planner.py``.
 """
@@ -16,23 +16,23 @@ from lightning_pipe.engine.plans.task import PipelineTask
 
 @dataclass(frozen=True)
 class PlanLimits:
-    """The freedom that a planner has.
+    """Limits that every plan found by a search keeps.
 
     Args:
-        max_in_flight: the most batches in flight at once: what memory allows.
-        on_workers: tasks that may leave the main thread. The others submit to process groups, call users' code or draw
-            random numbers.
-        by_caller: tasks that a caller with hooks of its own runs or surrounds; they keep stage 0, the main thread and
-            the current stream.
-        submitted_before: pairs of tasks of which, in every period, the first is to be submitted before the second,
-            whatever iterations they run for.
-        max_workers: the most worker threads.
-        streams: name of the device stream of the tasks that work on a resource; the current one where there is none.
-        allow_stale: whether reads of state that outlives an iteration may be a step behind, where that is faster. Such
-            plans say so in their names.
+        max_in_flight: maximum number of batches in flight (default 3). More batches take more memory.
+        on_workers: names of the tasks that may run in worker threads (default none). Leave out tasks that submit to
+            process groups, call users' code or draw random numbers.
+        by_caller: names of the tasks that the caller runs or surrounds with hooks (default none). These tasks keep
+            stage 0, the main thread and the current stream.
+        submitted_before: pairs of task names (default none). In every period the first task of a pair is submitted
+            before the second, even if the two run for different iterations.
+        max_workers: maximum number of worker threads (default 4).
+        streams: name of the device stream for the tasks on each resource (default none: the current stream).
+        allow_stale: True to also search for plans in which reads of state lag by one step, if this can reduce the
+            iteration time (default False). The names of such plans contain ``stale``.
 
     Raises:
-        PlanError: no batch may be in flight, a negative number of workers, an unknown resource.
+        PlanError: *max_in_flight* is less than 1, *max_workers* is negative, or a resource is unknown.
     """
 
     max_in_flight: int = 3
@@ -46,18 +46,20 @@ class PlanLimits:
     def __post_init__(self) -> None:
         check_whole_number("max_in_flight", self.max_in_flight, 1, error=PlanError)
         if self.max_workers < 0:
-            raise PlanError(f"max_workers is {self.max_workers}; give a number from 0")
+            raise PlanError(
+                f"max_workers is {self.max_workers}, expected at least 0. Give the maximum number of worker threads."
+            )
         for resource in self.streams:
             if resource not in RESOURCES:
                 raise PlanError(
-                    f"streams are given for the resource {resource!r}; the resources are {', '.join(RESOURCES)}"
+                    f"streams are given for the unknown resource {resource!r}. Use one of {', '.join(RESOURCES)}."
                 )
 
     def check(self, tasks: Sequence[PipelineTask]) -> None:
-        """Check the names of tasks.
+        """Check the names of tasks against *tasks*.
 
         Raises:
-            PlanError: an unknown task, or one that the caller runs and that may leave the main thread.
+            PlanError: a task is unknown, or is in both *by_caller* and *on_workers*.
         """
         names = [task.name for task in tasks]
         pairs = (name for pair in self.submitted_before for name in pair)
@@ -69,11 +71,13 @@ class PlanLimits:
             self._check_known(what, given, names)
         if both := sorted(self.on_workers & self.by_caller):
             raise PlanError(
-                f"task {both[0]!r} is in by_caller and in on_workers; what the caller runs stays on the main thread:"
-                " take it out of on_workers"
+                f"task {both[0]!r} is in by_caller and in on_workers, but tasks of the caller stay on the main thread."
+                " Remove it from on_workers."
             )
 
     @staticmethod
     def _check_known(what: str, given: Iterable[str], names: Sequence[str]) -> None:
         if unknown := sorted(name for name in given if name not in names):
-            raise PlanError(f"{what} names the unknown task {unknown[0]!r}; the tasks are {', '.join(names)}")
+            raise PlanError(
+                f"{what} names the unknown task {unknown[0]!r}. Remove it, or use one of {', '.join(names)}."
+            )

@@ -234,7 +234,7 @@ def test_the_order_of_two_writes_is_never_given_up() -> None:
         (lambda: PlanLimits(0), "max_in_flight is 0"),
         (lambda: PlanLimits("3"), "max_in_flight is '3'; expected a whole number, 1 or more"),  # type: ignore[arg-type]
         (lambda: PlanLimits(2.5), "max_in_flight is 2.5"),  # type: ignore[arg-type]
-        (lambda: PlanLimits(max_workers=-1), "max_workers is -1"),
+        (lambda: PlanLimits(max_workers=-1), "max_workers is -1, expected at least 0"),
         (lambda: PlanLimits(streams={"gpu": "x"}), "resource 'gpu'"),  # type: ignore[dict-item]
         (
             lambda: PlanLimits(on_workers=frozenset({"none"})),
@@ -273,18 +273,18 @@ def test_the_bound_is_the_busiest_resource_the_slowest_cycle_or_a_batchs_way_by_
     assert "a batch takes 14.00 ms from its first task to its last" in lower_bound(tasks, costs, 1).reason
     assert (
         lower_bound(tasks, costs, 5, Machine(cores=0.5)).reason
-        == "compute (0.5 lanes) is busy for 14.00 ms an iteration"
+        == "compute (0.5 lanes) is busy for 14.00 ms per iteration"
     )
     on_main = lower_bound(tasks, costs, 5, Machine(between_periods=1e-3), on_main=["train", "step", "exchange"])
     assert on_main.seconds == pytest.approx(13e-3)
-    assert on_main.reason == "the main thread is busy for 13.00 ms an iteration"
+    assert on_main.reason == "the main thread is busy for 13.00 ms per iteration"
     costs["exchange"] = TaskCost(9e-3, "network")
     assert lower_bound(tasks, costs, 5).seconds == pytest.approx(9e-3)
     costs["exchange"] = TaskCost(1e-3, "host", 6e-3, "network", "train")
     assert lower_bound(tasks, costs, 1).seconds == pytest.approx(16e-3)
     given_up = [Dependency("step", "train", 1)]
     assert lower_bound(tasks, costs, 5, stale=given_up).seconds == pytest.approx(6e-3)
-    with pytest.raises(PlanError, match="with 0 batches in flight"):
+    with pytest.raises(PlanError, match="the depth must be at least 1, got 0"):
         lower_bound(tasks, costs, 0)
     with pytest.raises(PlanError, match="on_main names the unknown task 'none'"):
         lower_bound(tasks, costs, 1, on_main=["none"])

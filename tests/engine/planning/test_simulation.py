@@ -391,9 +391,11 @@ def test_costs_that_do_not_fit_say_what_does() -> None:
         run(plan, {"first": 1.0})
     with pytest.raises(PlanError, match=r"unknown task 'third'.*first, second, apart"):
         run(plan, {**good, "third": 1.0})
-    with pytest.raises(PlanError, match=r"'first' is waited for by 'apart', which does not depend on it.*second"):
+    with pytest.raises(
+        PlanError, match=r"'apart' is set to wait for .* of 'first', but does not depend on it .*second"
+    ):
         run(plan, {**good, "first": TaskCost(1.0, background=1.0, waited_by="apart")})
-    with pytest.raises(PlanError, match="has no network; give it a NetworkModel"):
+    with pytest.raises(PlanError, match=r"has no network\. Set its network to a NetworkModel"):
         run(plan, {**good, "first": TaskCost(1.0, background=Message("all_reduce", 8.0))})
     with pytest.raises(PlanError, match="at least 5 and at most 4"):
         run(plan, good, at_least=5, at_most=4)
@@ -402,16 +404,16 @@ def test_costs_that_do_not_fit_say_what_does() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TaskCost(-1.0), "seconds -1.0"),
-        (lambda: TaskCost(float("nan")), "seconds nan"),
-        (lambda: TaskCost(1.0, "gpu"), "resource 'gpu'.*compute, copy"),  # type: ignore[arg-type]
+        (lambda: TaskCost(-1.0), "seconds of a task's cost must be from 0 to 1e\\+06 seconds, got -1.0"),
+        (lambda: TaskCost(float("nan")), "got nan"),
+        (lambda: TaskCost(1.0, "gpu"), "resource of a task's cost is 'gpu'.*compute, copy"),  # type: ignore[arg-type]
         (lambda: Machine(cores=0), "0 lanes of compute"),
         (lambda: Machine(lanes={"network": -1}), "-1 lanes of network"),
-        (lambda: Machine(between_periods=-1), "between_periods -1"),
+        (lambda: Machine(between_periods=-1), "between_periods of the machine must be from 0 .* got -1"),
         (lambda: Message("gather", 1), "kind 'gather'"),  # type: ignore[arg-type]
         (lambda: Message("broadcast", -1), "-1 bytes"),
-        (lambda: NetworkModel(-1, 1, 1), "latency -1"),
-        (lambda: NetworkModel(0, 0, 1), "bandwidth 0"),
+        (lambda: NetworkModel(-1, 1, 1), "latency of the network must be from 0 .* got -1"),
+        (lambda: NetworkModel(0, 0, 1), "bandwidth of the network must be above 0, got 0"),
         (lambda: NetworkModel(0, 1, 0), "ranks of the network is 0"),
     ],
 )
