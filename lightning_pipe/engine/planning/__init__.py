@@ -1,4 +1,4 @@
 """Cost models, simulation, search and choice of plans.
 
-New searches and cost models belong here. The measurements behind the costs come from ``profiling``.
+New searches and cost models belong here. Costs are made from the measurements of ``profiling``.
 """

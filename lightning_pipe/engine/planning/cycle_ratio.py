@@ -73,7 +73,7 @@ def _positive_cycle(edges: Sequence[Edge], guess: float) -> Cycle | None:
                 changed = edge.downstream
         if changed is None:
             return None
-    # A path with as many edges as nodes contains a cycle, and that number of steps back ends on it.
+    # The path into *changed* has at least len(nodes) edges, so it contains a cycle. Going back that far ends on it.
     node = changed
     for _ in nodes:
         node = into[node].upstream

@@ -20,7 +20,7 @@ K = TypeVar("K", bound=Hashable)  # key of a plan, such as its name
 
 # Highest probability of choosing a found plan that is not faster than the hand-written ones.
 _CHANCE = 0.05
-# Smallest relative gain for which a found plan is chosen, since it may have more batches in flight and take more memory.
+# Smallest relative gain for which a found plan is chosen, since it may keep more batches in flight and so in memory.
 _GAIN = 0.005
 
 
@@ -64,7 +64,7 @@ def fastest(measured: Mapping[K, Sequence[float]], hand_written: Collection[K]) 
 def contenders(
     measured: Mapping[K, Sequence[float]], hand_written: Collection[K], hopeless: float = math.inf
 ) -> list[K]:
-    """Plans to measure in another round. Empty if another round cannot change the result of :func:`fastest`.
+    """Plans to measure in another round. Empty if only the choice of :func:`fastest` and the best hand-written one remain.
 
     A hand-written plan drops out if it loses a sign test at the 5 % level against the best hand-written plan. A found
     plan also drops out if it loses this test against the plan with the lowest typical time.

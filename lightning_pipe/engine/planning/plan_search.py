@@ -1,4 +1,4 @@
-"""Where a planner finds good drafts: by modulo scheduling, by small changes to what it has, or by trying them all.
+"""Sources of drafts for a search: modulo scheduling, small changes to a draft, and enumeration.
 
 Tested in ``tests/engine/planning/test_simulation.py``.
 """
@@ -14,17 +14,17 @@ from lightning_pipe.engine.planning.modulo_schedule import Claim, Loop, Wait, mo
 from lightning_pipe.engine.planning.plan_bound import iteration_edges
 from lightning_pipe.engine.planning.plan_draft import MAIN_THREAD, Draft, PlanSpace
 
-# Periods to try, as multiples of the least that a set of threads can have.
+# Periods to try, as multiples of the shortest possible period for an assignment of threads.
 _STRETCHES = (1.0, 1.003, 1.01, 1.02, 1.035, 1.05, 1.075, 1.1, 1.15, 1.2, 1.3, 1.4, 1.55, 1.7, 2.0, 2.5, 3.0, 4.0)
 _MOST_THREADINGS = 48
 
 
 def scheduled_drafts(space: PlanSpace, bound: float) -> Iterator[Draft]:
-    """A draft for each promising way to deal out tasks to threads, of the shortest period for which one was found.
+    """Drafts with the shortest period that can be scheduled, one for each promising assignment of tasks to threads.
 
     Args:
-        space: the drafts.
-        bound: seconds per iteration that none undercuts.
+        space: drafts to choose from.
+        bound: lower bound on the seconds per iteration.
     """
     for threads in threadings(space):
         loop = _loop(space, threads)
@@ -39,10 +39,11 @@ def scheduled_drafts(space: PlanSpace, bound: float) -> Iterator[Draft]:
 
 
 def threadings(space: PlanSpace) -> Iterator[tuple[int, ...]]:
-    """Ways to deal out the tasks to threads, those with the least busy busiest thread first.
+    """Assignments of tasks to threads, ordered by the load of their busiest thread, lowest first.
 
-    All ways where those are few; else a worker for each resource, one for each task, one for all, and the ways to
-    deal out the tasks of one resource while the others have a worker for each resource.
+    If only a few assignments are possible, all are included. Otherwise the assignments are: no worker, one worker per
+    resource, one worker per task, one worker for all tasks, and all ways to distribute the tasks of one resource while
+    each other resource has one worker.
     """
     limit = space.limits.max_workers
     every = list(itertools.islice(_partitions(space, space.movable, _on_main(space), limit), _MOST_THREADINGS + 1))
@@ -67,7 +68,7 @@ def threadings(space: PlanSpace) -> Iterator[tuple[int, ...]]:
 
 
 def neighbours(space: PlanSpace, draft: Draft) -> Iterator[Draft]:
-    """Drafts that differ from *draft* in one task's thread, stage or place, or in what that brings with it."""
+    """Drafts that differ from *draft* in the thread, stage or position of one task, and in changes this requires."""
     count = len(space.names)
     for task in space.movable:
         for thread in range(min(draft.workers + 1, space.limits.max_workers) + 1):
@@ -86,7 +87,7 @@ def neighbours(space: PlanSpace, draft: Draft) -> Iterator[Draft]:
 
 
 def simpler(space: PlanSpace, draft: Draft) -> Iterator[Draft]:
-    """Drafts with a worker less, or with fewer batches in flight, the simplest first."""
+    """Drafts with one worker less, then with fewer batches in flight, then with one task in a lower stage."""
     for one, other in itertools.combinations(range(draft.workers + 1), 2):
         threads = [one if thread == other else thread for thread in draft.threads]
         yield from _given(space.draft(draft.stages, threads, draft.order))
@@ -100,7 +101,7 @@ def simpler(space: PlanSpace, draft: Draft) -> Iterator[Draft]:
 
 
 def every_draft(space: PlanSpace) -> Iterator[Draft]:
-    """Every draft of *space*, once."""
+    """Every draft of *space*, each once."""
     count = len(space.names)
     heights = range(space.limits.max_in_flight)
     seen: set[Draft] = set()
@@ -116,7 +117,7 @@ def every_draft(space: PlanSpace) -> Iterator[Draft]:
                     yield draft
 
 
-# ---------------------------------------------------------------------- the parts
+# ---------------------------------------------------------------------- helpers
 
 
 def _given(draft: Draft | None) -> Iterable[Draft]:
@@ -130,7 +131,7 @@ def _on_main(space: PlanSpace) -> list[int]:
 def _partitions(
     space: PlanSpace, tasks: Sequence[int], threads: Sequence[int], limit: int
 ) -> Iterator[tuple[int, ...]]:
-    """*threads* with *tasks* dealt out anew, to the main thread or to workers, which are numbered as they come."""
+    """Copies of *threads* with *tasks* reassigned to the main thread or to new workers, in every possible way."""
     used = max(threads)
 
     def deal(position: int, workers: int, current: list[int]) -> Iterator[tuple[int, ...]]:
@@ -148,7 +149,7 @@ def _partitions(
 
 
 def _loop(space: PlanSpace, threads: Sequence[int]) -> Loop:
-    """The tasks as a loop to schedule, each holding its thread and what it works on."""
+    """Loop to schedule, in which each task uses its thread and its resources."""
     index = {name: position for position, name in enumerate(space.names)}
     edges = iteration_edges(space.tasks, space.costs, space.limits.max_in_flight, space.machine, space.stale)
     waits = [
@@ -165,7 +166,7 @@ def _loop(space: PlanSpace, threads: Sequence[int]) -> Loop:
             (cost.resource, 0.0, cost.seconds),
             (cost.background_resource, cost.seconds, cost.background),
         ):
-            # With several lanes what is in use at once is for the simulation to tell.
+            # A schedule has no model of several lanes. The simulation takes them into account.
             if working and space.machine.lanes_of(resource) == 1:
                 held.append(Claim(resource, after, working))
         claims.append([claim for claim in held if claim.seconds])
@@ -174,7 +175,7 @@ def _loop(space: PlanSpace, threads: Sequence[int]) -> Loop:
 
 
 def _from_starts(space: PlanSpace, threads: Sequence[int], starts: Sequence[float], period: float) -> Draft | None:
-    """Each task in the period in which it starts, in the order of the starts."""
+    """Draft that runs each task in the period in which it starts, in the order of the starts."""
     periods = [math.floor(start / period + 1e-9) for start in starts]
     stages = [space.limits.max_in_flight - 1 - number for number in periods]
     lowest = min(stages)
@@ -184,7 +185,7 @@ def _from_starts(space: PlanSpace, threads: Sequence[int], starts: Sequence[floa
 
 
 def _shifted(space: PlanSpace, stages: Sequence[int], task: int, change: int) -> list[int] | None:
-    """One task a stage further ahead, with all that it needs, or less far, with all that needs it."""
+    """Change the stage of *task*, and of the tasks that must move with it. Return None if that exceeds the limits."""
     moved = list(stages)
     moved[task] += change
     for _ in range(len(moved)):

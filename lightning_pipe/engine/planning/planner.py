@@ -1,8 +1,8 @@
-"""Finds plans for tasks whose costs are known: how far ahead each runs, in which thread, and in which order.
+"""Search for plans: the stage, thread and order of each task, given the costs of all tasks.
 
-The simulator says what a plan takes (:mod:`.simulation`), :mod:`.plan_bound` what none can undercut, and
-:mod:`.plan_search` where to look. Nothing here depends on a clock or on chance: ranks with the same costs find the same
-plans.
+:mod:`.simulation` predicts the iteration time of a plan, :mod:`.plan_bound` gives a lower bound for all plans, and
+:mod:`.plan_search` generates candidates. The search does not use a clock or random numbers, so ranks with the same
+costs find the same plans.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from lightning_pipe.engine.plans.dependencies import Dependency, required_depend
 from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.task import PipelineTask, State
 
-# Two predictions are the same up to this part of them, and a plan that is this close to the bound is good enough.
+# Relative difference up to which two predictions count as equal, and up to which a plan counts as reaching the bound.
 _SAME = 1e-3
-# What each thread that computes beyond the cores there are is taken to add to a plan's time, to rank it by: the system
-# shares cores out in slices and moves threads between them, less evenly than the simulation.
+# Relative time that ranking adds for each computing thread in excess of the cores. The operating system distributes
+# time slices and moves threads between cores, which is less even than the sharing in the simulation.
 _CROWDED = 0.03
-# Simulations that a climb may cost, and drafts that it starts from; tasks and drafts that are few enough to try all.
+# Maximum number of simulations of a hill climb, and the number of drafts that it starts from.
 _SEARCHED, _STARTS = 400, 3
+# Maximum number of tasks for which drafts are enumerated, and maximum number of enumerated drafts.
 _FEW_TASKS, _FEW = 5, 1500
-# Drafts that reach the bound, after which no more are looked for.
+# Number of drafts that reach the bound, after which the search ends.
 _ENOUGH = 4
 
 
 class PlanCandidate(NamedTuple):
-    """A plan that was found.
+    """Plan found by :func:`find_plans`.
 
     Args:
-        plan: the plan.
-        seconds: per iteration, by simulation.
-        why: how it compares with what is possible.
+        plan: plan that was found.
+        seconds: simulated seconds per iteration.
+        why: comparison with the lower bound, for readers.
     """
 
     plan: PipelinePlan
@@ -57,31 +58,32 @@ def find_plans(
     hand_written: Sequence[PipelinePlan] = (),
     keep: int = 5,
 ) -> list[PlanCandidate]:
-    """The best plans within *limits*, best first. Exact ones, unless the limits allow staleness.
+    """Search for the fastest plans within *limits*, best first. All plans are exact unless the limits allow staleness.
 
-    Of plans that are predicted to take about the same time, the better one has no more threads that compute than there
-    are cores; of those that take the same, the better one has fewer workers, then fewer batches in flight.
+    Plans are ranked by their predicted iteration time, which is raised slightly for each computing thread in excess of
+    the cores. Among equal plans, those with fewer workers come first, then those with fewer batches in flight.
 
     Args:
-        tasks: in the order in which a serial iteration runs them.
-        costs: of every task, by name.
-        limits: what a plan may do; by default everything stays on the main thread.
-        machine: what the tasks share.
-        hand_written: plans for the same tasks to start from as well, as far as they are within the limits.
-        keep: how many to return at most.
+        tasks: tasks in the order in which a serial iteration runs them.
+        costs: cost of every task, by name.
+        limits: limits of the plans (default ``PlanLimits()``, which keeps all tasks on the main thread).
+        machine: resources that the tasks share (default ``Machine()``).
+        hand_written: plans for the same tasks that the search also starts from (default none). Plans outside the limits
+            are ignored.
+        keep: maximum number of plans to return (default 5).
 
     Raises:
-        PlanError: costs or limits that do not fit the tasks, limits that no plan keeps, or nothing to keep.
+        PlanError: the costs or limits do not fit the tasks, no plan keeps the limits, or *keep* is less than 1.
     """
     if keep < 1:
-        raise PlanError(f"keep is {keep}; keep 1 plan or more")
+        raise PlanError(f"keep is {keep}, expected at least 1. Give the maximum number of plans to return.")
     limits, machine = limits or PlanLimits(), machine or Machine()
     exact = PlanSpace(tasks, costs, limits, machine)
     found = _Search(exact, hand_written).found()
     if limits.allow_stale and (given_up := _stale_reads(exact)):
         found += _Search(PlanSpace(tasks, costs, limits, machine, given_up), ()).found()
     best = min(one.weighed for one in found)
-    # Stable: of equals the exact one, and then the simplest.
+    # The sort is stable: among equal plans, exact ones come first, then simpler ones.
     found.sort(key=lambda one: _unless_best(one.weighed, best))
     return [one.candidate(f"auto_{number}") for number, one in enumerate(found[:keep], start=1)]
 
@@ -103,7 +105,7 @@ class _FoundPlan(NamedTuple):
         if self.space.stale:
             name = name.replace("auto", "auto_stale")
         over = self.seconds / self.bound.seconds - 1 if self.bound.seconds else 0.0
-        distance = "no plan can be faster" if over <= _SAME else f"{over:.1%} more than no plan can be faster than"
+        distance = "no plan can be faster" if over <= _SAME else f"{over:.1%} above the lower bound"
         return PlanCandidate(
             self.space.plan(self.draft, name),
             self.seconds,
@@ -112,25 +114,25 @@ class _FoundPlan(NamedTuple):
 
 
 class _Search:
-    """A search for good drafts, from schedules computed for shorter and shorter periods to small changes.
+    """Search for good drafts: modulo schedules first, then a hill climb, and enumeration if tasks are few.
 
     Args:
-        space: the drafts.
-        hand_written: plans to start from as well.
+        space: drafts to choose from.
+        hand_written: plans that the search also starts from.
     """
 
     def __init__(self, space: PlanSpace, hand_written: Sequence[PipelinePlan]) -> None:
         self.space = space
         self.bound = _bound(space)
         self.good_enough = self.bound.seconds * (1 + _SAME)
-        self.drafts: dict[Draft, float] = {}  # what each takes, weighed
+        self.drafts: dict[Draft, float] = {}  # weighed seconds per iteration
         count = len(space.names)
         self._add(space.draft([0] * count, [0] * count, range(count)))
         for plan in hand_written:
             self._add(space.draft_of(plan))
 
     def found(self) -> list[_FoundPlan]:
-        """For each number of workers and of batches in flight the best draft, best first."""
+        """Best draft for each combination of crowding, workers and batches in flight, best first."""
         good = 0
         for draft in scheduled_drafts(self.space, self.bound.seconds):
             good += self._add(draft) <= self.good_enough
@@ -140,8 +142,9 @@ class _Search:
             limits = self.space.limits
             pairs = "; ".join(f"{first} before {then}" for first, then in limits.submitted_before)
             raise PlanError(
-                f"no plan keeps the limits: with at most {limits.max_in_flight} batches in flight no order of"
-                f" the tasks that their dependencies allow has submitted_before ({pairs}); take pairs out"
+                f"no plan keeps the limits: with at most {limits.max_in_flight} batches in flight, no order of the"
+                f" tasks keeps both their dependencies and submitted_before ({pairs}). Remove pairs from"
+                " submitted_before."
             )
         if self._best() > self.good_enough:
             self._climb()
@@ -155,7 +158,7 @@ class _Search:
         return [_FoundPlan(self.space, draft, self.bound) for draft in sorted(kinds.values(), key=self._rank)]
 
     def _climb(self) -> None:
-        """From the best drafts, to a better neighbour as long as there is one."""
+        """Hill climb from each of the best drafts, to a better neighbour until none exists."""
         last = self.space.simulated + _SEARCHED
         for start in sorted(self.drafts, key=self._rank)[:_STARTS]:
             here = start
@@ -175,7 +178,7 @@ class _Search:
                 return
 
     def _simplify(self) -> None:
-        """From the best draft, to a simpler one as long as that is not slower."""
+        """Replace the best draft with simpler ones until every simpler one is slower."""
         here = min(self.drafts, key=self._rank)
         limit = self._best() * (1 + _SAME)
         while simple := next((other for other in simpler(self.space, here) if self._add(other) <= limit), None):
@@ -191,18 +194,18 @@ class _Search:
         return min(self.drafts.values())
 
     def _rank(self, draft: Draft) -> tuple[float, int, int, int, Draft]:
-        """By weighed seconds, but of those that are as good as the best, the simplest first."""
+        """Sort key: weighed seconds. Drafts that equal the best one are sorted by simplicity."""
         over = _unless_best(self.drafts[draft], self._best())
         return over, draft.workers, max(draft.stages), sum(draft.stages), draft
 
 
 def _weighed(space: PlanSpace, draft: Draft) -> float:
-    """What a draft takes, with what threads cost that compete for cores."""
+    """Seconds per iteration, raised for each computing thread in excess of the cores."""
     return space.seconds(draft) * (1 + _CROWDED * space.crowding(draft))
 
 
 def _unless_best(seconds: float, best: float) -> float:
-    """*seconds* to sort by, 0 where they are the same as the best."""
+    """Sort key of *seconds*; 0 if they equal the best time."""
     return 0.0 if seconds <= best * (1 + _SAME) else seconds
 
 
@@ -214,7 +217,7 @@ def _bound(space: PlanSpace) -> Bound:
 
 
 def _stale_reads(space: PlanSpace) -> tuple[Dependency, ...]:
-    """Reads that, each a step behind, lower the bound: along the slowest cycle, one after the other."""
+    """Reads of state to delay by one step. Each of them is on the slowest cycle, and delaying it lowers the bound."""
     given_up: tuple[Dependency, ...] = ()
     while True:
         now = PlanSpace(space.tasks, space.costs, space.limits, space.machine, given_up)
@@ -231,7 +234,7 @@ def _stale_reads(space: PlanSpace) -> tuple[Dependency, ...]:
 
 
 def _is_read(space: PlanSpace, dependency: Dependency) -> bool:
-    """Whether it only keeps a read after what the iteration before wrote: the order of two writes is never given up."""
+    """Return True if *dependency* only orders a read after a write of the previous iteration, not two writes."""
     tasks = {task.name: task for task in space.tasks}
     up, down = tasks[dependency.upstream], tasks[dependency.downstream]
 

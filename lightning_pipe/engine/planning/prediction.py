@@ -1,4 +1,4 @@
-"""The predicted iteration time of a plan, and the number of ranks from which on it is slower."""
+"""Predicted iteration time of a plan, and the number of ranks from which on it is slower."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from lightning_pipe.engine.plans.schedule import TaskSchedule
 
 __all__ = ["PlanPrediction", "ScalingBreak", "first_break", "predict"]
 
-_WORSE = 1.1  # of the time with the fewest ranks: from here on a plan is said to break
+_WORSE = 1.1  # ratio to the time with the fewest ranks above which a plan breaks
 
 
 @dataclass(frozen=True)
 class PlanPrediction:
-    """The predicted iteration time of one plan.
+    """Predicted iteration time of one plan.
 
     Args:
-        plan: its name.
-        ranks: number of ranks; None where it makes no difference.
-        seconds: of an iteration.
-        exposed: by resource, the seconds by which an iteration is shorter if all work on it takes no time.
-        busy: by resource, the share of an iteration during which it is in use.
+        plan: name of the plan.
+        ranks: number of ranks; None if the prediction does not depend on it.
+        seconds: seconds per iteration.
+        exposed: by resource, the seconds per iteration that are saved if all work on it takes no time.
+        busy: by resource, the share of an iteration for which it is in use.
         over_serial: the serial plan's seconds divided by this plan's.
     """
 
@@ -38,22 +38,22 @@ class PlanPrediction:
 
     @property
     def busiest(self) -> Resource | None:
-        """The resource that is in use for most of the time; None where nothing takes any."""
+        """Resource that is in use for the largest share of the time; None if no task takes any time."""
         return max(self.busy, key=lambda resource: self.busy[resource], default=None)
 
 
 @dataclass(frozen=True)
 class ScalingBreak:
-    """The number of ranks from which on a plan is slower, and the reason.
+    """Number of ranks from which on a plan is slower, and the reason.
 
     Args:
-        plan: its name.
-        ranks: the first power of two with which an iteration takes 1.1 times as long as with the fewest; None if it
-            never does.
-        seconds: of an iteration then; with the most ranks if it never does.
-        task: the one whose exposed seconds have grown most by then; "" if none has.
-        grown: by how many.
-        latency: the part of its message's time that is latency rather than bytes on their way.
+        plan: name of the plan.
+        ranks: first tried number of ranks for which an iteration takes more than 1.1 times as long as with the fewest;
+            None if there is no such number. Powers of two and the highest number of ranks are tried.
+        seconds: seconds per iteration with that number of ranks, or with the most ranks if *ranks* is None.
+        task: name of the task whose exposed seconds grow most; "" if *ranks* is None.
+        grown: growth of the exposed seconds of this task.
+        latency: share of latency in the duration of this task's message, from 0 to 1; 0 if it has no message.
     """
 
     plan: str
@@ -65,10 +65,10 @@ class ScalingBreak:
 
 
 def predict(plan: PipelinePlan, costs: Mapping[str, TaskCost], machine: Machine) -> PlanPrediction:
-    """Simulate *plan*, the serial plan beside it, and *plan* without the work on each resource.
+    """Simulate *plan*, the serial plan for comparison, and *plan* without the work on each resource.
 
     Raises:
-        PlanError: costs that do not fit the tasks.
+        PlanError: the costs do not fit the tasks.
     """
     run = simulate(plan, costs, machine)
 
@@ -92,14 +92,14 @@ def predict(plan: PipelinePlan, costs: Mapping[str, TaskCost], machine: Machine)
 def first_break(
     plan: PipelinePlan, costs: Mapping[str, TaskCost], machine: Machine, fewest: int, most: int
 ) -> ScalingBreak:
-    """Find the number of ranks from which on *plan* is slower, between two numbers of ranks.
+    """Find the number of ranks, between *fewest* and *most*, from which on *plan* is slower.
 
     Args:
-        plan: the plan.
-        costs: of its tasks, messages among them.
-        machine: with a network.
-        fewest: ranks.
-        most: ranks.
+        plan: plan to simulate.
+        costs: cost of every task, by name. Some of them have messages.
+        machine: resources that the tasks share, with a network.
+        fewest: lowest number of ranks.
+        most: highest number of ranks.
     """
     network = machine.network
     assert network is not None

@@ -25,15 +25,16 @@ def contiguous_shares(
     Args:
         items: number of items, at least as many as shares that may not be empty.
         shares: number of shares.
-        cost: cost of a share, not negative: of its index, its first item and the one after its last.
-        most_even: of equally good cuts, take the most even one (least sum of squared costs), then the earliest; by
-            default the latest one, from the end.
+        cost: function of the index of a share, its first item and the item after its last one that returns the cost of
+            the share, which must not be negative.
+        most_even: True to choose, among equally good cuts, the most even one (least sum of squared costs), then the
+            earliest. With False (default), the latest cut is chosen, compared from the end.
         may_be_empty: indices of shares that may have no items.
     """
 
     def best(limit: float, squares: bool) -> tuple[float, list[int]]:
-        """Least score over all cuts whose shares cost at most the limit, and the ends of their shares."""
-        reached: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # by the end of the shares so far
+        """Lowest score of all cuts whose shares cost at most *limit*, and the ends of the shares of the best cut."""
+        reached: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # keys are the ends of the last share
         for share in range(shares):
             further: dict[int, tuple[float, list[int]]] = {}
             for first, (score, ends) in reached.items():
@@ -42,7 +43,7 @@ def contiguous_shares(
                         total = score + here * here if squares else max(score, here)
                         known = further.get(end)
                         if known is None or total <= known[0]:
-                            # Of equal scores the list that is the least is taken.
+                            # Ties are resolved by comparing the lists.
                             found = total, [*ends, end] if most_even else [-end, *ends]
                             further[end] = found if known is None else min(known, found)
             reached = further

@@ -1,12 +1,12 @@
-"""The threads and streams of a pipeline as processes: what a simulation runs.
+"""Simulated threads and streams of a pipeline.
 
-Each does what its counterpart does in :class:`~lightning_pipe.engine.runtime.pipeline.SWPipeline`, with the lists of
-waits of :class:`~lightning_pipe.engine.runtime.executor.Operation`; only the work is replaced by the time that it
-takes::
+Each thread or stream is a process that behaves as in :class:`~lightning_pipe.engine.runtime.pipeline.SWPipeline` and
+uses the waits of :class:`~lightning_pipe.engine.runtime.executor.Operation`. Only the work of tasks is replaced by its
+duration::
 
     main      fetch │ order: own tasks, others into their worker's queue │ join the oldest iteration │ next period
     worker    take from the queue │ wait for other workers' tasks │ wait for background work │ work │ signal
-    stream    take what threads submitted │ wait for other streams' events │ work │ event (device with streams)
+    stream    take submitted work │ wait for other streams' events │ work │ event (device with streams)
     network   background work, from the end of the task that submits it
 
 Tested in ``tests/engine/planning/test_simulation.py``.
@@ -26,14 +26,14 @@ from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.engine.runtime.executor import Operation
 
-# Two states are the same if what is left of all work is, to this part of an iteration's whole work.
+# Relative difference, in units of an iteration's total work, up to which the remaining work of two states is equal.
 _RESOLUTION = 1e-9
 
 Body = Generator[Signal | ResourceUse, None, None]
 
 
 class _QueueEntry(NamedTuple):
-    """What a worker or a stream is given to do: a task, or, without one, to join all streams and retire."""
+    """Entry for a worker or a stream: a task, or without *op* the request to join all streams and retire."""
 
     op: Operation | None
     iteration: int
@@ -41,7 +41,7 @@ class _QueueEntry(NamedTuple):
 
 
 class _Queue:
-    """The entries of one worker or stream."""
+    """Queue of one worker or stream."""
 
     __slots__ = ("done", "entries", "filled", "per_period")
 
@@ -53,17 +53,17 @@ class _Queue:
 
 
 class SimulatedThreads:
-    """One run of a plan.
+    """Simulated run of a plan.
 
     Args:
-        plan: what to run.
-        costs: of every task, checked.
-        machine: what the tasks share.
+        plan: plan to run.
+        costs: checked cost of every task, by name.
+        machine: resources that the tasks share.
 
     Attributes:
-        work: every piece of work, in the order of the ends.
-        retired: when each iteration was retired, in seconds since the first period began.
-        repeats_after: the iterations after which everything repeats, 0 where that was not seen.
+        work: all pieces of work, in the order of their ends.
+        retired: time at which each iteration was retired, in seconds since the start of the first period.
+        repeats_after: number of iterations after which the state repeats; 0 if no repetition was seen.
     """
 
     def __init__(self, plan: PipelinePlan, costs: Mapping[str, TaskCost], machine: Machine) -> None:
@@ -80,7 +80,7 @@ class SimulatedThreads:
             self.waits_for[waiter].append(submitter)
 
         work = [load for cost in costs.values() for load in loads(cost, machine)]
-        # Sorted, since what is done at the same moment goes on in their order.
+        # Sorted, because processes whose work ends at the same time continue in the order of resources.
         used = sorted({load.resource for load in work})
         self.resources = {name: SharedResource(name, machine.lanes_of(name)) for name in used}
         self.caller = SharedResource("caller", 1)
@@ -105,7 +105,7 @@ class SimulatedThreads:
         self.repeats_after = 0
 
     def run(self, at_least: int, at_most: int) -> None:
-        """Run until everything repeats, but at least and at most so many iterations."""
+        """Run until the state repeats, for *at_least* to *at_most* iterations."""
         self.clock.start(Process(MAIN), self._main(at_least, at_most))
         self.clock.run()
 
@@ -145,7 +145,7 @@ class SimulatedThreads:
             queue.done += 1
 
     def _run(self, entry: _QueueEntry, op: Operation) -> Body:
-        """One run of a task in its thread, which on a device with streams may only submit the work."""
+        """Run a task in its thread. On a device with streams the thread may only submit the work."""
         for upstream, distance in op.cpu_waits:
             if entry.iteration >= distance:
                 yield from self._wait("done", upstream, entry.iteration - distance)
@@ -183,7 +183,7 @@ class SimulatedThreads:
             queue.done += 1
 
     def _perform(self, entry: _QueueEntry, op: Operation, kind: str, lane: str) -> Body:
-        """The work of one run, done by a thread or a stream."""
+        """Do the work of one run of a task, in a thread or on a stream."""
         cost = self.costs[op.name]
         start = self.clock.now
         for submitter in self.waits_for[op.name]:
@@ -192,7 +192,7 @@ class SimulatedThreads:
             yield self._share(cost.resource, cost.seconds)
         waits = bool(cost.background) and cost.waited_by == op.name
         if waits and kind == TASK and entry.ticket is not None:
-            self._set("submitted", entry.ticket)  # a turn is passed on before such a wait
+            self._set("submitted", entry.ticket)  # the turn passes to the next task before this wait
         if cost.background:
             self.clock.start(Process((op.name, entry.iteration)), self._background(entry, op))
         if waits:
@@ -206,7 +206,7 @@ class SimulatedThreads:
         self._note(entry, op, BACKGROUND, cost.background_resource, start)
         self._set("background", op.name, entry.iteration)
 
-    # ------------------------------------------------------------------ what they do
+    # ------------------------------------------------------------------ signals, queues and resources
 
     def _share(self, resource: Resource, seconds: float) -> ResourceUse:
         return ResourceUse(self.resources[resource], seconds)
@@ -245,7 +245,7 @@ class SimulatedThreads:
         self.retired.append(self.clock.now)
 
     def _repeats(self, period: int) -> bool:
-        """Whether an earlier period ended in the same state; everything then goes on as it went on from there."""
+        """Return True if an earlier period ended in the same state. The simulation repeats from that period on."""
         queues = tuple(queue.done - period * queue.per_period for queue in self.queues.values())
         left = []
         for resource in self.resources.values():

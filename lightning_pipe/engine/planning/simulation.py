@@ -1,4 +1,4 @@
-"""What a plan takes, told from what its tasks cost, without running it."""
+"""Simulated iteration time of a plan, computed from the costs of its tasks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from lightning_pipe.engine.plans.plan import PipelinePlan
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """What came out of :func:`simulate`.
+    """Result of :func:`simulate`.
 
     Attributes:
-        plan: the plan.
-        costs: what was taken for each task.
-        machine: what was taken for the machine.
-        seconds_per_iteration: in the steady state.
-        is_steady: whether everything repeats exactly; else the seconds are a mean over the later iterations.
-        retired: when each iteration was retired, in seconds since the first period began.
-        work: a bar for each piece of work, in the order of their ends; background work has its resource as its lane.
+        plan: simulated plan.
+        costs: cost of each task, with messages replaced by their durations.
+        machine: simulated machine.
+        seconds_per_iteration: seconds per iteration in the steady state.
+        is_steady: True if the run repeats exactly. Otherwise the seconds are a mean over the later half of the
+            iterations.
+        retired: time at which each iteration was retired, in seconds since the start of the first period.
+        work: a bar for each piece of work, in the order of their ends. The lane of background work is its resource.
     """
 
     plan: PipelinePlan
@@ -37,15 +38,15 @@ class SimulatedRun:
 
     @property
     def busy(self) -> dict[Resource, float]:
-        """The share of each resource that is in use in the steady state, of all its lanes, 0 to 1."""
+        """Utilisation of each resource in the steady state, averaged over its lanes, from 0 to 1."""
         used = _used(self.costs, self.machine)
         return {resource: seconds / self.seconds_per_iteration for resource, seconds in used.items()}
 
     @cached_property
     def exposed(self) -> dict[str, float]:
-        """By task, the seconds per iteration that are gone if it is replayed.
+        """Exposed seconds per iteration of each task: the time that an iteration saves if the task is replayed.
 
-        Then it costs nothing, its background work included, and does not wait for background work of others.
+        A replayed task takes no time, has no background work, and does not wait for background work of other tasks.
         """
         return {name: self.seconds_per_iteration - self._without(name) for name in self.costs}
 
@@ -64,39 +65,41 @@ def simulate(
     at_least: int = 2,
     at_most: int = 200,
 ) -> SimulatedRun:
-    """Run *plan* on a simulated *machine*, on data that does not end, until everything repeats.
+    """Run *plan* on a simulated *machine* with unlimited data until the run repeats.
 
     Args:
-        plan: what to run.
-        costs: of every task, by name.
-        machine: what the tasks share; by default two cores and one lane of everything else.
-        at_least: iterations to run although everything repeats: more for a picture.
-        at_most: iterations to run although not everything repeats, which on a device with streams it may never do.
+        plan: plan to run.
+        costs: cost of every task, by name.
+        machine: resources that the tasks share (default ``Machine()``: two cores, and one lane of each other resource).
+        at_least: minimum number of iterations, even if the run repeats earlier (default 2). Raise it to draw more
+            iterations.
+        at_most: maximum number of iterations (default 200). A run on a device with streams may never repeat.
 
     Raises:
-        PlanError: costs that do not fit the tasks (:func:`~lightning_pipe.engine.planning.costs.checked_costs`), or
-            limits that leave no two iterations.
+        PlanError: the costs do not fit the tasks (see
+            :func:`~lightning_pipe.engine.planning.costs.checked_costs`), *at_least* is less than 2, or *at_most* is
+            less than *at_least*.
     """
     if not 2 <= at_least <= at_most:
         raise PlanError(
-            f"a simulation of at least {at_least} and at most {at_most} iterations: two are needed for a time per"
-            " iteration, and at_most may not be less than at_least"
+            f"the number of simulated iterations must be at least 2, and at_most not less than at_least, got at_least"
+            f" {at_least} and at_most {at_most}. Correct these two arguments."
         )
     machine = machine or Machine()
     costs = checked_costs(list(plan.tasks.values()), costs, machine)
     threads = SimulatedThreads(plan, costs, machine)
     threads.run(at_least, at_most)
     retired = threads.retired
-    # Over a whole cycle if there is one; else without the first half, in which the pipeline settles.
+    # Average over a full cycle if the run repeats. Otherwise skip the first half, in which the pipeline settles.
     count = threads.repeats_after or len(retired) // 2
     seconds = (retired[-1] - retired[-1 - count]) / count
-    # What nobody waits for has to be done all the same: without end it cannot fall behind.
+    # In the long run, an iteration cannot take less time than the work that no task waits for.
     seconds = max(seconds, *_used(costs, machine).values(), 0.0)
     return SimulatedRun(plan, costs, machine, seconds, bool(threads.repeats_after), tuple(retired), tuple(threads.work))
 
 
 def _used(costs: Mapping[str, TaskCost], machine: Machine) -> dict[Resource, float]:
-    """Seconds an iteration for which each resource is in use, all of its lanes at once."""
+    """Seconds per iteration for which each resource is in use, averaged over its lanes."""
     used: dict[Resource, float] = {}
     for cost in costs.values():
         for load in loads(cost, machine):

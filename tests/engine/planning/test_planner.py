@@ -259,7 +259,7 @@ def test_limits_that_cannot_be_kept_are_refused(limits: Callable[[], PlanLimits]
 
 
 def test_a_search_that_keeps_nothing_is_refused() -> None:
-    with pytest.raises(PlanError, match="keep is 0"):
+    with pytest.raises(PlanError, match="keep is 0, expected at least 1"):
         found(random_graph(9), keep=0)
 
 

@@ -397,7 +397,7 @@ def test_costs_that_do_not_fit_say_what_does() -> None:
         run(plan, {**good, "first": TaskCost(1.0, background=1.0, waited_by="apart")})
     with pytest.raises(PlanError, match=r"has no network\. Set its network to a NetworkModel"):
         run(plan, {**good, "first": TaskCost(1.0, background=Message("all_reduce", 8.0))})
-    with pytest.raises(PlanError, match="at least 5 and at most 4"):
+    with pytest.raises(PlanError, match="got at_least 5 and at_most 4"):
         run(plan, good, at_least=5, at_most=4)
 
 
