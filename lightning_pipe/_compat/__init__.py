@@ -1,5 +1,6 @@
-"""Private names of other projects, one project a module; Lightning's fast path is ``quick_lightning``.
+"""Wrappers of private names of other projects, one module per project, and Lightning's fast path ``quick_lightning``.
 
-A wrapper belongs here if a public way costs more than 3 % of a step of 10 ms, or if there is none. Each has a contract
-test in ``tests/_compat/``, which fails with a sentence when the other project changes. Nothing here imports a room.
+A wrapper belongs here if no public API exists, or if the public API costs more than 3 % of a step of 10 ms. Each
+wrapper has a contract test in ``tests/_compat/``, which fails with an explanation when the other project changes. These
+modules do not import other sub-packages of this package.
 """

@@ -1,4 +1,4 @@
-"""Private names of Lightning: the loops that this package's loops extend, and what these have to do with."""
+"""Private names of Lightning: the loops that this package extends, and the names that they use."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What Lightning's training loop does for every batch, with less work.
+"""Faster versions of Lightning's per-batch work in the training loop.
 
-Lightning calls some twenty hooks per batch, most of which are empty. Each call notes the hook's name at the module
-through ``nn.Module.__setattr__`` and enters the profiler: a tenth of a millisecond per batch together. The functions
-below do the same, but pass over empty hooks and a profiler that does nothing. With any other profiler, or with
-Lightning's debug messages, they call Lightning's own helpers.
+Lightning calls about twenty hooks per batch, most of which are empty. Each call stores the name of the hook in the
+module through ``nn.Module.__setattr__`` and enters the profiler. Together this takes a tenth of a millisecond per
+batch. The functions below do the same, but skip empty hooks and a profiler that does nothing. With any other profiler,
+or with Lightning's debug messages, they call Lightning's own helpers.
 
 Tested in ``tests/_compat/test_lightning.py``.
 """
@@ -39,7 +39,7 @@ __all__ = [
 _EMPTY = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward",
           "on_after_backward", "on_before_optimizer_step", "on_validation_batch_start", "on_validation_batch_end",
           "on_test_batch_start", "on_test_batch_end", "on_predict_batch_start", "on_predict_batch_end")  # fmt: skip
-# Lightning's own methods, noted at import: a method of a base class that is replaced later counts as overridden.
+# Lightning's own methods at import time. A base-class method that is replaced later counts as overridden.
 _OF_CALLBACKS, _OF_MODULES, _OF_STRATEGIES = (
     {name: getattr(base, name, None) for name in _EMPTY} for base in (pl.Callback, pl.LightningModule, Strategy)
 )
@@ -55,12 +55,12 @@ _debugged = logging.getLogger(call.__name__).isEnabledFor
 
 
 def is_watched(trainer: pl.Trainer) -> bool:
-    """Whether a profiler or a log records each call of a hook."""
+    """Return True if a profiler or the debug log records each call of a hook."""
     return type(trainer.profiler) is not PassThroughProfiler or _debugged(logging.DEBUG)  # type: ignore[attr-defined]
 
 
 def replaces(holder: Any, hook_name: str) -> bool:
-    """Whether a module, data module or strategy overrides a method of Lightning, in its class or on the instance."""
+    """Return True if *holder*, or its class, overrides a method of Lightning."""
     return not _is(getattr(holder, hook_name), _DEFAULTS[hook_name])
 
 
@@ -71,7 +71,7 @@ def call_callback_hooks(trainer: pl.Trainer, hook_name: str, *args: Any, **kwarg
 
 
 def call_module_hook(trainer: pl.Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a hook of the module; returns what it returned."""
+    """Call a hook of the module and return its result."""
     module = trainer.strategy.lightning_module
     if module is None or is_watched(trainer):
         return call._call_lightning_module_hook(trainer, hook_name, *args, **kwargs)
@@ -79,7 +79,7 @@ def call_module_hook(trainer: pl.Trainer, hook_name: str, *args: Any, **kwargs: 
 
 
 def call_strategy_hook(trainer: pl.Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a method of the strategy as a hook; returns what it returned."""
+    """Call a method of the strategy as a hook and return its result."""
     if is_watched(trainer):
         return call._call_strategy_hook(trainer, hook_name, *args, **kwargs)
     strategy = trainer.strategy
@@ -107,7 +107,7 @@ def _called(module: Any, holder: Any, name: str, empty: dict[str, Any], args: An
 
 
 class _QuickResult(ClosureResult):
-    """What ``training_step`` returned; a loss divided by one is that loss."""
+    """Result of ``training_step`` that skips the division of the loss by 1."""
 
     @classmethod
     def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> ClosureResult:
@@ -117,7 +117,7 @@ class _QuickResult(ClosureResult):
 
 
 class QuickOptimization(AutomaticOptimization):
-    """Lightning's automatic optimisation, with hooks called as above."""
+    """Lightning's automatic optimisation with the faster hook calls of this module."""
 
     output_result_cls = _QuickResult
 
@@ -129,7 +129,7 @@ class QuickOptimization(AutomaticOptimization):
             trainer, module = self.trainer, self.trainer.lightning_module
             takes = replaces(module, "on_before_backward") or replaces(module, "backward")
             if takes or _is_heard(trainer, "on_before_backward"):
-                loss = loss / 1  # a copy: hooks may change it in place, and the result of the step must stay
+                loss = loss / 1  # a copy: hooks may change it in place, but not the result of the step
             call_strategy_hook(trainer, "backward", loss, optimizer)
 
         return backward
@@ -158,7 +158,7 @@ class QuickOptimization(AutomaticOptimization):
 
 
 def make_quick(loop: TrainingEpochLoop) -> None:
-    """Give *loop* an optimisation loop and results that do the same with less work, where it has Lightning's own."""
+    """Replace Lightning's own optimisation loop and results in *loop* with faster ones. Custom ones are kept."""
     if type(loop.automatic_optimization) is AutomaticOptimization:
         made = QuickOptimization.__new__(QuickOptimization)
         vars(made).update(vars(loop.automatic_optimization))
@@ -168,7 +168,7 @@ def make_quick(loop: TrainingEpochLoop) -> None:
 
 
 def end_batch(loop: TrainingEpochLoop) -> None:
-    """Let the trainer's log know that a batch of *loop* has ended."""
+    """Notify the trainer's logger connector that a batch of *loop* has ended."""
     results = loop._results
     if results or loop.trainer.state.stage is not RunningStage.TRAINING:
         loop.trainer._logger_connector.on_batch_end()
@@ -177,7 +177,7 @@ def end_batch(loop: TrainingEpochLoop) -> None:
 
 
 class _QuickResults(ResultCollection):
-    """Lightning's logged values; accumulators that are on a value's device already are not moved there again."""
+    """Lightning's logged values, without moves of accumulators that are already on the device of the value."""
 
     def __setitem__(self, key: str, metric: ResultMetric) -> None:
         super().__setitem__(
@@ -192,7 +192,7 @@ class _QuickMetric(ResultMetric):
         return super().to(*args, **kwargs)
 
     def _is_on(self, device: torch.device) -> bool:
-        """Whether all that is moved with it is there: what is accumulated, and what that begins with."""
+        """Return True if all tensors of the metric are on *device*: the accumulated values and their defaults."""
         return self.is_tensor and all(
             value.device == device
             for values in (vars(self), self._defaults)

@@ -75,16 +75,16 @@ _CPU = torch.device("cpu")
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device = _CPU) -> Any:
-    """The object that runs a group's collectives of tensors on *device*.
+    """Backend object that runs the collectives of *group* for tensors on *device* (default CPU).
 
     Raises:
-        RuntimeError: the group has none for this device.
+        RuntimeError: the group has no backend for this device.
     """
     return group._get_backend(device)
 
 
 def default_gloo_devices() -> list[Any] | None:
-    """The sockets of the default process group; None if it is not Gloo's own, or is wrapped."""
+    """Network devices of the default process group; None if its CPU backend is not a plain ``ProcessGroupGloo``."""
     try:
         default = backend_of(dist.distributed_c10d._get_default_group())
     except (AttributeError, RuntimeError, ValueError):  # another PyTorch; no backend for the CPU; no default group
@@ -93,13 +93,14 @@ def default_gloo_devices() -> list[Any] | None:
 
 
 def gloo_of_one_thread(asked: Any, devices: list[Any]) -> Any:
-    """A backend of Gloo's with one thread for collectives, which listens in the thread of *devices*.
+    """Gloo backend with one thread for collectives, which shares the listening thread of *devices*.
 
-    ``torch.distributed.new_group`` takes no options for Gloo: its groups have a listening thread and at least two more.
+    ``torch.distributed.new_group`` takes no options for Gloo. Its groups have a listening thread and at least two more
+    threads.
 
     Args:
-        asked: what an extended creator of ``torch.distributed.Backend.register_backend`` is called with.
-        devices: of :func:`default_gloo_devices`.
+        asked: options that ``torch.distributed.Backend.register_backend`` passes to a creator with the extended API.
+        devices: result of :func:`default_gloo_devices`.
     """
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = devices
@@ -111,7 +112,7 @@ def gloo_of_one_thread(asked: Any, devices: list[Any]) -> Any:
 
 
 def present_as_gloo(group: Any) -> None:
-    """Let ``torch.distributed.get_backend`` say ``gloo`` of a group that a registered backend made."""
+    """Make ``torch.distributed.get_backend`` return ``gloo`` for a group of a registered backend."""
     gloo = dist.ProcessGroup.BackendType.GLOO
     for device in dist.Backend.backend_capability[dist.Backend.GLOO]:
         group._register_backend(torch.device(device), gloo, backend_of(group))
@@ -121,44 +122,44 @@ def present_as_gloo(group: Any) -> None:
 
 
 def overflow_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> dict[torch.device, torch.Tensor]:
-    """The flags by which a scaler skips an optimizer's step, by device: 1 after an overflow, else 0.
+    """Flags for which a scaler skips the step of *optimizer*, by device: 1 after an overflow, otherwise 0.
 
     Args:
-        scaler: whose ``unscale_`` was called for *optimizer*. It steps only if there is a flag.
-        optimizer: the optimizer.
+        scaler: scaler whose ``unscale_`` was called for *optimizer*. It requires at least one flag to step.
+        optimizer: optimizer of the step.
     """
     flags: dict[torch.device, torch.Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     return flags
 
 
 def default_store() -> dist.Store:
-    """The default process group's store."""
+    """Store of the default process group."""
     store: dist.Store = dist.distributed_c10d._get_default_store()
     return store
 
 
 def is_profiler_at_work() -> bool:
-    """Whether PyTorch's profiler is on in any thread of the process; its public question is answered per thread."""
+    """Return True if PyTorch's profiler is on in any thread. The public API only covers the calling thread."""
     return profiler._is_profiler_enabled
 
 
 def saved_tensor_hooks() -> tuple[Any, Any] | None:
-    """The innermost pair of ``torch.autograd.graph.saved_tensors_hooks`` in this thread; None without one."""
+    """Innermost pair of ``torch.autograd.graph.saved_tensors_hooks`` in this thread; None if no hooks are active."""
     hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
 
 def pop_dispatch_mode(mode: Any) -> None:
-    """Leave *mode*, which :func:`push_dispatch_mode` has entered last."""
+    """Leave *mode*, which must be the mode last entered with :func:`push_dispatch_mode`."""
     _pop_dispatch_mode(getattr(mode, "_mode_key", None))
 
 
 @contextmanager
 def empty_optimizers_allowed() -> Generator[None, None, None]:
-    """Let optimizers be made of no parameters, as they are on a rank whose stages are all frozen.
+    """Allow optimizers without parameters inside the context, for ranks whose stages are all frozen.
 
-    PyTorch refuses them and has no option for it, and the user's ``configure_optimizers`` makes them: in the body
-    ``Optimizer.__init__`` is replaced.
+    PyTorch rejects such optimizers without an option to allow them, and the user's ``configure_optimizers`` creates
+    them. Therefore the context replaces ``Optimizer.__init__``.
     """
     make = torch.optim.Optimizer.__init__
 
@@ -174,33 +175,33 @@ def empty_optimizers_allowed() -> Generator[None, None, None]:
 
 
 def looks_for_overflow(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``GradScaler.step`` leaves it to the optimizer to skip a step, as fused ones do."""
+    """Return True if ``GradScaler.step`` lets the optimizer itself skip steps after an overflow, as fused ones do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def schema_of(operator: Any) -> Any:
-    """The schema of an operator's overload: its ``name``, ``arguments`` and ``is_mutable``."""
+    """Schema of an operator overload, with its ``name``, ``arguments`` and ``is_mutable``."""
     return operator._schema
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether autograd takes a tensor for a view of another."""
+    """Return True if autograd treats *tensor* as a view of another tensor."""
     return tensor._is_view()
 
 
 def storage_key(tensor: torch.Tensor | torch.UntypedStorage) -> int:
-    """A number that no two storages have that live at the same time."""
+    """Key of a storage, unique among all storages that exist at the same time."""
     storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else tensor
     key: int = storage._cdata
     return key
 
 
 def optimizers_in_backward(parameter: torch.Tensor) -> list[tuple[Any, dict[str, Any]]]:
-    """The optimizers that ``apply_optimizer_in_backward`` has given a parameter: classes and arguments."""
+    """Optimizers that ``apply_optimizer_in_backward`` attached to a parameter, as pairs of class and arguments."""
     classes = getattr(parameter, "_optimizer_classes", ())
     return list(zip(classes, getattr(parameter, "_optimizer_kwargs", ()), strict=True))
 
 
 def set_optimizer_in_backward(parameter: Any, optimizer: Any, arguments: dict[str, Any]) -> None:
-    """Say a parameter's optimizer as ``apply_optimizer_in_backward`` does, which TorchRec's sharders read."""
+    """Attach an optimizer to a parameter as ``apply_optimizer_in_backward`` does, for TorchRec's sharders."""
     parameter._optimizer_classes, parameter._optimizer_kwargs = [optimizer], [arguments]

@@ -1,7 +1,7 @@
 """Private names of TorchRec.
 
-TorchRec has no public way to put other tensors under a ``KeyedJaggedTensor``'s keys without its caches being lost, none
-from a sharded module to its lookups, kernels and input dists, and none to send the splits of several modules together.
+TorchRec has no public API for three things: replacing the tensors of a ``KeyedJaggedTensor`` without losing its caches,
+access to the lookups, kernels and input dists of a sharded module, and sending the splits of several modules together.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ leaf_module_names = tracing._get_leaf_module_names
 def put_tensors(features: KeyedJaggedTensor, **tensors: Any) -> None:
     """Replace tensors of *features* in place: ``values``, ``weights``, ``lengths``, ``offsets``, ``inverse_indices``.
 
-    Jagged tensors of single features, which TorchRec has cut and kept, are dropped. Other caches stay.
+    The cached jagged tensors of single features are dropped. Other caches are kept.
     """
     for name, tensor in tensors.items():
         setattr(features, f"_{name}", tensor)
@@ -36,15 +36,15 @@ def put_tensors(features: KeyedJaggedTensor, **tensors: Any) -> None:
 
 
 def with_tensors(features: K, **tensors: Any) -> K:
-    """A shallow copy of *features* with other tensors: see :func:`put_tensors`."""
-    copied: K = object.__new__(type(features))  # as copy.copy, in half the time
+    """Shallow copy of *features* with tensors replaced as by :func:`put_tensors`."""
+    copied: K = object.__new__(type(features))  # equivalent to copy.copy, in half the time
     copied.__dict__.update(features.__dict__)
     put_tensors(copied, **tensors)
     return copied
 
 
 def same_tensors(one: KeyedJaggedTensor, other: KeyedJaggedTensor) -> bool:
-    """Whether both hold the same tensors; none is computed for the answer."""
+    """Return True if both hold the same tensor objects. Tensors that are computed lazily stay uncomputed."""
     names = ("_values", "_weights", "_lengths", "_offsets")
     return all(getattr(one, name) is getattr(other, name) for name in names)
 
@@ -53,28 +53,28 @@ def same_tensors(one: KeyedJaggedTensor, other: KeyedJaggedTensor) -> bool:
 
 
 def group_of(module: nn.Module) -> dist.ProcessGroup | None:
-    """The process group that a module is sharded over; None if it does not say."""
+    """Process group that a module is sharded over; None if the module has no such attribute."""
     return getattr(getattr(module, "_env", None), "process_group", None)
 
 
 def module_name(module: nn.Module) -> str:
-    """The name of a sharded module in its model, or else of its class."""
+    """Name of a sharded module in its model, or the name of its class if unknown."""
     return str(getattr(module, "_module_fqn", None) or type(module).__name__)
 
 
 def table_configs(module: nn.Module) -> Iterator[BaseEmbeddingConfig]:
-    """The tables of a sharded module and of the ones inside it."""
+    """Configs of the tables of a sharded module and of its sub-modules."""
     for child in module.modules():
         yield from getattr(child, "_embedding_bag_configs", None) or getattr(child, "_embedding_configs", None) or ()
 
 
 def is_weighted(module: Any) -> bool:
-    """Whether a ``ShardedEmbeddingBagCollection`` weighs its features."""
+    """Return True if a ``ShardedEmbeddingBagCollection`` uses per-sample weights."""
     return bool(module._is_weighted)
 
 
 def sharding_types(module: nn.Module) -> set[str]:
-    """The sharding types of a sharded module's tables, and of the ones inside it."""
+    """Sharding types of the tables of a sharded module and of its sub-modules."""
     return {kind for child in module.modules() for kind in getattr(child, "_sharding_types", ())}
 
 
@@ -82,33 +82,33 @@ def take_over_means(module: Any) -> tuple[list[str], list[int]]:
     """Switch off the division of mean-pooled outputs of a ``ShardedEmbeddingBagCollection``.
 
     Returns:
-        The names of its outputs in the order of their columns, and the columns of each.
+        Names of the outputs in the order of their columns, and the number of columns of each output.
     """
     module._has_mean_pooling_callback = False
     return module._embedding_names, module._embedding_dims
 
 
 def feature_processors(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of a sharded module's feature processors."""
+    """Parameters of the feature processors of a sharded module."""
     processors = getattr(module, "_feature_processors", None)
     return [] if processors is None else list(processors.parameters())
 
 
 def lookups_of(module: Any) -> list[nn.Module]:
-    """The lookups of a sharded module: its own list, of one for each sharding type. A module without any has none."""
+    """Lookups of a sharded module, one per sharding type, as the module's own list; empty if it has no lookups."""
     lookups: list[nn.Module] = getattr(module, "_lookups", [])
     return lookups
 
 
 def kernels_of(module: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
-    """FBGEMM's kernels in the lookups of a sharded module, each with its tables in their order."""
+    """FBGEMM kernels in the lookups of a sharded module, each with its tables in order."""
     for lookup in lookups_of(module):
         for kernel in lookup._emb_modules:  # type: ignore[union-attr]  # a ModuleList
             yield kernel.emb_module, kernel._config.embedding_tables
 
 
 def fast_kernel_of(lookup: Any) -> Any:
-    """FBGEMM's kernel of a ``GroupedPooledEmbeddingsLookup``, if it is the only one and nothing is done before it."""
+    """FBGEMM kernel of a ``GroupedPooledEmbeddingsLookup``; None with several kernels or a feature processor."""
     alone = len(lookup._emb_modules) == 1 and lookup._feature_processor is None
     return lookup._emb_modules[0].emb_module if alone else None
 
@@ -117,11 +117,11 @@ def fast_kernel_of(lookup: Any) -> Any:
 
 
 def make_input_dists_by_id(module: Any, features: KeyedJaggedTensor) -> None:
-    """Make the row-wise input dists of a sharded module, if there are none yet, such that ids are sent unchanged.
+    """Create the row-wise input dists of a sharded module, if it has none yet, such that ids are sent unchanged.
 
     Args:
-        module: sharded row-wise. Each id goes to the rank that is the id, unsigned, modulo the number of ranks.
-        features: of the first batch.
+        module: row-wise sharded module. An id is sent to rank ``id % ranks``, with the id as an unsigned integer.
+        features: features of the first batch.
     """
     if not module._has_uninitialized_input_dist:
         return
@@ -130,13 +130,13 @@ def make_input_dists_by_id(module: Any, features: KeyedJaggedTensor) -> None:
     if features.variable_stride_per_key() and hasattr(module, "_create_inverse_indices_permute_indices"):
         module._create_inverse_indices_permute_indices(features.inverse_indices_or_none())
     for input_dist in module._input_dists:
-        # With blocks of no rows FBGEMM goes by the id modulo the ranks.
+        # With a block size of 0 FBGEMM uses the id modulo the number of ranks.
         input_dist._feature_block_sizes_tensor.zero_()
         input_dist._keep_original_indices = True
 
 
 def all_to_alls_of(module: nn.Module) -> list[KJTAllToAll]:
-    """The all-to-alls of a sharded module's input dists. TorchRec makes them at the module's first ``input_dist``."""
+    """All-to-alls of the input dists of a sharded module. TorchRec creates them in the first ``input_dist`` call."""
     found: dict[int, KJTAllToAll] = {}
     for child in module.modules():
         for input_dist in getattr(child, "_input_dists", ()):  # a plain list: not among the child's modules
@@ -147,35 +147,37 @@ def all_to_alls_of(module: nn.Module) -> list[KJTAllToAll]:
 
 
 def group_of_input_dist(all_to_all: KJTAllToAll) -> dist.ProcessGroup:
-    """The process group of one of :func:`all_to_alls_of`."""
+    """Process group of an all-to-all returned by :func:`all_to_alls_of`."""
     group: dist.ProcessGroup = all_to_all._pg
     return group
 
 
 def forward_through(all_to_all: KJTAllToAll, group: dist.ProcessGroup) -> KJTAllToAllForward:
-    """A forward of *all_to_all* that returns the splits to send, and later sends tensors through *group*."""
+    """Forward of *all_to_all* that returns the splits to send, and later sends tensors through *group*."""
     return KJTAllToAllForward(pg=group, splits=all_to_all._splits, stagger=all_to_all._stagger)
 
 
 def set_splits(request: FusedKJTListSplitsAwaitable, splits: Awaitable[list[list[int]]]) -> None:
-    """Let a request that was made without a group, and so has sent nothing, wait for *splits*."""
+    """Make a request that was created without a group, and so has not sent any splits, wait for *splits*."""
     request._splits_awaitable = splits
 
 
 def release_sent(tensors: Awaitable[Any]) -> None:
-    """Wait for tensors on their way, and release those that were sent.
+    """Wait for the tensors of an input dist, and release the sent tensors.
 
-    TorchRec holds them until those that have arrived are in order: at that moment there would be three of each.
+    TorchRec holds the sent tensors until the received ones are permuted. At that moment three copies would be in
+    memory: sent, received and permuted.
 
     Args:
-        tensors: of a module's input dist.
+        tensors: awaitable of a module's input dist.
     """
     for one in getattr(tensors, "awaitables", ()):
         if isinstance(one, KJTAllToAllTensorsAwaitable) and one._workers > 1:
             for work in one._awaitables:
                 work.wait()
-            one._awaitables.clear()  # they hold both what was sent and what has arrived
-            # Not cleared: with the same list a replay sends once more. Nor is the other's form changed.
+            one._awaitables.clear()  # they hold both the sent and the received tensors
+            # Rebind the list instead of clearing it, since a replay sends the same list again. Likewise, the caller's
+            # features are not changed.
             one._input_tensors = []
             nothing: Tensor = one._input.values().new_empty(0)
             one._input = with_tensors(one._input, values=nothing, weights=None)

@@ -64,7 +64,7 @@ def fastest(measured: Mapping[K, Sequence[float]], hand_written: Collection[K]) 
 def contenders(
     measured: Mapping[K, Sequence[float]], hand_written: Collection[K], hopeless: float = math.inf
 ) -> list[K]:
-    """Plans to measure in another round. Empty if only the choice of :func:`fastest` and the best hand-written one remain.
+    """Plans to measure in another round. Empty if only the best hand-written plan and the current choice remain.
 
     A hand-written plan drops out if it loses a sign test at the 5 % level against the best hand-written plan. A found
     plan also drops out if it loses this test against the plan with the lowest typical time.

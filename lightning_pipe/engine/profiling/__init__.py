@@ -1,4 +1,4 @@
-"""Measures what each task costs by replaying it.
+"""Measurement of the costs of tasks by replay.
 
-A measurement of tasks belongs here. What is recorded while training runs is in ``observe``.
+New measurements of tasks belong here. Recording of running training is in ``observe``.
 """

@@ -52,7 +52,7 @@ class DeferredInit:
     def __init__(self) -> None:
         self._record = OpRecord()
         self._fakes = _Fakes(self._record)
-        self._made = WeakIdKeyDictionary()  # the tensors that `materialise` has put into models
+        self._made = WeakIdKeyDictionary()  # tensors that `materialise` has put into models
 
     def materialise(self, model: nn.Module, keep: Callable[[str], bool], device: torch.device = _CPU) -> None:
         """Give the kept parameters and buffers of `model` the values that ordinary construction would have given.
@@ -72,12 +72,12 @@ class DeferredInit:
                 as soon as it has its values.
 
         Raises:
-            SetupError: inside `deferred_init`; a kept tensor has been made before; a parameter or buffer is fake
-                and was not built in this record, or was changed to another tensor since; a kept one has hooks; see
-                also `OpRecord.replay`.
+            SetupError: the call is inside `deferred_init`; a kept tensor was materialised before; a parameter or
+                buffer is fake and was not built in this record, or was replaced by another tensor since; a kept tensor
+                has hooks; see also `OpRecord.replay`.
         """
         if not self._fakes.closed:
-            raise SetupError("materialise() was called inside deferred_init(); call it after the block has ended")
+            raise SetupError("materialise() was called inside deferred_init(). Call it after the block has ended")
         places = list(_places(model).values())
         kept = [place for place in places if any(keep(name) for name in place.names)]
         self._check(places, kept)
@@ -93,7 +93,7 @@ class DeferredInit:
     def _check(self, places: list[_Place], kept: list[_Place]) -> None:
         twice = [place.names[0] for place in kept if place.tensor in self._made]
         if twice:
-            raise SetupError(f"{_some(twice)} would be materialised twice, expected once. Keep other names")
+            raise SetupError(f"{_some(twice)} would be materialised twice, expected once. Leave out these names")
         wanted = set(kept)
         needed = [place for place in places if place.registered or place in wanted]
         unknown = [
@@ -104,8 +104,8 @@ class DeferredInit:
         ]
         if unknown:
             raise SetupError(
-                f"{_some(unknown)} have no values and were not made in this deferred_init(): build the model inside it,"
-                " and convert or copy it after materialise()"
+                f"{_some(unknown)} have no values and were not made in this deferred_init(). Build the model inside it,"
+                " and convert or copy the model after materialise()"
             )
         hooked = [
             place.names[0]
@@ -114,7 +114,7 @@ class DeferredInit:
             and (place.tensor._backward_hooks or getattr(place.tensor, "_post_accumulate_grad_hooks", None))
         ]
         if hooked:
-            raise SetupError(f"{_some(hooked)} have hooks, which would be lost: add them after materialise()")
+            raise SetupError(f"{_some(hooked)} have hooks, which would be lost. Add the hooks after materialise()")
 
 
 def tensors_are_fake() -> bool:
@@ -129,25 +129,29 @@ def deferred_init() -> Iterator[DeferredInit]:
     Ordinary constructors and initialisers work on the CPU, including those that copy modules, tie or overwrite
     parameters, seed or fork the CPU's generator, or use other generators. If a value is needed (by `item()`,
     `tolist()`, a condition or a data-dependent shape), the operations that it depends on run immediately, and again
-    each time. For `nn.init.trunc_normal_`, which repeats until no number is out of bounds, this takes the memory of one
-    tensor. Python's and NumPy's generators draw as usual inside the block, and their numbers are part of the record.
+    each time a value is needed. For `nn.init.trunc_normal_`, which repeats until no number is out of bounds, this takes
+    the memory of one tensor. Python's and NumPy's generators draw as usual inside the block, and their numbers are part
+    of the record.
 
     After the block the model's tensors are fake: shape, dtype, `requires_grad` and ties are known, values are not. They
-    must not be written to before `DeferredInit.materialise`. Until then the random state is that before the block, so a
-    second block entered in between would start from the same state.
+    must not be written to before `DeferredInit.materialise`. Until then the random state is the state before the block,
+    so a second block entered in between would start from the same state.
 
-    The method is known from torchdistx's `deferred_init`; this one gives the same values whatever is materialised.
+    The method comes from torchdistx's `deferred_init`. Unlike there, values do not depend on which tensors are
+    materialised.
 
     Raises:
-        SetupError: entered inside another such block or under a FakeTensorMode; a tensor that is not on the CPU, not
-            dense, or of unknown origin; a write to a real tensor made outside; an operation that draws or writes, and
-            whose result's shape cannot be told without values.
+        SetupError: the block is inside another one or under a FakeTensorMode; a tensor is not on the CPU, not dense, or
+            of unknown origin; a real tensor made outside is written to; or an operation that draws random numbers or
+            writes has a result whose shape depends on values.
     """
     if tensors_are_fake():
-        raise SetupError("deferred_init() was entered where tensors are fake already; build the model in one block")
+        raise SetupError(
+            "deferred_init() was entered inside another deferred_init() or FakeTensorMode. Build the model in one block"
+        )
     deferred = DeferredInit()
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
-        # copy.deepcopy of a module asks each tensor for its address, to find out that it has none.
+        # copy.deepcopy of a module reads the address of each tensor. Fake tensors have none and warn.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         stack.callback(deferred._fakes.close)
         stack.enter_context(deferred._fakes)
@@ -163,8 +167,8 @@ def is_deferred(model: nn.Module) -> bool:
 def fake_copy(model: nn.Module) -> tuple[nn.Module, FakeTensorMode]:
     """Return a deep copy of `model`, real or deferred, whose tensors take no memory, and the mode to run it under.
 
-    Inputs have to be made under the mode, or by its `from_tensor`. Tensors keep shape, strides, dtype, device and
-    ties; ones that were views of each other are not any more.
+    Inputs must be created under the mode, or with its `from_tensor`. Tensors keep shape, strides, dtype, device and
+    ties, but views of each other become independent tensors.
     """
     mode = FakeTensorMode()
     memo: dict[int, Any] = {}
@@ -177,10 +181,10 @@ def fake_copy(model: nn.Module) -> tuple[nn.Module, FakeTensorMode]:
 
 
 class _Fakes(FakeTensorMode):
-    """The mode that a record's tensors belong to. Once closed, the tensors are not to be written to."""
+    """Mode of the tensors of a record. After `close`, these tensors must not be written to."""
 
     def __init__(self, record: OpRecord) -> None:
-        super().__init__(allow_fallback_kernels=False)  # those compute with zeros in the place of values
+        super().__init__(allow_fallback_kernels=False)  # fallback kernels compute with zeros instead of values
         self._record = record
         self.closed = False
 
@@ -197,16 +201,16 @@ class _Fakes(FakeTensorMode):
                 if isinstance(tensor, FakeTensor) and self._record.number(tensor) is not None:
                     raise SetupError(
                         f"{func} writes to a tensor of shape {tuple(tensor.shape)} that was built in deferred_init()"
-                        " and has no values yet: do this inside the block, or after materialise()"
+                        " and has no values yet. Write inside the block, or after materialise()"
                     )
         outputs = super().dispatch(func, types, args, kwargs or {})
-        # Module.to() swaps a fake parameter with its conversion, and refuses those that something refers to weakly.
+        # Module.to() swaps a fake parameter with its conversion, and rejects parameters with weak references.
         self.fake_tensor_converter.meta_converter.tensor_memo.clear()
         return outputs
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees every operation before the fake mode does, and writes it down."""
+    """Mode that records every operation before the fake mode runs it."""
 
     def __init__(self, record: OpRecord, fakes: _Fakes) -> None:
         super().__init__()
@@ -221,7 +225,7 @@ class _Recorder(TorchDispatchMode):
         if torch.Tag.data_dependent_output in func.tags:
             return self._read(func, tree_unflatten(views, structure))
         if func is torch.ops.aten.lift_fresh.default and flat[0] is not given[0]:
-            # torch.tensor(...): new memory each time the record is replayed, since it may be written to.
+            # From torch.tensor(...). Each replay needs new memory, since the tensor may be written to.
             func = torch.ops.aten.clone.default
         track = self._record.before_random(func, flat)
         fake_args, fake_kwargs = tree_unflatten(flat, structure)
@@ -230,9 +234,9 @@ class _Recorder(TorchDispatchMode):
         except (DynamicOutputShapeException, UnsupportedOperatorException) as error:
             if track is not None or schema_of(func).is_mutable:
                 raise SetupError(
-                    f"{func} cannot be run inside deferred_init(), where tensors have no values: it draws random"
-                    " numbers or writes to a tensor, and torch cannot tell its result's shape beforehand. Build this"
-                    " part before deferred_init() and use it inside; real tensors are kept as they are"
+                    f"{func} cannot run inside deferred_init(): it draws random numbers or writes to a tensor, and the"
+                    " shape of its result depends on values, which tensors do not have there. Build this part before"
+                    " deferred_init() and use it inside. Real tensors are not changed"
                 ) from error
             outputs = tree_map_only(Tensor, self._fakes.from_tensor, self._read(func, tree_unflatten(views, structure)))
         tensors = [value for value in flat if isinstance(value, Tensor)]
@@ -248,7 +252,8 @@ class _Recorder(TorchDispatchMode):
                 )
             if isinstance(value, FakeTensor) and value.fake_mode is not self._fakes:
                 raise SetupError(
-                    f"{func} uses a tensor of another deferred_init() or fake mode: materialise that first"
+                    f"{func} uses a tensor of another deferred_init() or fake mode, expected one of this block."
+                    " Materialise the tensor first"
                 )
             if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_quantized or _wraps(value)):
                 raise SetupError(
@@ -257,14 +262,14 @@ class _Recorder(TorchDispatchMode):
                 )
             if isinstance(value, FakeTensor) and self._record.number(value) is None:
                 raise SetupError(
-                    f"{func} uses a tensor of shape {tuple(value.shape)} whose origin is unknown (torch.load gives such"
-                    " ones inside deferred_init()): load or make it before, and use it inside"
+                    f"{func} uses a tensor of shape {tuple(value.shape)} whose origin is unknown, such as a result of"
+                    " torch.load inside deferred_init(). Load or make it before the block, and use it inside"
                 )
         for tensor in _written(func, args, kwargs):
             if not isinstance(tensor, FakeTensor) or self._record.is_outside(self._record.view(tensor).storage):
                 raise SetupError(
                     f"{func} inside deferred_init() writes to a real tensor of shape {tuple(tensor.shape)} that was"
-                    " made outside: clone() it inside, and write to the clone"
+                    " made outside. Call clone() on it inside, and write to the clone"
                 )
 
     def _fake(self, tensor: Tensor) -> Tensor:
@@ -277,7 +282,7 @@ class _Recorder(TorchDispatchMode):
         return fake
 
     def _read(self, func: OpOverload, arguments: Any) -> Any:
-        """Run for real what tells a value, as `item()` and conditions do, or has a result of a shape that does."""
+        """Run `func` on real tensors, for results that are values (as of `item()`) or have value-dependent shapes."""
         views = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, View)]
         values = self._record.values(views)
         args, kwargs = tree_map_only(View, lambda view: values[views.index(view)], arguments)
@@ -287,7 +292,7 @@ class _Recorder(TorchDispatchMode):
 
 @dataclass(eq=False)
 class _Place:
-    """A tensor of a model, with all its names; `registered` as a parameter or buffer, under one of them at least."""
+    """Tensor of a model, with all its names. `registered` is True if it is a parameter or buffer under any name."""
 
     tensor: Tensor
     names: list[str] = field(default_factory=list)
@@ -309,12 +314,12 @@ def _places(model: nn.Module) -> dict[int, _Place]:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return what `module` holds besides parameters, buffers and modules."""
+    """Return the attributes of `module` other than parameters, buffers and modules."""
     return {key: value for key, value in vars(module).items() if key not in ("_parameters", "_buffers", "_modules")}
 
 
 def _replace(model: nn.Module, made: dict[int, Tensor]) -> None:
-    """Put tensors into `model` in the place of those with the ids that are the keys of `made`."""
+    """Replace tensors of `model`. `made` maps ids of old tensors to new tensors."""
     for module in model.modules():
         for registered in (module._parameters, module._buffers):
             for key, tensor in registered.items():
@@ -325,7 +330,7 @@ def _replace(model: nn.Module, made: dict[int, Tensor]) -> None:
 
 
 def like_tensor(tensor: Tensor, bare: Tensor) -> Tensor:
-    """Make of `bare` what `tensor` is: a parameter or not, with gradient or not, with its attributes."""
+    """Return `bare` with the type (parameter or not), `requires_grad` and attributes of `tensor`."""
     if isinstance(tensor, nn.Parameter):
         result: Tensor = nn.Parameter(bare, requires_grad=tensor.requires_grad)
     else:

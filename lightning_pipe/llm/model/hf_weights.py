@@ -1,12 +1,12 @@
-"""Weights in folders that Hugging Face's ``save_pretrained`` writes, for models of which a rank holds a part.
+"""Weights in folders written by Hugging Face's ``save_pretrained``, for models of which each rank holds a part.
 
-A model is first built without memory or initialisers, then a rank gives memory to the tensors of its own stages, and
-only those are read, one at a time. So no rank holds the whole model, neither in memory nor as a file's contents.
-Tensors that the files do not hold, such as rotary frequencies, are computed by the model's constructor.
+A model is first built without memory or initialisers. Each rank then allocates the tensors of its stages, and reads
+only these, one at a time. No rank holds the whole model, neither in memory nor as the contents of a file. The model's
+constructor computes tensors that are not in the files, such as rotary frequencies.
 
-The folder's path is trusted, and so are links in it, of which Hugging Face's own cache is made. Not trusted is what the
-files hold: JSON is bounded in size, depth and numbers before it is used, an index names files of the folder alone, and
-the offsets of safetensors are checked by that package against the file. No code of the folder is run.
+The path of the folder is trusted, and so are links in it, which Hugging Face's cache consists of. The contents of the
+files are not trusted. The size, depth and numbers of JSON are checked before use, an index may only name files of the
+folder, and the safetensors package checks offsets against the file. No code in the folder is run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class StoredTensor:
 class PretrainedWeights:
     """The tensors of a local folder that ``save_pretrained`` wrote: one file, or several and their index.
 
-    Files' headers are read at once, and checked against the files' sizes; tensors are read when they are asked for.
+    The constructor reads the headers of the files and checks them against the file sizes. Tensors are read on request.
 
     Args:
         folder: path of the folder, with ``model.safetensors`` or ``model.safetensors.index.json``, and ``config.json``.
@@ -73,18 +73,19 @@ class PretrainedWeights:
         for file, names in _files(self.folder).items():
             with _open(self.folder / file) as opened:
                 present = opened.keys()
-                absent = listed("not in it", set(names or ()) - set(present))
+                absent = listed("missing tensors", set(names or ()) - set(present))
                 if absent:
                     raise SetupError(
-                        f"{str(self.folder / file)!r} is not the file that {_INDEX} describes: {absent[0]}. Two models'"
-                        " files seem to be mixed; write or download the folder again"
+                        f"{str(self.folder / file)!r} is not the file that {_INDEX} describes: {absent[0]}. The files"
+                        " of two models seem to be mixed. Write or download the folder again"
                     )
                 for name in names or present:
                     header = opened.get_slice(name)
                     shape = tuple(header.get_shape())
                     if max(shape, default=0) >= 2**48:
                         raise SetupError(
-                            f"{str(self.folder / file)!r} has the tensor {name[:200]!r} of the size {shape}"
+                            f"{str(self.folder / file)!r} has the tensor {name[:200]!r} of shape {shape}, expected"
+                            " dimensions below 2**48. Write or download the file again"
                         )
                     self.tensors[name] = StoredTensor(file, shape, header.get_dtype())
 
@@ -96,21 +97,23 @@ class PretrainedWeights:
         """
         path = self.folder / "config.json"
         if not path.is_file():
-            raise SetupError(f"the folder {str(self.folder)!r} has no config.json; expected all saved files")
+            raise SetupError(
+                f"the folder {str(self.folder)!r} has no config.json. Copy or download all files of the model"
+            )
         read_bounded_config(path)
         try:
             config: Any = _import("transformers").AutoConfig.from_pretrained(
                 self.folder, local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # of any kind: each model's class takes other values
+        except Exception as error:  # any type, because each model class validates its own values
             reason = (
                 str(error)[:1000] if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
             )
             raise SetupError(f"{str(path)!r} cannot be used: {reason[:1000]}") from error
         if getattr(config, "quantization_config", None) is not None:
             raise SetupError(
-                f"the weights in {str(self.folder)!r} are quantised (config.json has a quantization_config);"
-                " expected plain weights, which can be trained. Use the model that was quantised"
+                f"the weights in {str(self.folder)!r} are quantised (config.json has a quantization_config), expected"
+                " weights that can be trained. Use the original model that was quantised"
             )
         return config
 
@@ -153,7 +156,7 @@ class PretrainedWeights:
         if problems:
             raise SetupError(
                 f"the folder {str(self.folder)!r} does not fit the {type(model).__name__}: {'; '.join(problems)}. Build"
-                " the model from the folder's own config.json, or give the folder that this model was saved to"
+                " the model from the folder's config.json, or use the folder to which this model was saved"
             )
         return found
 
@@ -167,7 +170,7 @@ class PretrainedWeights:
             A name, and the tensor on the CPU, in the file's dtype. It may be a view of the file: copy it.
 
         Raises:
-            SetupError: a file cannot be read any more.
+            SetupError: a file can no longer be read.
         """
         by_file: dict[str, list[str]] = defaultdict(list)
         for name in names:
@@ -216,15 +219,15 @@ def empty_causal_lm(config: Any, attention: str) -> nn.Module:
 
 
 def pretrained_causal_lm(weights: PretrainedWeights, config: Any, attention: str) -> nn.Module:
-    """A causal LM with a folder's weights; without memory inside ``deferred_init``.
+    """Causal LM with the weights of a folder. Inside ``deferred_init`` its parameters have no memory.
 
-    Files and model are compared before any parameter takes memory: a config that is not the files' is refused,
-    however large its model would be.
+    Files and model are compared before parameters take memory, so that a config that does not fit the files is rejected
+    even if its model would be too large.
 
     Args:
-        weights: of the whole model.
+        weights: weights of the whole model.
         config: a ``PretrainedConfig``.
-        attention: the implementation.
+        attention: name of the attention implementation.
 
     Raises:
         SetupError: see :func:`load_into`.
@@ -244,8 +247,8 @@ def load_into(model: nn.Module, weights: PretrainedWeights) -> None:
     time, in addition to the model's. No random numbers are drawn.
 
     Args:
-        model: the whole model, under its own names. Tensors without memory are only checked: all of them inside
-            ``deferred_init``, those of other ranks after ``DeferredInit.materialise``.
+        model: the whole model, under its own names. Tensors without memory are only checked. Inside ``deferred_init``
+            this is the case for all tensors, after ``DeferredInit.materialise`` for the tensors of other ranks.
         weights: weights of the whole model.
 
     Raises:
@@ -256,8 +259,8 @@ def load_into(model: nn.Module, weights: PretrainedWeights) -> None:
     wanted = {name: tensors[own] for own, name in found.items() if not isinstance(tensors[own], FakeTensor)}
     if any(tensor.is_meta for tensor in wanted.values()):
         raise SetupError(
-            f"the {type(model).__name__} was built on the meta device, so that {str(weights.folder)!r} cannot be loaded"
-            " into it; build it on a device that has memory"
+            f"the {type(model).__name__} was built on the meta device, so {str(weights.folder)!r} cannot be loaded into"
+            " it. Build the model on a device that has memory"
         )
     with torch.no_grad():
         for name, value in weights.read(wanted):
@@ -272,33 +275,35 @@ def _existing(folder: str | Path) -> Path:
     if path.is_dir():
         return path
     if path.is_file():
-        raise SetupError(f"{str(folder)!r} is a file; expected the folder that save_pretrained wrote it to")
+        raise SetupError(
+            f"{str(folder)!r} is a file, expected a folder. Give the folder to which save_pretrained wrote the file"
+        )
     on_hub = re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(folder))
     fix = (
-        f"for a model on Hugging Face's hub, run 'hf download {folder} --local-dir FOLDER', and give FOLDER"
+        f"For a model on the Hugging Face Hub, run 'hf download {folder} --local-dir FOLDER' and give FOLDER"
         if on_hub
-        else "give the path of one that save_pretrained wrote"
+        else "Give the path of a folder that save_pretrained wrote"
     )
-    raise SetupError(f"there is no folder {str(folder)!r}, and weights are read from local folders only: {fix}")
+    raise SetupError(f"the folder {str(folder)!r} does not exist, and weights are only read from local folders. {fix}")
 
 
 def _files(folder: Path) -> dict[str, list[str] | None]:
-    """The folder's files, with the names of the tensors to take from each; None for all."""
+    """Files of the folder, with the names of the tensors to read from each file; None for all tensors."""
     if (folder / _SINGLE).is_file():
         return {_SINGLE: None}
     index = folder / _INDEX
     if not index.is_file():
         there = listed("it holds", [path.name for path in folder.iterdir()]) or ["it is empty"]
         raise SetupError(
-            f"the folder {str(folder)!r} has neither {_SINGLE} nor {_INDEX}; {there[0]}. Convert other weights to"
+            f"the folder {str(folder)!r} has neither {_SINGLE} nor {_INDEX} ({there[0]}). Convert other weights to"
             " safetensors with transformers: from_pretrained(...).save_pretrained(...)"
         )
     files: dict[str, list[str] | None] = {}
     for name, file in read_index(index).items():
         cast(list[str], files.setdefault(file, [])).append(name)
-    absent = listed("are not there", [file for file in files if not (folder / file).is_file()])
+    absent = listed("missing", [file for file in files if not (folder / file).is_file()])
     if absent:
-        raise SetupError(f"of the files that {str(index)!r} names, some {absent[0]}. Copy or download them too")
+        raise SetupError(f"some files that {str(index)!r} names are {absent[0]}. Copy or download them too")
     return files
 
 
@@ -319,7 +324,7 @@ def _import(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise SetupError(
-            f"a folder of weights needs {module}, which is not installed: pip install 'lightning-pipe[hf]'"
+            f"reading Hugging Face weights needs {module}, which is not installed. Run pip install 'lightning-pipe[hf]'"
         ) from error
 
 
@@ -327,7 +332,7 @@ def _import(module: str) -> Any:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by all their names, in the model's order."""
+    """Parameters and buffers under all their names, in the order of the model."""
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -339,7 +344,7 @@ def _is_hugging_faces(model: nn.Module) -> bool:
 
 
 def _renamed(model: Any, names: list[str], folder: Path) -> dict[str, str]:
-    """Names in the model by names in the files, as in transformers' ``PreTrainedModel._load_pretrained_model``."""
+    """Names in the model, by names in the files, as in transformers' ``PreTrainedModel._load_pretrained_model``."""
     if not _is_hugging_faces(model):
         return dict(zip(names, names, strict=True))
     prefix = model.base_model_prefix
@@ -351,7 +356,7 @@ def _renamed(model: Any, names: list[str], folder: Path) -> dict[str, str]:
             loading_task_model_from_base_state_dict=of_base_model,
         )
     except ValueError as error:
-        raise SetupError(f"the names in the folder {str(folder)!r} cannot be told: {error}") from error
+        raise SetupError(f"the names in the folder {str(folder)!r} cannot be mapped to the model: {error}") from error
     return own
 
 

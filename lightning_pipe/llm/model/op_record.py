@@ -1,13 +1,14 @@
 """Record of a constructor's operations on tensors and random generators, which can be replayed in part.
 
-Everything is kept by storage: a tensor is a view of one, so views need no replay, and what an operation reads and
-writes are sets of storages. `deferred` fills the record while a model is built without memory and asks for the
-storages that a rank holds; the record walks back from them, and then forward, over what they depend on alone. The
-states of random generators are values like those of storages: a random operation takes one and makes the next, so one
-whose numbers nobody wants still runs, into scratch memory, where a later one is wanted.
+The record is organised by storage. A tensor is a view of a storage, so views need no replay, and the reads and writes
+of an operation are sets of storages. `deferred` fills the record while a model is built without memory, and requests
+the storages that a rank holds. The record then walks back to find the operations that these storages depend on, and
+replays only them. States of random generators are values like storages: a random operation consumes one state and
+produces the next. A random operation whose numbers are not requested therefore still runs, into scratch memory, if a
+later random operation is requested.
 
-The idea of a record that is replayed in part is torchdistx's `deferred_init`, which replays in the order in which
-tensors are asked for: values there depend on what is asked for, here they do not.
+The idea of a partial replay comes from torchdistx's `deferred_init`. It replays in the order of requests, so that
+values depend on the requests. Here they do not.
 
 Tested in ``tests/llm/model/test_deferred.py``.
 """
@@ -28,12 +29,12 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.random_track import RandomTrack
 from lightning_pipe.llm.model.storage_view import View, view_of
 
-# Operations that do not read what is in their destination, which is their first argument.
+# Operations that do not read the previous values of their destination, which is their first argument.
 _OVERWRITING = {
     *("aten::bernoulli_", "aten::cauchy_", "aten::copy_", "aten::exponential_", "aten::fill_", "aten::geometric_"),
     *("aten::log_normal_", "aten::normal_", "aten::random_", "aten::uniform_", "aten::zero_"),
 }
-# Operations that take of their first argument the shape, dtype and layout, and no value.
+# Operations that use only the shape, dtype and layout of their first argument, not its values.
 _SHAPE_ONLY = {
     *("aten::empty_like", "aten::full_like", "aten::ones_like", "aten::rand_like", "aten::randint_like"),
     *("aten::randn_like", "aten::zeros_like", "aten::new_empty", "aten::new_empty_strided", "aten::new_full"),
@@ -43,12 +44,12 @@ _SHAPE_ONLY = {
 
 @dataclass(frozen=True, slots=True)
 class _DataFlow:
-    """The storages of an operation's arguments, by what it does to them.
+    """Storages that an operation reads and writes.
 
     Attributes:
-        values: those whose values it computes with.
-        writes: those it writes to.
-        overwrites: of these, the ones written from end to end, so that earlier values do not matter.
+        values: storages whose values the operation reads.
+        writes: storages that the operation writes to.
+        overwrites: subset of `writes` that is overwritten completely, so that earlier values do not matter.
     """
 
     values: frozenset[int]
@@ -58,7 +59,7 @@ class _DataFlow:
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    """One call, with views in place of its tensors. `creates` maps positions among its outputs to new storages."""
+    """Recorded call, with views in place of its tensors. `creates` maps positions in its outputs to new storages."""
 
     func: OpOverload
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -78,7 +79,7 @@ class _Operation:
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """That an operation takes the generator of `track` from one numbered state to another."""
+    """Change of the generator of `track` by an operation, from one numbered state to another."""
 
     track: RandomTrack
     before: int
@@ -87,7 +88,7 @@ class _Draw:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """An operation to replay. Afterwards storages in `dead` are no longer needed, and those in `done` are final."""
+    """Operation to replay. Afterwards storages in `dead` are no longer needed, and storages in `done` are final."""
 
     operation: _Operation
     dead: set[int]
@@ -95,42 +96,42 @@ class _Step:
 
 
 class OpRecord:
-    """Operations in order, the storages they worked on and the generators they drew from."""
+    """Operations in order, the storages that they use and the generators that they draw from."""
 
     def __init__(self) -> None:
         self._operations: list[_Operation] = []
         self._numbers: dict[int, int] = {}  # address of a storage -> its number
-        self._storages: list[torch.UntypedStorage] = []  # held, so that no address comes twice
+        self._storages: list[torch.UntypedStorage] = []  # held, so that no address is reused
         self._sizes: list[int] = []  # bytes
         self._outside: dict[int, tuple[torch.Tensor, int | None]] = {}  # real tensors, their versions at first use
         self._tracks = {id(torch.default_generator): RandomTrack(torch.default_generator)}
-        self._ends: list[tuple[RandomTrack, int]] = []  # the states that the generators have to end in
+        self._ends: list[tuple[RandomTrack, int]] = []  # final states of the generators
 
     def number(self, tensor: torch.Tensor) -> int | None:
-        """Return the number of the storage of `tensor`, None if the record does not know it."""
+        """Return the number of the storage of `tensor`; None if the storage is not in the record."""
         return self._numbers.get(storage_key(tensor))
 
     def view(self, tensor: torch.Tensor) -> View:
-        """Return `tensor` as a view of its storage, which the record knows."""
+        """Return `tensor` as a view of its storage, which must be in the record."""
         number = self.number(tensor)
         assert number is not None
         return view_of(tensor, number)
 
     def add_outside(self, tensor: torch.Tensor, real: torch.Tensor) -> None:
-        """Take `real`, made elsewhere, as the value of the storage of the fake `tensor`. No copy is made."""
+        """Use `real`, made outside the record, as the value of the storage of the fake `tensor`. No copy is made."""
         if self.number(tensor) is None:
             self._outside[self._add_storage(tensor)] = (real, _version(real))
 
     def is_outside(self, storage: int) -> bool:
-        """Return True if the storage is that of a real tensor made elsewhere."""
+        """Return True if the storage belongs to a real tensor made outside the record."""
         return storage in self._outside
 
     def before_random(self, func: OpOverload, arguments: Sequence[object]) -> RandomTrack | None:
-        """Return the track of the generator that `func` is about to draw from, None for what is not random.
+        """Return the track of the generator that `func` is about to draw from; None if `func` is not random.
 
         Args:
-            func: the operation.
-            arguments: its arguments, flat.
+            func: operation to run.
+            arguments: its arguments, flattened.
         """
         generators = [argument for argument in arguments if isinstance(argument, torch.Generator)]
         if not generators and torch.Tag.nondeterministic_seeded not in func.tags:
@@ -138,7 +139,7 @@ class OpRecord:
         generator = generators[0] if generators else torch.default_generator
         if generator.device.type != "cpu":
             raise SetupError(
-                f"{func} draws from a generator on {generator.device} inside deferred_init(); expected one on the CPU."
+                f"{func} draws from a generator on {generator.device} inside deferred_init(), expected one on the CPU."
                 " Pass the model's device to materialise() instead"
             )
         if id(generator) not in self._tracks:
@@ -153,13 +154,13 @@ class OpRecord:
         outputs: object,
         track: RandomTrack | None,
     ) -> None:
-        """Write down a call that has been made on fake tensors.
+        """Record a call that was made on fake tensors.
 
         Args:
-            func: the operation.
-            arguments: positional and by keyword, with a View in place of each tensor, taken before the call.
-            tensors: the fake tensors among the arguments.
-            outputs: what it returned.
+            func: operation that was called.
+            arguments: positional and keyword arguments before the call, with a View in place of each tensor.
+            tensors: fake tensors among the arguments.
+            outputs: result of the call.
             track: result of `before_random` before the call.
 
         Raises:
@@ -169,8 +170,8 @@ class OpRecord:
             number = self.number(tensor)
             if number is None or tensor.untyped_storage().nbytes() != self._sizes[number]:
                 raise SetupError(
-                    f"{func} changed a tensor's memory for memory of another size inside deferred_init(), which cannot"
-                    " be replayed: make a new tensor of the size needed"
+                    f"{func} changed the size of a tensor's memory inside deferred_init(), which cannot be replayed."
+                    " Create a new tensor of the required size instead"
                 )
         flow = self._data_flow(func, *arguments)
         creates = {}
@@ -178,7 +179,7 @@ class OpRecord:
             if isinstance(output, torch.Tensor) and self.number(output) is None:
                 creates[position] = view_of(output, self._add_storage(output))
         if not (creates or flow.writes or track):
-            return  # a view, or a question about a shape
+            return  # it made a view, or read a shape
         draw = _Draw(track, track.current(), track.drawn()) if track is not None else None
         self._operations.append(_Operation(func, arguments, creates, flow, torch.get_default_dtype(), draw))
 
@@ -189,9 +190,10 @@ class OpRecord:
             track.rewind()
 
     def values(self, views: Sequence[View]) -> list[torch.Tensor]:
-        """Return the values that these tensors have at the record's end so far; not to be written to.
+        """Return the values of `views` after the operations recorded so far. They must not be written to.
 
-        What they depend on is done again each time, but no random operation only to move a generator on.
+        Each call replays the operations that the values depend on. It does not run other random operations just to
+        advance a generator.
         """
         wanted = {view.storage for view in views}
         with unset_fake_temporarily(), self._generators_restored():
@@ -201,19 +203,19 @@ class OpRecord:
     def replay(self, wanted: set[int], device: torch.device) -> dict[int, torch.UntypedStorage]:
         """Replay the operations that the values of `wanted` depend on, and advance the generators.
 
-        At any time there are in memory: the storages in `wanted` that have begun, what a later operation still reads,
-        and what the running operation works on.
+        Memory at any time holds: the requested storages that already exist, the storages that a later operation still
+        reads, and the storages of the running operation.
 
         Args:
-            wanted: numbers of storages.
+            wanted: numbers of the requested storages.
             device: device of the returned storages. Each is moved as soon as it has its final values.
 
         Returns:
-            The storages by number.
+            Requested storages, by number.
 
         Raises:
-            SetupError: a real tensor used while the model was built has changed since; or an operation returned
-                another memory layout than its fake kernel had said.
+            SetupError: a real tensor used while the model was built has changed since; or the memory layout of a
+                result differs from that of the fake kernel.
         """
         with self._generators_restored():
             storages = self._run(self._plan(wanted, self._ends), wanted, device)
@@ -243,7 +245,7 @@ class OpRecord:
         for position, argument in enumerate(schema_of(func).arguments):
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             written = argument.alias_info is not None and argument.alias_info.is_write
-            written = written and torch.Tag.inplace_view not in func.tags  # those change the view, not what it shows
+            written = written and torch.Tag.inplace_view not in func.tags  # these change the view, not its values
             unread = argument.is_out or (position == 0 and name in (_OVERWRITING if written else _SHAPE_ONLY))
             for view in (leaf for leaf in tree_leaves(value) if isinstance(leaf, View)):
                 if not unread:
@@ -255,7 +257,7 @@ class OpRecord:
         return _DataFlow(frozenset(values), frozenset(writes), frozenset(overwrites))
 
     def _covers(self, view: View) -> bool:
-        """Return whether each byte of the storage belongs to exactly one element of the view."""
+        """Return True if each byte of the storage belongs to exactly one element of the view."""
         elements = 1
         for size, stride in sorted(zip(view.size, view.stride, strict=True), key=lambda dimension: dimension[1]):
             if size != 1 and stride != elements:
@@ -264,7 +266,7 @@ class OpRecord:
         return elements * view.dtype.itemsize == self._sizes[view.storage]
 
     def _plan(self, wanted: set[int], ends: Iterable[tuple[RandomTrack, int]]) -> list[_Step]:
-        """Return what has to be done, in order, for the values of `wanted` and to know the states `ends`."""
+        """Return the operations, in order, that the values of `wanted` and the generator states `ends` depend on."""
         needed, seen = wanted - self._outside.keys(), set[int]()
         states = {(track, number) for track, number in ends if number not in track.states}
         steps = []
@@ -281,7 +283,7 @@ class OpRecord:
             if used:
                 created = {view.storage for view in operation.creates.values()}
                 needed = (needed | operation.flow.writes) - created - operation.flow.overwrites
-            # Where only the draw counts, too: how much is drawn may depend on them.
+            # Also if only the generator state is needed, because the number of draws may depend on these values.
             needed |= operation.flow.values - self._outside.keys()
             if draw:
                 states.discard((draw.track, draw.after))
@@ -303,7 +305,7 @@ class OpRecord:
                     live.pop(number, None)
                 for number in step.done:
                     live[number] = _moved(live[number], device)
-            for number in wanted - live.keys():  # no operation has touched it: it is a real tensor from outside
+            for number in wanted - live.keys():  # no operation uses it: it is a real tensor from outside
                 live[number] = _moved(self._real(number), device)
         return {number: live[number] for number in wanted}
 
@@ -322,14 +324,14 @@ class OpRecord:
             storage = outputs[position].untyped_storage()
             if found.layout() != view.layout() or storage_key(storage) in taken:
                 raise SetupError(
-                    f"{operation.func} gave a tensor that lies in memory as {found}, where building without memory had"
-                    f" {view}: the values could differ. Compute this tensor before deferred_init() and use it inside"
+                    f"{operation.func} returned a tensor with the layout {found}, expected {view} as without memory,"
+                    " so the values could differ. Compute this tensor before deferred_init() and use it inside"
                 )
             live[view.storage] = storage
             taken.add(storage_key(storage))
 
     def _real(self, number: int) -> torch.UntypedStorage:
-        """Return memory for a storage that no operation replayed so far has made: uninitialised, or that outside."""
+        """Return memory for a storage that no replayed operation made: uninitialised, or that of the outside tensor."""
         if number not in self._outside:
             return torch.empty(self._sizes[number], dtype=torch.uint8, device="cpu").untyped_storage()
         tensor, version = self._outside[number]

@@ -1,4 +1,4 @@
-"""The states of a random generator, numbered while a model is built and computed when it is filled with values.
+"""States of a random generator, numbered while a model is built and computed when the record is replayed.
 
 Tested in ``tests/llm/model/test_deferred.py``.
 """
@@ -14,24 +14,24 @@ from lightning_pipe._compat.torch import dispatch_modes_disabled
 
 __all__ = ["RandomTrack"]
 
-# Seeds of the states that stand for positions in the record. Of a seed the generator uses 32 bits, which a user may
-# choose as well, so that a word of each state is changed to what follows from no seed.
+# Seeds of the placeholder states, which stand for positions in the record. The generator uses 32 bits of a seed, and a
+# user may choose the same bits. Therefore one word of each placeholder is set to a value that no seed produces.
 _POSITIONS = itertools.count()
-# In a CPU generator's state: its seed, and the second of the 624 words of the Mersenne Twister.
+# Positions in the state of a CPU generator: the seed, and the second of the 624 words of the Mersenne Twister.
 _SEED, _WORD = slice(0, 8), slice(32, 36)
 _OF_NO_SEED = torch.tensor([0x51, 0xF1, 0x5E, 0xED], dtype=torch.uint8)
 
 
 class RandomTrack:
-    """The states that one CPU generator would have had, by number; 0 is the one at its first use in the record.
+    """States that one CPU generator would have during ordinary construction, by number. State 0 is the first one.
 
-    Nothing is drawn while the record is made, so the generator is set to a state of its own after each random
-    operation: one that occurs nowhere else and stands for the number. Seeding, and restoring a state that was read
-    earlier (as `torch.random.fork_rng` does), then show as another state than the last one seen.
+    No random numbers are drawn while the record is made. Instead, each random operation sets the generator to a unique
+    placeholder state, which stands for the number of the next state. If the generator's state then differs from the
+    last placeholder, it was seeded, or a state that was read earlier was restored (as by `torch.random.fork_rng`).
 
     Attributes:
-        generator: the one.
-        states: those of the numbered states that are known so far.
+        generator: generator whose states are numbered.
+        states: known states, by number.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -52,18 +52,18 @@ class RandomTrack:
         return self._current
 
     def drawn(self) -> int:
-        """Return a number for the state after a random operation, and leave the one that stands for it."""
+        """Return a number for the state after a random operation, and set the generator to its placeholder."""
         with dispatch_modes_disabled():
             state = torch.Generator("cpu").manual_seed(next(_POSITIONS)).get_state()
             state[_WORD] = _OF_NO_SEED
-            state[_SEED] = self.generator.get_state()[_SEED]  # initial_seed() stays true
+            state[_SEED] = self.generator.get_state()[_SEED]  # keeps initial_seed() correct
             self.generator.set_state(state)
         _, self._last = _state_of(self.generator)
         self._current = self._new_number(self._last)
         return self._current
 
     def rewind(self) -> None:
-        """Give the generator its first state."""
+        """Set the generator to its first state."""
         self.generator.set_state(self.states[0])
 
     def _new_number(self, key: bytes) -> int:

@@ -249,7 +249,7 @@ def test_a_base_models_folder_lacks_a_head_of_its_own(tmp_path: Path) -> None:
 def test_a_base_models_folder_with_a_stray_head_is_refused(tmp_path: Path) -> None:
     base_model(tmp_path)
     rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(19, 16)}))
-    with pytest.raises(SetupError, match=r"names in the folder .* cannot be told: The state dictionary"):
+    with pytest.raises(SetupError, match=r"names in the folder .* cannot be mapped to the model: The state dictionary"):
         loaded(tmp_path)
 
 
@@ -388,18 +388,18 @@ def empty(folder: Path) -> None:
         ("1GB", truncate, r"model\.safetensors' cannot be read: .*incomplete metadata, file not fully covered\. Copy"),
         ("3KB", truncate, r"model-0000\d-of.*' cannot be read: .*incomplete metadata"),
         ("1GB", lambda folder: (folder / SINGLE).write_text("version 1"), "cannot be read: .*header"),
-        ("3KB", drop_a_shard, rf"of the files that '.*{INDEX}' names, some are not there: model-00002-of"),
-        ("3KB", mix_shards, rf"is not the file that {INDEX} describes: not in it: .*weight"),
-        ("3KB", lambda folder: (folder / INDEX).write_text("{"), rf"{INDEX}' cannot be read: it is no JSON"),
+        ("3KB", drop_a_shard, rf"some files that '.*{INDEX}' names are missing: model-00002-of"),
+        ("3KB", mix_shards, rf"is not the file that {INDEX} describes: missing tensors: .*weight"),
+        ("3KB", lambda folder: (folder / INDEX).write_text("{"), rf"{INDEX}' cannot be read: it is not JSON"),
         (
             "3KB",
             lambda folder: (folder / INDEX).write_text("{}"),
-            r"weight_map is None, expected a dict",
+            r"expected a dict as weight_map, got None",
         ),
         (
             "1GB",
             older_format,
-            rf"has neither {SINGLE} nor {INDEX}; it holds: .*pytorch_model\.bin\. Convert other",
+            rf"has neither {SINGLE} nor {INDEX} \(it holds: .*pytorch_model\.bin\)\. Convert other",
         ),
         ("1GB", empty, r"it is empty"),
         ("1GB", lambda folder: (folder / "config.json").unlink(), r"has no config\.json"),
@@ -407,7 +407,7 @@ def empty(folder: Path) -> None:
         (
             "1GB",
             lambda folder: (folder / "config.json").write_text("{"),
-            r"config\.json' cannot be read: it is no J",
+            r"config\.json' cannot be read: it is not J",
         ),
         ("1GB", quantise, r"are quantised \(config\.json has a quantization_config\)"),
     ],
@@ -424,10 +424,16 @@ def test_a_folder_that_cannot_be_read_is_refused(
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("meta-llama/Llama-3.1-8B", r"local folders only: .*'hf download meta-llama/Llama-3\.1-8B --local-dir FOLDER'"),
-        ("/none/there", r"there is no folder '/none/there', .* give the path of one that save_pretrained wrote"),
-        ("llama", r"there is no folder 'llama'"),
-        (__file__, r"test_hf_weights\.py' is a file; expected the folder"),
+        (
+            "meta-llama/Llama-3.1-8B",
+            r"from local folders\. .*'hf download meta-llama/Llama-3\.1-8B --local-dir FOLDER'",
+        ),
+        (
+            "/none/there",
+            r"the folder '/none/there' does not exist, .* Give the path of a folder that save_p",
+        ),
+        ("llama", r"the folder 'llama' does not exist"),
+        (__file__, r"test_hf_weights\.py' is a file, expected a folder"),
     ],
 )
 def test_what_is_no_folder_is_refused(path: str, message: str) -> None:
