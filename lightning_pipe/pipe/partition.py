@@ -159,7 +159,7 @@ class Partition:
 
         Args:
             loss: loss function, called with *output*.
-            kind: key of the loss function; functions with the same key either all draw random numbers or none does.
+            kind: key of the loss function; functions with the same key must agree on drawing random numbers.
             output: output of the last layer.
             where: position of the micro-batch.
             seed: seed of the mini-batch.

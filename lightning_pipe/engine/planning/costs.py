@@ -45,7 +45,7 @@ class TaskCost:
             (default 0). Not used on a device without streams.
 
     Raises:
-        PlanError: a resource is unknown, or a time is negative, not finite or longer than :data:`LONGEST`.
+        PlanError: a resource is unknown, or a time is negative, not finite or longer than 1e6 seconds.
     """
 
     seconds: float
@@ -155,7 +155,7 @@ def checked_costs(
 
     Raises:
         PlanError: a task has no cost; a cost belongs to no task; a message has no network model or takes longer than
-            :data:`LONGEST`; or a task waits for background work of a task that it does not depend on.
+            1e6 seconds; or a task waits for background work of a task that it does not depend on.
     """
     names = [task.name for task in tasks]
     missing = [name for name in names if name not in costs]

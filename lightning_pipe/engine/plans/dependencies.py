@@ -85,7 +85,7 @@ def _accesses(tasks: Sequence[PipelineTask], name: str, is_state: bool, iteratio
 
 
 def _conflicts(accesses: Sequence[_Access], what: str, without: frozenset[Dependency]) -> Iterator[Dependency]:
-    ordered: list[set[int]] = []  # for each access, the earlier accesses that the dependencies found so far order
+    ordered: list[set[int]] = []  # earlier accesses that each access already follows, by index
     for index, after in enumerate(accesses):
         before_it: set[int] = set()
         for earlier in reversed(range(index)):

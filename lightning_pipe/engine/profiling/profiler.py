@@ -29,7 +29,7 @@ from lightning_pipe.engine.runtime.pipeline import SWPipeline
 __all__ = ["Keeper", "TaskProfiler"]
 
 _RESAMPLES = 2000
-# A task counts as reduced by the replay of another one if at most this share of its own time is left.
+# A task counts as reduced by the replay of another task if at most this share of its time is left.
 _LEFT = 0.5
 
 

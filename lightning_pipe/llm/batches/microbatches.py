@@ -84,8 +84,8 @@ def split_batch(
         num_microbatches: number of micro-batches, at least 1.
         labels: key of the labels, which are ``ignore_index`` in added rows (default ``"labels"``).
         ignore_index: label that does not count in the loss (default -100).
-        strict: refuse a batch that does not fill all micro-batches (default False). If False, copies of the last row
-            (for a list: of the last micro-batch) without labels are added.
+        strict: True to refuse a batch that does not fill all micro-batches (default False). With False, copies of the
+            last row (of a list: the last micro-batch) without labels are added.
 
     Returns:
         The micro-batches. If no row was added, their tensors are views of the batch's.

@@ -305,7 +305,7 @@ def calibrate(
     """Derive corrections from real steps, for effects that measurements of single pieces do not show.
 
     Args:
-        runs: for each real step: its candidate, the bars recorded by each rank of the pipeline in order, and the
+        runs: real steps, each with its candidate, the bars recorded by each rank of the pipeline in order, and the
             seconds of the step.
         pp_size: number of ranks of the pipeline.
         measured: measurements of the model.

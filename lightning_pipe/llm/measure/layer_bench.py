@@ -35,7 +35,7 @@ class LayerPiece:
     Attributes:
         stage: stage that holds only this piece.
         modules: modules of the piece.
-        run: forward from inputs to output; for the last piece, to the loss.
+        run: forward from inputs to output. The last piece returns the loss.
         inputs: inputs of ``run``.
         batch: tensors of the micro-batch, which exist regardless of the piece.
     """
@@ -149,7 +149,7 @@ class LayerBench:
         inputs: tuple[Any, ...],
         loss_of: LossOf | None = None,
     ) -> LayerPiece:
-        """Build one of three stages: of the input modules, of a layer, or of the output modules."""
+        """Build one of three stages, which holds the input modules, a layer, or the output modules."""
         stage = make_stage(shallow_copy(self._model), self._config, names, stage_index, 3).train()
         with self._within():
             stand_in(stage, self._device)

@@ -1,4 +1,4 @@
 """Models and the stage modules built from them: configs, deferred initialisation, weights, tied parameters.
 
-How a model is cut is in ``split``; how ranks share a layer is in ``parallel``.
+Rules for cutting a model into stages are in ``split``, and sharing of layers between ranks is in ``parallel``.
 """

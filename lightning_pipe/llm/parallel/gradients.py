@@ -143,7 +143,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply every gradient in place, once each; bitwise equal to ``grad.mul_(factor)``."""
     for gradients in _alike(_local(parameters)):
         if gradients[0].device.type == "cpu":
-            # On the CPU the foreach kernel is a loop, too, and it first rounds the factor to half precision.
+            # The CPU's foreach kernel is also a loop, and in addition rounds the factor to half precision first.
             for gradient in gradients:
                 gradient.mul_(factor)
         else:

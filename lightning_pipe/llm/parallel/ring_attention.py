@@ -4,7 +4,7 @@ Purely causal attention runs through PyTorch's ring (``torch.distributed.tensor.
 2310.01889), which merges the results for the keys of one rank after another. PyTorch's public ``context_parallel``
 cannot use the CPU's kernel; its internal functions accept any kernel that returns the logarithm of its sums.
 
-Padding and packed documents need masks, which the ring does not support. For them the keys and values of the whole
+Padding and packed documents need masks, which the ring does not support. In these cases the keys and values of whole
 sequences are gathered, and each rank attends with its own rows of the whole mask (as Llama 3 was trained, arXiv
 2407.21783, 3.3.2).
 """

@@ -91,13 +91,13 @@ def derive_tensor_plan(model: nn.Module, config: ModuleConfig) -> dict[str, str 
 def resolve_tensor_plan(
     model: nn.Module, config: ModuleConfig, plan: TensorPlan, size: int
 ) -> dict[str, str | ParallelStyle]:
-    """Resolve a plan to the style of each module, and check it. On the unsplit model every rank gets the same result.
+    """Resolve a plan to the style of each module, and check it. All ranks get the same result for the unsplit model.
 
     Args:
         model: unsplit model, or one of its stages; its parameters may be fake.
         config: module config of the unsplit model.
         plan: dict from names of the unsplit model's modules, in which ``*`` stands for one part between dots, to a word
-            or a ``ParallelStyle``. For the words see
+            or a ``ParallelStyle``. The words are listed in
             :func:`~lightning_pipe.llm.parallel.tensor_parallel.parallelise_tensors`.
         size: number of ranks that share a layer.
 

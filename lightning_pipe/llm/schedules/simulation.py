@@ -113,7 +113,7 @@ class ScheduleTimeline:
     """Simulated timeline of all ranks, starting at 0.
 
     Attributes:
-        spans: bars of each rank, in order; in the unit of the durations.
+        spans: bars of each rank, in order. Times are in the unit of the durations.
     """
 
     spans: Mapping[int, Sequence[Bar]]

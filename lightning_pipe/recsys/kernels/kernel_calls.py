@@ -3,7 +3,7 @@
 kernels ──► cat ──► output dist ──► cut ──► user's dense part
    ▲         ▲
    │         └ lookup outputs: exist on every rank, even without a kernel
-   └ kernel outputs: behind them, the fused optimiser takes the gradients
+   └ kernel outputs: their backward runs the fused optimiser on the gradients
 
 Tested in ``tests/recsys/kernels/test_gradient_norm.py``.
 """

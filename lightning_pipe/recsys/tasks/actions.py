@@ -176,7 +176,7 @@ class RecsysActions:
         ahead = self._rewrite.looks_ahead
         if not self._tables_in_training:
             self._bring_rates()
-        # Whether the batch will be trained is only known at its turn. If it is not, the lookup's step count is undone.
+        # It is only known later whether the batch will be trained. If it is not, the lookup's step count is undone.
         with self._lookup_context() if self._lookup_context else _NOTHING, torch.enable_grad() if ahead else _NOTHING:
             ctx.embeddings = self._rewrite.lookup(ctx.features)
         del ctx.features

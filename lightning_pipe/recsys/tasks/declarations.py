@@ -78,7 +78,7 @@ class RecsysTask:
     late: LateScaling | None = None
 
 
-# In the order in which a serial iteration runs them.
+# Tasks in the order of a serial iteration.
 TASKS: tuple[RecsysTask, ...] = (
     RecsysTask(
         "H2DAndShuffle",

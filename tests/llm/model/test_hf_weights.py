@@ -452,7 +452,7 @@ def test_a_file_that_is_lost_after_it_was_opened_is_named(tmp_path: Path) -> Non
 def test_without_safetensors_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path)
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(SetupError, match=r"needs safetensors, which is not installed: .*lightning-pipe\[hf\]"):
+    with pytest.raises(SetupError, match=r"needs safetensors, which is not installed\. Run .*lightning-pipe\[hf\]"):
         PretrainedWeights(tmp_path)
 
 

@@ -108,7 +108,7 @@ class RowSlots:
         return slots, rows, missing
 
     def bring(self, keys: Keys, pinned: Callable[[], tuple[npt.NDArray[np.bool_], int]]) -> tuple[Slots, Slots]:
-        """Load the rows of ids that are not cached: from the store, or new ones.
+        """Load the rows of ids that are not cached from the store, or create them.
 
         Args:
             keys: ids that are not in the map; they may repeat.
