@@ -39,7 +39,7 @@ class TaskCost:
         background: work that the task submits and that continues after the task has ended: seconds (default 0), or a
             collective whose duration comes from the machine's network model.
         background_resource: resource of the background work (default ``"network"``).
-        waited_by: name of the task that waits for the background work before it starts (default None: no task waits).
+        waited_by: name of the task that waits for the background work at its start (default None: no task waits).
             With the task's own name, the task itself waits at its end, such as a lookup that waits for its exchange.
         launch: seconds for which the thread is held (on ``"host"``) to submit the work on a device with streams
             (default 0). Not used on a device without streams.
