@@ -1,7 +1,8 @@
-"""Thin Lightning strategies: set-up, sharding or splitting, checkpoints, teardown; and their names.
+"""Lightning strategies and their registered names.
 
-Code belongs here only if it needs Lightning and one of the rooms below. ``recommender``, ``language_model`` and
-``in_process`` do not know each other. Callbacks import ``running_work`` only.
+A strategy sets up, shards or splits the model, writes and reads checkpoints, and tears down. Code belongs in this
+package only if it needs Lightning and a lower-level package of the project. ``recommender``, ``language_model`` and
+``in_process`` do not import each other. Callbacks import only ``running_work``.
 """
 
 from importlib import import_module
@@ -42,7 +43,7 @@ __all__ = [
     "pipe_split",
 ]
 
-# Modules of names that are imported when they are asked for, so that the others work without what they are built on.
+# Modules that are imported on first access, so that the other names work without their dependencies.
 _MODULES = {
     "InProcessPipelineStrategy": "lightning_pipe.strategies.in_process",
     "RecsysPipelineStrategy": "lightning_pipe.strategies.recommender.strategy",

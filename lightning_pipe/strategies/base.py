@@ -1,4 +1,7 @@
-"""What the strategies are to a Trainer: distributed, and on one process like Lightning's strategy for one device."""
+"""Base class of the distributed strategies.
+
+Also contains the conversion of errors from reading checkpoints, and the departure from the process group at exit.
+"""
 
 from __future__ import annotations
 
@@ -32,47 +35,51 @@ from lightning_pipe.loops.uneven_evaluation import Turn, UnevenEvaluation
 
 @contextmanager
 def reading_plain_types(path: str | Path) -> Iterator[None]:
-    """In the body a checkpoint is read that may hold tensors and plain types.
+    """Context that converts errors from reading a checkpoint of tensors and plain types to :class:`SetupError`.
+
+    Args:
+        path: path of the checkpoint, for messages.
 
     Raises:
-        SetupError: it holds more, or is damaged.
+        SetupError: the checkpoint holds other types, or it is damaged.
     """
     try:
         yield
     except pickle.UnpicklingError as error:
         raise SetupError(
             f"the checkpoint {str(path)!r} holds more than tensors and plain types, or is damaged"
-            f" ({str(error).strip().splitlines()[-1]}), and could run any code when it is read. If you trust"
-            " whoever wrote it, give Trainer.fit(..., weights_only=False); or allow the class:"
+            f" ({str(error).strip().splitlines()[-1]}), and could run any code when it is read. If you trust its"
+            " author, call Trainer.fit(..., weights_only=False), or allow the class with"
             " torch.serialization.add_safe_globals([...])"
         ) from error
     except (*_DAMAGED, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
-            raise  # it is not there, or may not be read
+            raise  # the file is missing or unreadable, not damaged
         raise SetupError(
-            f"the checkpoint {str(path)!r} cannot be read ({type(error).__name__}: {error}): it is damaged, or a file"
-            " of another kind; take another checkpoint"
+            f"the checkpoint {str(path)!r} cannot be read ({type(error).__name__}: {error}). The file is damaged or is"
+            " not a checkpoint; use another checkpoint"
         ) from error
 
 
-# What reading a damaged file ends in, beside the errors of unpickling and of the system.
+# Errors from reading a damaged file, in addition to UnpicklingError and OSError.
 _DAMAGED = (AttributeError, EOFError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
-# Whether the last call of a Trainer in this process came to its end.
+# True if the last call of a Trainer in this process completed.
 _ended_well = False
-# Seconds that a process which ends after an error waits for its collectives; other ranks see its end only then.
+# Maximum time that a process waits for its collectives at exit after an error (seconds). It delays the exit, by which
+# other ranks notice the error.
 _LAST_WAIT = 5.0
 
 
 def _leave_at_exit() -> None:
-    """Leave the process group before the interpreter ends.
+    """Leave the process group before the interpreter exits.
 
-    A thread of Gloo's may still hold the last collective's tensors when the interpreter is gone, and letting go of them
-    then ends the process with "terminate called without an active exception" and signal 6: torchrun takes a run that
-    has succeeded for one that has failed, and an error's own exit status is lost (seen with PyTorch 2.13). Leaving
-    waits for such threads. After an error they may be waiting for a rank that waits for this one to end, so that the
-    wait is bounded.
+    A Gloo thread may still hold the tensors of the last collective when the interpreter has exited. Their release then
+    ends the process with "terminate called without an active exception" and signal 6 (seen with PyTorch 2.13):
+    torchrun reports a successful run as failed, and the exit status of an error is lost. Leaving the group waits for
+    these threads. After an error, they may wait for a rank that waits for the exit of this process, so the wait has a
+    time limit.
     """
     if not dist.is_initialized() or dist.get_backend() != "gloo":
         return
@@ -80,26 +87,26 @@ def _leave_at_exit() -> None:
         dist.destroy_process_group()
         return
     leaves = threading.Thread(target=_leave, name="leaves the process group", daemon=True)
-    with suppress(RuntimeError):  # Python 3.12 and later start no thread this late
+    with suppress(RuntimeError):  # Python 3.12 and later cannot start a thread at exit
         leaves.start()
         leaves.join(_LAST_WAIT)
 
 
 def _leave() -> None:
-    with suppress(Exception):  # the error that ends the process has been told
+    with suppress(Exception):  # the error that ends the process has already been reported
         dist.destroy_process_group()
 
 
 class DistributedStrategy(DDPStrategy):
-    """Lightning's ``DDPStrategy``, which leaves one process its random streams and its loaders' order."""
+    """Lightning's ``DDPStrategy``, except that a single process keeps its random streams and its loaders' order."""
 
-    # Lightning shards data for strategies it knows, and for those that say so.
+    # Lightning distributes data over ranks for its own strategies, and for strategies with this attribute.
     is_distributed = True
-    # Whether ranks wait for each other in every batch that they evaluate.
+    # True if ranks wait for each other in every evaluation batch.
     evaluates_together = False
-    # Whether all ranks read the same batches.
+    # True if all ranks read the same batches.
     ranks_share_data = False
-    # Where some ranks have fewer batches, an epoch ends with the shortest, or an error.
+    # Handling of ranks with fewer training batches: the epoch ends with the first rank that runs out, or all raise.
     uneven_batches: Uneven = "shortest"
     # Handling of ranks with fewer batches to evaluate: they join the other ranks, or all ranks raise.
     uneven_evaluation: UnevenEvaluation = "join"
@@ -118,8 +125,11 @@ class DistributedStrategy(DDPStrategy):
     def setup_distributed(self) -> None:
         """Set up the process group.
 
-        Lightning starts the random streams anew from the seed here, for ranks to agree. One process goes on with its
-        own, as it does without a strategy.
+        Lightning resets the random streams to the seed here, so that ranks agree. A single process keeps its random
+        streams, as it does without a strategy.
+
+        Raises:
+            SetupError: a process group with a different number of ranks exists, or some ranks did not start.
         """
         global _ended_well
         _ended_well = False
@@ -128,19 +138,19 @@ class DistributedStrategy(DDPStrategy):
         if dist.is_initialized() and dist.get_world_size() != ranks:
             raise SetupError(
                 f"this process is in a process group of {dist.get_world_size()} rank(s), made by an earlier Trainer or"
-                f" by the script, and this Trainer has {ranks} (devices times num_nodes): data would be shared out to"
-                f" {ranks} and results collected from {dist.get_world_size()}. Give it as many devices, or call"
-                " torch.distributed.destroy_process_group() before, or run it in a process of its own"
+                f" by the script, and this Trainer has {ranks} (devices times num_nodes): data would be split over"
+                f" {ranks}, and results collected from {dist.get_world_size()}. Use the same number of devices, call"
+                " torch.distributed.destroy_process_group() first, or run this Trainer in a separate process"
             )
         if ranks > 1:
             self._warn_of_stale_addresses()
             users = dist.is_initialized()
-            # Kept meanwhile: rank 0's is the server of the one that PyTorch makes.
+            # Stays alive during set-up: rank 0's store is the server of the store that PyTorch creates.
             store = None if users else self._wait_for_all_ranks()
             super().setup_distributed()
             del store
             if not users:
-                # Again in each process and for each group that was made: it counts once.
+                # Registered in each process and for each new group, but only once at a time.
                 atexit.unregister(_leave_at_exit)
                 atexit.register(_leave_at_exit)
         else:
@@ -148,10 +158,10 @@ class DistributedStrategy(DDPStrategy):
                 super().setup_distributed()
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Let all ranks shuffle alike, and the workers of a loader end after this process, however it ends."""
+        """Make torchdata's samplers shuffle alike on all ranks, and the loader's workers exit after this process."""
         return ending_with_rank(shuffled_over_ranks(super().process_dataloader(dataloader)))
 
-    # ------------------------------------------------------------------ batches that not all ranks have
+    # ------------------------------------------------------------------ batches that only some ranks have
 
     @contextmanager
     def in_turn(self, turn: Turn, step: str) -> Iterator[None]:
@@ -165,16 +175,20 @@ class DistributedStrategy(DDPStrategy):
     def join_evaluation(self, what: str, detail: object) -> None:
         """Start an announced collective with empty input.
 
+        Args:
+            what: name of the collective.
+            detail: data from a rank that has the batch; unused here.
+
         Raises:
-            SetupError: unknown collective.
+            SetupError: the collective is unknown.
         """
         if what != "barrier":
             raise SetupError(f"{type(self).__name__} cannot join the collective {what!r}; expected 'barrier'")
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce as Lightning does; in a step that only some ranks run, over those ranks.
+        """Reduce as Lightning does, but in an evaluation step that only some ranks run, over these ranks only.
 
-        The mean of integers is a floating-point number. Lightning 2.6 truncates it, and divides the sum of a logged
+        The mean of integers is a floating-point number here. Lightning 2.6 truncates it: it divides the sum of a logged
         value by the truncated mean number of rows per rank, for example 3 instead of 3.5.
         """
         if self._turn is not None and isinstance(tensor, Tensor):
@@ -186,27 +200,27 @@ class DistributedStrategy(DDPStrategy):
         return super().reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """As Lightning's.
+        """Gather as Lightning does.
 
         Raises:
-            InputError: called in a step that only some ranks run.
+            InputError: called in an evaluation step that only some ranks run.
         """
         if self._turn is not None:
             self._turn.refuse("all_gather")
         return super().all_gather(tensor, group, sync_grads)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """As Lightning's.
+        """Broadcast as Lightning does.
 
         Raises:
-            InputError: called in a step that only some ranks run.
+            InputError: called in an evaluation step that only some ranks run.
         """
         if self._turn is not None:
             self._turn.refuse("broadcast")
         return super().broadcast(obj, src)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """As Lightning's."""
+        """Wait for all ranks, or in an evaluation step that only some ranks run, announce the barrier to the others."""
         if self._turn is None:
             super().barrier(*args, **kwargs)
         else:
@@ -217,28 +231,28 @@ class DistributedStrategy(DDPStrategy):
         self._note_end()
 
     def _note_end(self) -> None:
-        """Note whether all ranks have come to the end, so that none waits for another when it leaves."""
+        """Record whether the call completed. If so, no rank waits for another one when it leaves the process group."""
         global _ended_well
         module = self.lightning_module
         _ended_well = module is not None and module.trainer.state.status != TrainerStatus.INTERRUPTED
 
     def _warn_of_stale_addresses(self) -> None:
-        """Say that torchrun's restarts will fail. Seen with PyTorch 2.13 and Gloo."""
+        """Warn that restarts by torchrun will fail (seen with PyTorch 2.13 and Gloo)."""
         restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
         if shared and restarts not in ("", "0") and "gloo" in (self._get_process_group_backend() or ""):
             rank_zero_warn(
-                f"torchrun may restart this job {restarts} time(s), and keeps the addresses of ended ranks, which new"
-                " ones then try to reach (Gloo). Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, and restarts"
-                " work",
+                f"torchrun may restart this job {restarts} time(s), but it keeps the addresses of ended ranks, and Gloo"
+                " connects the new ranks to them. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, so that"
+                " restarts work",
                 category=RuntimeWarning,
             )
 
     def _wait_for_all_ranks(self) -> dist.Store:
-        """Raise on every rank that is there, where one is not.
+        """Wait until all ranks have started, and return the store over which they met.
 
         Raises:
-            SetupError: says which; on rank 0's host nobody may answer at all.
+            SetupError: on every rank that has started, if some ranks did not start in time or rank 0 cannot be reached.
         """
         environment = self.cluster_environment
         assert environment is not None
@@ -247,7 +261,7 @@ class DistributedStrategy(DDPStrategy):
         agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         try:
-            # Within rank 0's process the one that PyTorch makes at the same port is this one (multi_tenant).
+            # With multi_tenant, the store that PyTorch creates at the same port in rank 0's process shares this server.
             store = dist.TCPStore(
                 environment.main_address,
                 environment.main_port,
@@ -261,29 +275,30 @@ class DistributedStrategy(DDPStrategy):
         except dist.DistError as error:
             raise SetupError(
                 f"rank {rank} of {world_size} does not reach rank 0 at {environment.main_address}:"
-                f"{environment.main_port} ({error}). Start all ranks, and see that they can reach that address"
+                f"{environment.main_port} ({error}). Start all ranks, and check that they can reach that address"
             ) from error
         try:
             store.wait(keys, wait)
         except dist.DistError as error:
             missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
-            # Rank 0's process has the store: it ends last.
+            # Rank 0's process serves the store, so it leaves last.
             store.set(f"{keys[rank]}/left", "")
             if rank == 0:
                 with suppress(dist.DistError):
                     here = [f"{key}/left" for other, key in enumerate(keys) if str(other) not in missing]
                     store.wait(here, timedelta(seconds=10))
             raise SetupError(
-                f"of {world_size} ranks {', '.join(missing)} did not arrive in {wait.total_seconds():g} s, says rank"
-                f" {rank}. Start them too, or look in their output; the strategy's timeout says how long to wait"
+                f"rank(s) {', '.join(missing)} of {world_size} did not arrive in {wait.total_seconds():g} s, as seen by"
+                f" rank {rank}. Start them, or look for errors in their output; the strategy's timeout sets the time"
+                " limit"
             ) from error
         return store
 
     def _leave_loaders_of_one_process(self, trainer: pl.Trainer) -> None:
-        """Let one process read its data in its loaders' order.
+        """Make a single process read its data in the order of its loaders.
 
-        Lightning takes every strategy that is distributed for one of several processes, and gives it a sampler that
-        shuffles training data even where the user's loader does not.
+        Lightning assumes that a distributed strategy has several processes, and installs a sampler that shuffles
+        training data even if the user's loader does not.
         """
         if trainer.world_size == 1:
             trainer._accelerator_connector.use_distributed_sampler = False

@@ -1,7 +1,7 @@
-"""Checks of what Lightning reads from a checkpoint: states of callbacks and positions of loops.
+"""Checks of the parts of a checkpoint that Lightning reads unchecked: states of callbacks and positions of loops.
 
-Lightning trusts both. ``ModelCheckpoint`` deletes the files that its state names, and a position that is no number
-fails somewhere in training.
+``ModelCheckpoint`` deletes the files that its state names, and an invalid position causes an unrelated error later in
+training.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from lightning_pipe.engine.common.safe_text import printable, shown
 
 __all__ = ["checked_contents"]
 
-# Fields of ModelCheckpoint's state with the path of a checkpoint that may be deleted later.
+# Fields of ModelCheckpoint's state that contain the path of a checkpoint, which it may delete later.
 _PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
-_MOST = 2**53  # above any count of batches
-_DEPTH = 4  # dicts within dicts, of which Lightning has three
+_MOST = 2**53  # larger than any number of batches
+_DEPTH = 4  # maximum depth of nested dicts; Lightning uses three
 
 
 def checked_contents(checkpoint: dict[str, Any], path: str | Path, module: pl.LightningModule | None) -> dict[str, Any]:
-    """Return a checkpoint that Lightning may read.
+    """Check a checkpoint before Lightning reads it, and return it.
 
     Args:
         checkpoint: contents of the file or folder.
-        path: where it was read from, for messages.
-        module: module of the trainer that reads it; None where a strategy is used without one.
+        path: path of the checkpoint, for messages.
+        module: module of the trainer that reads the checkpoint; None without a module.
 
     Raises:
-        SetupError: a callback's state names a checkpoint outside its folder, or a loop's position is no count.
+        SetupError: an entry has the wrong type, the state of a callback names a checkpoint outside its folder, or a
+            loop's position is not a count.
     """
     folders: list[Any] = []
     if module is not None:
@@ -83,7 +84,7 @@ def _of_callbacks(states: Any, folders: list[Any]) -> str | None:
 
 
 def _paths(state: Any) -> Iterator[tuple[str, Any]]:
-    """Paths in a state like ModelCheckpoint's, each with its field."""
+    """Yield the checkpoint paths in a callback's state, each with the name of its field."""
     if not isinstance(state, dict):
         return
     for field in _PATHS:
@@ -97,7 +98,10 @@ def _paths(state: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _may_be_deleted(path: str, folders: list[Any]) -> bool:
-    """True unless Lightning would delete the path wherever it is: it looks at the folder of plain local paths alone."""
+    """Return True if Lightning may be allowed to delete the path.
+
+    Lightning itself checks the folder of a plain local path. Any other path must be inside one of *folders*.
+    """
     if get_protocol(path) == "file" and "://" not in path and "::" not in path:
         return True
     return any(path.startswith(f"{str(folder).rstrip('/')}/") for folder in folders if folder)
@@ -121,7 +125,7 @@ def _of_loops(loops: Any) -> str | None:
 
 
 def _of_state(value: Any, key: str, where: str) -> str | None:
-    """A field of a loop's state; the data of the fit loop has checks of its own."""
+    """Check a field of a loop's state. The state of the fit loop's data is checked elsewhere."""
     if key.endswith("progress"):
         return _of_progress(value, where, 0)
     if not key.endswith("state_dict"):

@@ -1,4 +1,4 @@
-"""Strategies whose checkpoints are folders, into which every rank writes its own part.
+"""Base class of strategies whose checkpoints are folders to which every rank writes its own part.
 
 Tested in ``tests/scenarios/checkpoints/test_async_checkpoints.py``.
 """
@@ -28,19 +28,19 @@ __all__ = ["FolderCheckpointStrategy"]
 
 
 class FolderCheckpointStrategy(DistributedStrategy):
-    """What strategies have in common whose ranks write and read a checkpoint together.
+    """Base class of strategies whose ranks write and read a checkpoint together.
 
     Args:
-        async_checkpoints: while training, copy what is saved to the host, and write it as training goes on. A second
-            save, and the end of training, wait for the one under way and raise what went wrong with it. Costs memory
-            for a copy of what each rank holds.
-        accelerator: as for Lightning's ``DDPStrategy``, and so are the others.
-        parallel_devices: see there.
-        cluster_environment: see there.
-        precision_plugin: see there.
-        process_group_backend: see there.
-        timeout: see there.
-        start_method: see there.
+        async_checkpoints: True to copy checkpoints to the host and write them in the background during training
+            (default False). The next save and the end of training wait for the write and raise its errors. Costs host
+            memory for a copy of each rank's part.
+        accelerator: see Lightning's ``DDPStrategy``.
+        parallel_devices: see Lightning's ``DDPStrategy``.
+        cluster_environment: see Lightning's ``DDPStrategy``.
+        precision_plugin: see Lightning's ``DDPStrategy``.
+        process_group_backend: see Lightning's ``DDPStrategy``.
+        timeout: timeout of process groups and of the start of all ranks (default 30 minutes).
+        start_method: see Lightning's ``DDPStrategy``.
 
     Raises:
         SetupError: *async_checkpoints* is neither True nor False.
@@ -69,27 +69,27 @@ class FolderCheckpointStrategy(DistributedStrategy):
         )
         check_flags(async_checkpoints=async_checkpoints)
         self._async_checkpoints = async_checkpoints
-        self._saves: BackgroundSave | None = None  # from the start of training to its end
+        self._saves: BackgroundSave | None = None  # None outside of training
         self._weights_only: bool | None = None
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """What Lightning asks for; checkpoints are written and read by all ranks together, and by no plugin."""
+        """Lightning's checkpoint plugin, which is not used: all ranks write and read checkpoints together."""
         return super().checkpoint_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         raise SetupError(
-            f"the trainer was given the plugin {type(io).__name__}, but checkpoints are written by all ranks, each its"
-            " own part; leave the plugin out"
+            f"the trainer has the plugin {type(io).__name__}, but all ranks write checkpoints together, each its own"
+            " part. Remove the plugin"
         )
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """A rank's part can only be loaded once it is known what that is."""
+        """True, since the part of each rank is only known after set-up."""
         return True
 
-    # ------------------------------------------------------------------ what the user allows
+    # ------------------------------------------------------------------ argument weights_only
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
@@ -97,18 +97,18 @@ class FolderCheckpointStrategy(DistributedStrategy):
         launcher.launch = partial(self._launch, launcher.launch)
 
     def _launch(self, launch: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Note ``weights_only`` of ``Trainer.fit`` and the like.
+        """Record ``weights_only`` of ``Trainer.fit``, ``validate``, ``test`` or ``predict``.
 
-        Lightning 2.6 leaves it out when it has a strategy read a checkpoint after set-up.
+        Lightning 2.6 does not pass it on when a strategy reads a checkpoint after set-up.
         """
         self._weights_only = inspect.signature(function).bind_partial(*args).arguments.get("weights_only")
         return launch(function, *args, **kwargs)
 
     def _allowed(self, weights_only: bool | None) -> bool | None:
-        """What ``load_checkpoint`` was given, or else what the user gave the trainer."""
+        """Return the argument of ``load_checkpoint``, or if it is None, the argument of the trainer's method."""
         return self._weights_only if weights_only is None else weights_only
 
-    # ------------------------------------------------------------------ in the background
+    # ------------------------------------------------------------------ background saves
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -116,8 +116,8 @@ class FolderCheckpointStrategy(DistributedStrategy):
         callbacks = module.trainer.checkpoint_callbacks if self._async_checkpoints and module is not None else []
         if any(isinstance(one, ModelCheckpoint) and one.save_last == "link" for one in callbacks):
             raise SetupError(
-                "ModelCheckpoint has save_last='link', but with async_checkpoints=True the link would be there before"
-                " what it points to. Use save_last=True, or leave async_checkpoints out"
+                "ModelCheckpoint has save_last='link', but with async_checkpoints=True the link would exist before its"
+                " target. Use save_last=True, or remove async_checkpoints"
             )
 
     def on_train_start(self) -> None:
@@ -134,21 +134,21 @@ class FolderCheckpointStrategy(DistributedStrategy):
         try:
             self._end_saves()
         except Exception as error:
-            exception.add_note(f"Also: {error}")  # what ended training is what is raised
+            exception.add_note(f"Also: {error}")  # the error that ended training stays the main error
 
     def _end_saves(self) -> None:
-        """Wait for the save under way, and save in the foreground from now on."""
+        """Wait for the pending save, and save in the foreground from now on."""
         saves = self._saves
         if saves is not None:
             try:
                 saves.wait()
             finally:
-                # An interrupt here leaves the group to the thread that uses it, and to the next call.
+                # If this is interrupted, the saves stay set, and the next call closes them.
                 saves.close()
                 self._saves = None
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a checkpoint; while one is being written, not before that is whole."""
+        """Remove a checkpoint. If a save is pending, remove it only after that save is complete."""
 
         def remove() -> None:
             if self.is_global_zero:
@@ -162,9 +162,9 @@ class FolderCheckpointStrategy(DistributedStrategy):
     def _write_folder(
         self, path: str | Path, state: dict[str, Any], rest: dict[str, Any], part: WritePart | None = None
     ) -> None:
-        """Write a checkpoint, in the background where that was asked for, to the same contents.
+        """Write a checkpoint, in the background with ``async_checkpoints``. The contents are the same in both cases.
 
-        With a *part* it is never in the background: what that reads goes on changing.
+        A *part* is always written in the foreground, because training changes the data that it reads.
         """
         saves = self._saves
         if saves is not None:
@@ -174,19 +174,19 @@ class FolderCheckpointStrategy(DistributedStrategy):
         else:
             write_in_background(saves, path, state, rest)
 
-    # ------------------------------------------------------------------ where
+    # ------------------------------------------------------------------ paths
 
     def _agreed_path(self, filepath: str | Path, storage_options: Any) -> str | Path:
-        """Where rank 0 wants a checkpoint to be."""
+        """Return rank 0's path of a checkpoint, after checking it."""
         if storage_options is not None:
             raise SetupError(
                 f"storage_options={storage_options!r} were given, but this strategy's checkpoints are folders that all"
-                " ranks write to; leave them out"
+                " ranks write to. Remove storage_options"
             )
         path: str | Path = self.broadcast(filepath)
         if "://" in str(path):
             raise SetupError(
-                f"the checkpoint's path is {str(path)!r}, but sharded checkpoints are written by all ranks to a folder;"
-                " give the path of one that they share"
+                f"the checkpoint's path is {str(path)!r}, but all ranks write a sharded checkpoint to one folder. Use"
+                " the path of a folder that all ranks share"
             )
         return path

@@ -1,9 +1,9 @@
 """Order of the gradients in the buckets in which ``DistributedDataParallel`` sums them over ranks.
 
 The first backward pass of a process uses the order of the parameters; every later pass uses the order in which the
-first pass produced the gradients. With three or more ranks, the position of a gradient in its bucket decides in which
-order its sum is computed, and therefore the last bit of the sum. A run that continues from a checkpoint needs the order
-of the interrupted run.
+first pass produced the gradients. With three or more ranks, the position of a gradient in its bucket determines the
+order of summation over ranks, and therefore the last bit of the sum. A resumed run must use the order of the
+interrupted run.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def gradient_order(model: DistributedDataParallel) -> list[str]:
 
 
 def settle_gradient_order(model: DistributedDataParallel, order: Sequence[str]) -> None:
-    """Set the order of gradients before the first backward pass, by a backward pass of zeros in that order.
+    """Set the order of gradients by a backward pass of zeros in that order, before the first real backward pass.
 
-    Collective: every rank calls it. An order that does not name exactly the trained parameters is ignored.
+    Every rank calls this function. An order that does not name exactly the trained parameters is ignored.
 
     Args:
         model: model that has not run a backward pass.

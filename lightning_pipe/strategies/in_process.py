@@ -1,4 +1,4 @@
-"""One process that trains an ``nn.Sequential`` on several devices."""
+"""Strategy that trains an ``nn.Sequential`` on several devices of one process."""
 
 from __future__ import annotations
 
@@ -36,44 +36,51 @@ from lightning_pipe.strategies.running_work import Running
 __all__ = ["InProcessPipelineStrategy"]
 
 _BALANCES = ("parameters", *get_args(Measure))
-_CHUNKS = 4  # for each partition: three of seven or more steps of a partition are then not waiting
+_CHUNKS = 4  # micro-batches per partition: the bubble is then less than 1/5 of the time
 
 
 class InProcessPipelineStrategy(SingleDeviceStrategy):
-    """Runs a module's ``nn.Sequential`` as a :class:`~lightning_pipe.pipe.Pipe` over the Trainer's devices.
+    """Runs an ``nn.Sequential`` of a LightningModule as a :class:`~lightning_pipe.pipe.Pipe` on the Trainer's devices.
 
-    One process, without a launcher, in notebooks too: ``Trainer(devices=2, strategy="in_process_pipeline")``. The
-    LightningModule is an ordinary one, whose ``self.model`` is a Sequential, or which names another attribute as its
-    ``pipe_module``, ``"model.body"`` say. While the trainer runs a pipe is in its place, with the same layers and keys
-    of the state dict; behind that the Sequential, on the CPU, as Lightning leaves modules. What else the module holds
-    is on the first device.
+    Runs in one process without a launcher, also in notebooks:
+    ``Trainer(devices=2, strategy="in_process_pipeline")``. The LightningModule needs no changes if ``self.model`` is
+    the Sequential; otherwise its attribute ``pipe_module`` names the Sequential, for example ``"model.body"``. While
+    the trainer runs, a pipe with the same layers and the same keys of the state dict replaces the Sequential.
+    Afterwards, the Sequential is restored on the CPU, where Lightning leaves modules. All other parts of the
+    LightningModule are on the first device.
 
-    ``training_step`` calls ``self.model(x)``, and its loss runs backward through all partitions at once; or it returns
-    ``pipe_loss(self.model, x, y, loss_fn)``, which runs 1F1B (:func:`~lightning_pipe.pipe.pipe_loss`).
+    ``training_step`` calls ``self.model(x)``, and the backward of its loss runs through all partitions. To train with
+    1F1B, ``training_step`` returns ``pipe_loss(self.model, x, y, loss_fn)`` instead; see
+    :func:`~lightning_pipe.pipe.pipe_loss`.
 
-    Of a batch that is a tuple or a list the last element goes to the last device, where the loss is, and all others to
-    the first; any other batch goes to the first as a whole. A ``place_batch(batch, devices)`` of the module's says it
-    otherwise: it returns the batch with its tensors where they are needed. On CPUs partitions share cores: set
-    ``torch.set_num_threads`` to the number of cores over that of partitions.
+    If a batch is a tuple or list of at least two elements, the last element is moved to the last device, where the loss
+    is computed, and the other elements are moved to the first device. Any other batch is moved to the first device.
+    Define ``place_batch(batch, devices)`` in the LightningModule to change this; it returns the batch with each tensor
+    on its device. On CPUs, partitions share cores: call ``torch.set_num_threads`` with the number of cores divided by
+    the number of partitions.
 
     Args:
-        chunks: micro-batches of a batch; by default four for each device.
-        checkpoint: see :class:`~lightning_pipe.pipe.Pipe`, as for all that follows.
-        balance: number of layers of each partition; or ``"parameters"`` (the default), ``"time"`` or ``"memory"``: an
-            even share of that. The last two measure each layer, when the trainer sets up, on the module's
-            ``example_input_array``, which is to have about as many rows as a micro-batch.
-        deferred_batch_norm: move running statistics once a batch.
-        compile_partitions: compile the layers of each partition together.
-        pipe_module: the attribute that is the Sequential; by default what the module's own ``pipe_module`` says, and
-            ``"model"`` if it says nothing.
-        parallel_devices: of the partitions; by default the Trainer's. One may be there several times.
-        accelerator: as Lightning's ``SingleDeviceStrategy``, and so are the others.
-        checkpoint_io: see there.
-        precision_plugin: see there.
+        chunks: number of micro-batches per batch (default None: four per device). Increase it to shrink the bubble.
+        checkpoint: micro-batches that recompute activations: ``"except_last"`` (default), ``"always"`` or ``"never"``;
+            see :class:`~lightning_pipe.pipe.Pipe`. Recomputation saves memory and costs one more forward.
+        balance: number of layers of each partition, or the cost that is shared evenly between partitions:
+            ``"parameters"`` (default), ``"time"`` or ``"memory"``. ``"time"`` and ``"memory"`` measure each layer
+            during set-up, on the LightningModule's ``example_input_array``, which should have about as many rows as a
+            micro-batch.
+        deferred_batch_norm: True to update running statistics of batch normalisations once per batch and not once per
+            micro-batch (default False).
+        compile_partitions: True to compile the layers of each partition into one function (default False).
+        pipe_module: name of the attribute that holds the Sequential (default None: the LightningModule's
+            ``pipe_module``, or else ``"model"``).
+        parallel_devices: device of each partition; a device may appear several times (default None: the Trainer's
+            devices).
+        accelerator: see Lightning's ``SingleDeviceStrategy``.
+        checkpoint_io: see Lightning's ``SingleDeviceStrategy``.
+        precision_plugin: see Lightning's ``SingleDeviceStrategy``.
 
     Raises:
-        PlanError: no number of micro-batches, no such mode, a balance that does not fit.
-        SetupError: there is no such Sequential, or it cannot be cut.
+        PlanError: *chunks* is less than 1, *checkpoint* is not a known mode, or *balance* does not fit.
+        SetupError: an argument has the wrong type, the Sequential does not exist, or it cannot be partitioned.
     """
 
     strategy_name = "in_process_pipeline"
@@ -96,16 +103,18 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
         check_checkpoint(1 if chunks is None else chunks, checkpoint)
         if isinstance(balance, str) and balance not in _BALANCES:
             raise PlanError(
-                f"balance is {balance!r}; needed is a number of layers for each partition, or one of"
+                f"balance is {balance!r}; expected the number of layers of each partition as a list, or one of"
                 f" {', '.join(map(repr, _BALANCES))}"
             )
         if pipe_module is not None and not isinstance(pipe_module, str):
             raise SetupError(
-                f"pipe_module is {pipe_module!r}; needed is the name of an attribute, such as 'encoder.body'"
+                f"pipe_module is {pipe_module!r}; expected the name of an attribute, such as 'encoder.body'"
             )
         check_flags(deferred_batch_norm=deferred_batch_norm, compile_partitions=compile_partitions)
         if isinstance(parallel_devices, str | torch.device):
-            raise SetupError(f"parallel_devices is the single device {parallel_devices!r}; give a list")
+            raise SetupError(
+                f"parallel_devices is {parallel_devices!r}; expected a list of devices, one for each partition"
+            )
         self._chunks = chunks
         self._checkpoint: Checkpoint = checkpoint
         self._balance = balance
@@ -120,26 +129,26 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
 
     @property
     def parallel_devices(self) -> list[torch.device]:
-        """Of the partitions."""
+        """Device of each partition."""
         return self._devices
 
     @parallel_devices.setter
     def parallel_devices(self, devices: Sequence[torch.device]) -> None:
-        # Lightning's, of a Trainer whose strategy names none.
+        # Lightning sets the Trainer's devices if the strategy has none.
         self._devices = list(devices)
 
     @property
     def num_nodes(self) -> int:
-        """Machines: one."""
+        """Number of machines, always 1."""
         return 1
 
     @num_nodes.setter
     def num_nodes(self, number: int) -> None:
-        # The Trainer's.
+        # Lightning sets the Trainer's num_nodes.
         if number != 1:
             raise SetupError(
-                f"num_nodes is {number}, and a pipe is one process on one machine; needed is 1, or"
-                " strategy='llm_1f1b_pipeline', in several processes"
+                f"num_nodes is {number}; expected 1, since a pipe is one process on one machine. For several machines"
+                " use strategy='llm_1f1b_pipeline'"
             )
 
     @property
@@ -148,13 +157,15 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
 
     @property
     def pipe(self) -> Pipe:
-        """The pipe in the Sequential's place; there while the trainer runs."""
+        """Pipe that replaces the Sequential while the trainer runs."""
         if self._pipe is None:
-            raise SetupError("there is no pipe; Trainer.fit, validate, test or predict makes one when it sets up")
+            raise SetupError(
+                "the strategy has no pipe before set-up. Access it while Trainer.fit, validate, test or predict runs"
+            )
         return self._pipe
 
     def running(self) -> Running:
-        """Answers of this strategy to callbacks, once the trainer has set it up."""
+        """Description of the strategy's work for callbacks, after set-up."""
         return Running(
             title=f"pipe of {len(self.pipe.balance)} partitions",
             record=lambda keep: PartitionRecorder(self.pipe, keep),
@@ -162,11 +173,11 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
         )
 
     def start_trace(self) -> None:
-        """Record when each partition is at which micro-batch, from now on."""
+        """Start recording the time of each micro-batch in each partition."""
         self.pipe.start_trace()
 
     def stop_trace(self) -> list[TaskSpan]:
-        """Stop recording; returns the spans in the order in which they ended."""
+        """Stop recording and return the spans in the order in which they ended."""
         return self.pipe.stop_trace()
 
     # ------------------------------------------------------------------ set-up
@@ -177,16 +188,16 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             PipelineTrainingEpochLoop.install(trainer)
         super().setup(trainer)
-        # Lightning moves optimisers' states to the first device; there are none yet, but for those of a second fit.
+        # Lightning moves optimiser states to the first device. States exist here only in a second fit.
         for optimizer in self.optimizers:
             _to_their_parameters(optimizer)
 
     def model_to_device(self) -> None:
-        """Put a pipe in the Sequential's place, and all else on the first device."""
+        """Replace the Sequential by a pipe, and move the rest of the module to the first device."""
         module = self.lightning_module
         assert module is not None
         holder, name, sequential = self._found(module)
-        # Without it: a model for several devices may be too large for the first.
+        # Move the module without the Sequential, which may be too large for the first device.
         setattr(holder, name, None)
         try:
             module.to(self.root_device)
@@ -194,7 +205,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
             chunks = _CHUNKS * len(devices) if self._chunks is None else self._chunks
             balance = self._balance
             if balance == "time" or balance == "memory":
-                setattr(holder, name, sequential)  # the module's forward leads to it
+                setattr(holder, name, sequential)  # the measurement runs the module's forward, which calls it
                 kept = chunks if self._checkpoint == "never" else 1
                 balance = measured_balance(balance, module, sequential, len(devices), kept, self.root_device)
             elif isinstance(balance, str):
@@ -212,7 +223,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
         self._pipe, self._sequential = pipe, sequential
 
     def _found(self, module: pl.LightningModule) -> tuple[nn.Module, str, nn.Sequential]:
-        """The Sequential, and the module that holds it under a name."""
+        """Return the module that holds the Sequential, the name of the attribute, and the Sequential."""
         path = self._pipe_module or getattr(module, "pipe_module", None) or "model"
         *parents, name = str(path).split(".")
         holder: Any = module
@@ -224,10 +235,10 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
             what = f"{type(module).__name__} has no {path!r}"
             if found is not None:
                 what = f"{path!r} of {type(module).__name__} is a {type(found).__name__}"
-            fix = f"name one of those it has by pipe_module: {', '.join(map(repr, sequentials))}"
+            fix = f"Set pipe_module to one of {', '.join(map(repr, sequentials))}"
             if not sequentials:
-                fix = "it has none: make one of the layers that are to be shared out"
-            raise SetupError(f"{what}; needed is an nn.Sequential, and {fix}")
+                fix = "The module has none; build one from the layers that the partitions share"
+            raise SetupError(f"{what}; expected an nn.Sequential. {fix}")
         assert isinstance(holder, nn.Module)
         return holder, name, found
 
@@ -244,14 +255,14 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
             ]
             sequential.training = pipe.training
             undefer_batch_norm(sequential, pipe.deferred)
-            for holder, name in places:  # none where the module has replaced it
+            for holder, name in places:  # empty if the module has replaced the pipe
                 setattr(holder, name, sequential)
         super().teardown()
 
     # ------------------------------------------------------------------ batches
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Let the workers of a loader end after this process, however it ends."""
+        """Make the loader's workers exit after this process ends for any reason."""
         return ending_with_rank(super().process_dataloader(dataloader))
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -265,7 +276,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
         place = getattr(module, "place_batch", None)
         if place is not None and not callable(place):
             raise SetupError(
-                f"place_batch of {type(module).__name__} is {place!r}; needed is a method of a batch and the devices"
+                f"place_batch of {type(module).__name__} is {place!r}; expected a method place_batch(batch, devices)"
             )
         batch = self._placed(batch) if place is None else place(batch, list(self._devices))
         return module._call_batch_hook("on_after_batch_transfer", batch, dataloader_idx)
@@ -282,7 +293,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
     # ------------------------------------------------------------------ checkpoints
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint, which may hold tensors and plain types, unless the user allows more."""
+        """Read a checkpoint. Types other than tensors and plain types are refused unless *weights_only* is False."""
         with reading_plain_types(checkpoint_path):
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only is not False)
         return checked_contents(checkpoint, checkpoint_path, self.lightning_module)
@@ -294,7 +305,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
 
 
 def _to_their_parameters(optimizer: Optimizer) -> None:
-    """Put an optimiser's states on their parameters' devices; steps are counted where they are."""
+    """Move optimiser states to the devices of their parameters. Zero-dimensional states, such as step counts, stay."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim():

@@ -1,4 +1,4 @@
-"""How many layers each partition of a pipe gets, where they are to be measured before training."""
+"""Number of layers of each partition of a pipe, from measurements before training."""
 
 from __future__ import annotations
 
@@ -27,18 +27,21 @@ def measured_balance(
     kept: int,
     device: torch.device,
 ) -> list[int]:
-    """An even share of the time, or of the memory, that layers take in training.
+    """Balance partitions by the measured time or memory of each layer in training.
 
     Args:
-        by: what is shared out.
-        module: holds the layers, and has an ``example_input_array``.
-        layers: to be shared out; they are where they were afterwards.
-        partitions: how many.
-        kept: micro-batches whose activations are kept at once.
-        device: where each layer is measured.
+        by: measured cost that is shared evenly.
+        module: module that holds the layers and has an ``example_input_array``.
+        layers: layers to balance. They are back on their devices afterwards.
+        partitions: number of partitions.
+        kept: number of micro-batches whose activations are held at the same time; used for memory only.
+        device: device on which each layer is measured.
+
+    Returns:
+        Number of layers of each partition.
 
     Raises:
-        SetupError: no example, or one that does not reach the layers as one value.
+        SetupError: the module has no example, or the first layer does not get one value from it.
     """
     sample = _input_of(layers, module, by, device)
     if by == "time":
@@ -47,12 +50,12 @@ def measured_balance(
 
 
 def _input_of(layers: nn.Sequential, module: pl.LightningModule, by: str, device: torch.device) -> Any:
-    """What the first layer gets when the module's forward runs on its example."""
+    """Return the input of the first layer when the module's forward runs on its example."""
     example = move_data_to_device(module.example_input_array, device)
     if example is None:
         raise SetupError(
-            f"balance is {by!r}, for which layers are measured, and {type(module).__name__} has no example_input_array;"
-            " set it to an input of about as many rows as a micro-batch, or give balance as numbers of layers"
+            f"balance is {by!r}, which measures layers, but {type(module).__name__} has no example_input_array. Set it"
+            " to an input with about as many rows as a micro-batch, or set balance to a list of numbers of layers"
         )
     if not is_overridden("forward", module):
         return _only(example if isinstance(example, tuple) else (example,), by)
@@ -62,7 +65,7 @@ def _input_of(layers: nn.Sequential, module: pl.LightningModule, by: str, device
 
     handle = layers.register_forward_pre_hook(seen)
     try:
-        # Its generators are the user's: what comes before the layers may draw.
+        # Code before the layers may draw random numbers, which must not advance the user's generator.
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             if isinstance(example, Mapping):
                 module(**example)
@@ -73,13 +76,13 @@ def _input_of(layers: nn.Sequential, module: pl.LightningModule, by: str, device
     finally:
         handle.remove()
     raise SetupError(
-        f"balance is {by!r}, for which layers are measured, but forward of {type(module).__name__} does not call them"
-        " on example_input_array; give balance as numbers of layers"
+        f"balance is {by!r}, which measures layers, but forward of {type(module).__name__} does not call them on"
+        " example_input_array. Set balance to a list of numbers of layers"
     )
 
 
 class _Seen(Exception):
-    """Ends a forward where the layers begin."""
+    """Ends a forward at the first layer, with its inputs."""
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:
         super().__init__()
@@ -91,6 +94,6 @@ def _only(inputs: Any, by: str) -> Any:
         return inputs[0]
     found = f"{len(inputs)} inputs" if isinstance(inputs, tuple) else f"a {type(inputs).__name__} of inputs"
     raise SetupError(
-        f"balance is {by!r}, for which layers are measured one by one, but the first takes {found}; give balance as"
-        " numbers of layers"
+        f"balance is {by!r}, which measures layers one by one, but the first takes {found}; expected one input. Set"
+        " balance to a list of numbers of layers"
     )

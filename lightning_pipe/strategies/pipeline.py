@@ -1,4 +1,4 @@
-"""Plain data parallelism with the batch copied ahead."""
+"""Data parallelism for any LightningModule, with batches copied ahead."""
 
 from __future__ import annotations
 
@@ -33,41 +33,47 @@ from lightning_pipe.strategies.checkpoint_contents import checked_contents
 from lightning_pipe.strategies.gradient_order import gradient_order, settle_gradient_order
 from lightning_pipe.strategies.plan_finding import AUTO, AutoOptions, tell_choice
 
-# In a checkpoint.
+# Key of the gradient order in a checkpoint.
 _GRADIENT_ORDER = "lightning_pipe_gradient_order"
 
 
 class PipelineStrategy(DistributedStrategy):
-    """Lightning's distributed data parallelism; the next batch is moved to the device while this one trains.
+    """Lightning's ``DDPStrategy`` that moves the next batch to the device while the current batch trains.
 
-    For any LightningModule, on one process too (which then trains without the wrapper that averages gradients). On
-    several, parameters with an optimiser that runs inside backward are refused.
+    Works with any LightningModule. A single process trains without the ``DistributedDataParallel`` wrapper. On several
+    ranks, parameters whose optimiser runs inside backward are refused.
 
-    Under ``plan="auto"`` the first iterations train under each plan in turn, and the rest under the fastest, which is
-    printed with what was measured; all train to the same bits. The plans are the serial one, the one that moves the
-    next batch ahead, and those that move batches further ahead, up to *max_in_flight*: since the module's transfer
-    hooks stay on the main thread and training is one task, there is no other to find. Much is gained only where
-    batches take long to be moved to a GPU; on a CPU they are not moved at all.
+    With ``plan="auto"``, the first iterations train under each plan in turn. The strategy then prints the measurements
+    and continues with the fastest plan. All plans train to the same bits. The candidates are ``"serial"``,
+    ``"copy_ahead"``, and plans that move batches further ahead, up to *max_in_flight*. No other plans exist, because
+    the module's transfer hooks stay on the main thread and training is one task. Expect a large gain only if moving a
+    batch to a GPU takes long; on a CPU, batches are not moved.
 
     Args:
-        plan: ``"copy_ahead"``, ``"serial"`` (a batch is moved when its turn comes), the path of a plan in YAML, or a
-            plan, of the tasks ``H2D`` and ``TrainBatch``; or ``"auto"``.
-        exploration: of ``"auto"``: ``iterations``, ``rounds``, ``extra_rounds``, ``found`` and ``replan_above`` of
-            :class:`~lightning_pipe.loops.programs.auto_program.Exploration`.
-        max_in_flight: of ``"auto"``: the most batches in flight, each of which takes its memory.
-        save_plan: of ``"auto"``: where to write the plan that was chosen, in YAML, for *plan* to name later.
-        uneven_batches: where some ranks have fewer batches, end the epoch with the ``shortest``, or raise an ``error``.
-        uneven_evaluation: where some ranks have fewer batches to validate, test or predict, or none: ``join`` lets
-            them take part in what the others sum up, so that each row is evaluated once. ``error`` leaves all as
-            Lightning has it, whose sampler repeats rows.
-        options: those of Lightning's ``DDPStrategy``.
+        plan: ``"copy_ahead"`` (default), ``"serial"`` to move each batch when its turn comes, ``"auto"``, the path of a
+            YAML plan, or a :class:`~lightning_pipe.engine.PipelinePlan` of the tasks ``H2D`` and ``TrainBatch``.
+        exploration: size of the search under ``"auto"``: ``iterations``, ``rounds``, ``extra_rounds``, ``found`` and
+            ``replan_above`` of :class:`~lightning_pipe.loops.programs.auto_program.Exploration` (default None: its
+            defaults).
+        max_in_flight: maximum number of batches in flight under ``"auto"`` (default 3). Each costs the memory of a
+            batch on the device.
+        save_plan: path of a YAML file to which ``"auto"`` writes the chosen plan, for use as *plan* in later runs
+            (default None: not written).
+        uneven_batches: handling of epochs in which some ranks have fewer batches: ``"shortest"`` (default) ends the
+            epoch with the first rank that runs out, ``"error"`` raises an error.
+        uneven_evaluation: handling of evaluations in which some ranks have fewer batches, or none: with ``"join"``
+            (default), these ranks take part in the reductions of the other ranks, so that each row is evaluated exactly
+            once. ``"error"`` keeps Lightning's behaviour: its sampler repeats rows so that all ranks have the same
+            number.
+        options: keyword arguments of Lightning's ``DDPStrategy``.
 
     Attributes:
-        plan_choice: of ``"auto"``: what was chosen, and what was measured; None before.
+        plan_choice: plan that ``"auto"`` has chosen, with its measurements; None before.
 
     Raises:
-        PlanError: there is no such plan, or the strategy's tasks cannot run under it; a number that is too small.
-        SetupError: an argument that is only for ``"auto"``, where the plan is another.
+        PlanError: the plan does not exist, it does not fit the tasks, or a number is too small.
+        SetupError: *exploration*, *max_in_flight* or *save_plan* is given without ``plan="auto"``, or a value is
+            invalid.
     """
 
     def __init__(
@@ -85,10 +91,10 @@ class PipelineStrategy(DistributedStrategy):
         self._take_uneven(uneven_batches, uneven_evaluation)
         self._auto = AutoOptions(exploration, max_in_flight, save_plan)
         self._auto.refuse_without_auto(plan)
-        # What cannot be is said when the strategy is made, not when training begins.
+        # An invalid plan is an error here, not only when training begins.
         self._given = None if plan == AUTO else default_plan(_not_moved, plan)
         self.plan_choice: PlanChoice | None = None
-        # Of a checkpoint that was loaded, and of this run from its first backward pass on.
+        # Gradient order of a loaded checkpoint, and of this run after its first backward pass.
         self._order_at_save: list[str] | None = None
         self._order: list[str] | None = None
 
@@ -98,11 +104,11 @@ class PipelineStrategy(DistributedStrategy):
         install_interrupted_saves(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             PipelineTrainingEpochLoop.install(trainer)
-            self._order = None  # of an earlier fit, which checkpoints written since then were to have
+            self._order = None  # order of the previous fit, kept until now for checkpoints written after it
         super().setup(trainer)
 
     def training_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> TrainingProgram:
-        """The two tasks under the plan; the training loop asks for it when training begins."""
+        """Build the two tasks under the plan. The training loop calls this method when training begins."""
         ddp = self._sums_depend_on_order()
         if self._order_at_save is not None and ddp is not None:
             settle_gradient_order(ddp, self._order_at_save)
@@ -129,43 +135,50 @@ class PipelineStrategy(DistributedStrategy):
             tell_choice(choice, self._auto.save_plan)
 
     def evaluation_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str) -> EvaluationProgram:
-        """Batches of one dataloader, moved as far ahead as in training; by one where that is not chosen yet."""
+        """Build the program that evaluates the batches of one dataloader.
+
+        Batches are moved as far ahead as in training, or one batch ahead before ``"auto"`` has chosen a plan.
+        """
         training = self._given or (self.plan_choice and self.plan_choice.plan)
         ahead = training.schedule[TRANSFER].stage if training else 1
         return default_evaluation(trainer, transfer, step, ahead=ahead)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint, which may hold tensors and plain types, unless the user allows more."""
+        """Read a checkpoint. Types other than tensors and plain types are refused unless *weights_only* is False."""
         with reading_plain_types(checkpoint_path):
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only is not False)
         order = checkpoint.get(_GRADIENT_ORDER)
         if order is not None and not (isinstance(order, list) and all(isinstance(name, str) for name in order)):
             raise SetupError(
                 f"the order of gradients in the checkpoint {str(checkpoint_path)!r} is damaged: expected a list of"
-                f" parameters' names, got {shown(order)}; take another checkpoint"
+                f" parameter names, got {shown(order)}. Resume from another checkpoint"
             )
         self._order_at_save = order
         return checked_contents(checkpoint, checkpoint_path, self.lightning_module)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Write a checkpoint, with the order in which gradients are summed over ranks."""
-        # Before the first batch of a run that goes on, its own is that of the checkpoint.
+        # Before the first batch of a resumed run, the order is the loaded checkpoint's.
         order = self._order if self._order_at_save is None else self._order_at_save
         if order is not None:
             checkpoint[_GRADIENT_ORDER] = order
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Let DDP lay gradients out for the next step, as its next forward pass would, so that the order is known."""
+        """After the first backward pass, let DDP rebuild its buckets, and record the order of gradients.
+
+        DDP itself rebuilds them only in its next forward pass, which is too late for a checkpoint after the first step.
+        """
         super().post_backward(closure_loss)
         ddp = self._sums_depend_on_order() if self._order is None else None
         if ddp is not None and ddp.reducer._rebuild_buckets():
             self._order = gradient_order(ddp)
 
     def _sums_depend_on_order(self) -> DistributedDataParallel | None:
-        """The model, where the last bit of a summed gradient depends on its place in a bucket, or None.
+        """Return the DDP model if the last bit of a summed gradient depends on its position in a bucket, else None.
 
-        The sum of two ranks does not; and with either option below DDP lays gradients out once, or by other rules.
+        The sum over two ranks does not depend on it. With ``find_unused_parameters`` or ``static_graph``, DDP builds
+        its buckets once or by other rules.
         """
         ddp = self.model
         if self.world_size < 3 or not isinstance(ddp, DistributedDataParallel):
@@ -173,7 +186,7 @@ class PipelineStrategy(DistributedStrategy):
         return None if ddp.find_unused_parameters or ddp.static_graph else ddp
 
     def teardown(self) -> None:
-        self._order_at_save = None  # of a checkpoint that was read for an evaluation: a later fit is none of its
+        self._order_at_save = None  # a checkpoint that was loaded for an evaluation must not affect a later fit
         super().teardown()
 
     def configure_ddp(self) -> None:
@@ -188,15 +201,15 @@ def _not_moved(batch: Any) -> Any:
 
 
 def _refuse_optimizers_in_backward(module: pl.LightningModule) -> None:
-    """Refuse parameters that an optimiser trains inside backward, where several ranks average gradients after it.
+    """Refuse parameters whose optimiser runs inside backward, since ranks average gradients only after backward.
 
     Raises:
-        SetupError: names them.
+        SetupError: the module has such parameters; the message contains their names.
     """
     names = [name for name, one in module.named_parameters() if getattr(one, "_in_backward_optimizers", None)]
     if names:
         raise SetupError(
             f"the optimisers of {', '.join(names)} run inside backward (apply_optimizer_in_backward), before gradients"
             " are averaged over ranks, and DistributedDataParallel does not run them on a CPU. Shard such tables with"
-            " strategy='recsys_prefetch_pipeline', or train them by an optimiser of configure_optimizers"
+            " strategy='recsys_prefetch_pipeline', or train them with an optimiser from configure_optimizers"
         )

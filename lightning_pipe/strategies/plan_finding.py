@@ -1,4 +1,4 @@
-"""Arguments, report and saved plan that all strategies share which find a plan themselves.
+"""Options, report and saved plan of strategies with ``plan="auto"``.
 
 Tested in ``tests/scenarios/recommenders/test_recsys_auto.py``.
 """
@@ -26,23 +26,25 @@ from lightning_pipe.loops.programs.auto_program import Exploration, PlanChoice
 
 __all__ = ["AUTO", "AutoOptions", "choice_report", "tell_choice", "write_choice"]
 
-# In the place of a plan's name.
+# Argument plan for a search during training.
 AUTO = "auto"
 
 
 @dataclass(frozen=True)
 class AutoOptions:
-    """How a plan is found while training, under ``plan="auto"``.
+    """Options of the search for a plan during training, under ``plan="auto"``.
 
     Args:
-        exploration: ``iterations``, ``rounds``, ``extra_rounds``, ``found`` and ``replan_above`` of
-            :class:`~lightning_pipe.loops.programs.auto_program.Exploration`.
-        max_in_flight: largest number of batches in flight, each of which takes its memory (default 3).
-        save_plan: file to write the plan to that was chosen, in YAML, for ``plan`` to name later (default None).
+        exploration: size of the search: ``iterations``, ``rounds``, ``extra_rounds``, ``found`` and ``replan_above`` of
+            :class:`~lightning_pipe.loops.programs.auto_program.Exploration` (default None: its defaults).
+        max_in_flight: maximum number of batches in flight (default 3). Each costs the memory of a batch and of its
+            intermediate results.
+        save_plan: path of a YAML file to write the chosen plan to, for use as ``plan`` in later runs (default None: not
+            written).
 
     Raises:
-        SetupError: an unknown key, or ``save_plan`` is no path.
-        PlanError: a number that is too small.
+        SetupError: *exploration* has an unknown key, or *save_plan* is not a path.
+        PlanError: a number is too small.
     """
 
     exploration: Exploration | Mapping[str, Any] | None = None
@@ -51,37 +53,37 @@ class AutoOptions:
 
     def __post_init__(self) -> None:
         option_group(Exploration, "exploration", self.exploration)
-        PlanLimits(self.max_in_flight)  # says what is wrong with it
+        PlanLimits(self.max_in_flight)  # raises for an invalid number
         if self.save_plan is not None and not isinstance(self.save_plan, str | Path):
-            raise SetupError(f"save_plan is {self.save_plan!r}; needed is the path of a file to write, or None")
+            raise SetupError(f"save_plan is {self.save_plan!r}; expected the path of a file to write, or None")
 
     @property
     def search(self) -> Exploration:
-        """The exploration, with its defaults."""
+        """Size of the search, with default values filled in."""
         return option_group(Exploration, "exploration", self.exploration)
 
     def refuse_without_auto(self, plan: object) -> None:
-        """Refuse options for finding a plan if the plan is given.
+        """Refuse options of the search if the plan is given.
 
         Raises:
-            SetupError: one of them is not its default.
+            SetupError: *plan* is not ``"auto"``, and an option differs from its default.
         """
         if plan != AUTO and self != AutoOptions():
             raise SetupError(
-                f"plan is {plan!r}, but exploration, max_in_flight and save_plan are for plan='auto', which looks for"
-                " one; leave them out, or give plan='auto'"
+                f"plan is {plan!r}, but exploration, max_in_flight and save_plan are for plan='auto', which searches"
+                " for a plan. Remove them, or set plan='auto'"
             )
 
 
 def choice_report(choice: PlanChoice) -> Group:
-    """What was chosen, and why, for a Rich console."""
+    """Report of the chosen plan and the measurements, for a Rich console."""
     measured = choice.measured
     rounds = max(map(len, measured.values()))
     by_hand = best_by_hand(measured, choice.hand_written)
-    # Of the rounds that both were timed in: a plan that was too slow has dropped out.
+    # Over the rounds in which both were timed, since plans that were too slow have fewer rounds.
     ratios = {name: typical(times) / typical(measured[by_hand][: len(times)]) for name, times in measured.items()}
     wins = {name: sum(map(operator.lt, times, measured[by_hand])) for name, times in measured.items()}
-    table = FittedTable.of_figures("plan", "ms an iteration", "over rounds", "faster in", "by hand = 1")
+    table = FittedTable.of_figures("plan", "ms per iteration", "min .. max", "faster in", "hand-written = 1")
     for name in sorted(ratios, key=lambda name: ratios[name]):
         table.add_row(
             name,
@@ -94,11 +96,14 @@ def choice_report(choice: PlanChoice) -> Group:
     chosen = choice.plan.name
     if chosen not in choice.hand_written:
         gain = 1 - ratios[chosen]
-        why = f"{gain:.1%} faster than {by_hand}, the best by hand, and faster in {wins[chosen]} of {rounds} rounds"
+        why = (
+            f"{gain:.1%} faster than {by_hand}, the best hand-written plan, and faster in {wins[chosen]} of {rounds}"
+            " rounds"
+        )
     elif len(ratios) > len(choice.hand_written):
-        why = "no plan that was found is faster than it beyond noise"
+        why = "no found plan is faster beyond noise"
     else:
-        why = "no other plan was tried" if len(ratios) == 1 else "of those by hand; no other was tried"
+        why = "no other plan was tried" if len(ratios) == 1 else "only hand-written plans were tried"
     longest = sorted(choice.own, key=lambda name: -choice.own[name])[:4]
     tasks = ", ".join(f"{name} {1e3 * choice.own[name]:.2f}" for name in longest)
     ahead = [
@@ -109,8 +114,8 @@ def choice_report(choice: PlanChoice) -> Group:
     return Group(
         Text(f"plan {chosen} is the fastest: {why}", style="bold"),
         table,
-        Text(f"ahead of the batch being trained: {', '.join(ahead) or 'nothing'}"),
-        Text(f"one after the other the longest tasks take, in ms: {tasks}"),
+        Text(f"tasks ahead of the trained batch: {', '.join(ahead) or 'none'}"),
+        Text(f"longest tasks in serial order, in ms: {tasks}"),
     )
 
 
@@ -120,22 +125,22 @@ def _where(stage: int, group: str) -> str:
 
 
 def tell_choice(choice: PlanChoice, save_plan: str | Path | None) -> None:
-    """Print what was chosen, and write the plan, if that is asked for: on one rank."""
+    """Print the report of a choice, and write the plan if *save_plan* is a path. Called on one rank only."""
     print_report(choice_report(choice))
     if save_plan is not None:
         write_choice(choice.plan.to_yaml, save_plan, f"the plan {choice.plan.name!r}")
 
 
 def write_choice(to_yaml: Callable[[], str], path: str | Path, what: str) -> None:
-    """Write what was chosen, in YAML; where that fails, training goes on with a warning.
+    """Write a choice to a YAML file. A failure is a warning, and training continues.
 
     Args:
-        to_yaml: gives the text.
-        path: of the file.
-        what: is written, for the warning.
+        to_yaml: returns the YAML text.
+        path: path of the file.
+        what: name of the choice in the warning.
     """
     try:
         with whole_file(path) as unfinished:
             unfinished.write_text(to_yaml(), encoding="utf-8")
     except (OSError, ValueError, yaml.YAMLError) as error:
-        rank_zero_warn(f"{what} cannot be written to {str(path)!r} ({error}); training goes on with it")
+        rank_zero_warn(f"{what} cannot be written to {str(path)!r} ({error}). Training continues with it")

@@ -1,4 +1,4 @@
-"""What a Trainer may ask for and sharded tables cannot do: refused by name when training is set up.
+"""Checks at set-up for Trainer options and callbacks that sharded tables do not support.
 
 Tested in ``tests/strategies/recommender/test_strategy.py``.
 """
@@ -20,13 +20,13 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning_pipe.engine import SetupError
 
 CLIPS_BY_VALUE = (
-    "gradient_clip_algorithm is 'value', but the gradients of table rows exist only inside the fused optimiser; clip by"
-    " 'norm', which is one global norm over dense and sharded parameters"
+    "gradient_clip_algorithm is 'value', but the gradients of table rows exist only inside the fused optimiser. Set it"
+    " to 'norm', which clips by one global norm over dense and sharded parameters"
 )
 
 
 def loss_scaler(precision: Precision) -> torch.amp.GradScaler | None:
-    """The plugin's loss scaler, if it has one."""
+    """Return the plugin's loss scaler, or None."""
     return precision.scaler if isinstance(precision, MixedPrecision) else None
 
 
@@ -34,29 +34,29 @@ def refuse_other_precision(plugin: Precision) -> None:
     """Refuse a precision that casts parameters.
 
     Raises:
-        SetupError: it is none of "32-true", "bf16-mixed" and "16-mixed".
+        SetupError: the precision is not "32-true", "bf16-mixed" or "16-mixed".
     """
     if plugin.precision not in ("32-true", "bf16-mixed", "16-mixed"):
         raise SetupError(
             f"precision is {plugin.precision!r}, which would cast the dense parameters, but FBGEMM keeps tables and"
-            " their outputs in float32; use '32-true', 'bf16-mixed' or '16-mixed'"
+            " their outputs in float32. Use '32-true', 'bf16-mixed' or '16-mixed'"
         )
 
 
 def refuse_training(trainer: pl.Trainer, module: pl.LightningModule, plugin: Precision) -> None:
-    """Refuse what cannot work while tables are trained.
+    """Refuse options of the trainer, module and callbacks that do not work while tables are trained.
 
     Raises:
-        SetupError: names what was found, why it cannot work, and what to use.
+        SetupError: an option is not supported; the message contains the reason and an alternative.
     """
     if not module.automatic_optimization:
         raise SetupError(
-            "the module optimises by hand (automatic_optimization is False), but a recsys plan runs the steps of"
-            " one iteration as separate tasks. Use automatic optimisation, or strategy='pipeline'"
+            "the module uses manual optimisation (automatic_optimization is False), but a recsys plan runs the parts of"
+            " an iteration as separate tasks. Use automatic optimisation, or strategy='pipeline'"
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise SetupError(
-            "training_step takes the dataloader_iter, but a recsys plan fetches batches itself. Write"
+            "training_step takes the dataloader_iter, but a recsys plan fetches batches itself. Define"
             " training_step(self, batch, batch_idx), or use strategy='pipeline', which then runs Lightning's loop"
         )
     refuse_callbacks_of_whole_modules(trainer)
@@ -65,57 +65,58 @@ def refuse_training(trainer: pl.Trainer, module: pl.LightningModule, plugin: Pre
     accumulated = _most_accumulated(trainer)
     if clips_gradients(trainer) and accumulated > 1:
         raise SetupError(
-            f"gradients are clipped and accumulate_grad_batches is {accumulated}, but tables are updated in every"
-            " micro-batch's backward, before the norm of all is known. Use accumulate_grad_batches=1 or no clipping"
+            f"gradients are clipped and accumulate_grad_batches is {accumulated}, but tables are updated in the"
+            " backward of every micro-batch, before the norm of the accumulated gradients is known. Use"
+            " accumulate_grad_batches=1 or no clipping"
         )
     if loss_scaler(plugin) is not None and accumulated > 1:
         raise SetupError(
-            f"precision is '16-mixed' and accumulate_grad_batches is {accumulated}, but tables are updated in every"
-            " micro-batch's backward, before it is known whether a later one overflows and the step is skipped. Use"
+            f"precision is '16-mixed' and accumulate_grad_batches is {accumulated}, but tables are updated in the"
+            " backward of every micro-batch, before a later micro-batch may overflow and skip the step. Use"
             " accumulate_grad_batches=1, 'bf16-mixed' or '32-true'"
         )
 
 
 def refuse_scaled_fp16(trainer: pl.Trainer, plugin: Precision, backward: str) -> None:
-    """Refuse to send gradients that are scaled up as numbers that end at 65504.
+    """Refuse to send scaled gradients in fp16, whose largest number is 65504.
 
     Args:
-        trainer: about to train.
-        plugin: its precision.
-        backward: what the tables' gradients travel as.
+        trainer: trainer that is about to train.
+        plugin: precision plugin of the trainer.
+        backward: precision in which the tables' gradients are sent.
 
     Raises:
-        SetupError: gradients travel as fp16, and are unscaled only where they arrive.
+        SetupError: gradients are sent in fp16 and unscaled only after they arrive.
     """
     if backward == "fp16" and clips_gradients(trainer) and loss_scaler(plugin) is not None:
         raise SetupError(
-            "wire.quantized_comms has backward='fp16', precision is '16-mixed' and gradients are clipped: the tables'"
-            " gradients are then sent as the loss scale has made them, and those beyond 65504 would be cut off without"
-            " a word; use backward='bf16', no clipping, or another precision"
+            "wire.quantized_comms has backward='fp16', precision is '16-mixed' and gradients are clipped. The tables'"
+            " gradients are then sent before they are unscaled, and values beyond 65504 would be cut off silently. Use"
+            " backward='bf16', no clipping, or another precision"
         )
 
 
 def refuse_callbacks_of_whole_modules(trainer: pl.Trainer) -> None:
-    """Refuse callbacks that average, or prune, the weights of the module as it was made, where no rank holds all.
+    """Refuse callbacks that average or prune the weights of the whole module, which no rank holds.
 
     Raises:
-        SetupError: names the callback.
+        SetupError: the trainer has such a callback; the message contains its name.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging, ModelPruning)):
             raise SetupError(
-                f"callback {type(callback).__name__} works on the weights of the whole module, as it was made, but"
-                " ranks hold parts of it; needed is a run without it, or strategy='pipeline', where each rank holds all"
+                f"callback {type(callback).__name__} works on the weights of the whole module, but each rank holds only"
+                " a part of them. Remove the callback, or use strategy='pipeline', where each rank holds all weights"
             )
 
 
 def clips_gradients(trainer: pl.Trainer) -> bool:
-    """Whether the trainer, or a hook of the module's own, clips gradients."""
+    """Return True if the trainer or a hook of the module clips gradients."""
     return bool(trainer.gradient_clip_val) or is_overridden("configure_gradient_clipping", trainer.lightning_module)
 
 
 def _most_accumulated(trainer: pl.Trainer) -> int:
-    """The most batches that the trainer is going to accumulate gradients over."""
+    """Largest number of batches over which the trainer accumulates gradients, at any point of the training."""
     factors = [trainer.accumulate_grad_batches]
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, GradientAccumulationScheduler):

@@ -1,4 +1,4 @@
-"""Refusals of arguments that strategies do not have: former names, fields of option groups, and unknown ones."""
+"""Errors for arguments from earlier versions, fields of option groups, and unknown arguments of strategies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_pipe.engine import SetupError
 
 __all__ = ["LANGUAGE_MODEL", "RECOMMENDER", "refuse_renamed"]
 
-# Former arguments of the strategies for language models, and the fields that they have become.
+# Former arguments of the strategies for language models, with the option fields that replace them.
 _OF_SPLIT = (
     *("layers_per_stage", "layer_ranges", "balance", "input_weight", "output_weight", "split_spec", "split_policy"),
     "tied_embeddings",
@@ -36,7 +36,7 @@ LANGUAGE_MODEL: dict[str, str] = {
     **{name: f"split.{name}" for name in _OF_SPLIT},
     **{name: f"batching.{name}" for name in _OF_BATCHING},
 }
-# Those of the strategy for recommenders.
+# Former arguments of the strategy for recommenders, with the option fields that replace them.
 RECOMMENDER = {
     "sharding_plan": "sharding.plan",
     "constraints": "sharding.constraints",
@@ -55,24 +55,26 @@ RECOMMENDER = {
 }
 
 
-_REMOVED = {"copy_in_place": "PyTorch's caching allocator gives out the memory of finished batches again"}
+_REMOVED = {"copy_in_place": "PyTorch's caching allocator reuses the memory of finished batches"}
 
 
 def refuse_renamed(arguments: Mapping[str, Any], renamed: Mapping[str, str], strategy: object = None) -> None:
-    """Refuse arguments of former versions; and any that *strategy* does not have, if it is given.
+    """Refuse arguments from earlier versions, and unknown arguments if *strategy* is given.
 
     Args:
-        arguments: what a strategy was given beside its own arguments.
-        renamed: former argument to the field that it has become, ``group.field``.
-        strategy: the strategy; its class and the bases take named arguments.
+        arguments: keyword arguments of a strategy that its own signature does not name.
+        renamed: maps a former argument to the field that replaces it, ``group.field``.
+        strategy: the strategy, whose class and bases define the known arguments (default None: no check for unknown
+            arguments).
 
     Raises:
-        SetupError: names former ones, with YAML that gives the same values to the fields that they have become.
-        TypeError: names another one, and what *strategy* takes.
+        SetupError: an argument is from an earlier version; the message contains YAML with the same values in the
+            fields that replace it.
+        TypeError: *strategy* has no such argument; the message contains the known arguments.
     """
     for name in arguments:
         if name in _REMOVED:
-            raise SetupError(f"{name} is given, but it has been removed: {_REMOVED[name]}; leave it out")
+            raise SetupError(f"{name} is given, but it has been removed: {_REMOVED[name]}. Remove it")
     former = [name for name in arguments if name in renamed]
     if not former:
         if strategy is not None:
@@ -81,25 +83,25 @@ def refuse_renamed(arguments: Mapping[str, Any], renamed: Mapping[str, str], str
     groups: dict[str, dict[str, Any]] = {}
     for name in former:
         group, field = renamed[name].split(".")
-        # None was the default. An interval between layers had no effect if no checkpointing was asked for.
+        # Skip None, the default, and activation_checkpointing_every, which had no effect without checkpointing.
         every_of_none = name == "activation_checkpointing_every" and arguments.get("activation_checkpointing") is None
         if arguments[name] is not None and not every_of_none:
             groups.setdefault(group, {})[field] = _plain(arguments[name])
     if not groups:
         raise SetupError(
-            f"{', '.join(former)} {'is' if len(former) == 1 else 'are'} given, but expected are option groups; the"
+            f"{', '.join(former)} {'is' if len(former) == 1 else 'are'} given, but option groups are expected. The"
             " values are the defaults of these groups, so leave them out"
         )
     raise SetupError(
-        f"{', '.join(former)} {'is' if len(former) == 1 else 'are'} given, but expected are the option groups"
-        f" {', '.join(groups)}; give the same values as:\n{yaml.safe_dump(groups, sort_keys=False)}"
+        f"{', '.join(former)} {'is' if len(former) == 1 else 'are'} given, but the option groups"
+        f" {', '.join(groups)} are expected. Give the same values as:\n{yaml.safe_dump(groups, sort_keys=False)}"
     )
 
 
 def _refuse_unknown(arguments: Mapping[str, Any], strategy: type) -> None:
-    """As Python does, which would name the base that the arguments are handed on to."""
+    """Raise the error of Python for an unknown argument, but name the strategy instead of one of its bases."""
     found = [inspect.signature(vars(base)["__init__"]) for base in strategy.__mro__ if "__init__" in vars(base)]
-    # Arguments are handed on until a base takes no others.
+    # Arguments are passed from base to base until one has no ``**kwargs``.
     end = next((place for place, one in enumerate(found) if not _takes_others(one)), len(found))
     taken = [one for signature in found[: end + 1] for one in signature.parameters.values()]
     known = {one.name for one in taken if one.default is not one.empty}
@@ -107,7 +109,7 @@ def _refuse_unknown(arguments: Mapping[str, Any], strategy: type) -> None:
         near = get_close_matches(name, known, 1)
         meant = f"did you mean {near[0]!r}? " if near else ""
         raise TypeError(
-            f"{strategy.__name__}() got an unexpected keyword argument {name!r}; {meant}expected are"
+            f"{strategy.__name__}() got an unexpected keyword argument {name!r}; {meant}expected one of"
             f" {', '.join(sorted(known))}"
         )
 
@@ -117,7 +119,7 @@ def _takes_others(signature: inspect.Signature) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """The value as YAML can write it."""
+    """Convert a value to types that YAML can write."""
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

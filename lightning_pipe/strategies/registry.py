@@ -1,4 +1,4 @@
-"""The strategies' names, as ``Trainer(strategy=...)`` takes them."""
+"""Names of the strategies for ``Trainer(strategy=...)``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 @dataclass(frozen=True)
 class RegisteredStrategy:
-    """One name.
+    """Name of a strategy with arguments.
 
     Args:
-        name: as ``Trainer`` takes it.
-        description: one line.
-        strategy: the class of ``lightning_pipe.strategies`` that the name stands for.
-        init_args: its arguments.
-        plan: name of the plan that it runs its tasks under.
+        name: name for ``Trainer(strategy=...)``.
+        description: description in one line.
+        strategy: class name in ``lightning_pipe.strategies`` (default ``"PipelineStrategy"``).
+        init_args: arguments of the class (default: none).
+        plan: name of the plan under which the strategy runs its tasks (default ``"copy_ahead"``).
     """
 
     name: str
@@ -43,20 +43,20 @@ STRATEGIES = (
     _recsys("serial", ", one batch at a time"),
     _recsys("base", ", copy and input dist ahead"),
     _recsys("prefetch", "; copy, input dist and cache prefetch ahead"),
-    _recsys("early_prefetch", "; the same, the prefetch in front of the lookup: for rows that come from a disk"),
-    _recsys("fused_sparse_dist", "; copy and input dist ahead, and the lookup as soon as the tables are written"),
-    _recsys("semi_sync", "; the lookup before the batch before has written the tables: one batch stale"),
-    _recsys("auto", "; the plan found in the first iterations"),
+    _recsys("early_prefetch", "; as prefetch, with the prefetch before the previous batch's lookup, for rows on disk"),
+    _recsys("fused_sparse_dist", "; copy and input dist ahead, and the lookup as soon as the tables are updated"),
+    _recsys("semi_sync", "; the lookup before the previous batch has updated the tables: one batch stale"),
+    _recsys("auto", "; the fastest plan of a search in the first iterations"),
     _llm("gpipe", "language model in stages: all forwards, then all backwards"),
-    _llm("1f1b", "language model in stages: one forward, one backward in turn, fewer activations held"),
-    _llm("interleaved_1f1b", "several stages a rank in loop order, a smaller bubble"),
-    _llm("looped_bfs", "several stages a rank in loop order, all micro-batches through one before the next"),
-    _llm("interleaved_zero_bubble", "several stages a rank, weights' backward put into the bubble"),
-    _llm("zbv_zero_bubble", "two stages a rank in V order, weights' backward put into the bubble"),
-    _llm("dualpipev", "two stages a rank in V order, DualPipeV's order of forwards and backwards, one at a time"),
+    _llm("1f1b", "language model in stages: one forward and one backward in turn, with less memory for activations"),
+    _llm("interleaved_1f1b", "several stages per rank in loop order, with a smaller bubble"),
+    _llm("looped_bfs", "several stages per rank in loop order: all micro-batches through a stage before the next"),
+    _llm("interleaved_zero_bubble", "several stages per rank, with the backward of weights in the bubble"),
+    _llm("zbv_zero_bubble", "two stages per rank in V order, with the backward of weights in the bubble"),
+    _llm("dualpipev", "two stages per rank in V order, in DualPipeV's order, without overlap of forward and backward"),
     RegisteredStrategy(
         "llm_auto_pipeline",
-        "language model in stages: schedule, stages, micro-batches and split chosen when training is set up",
+        "language model in stages: schedule, stages, micro-batches and split chosen at set-up",
         "AutoLLMPipelineStrategy",
         plan="llm",
     ),
@@ -70,14 +70,14 @@ STRATEGIES = (
 
 
 def register() -> None:
-    """Register every name with Lightning; again does nothing."""
+    """Register every name with Lightning. Repeated calls have no effect."""
     for entry in STRATEGIES:
         if entry.name not in StrategyRegistry:
             StrategyRegistry.register(entry.name, _Lazy(entry), description=entry.description, **entry.init_args)
 
 
 class _Lazy:
-    """Imports the strategy, and what it is built on, when a trainer asks for it."""
+    """Imports the strategy and its dependencies when a trainer requests it."""
 
     def __init__(self, entry: RegisteredStrategy) -> None:
         self._entry = entry

@@ -1,4 +1,4 @@
-"""The answers that a strategy gives callbacks about its work, so that callbacks need not know strategies by class.
+"""Description of a strategy's work for callbacks, which therefore need not import any strategy class.
 
 Tested in ``tests/callbacks/test_trace.py``.
 """
@@ -22,20 +22,20 @@ __all__ = ["MicroBatchRecorder", "Running", "RunningStages", "running"]
 
 
 class MicroBatchRecorder(Protocol):
-    """Records the work of stages or partitions on micro-batches, from the moment it is made until :meth:`stop`."""
+    """Records the work of stages or partitions on micro-batches, from construction until :meth:`stop`."""
 
     def batch_done(self) -> None:
-        """Take the records of the batch that was just trained."""
+        """Collect the records of the batch that was just trained."""
 
     def stop(self, tasks: Sequence[Bar], rank: int) -> list[Bar]:
         """Stop recording.
 
         Args:
-            tasks: bars of the tasks that ran meanwhile, each for its iteration.
-            rank: this rank.
+            tasks: bars of the tasks that ran during the recording, with their iterations.
+            rank: index of this rank.
 
         Returns:
-            A bar for each forward, backward and wait, for the iteration of the task in which it began.
+            A bar for each forward, backward and wait, with the iteration of the task in which it began.
         """
 
 
@@ -44,11 +44,11 @@ class RunningStages:
     """Pipeline stages that communicate between ranks.
 
     Attributes:
-        runner: runs this rank's stages, and records their events on request.
+        runner: runner of this rank's stages, which records their events on request.
         schedule: the schedule of the stages.
-        num_microbatches: number of micro-batches of a batch.
+        num_microbatches: number of micro-batches per batch.
         stages_per_rank: number of stages on each rank.
-        mesh: all ranks; the first dimension is the pipeline.
+        mesh: device mesh of all ranks, whose first dimension is the pipeline.
     """
 
     runner: PipelineRunner
@@ -60,14 +60,15 @@ class RunningStages:
 
 @dataclass(frozen=True)
 class Running:
-    """A strategy's answers.
+    """Description of a strategy's work.
 
     Attributes:
-        title: name of the work in pictures; the plan's name if None.
-        record: starts a recorder of micro-batches that keeps at most so many records; None without micro-batches.
-        stages: the pipeline stages; None for other strategies.
-        profile: measures the cost of each task; None where tasks cannot be replayed one by one.
-        has_pipe: whether one process trains an ``nn.Sequential`` on several devices.
+        title: name of the work in timelines (default None: the plan's name).
+        record: function that starts a recorder of micro-batches; its argument is the maximum number of records (default
+            None: no micro-batches).
+        stages: pipeline stages of this rank (default None: no stages).
+        profile: function that measures the exposed time of each task (default None: tasks cannot be replayed).
+        has_pipe: True if one process trains an ``nn.Sequential`` on several devices (default False).
     """
 
     title: str | None = None
@@ -78,6 +79,6 @@ class Running:
 
 
 def running(strategy: Any) -> Running:
-    """Ask *strategy* about its work; without a method ``running`` it has only tasks, and perhaps ``profile``."""
+    """Return the result of ``strategy.running()``. Without that method, use only ``strategy.profile`` if it exists."""
     answer = getattr(strategy, "running", None)
     return Running(profile=getattr(strategy, "profile", None)) if answer is None else answer()

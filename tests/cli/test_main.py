@@ -314,7 +314,7 @@ def test_an_argument_of_a_former_version_is_refused_with_the_group_that_has_it_n
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     message = refusal(["fit", "--config", "fit.yaml", "--trainer.strategy.init_args.validate_ids", "true"], capsys)
-    assert message.startswith("validate_ids is given, but expected are the option groups checks; give the same values")
+    assert message.startswith("validate_ids is given, but the option groups checks are expected. Give the same values")
     assert "checks:\n  validate_ids: '...'" in message
 
 

@@ -291,10 +291,10 @@ def test_what_is_no_sequential_is_refused_with_what_there_is() -> None:
     class Wrong(Model):
         pipe_module = "scale"
 
-    with pytest.raises(SetupError, match=r"'scale' of Wrong is a Parameter; .* those it has by pipe_module: 'model'"):
+    with pytest.raises(SetupError, match=r"'scale' of Wrong is a Parameter; .* Set pipe_module to one of 'model'"):
         trainer().fit(Wrong(), data())
     model = Model()
-    with pytest.raises(SetupError, match=r"Model has no 'there.is'; needed is an nn.Sequential"):
+    with pytest.raises(SetupError, match=r"Model has no 'there.is'; expected an nn.Sequential"):
         trainer(InProcessPipelineStrategy(pipe_module="there.is")).fit(model, data())
     with pytest.raises(PlanError, match="balance has 3 entries"):
         trainer(InProcessPipelineStrategy(balance=[1, 2, 5])).fit(model, data())
@@ -305,16 +305,16 @@ def test_what_is_no_sequential_is_refused_with_what_there_is() -> None:
         ({"pipe_module": 5}, "pipe_module is 5"),
         ({"deferred_batch_norm": "no"}, "deferred_batch_norm is 'no'; expected True or False"),
         ({"compile_partitions": 1}, "compile_partitions is 1; expected True or False"),
-        ({"parallel_devices": "cpu"}, "the single device 'cpu'"),
+        ({"parallel_devices": "cpu"}, "parallel_devices is 'cpu'; expected a list of devices"),
     ):
         with pytest.raises(SetupError, match=message):
             InProcessPipelineStrategy(2, **options)
-    with pytest.raises(SetupError, match="there is no pipe"):
+    with pytest.raises(SetupError, match="has no pipe before set-up"):
         _ = InProcessPipelineStrategy().pipe
 
 
 def test_several_machines_are_refused() -> None:
-    with pytest.raises(SetupError, match="num_nodes is 2, and a pipe is one process"):
+    with pytest.raises(SetupError, match="num_nodes is 2; expected 1, since a pipe is one process"):
         trainer(num_nodes=2)
 
 

@@ -128,9 +128,9 @@ class Elsewhere(Model):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (Model(), "Model has no example_input_array; set it to an input of about as many rows as a micro-batch"),
+        (Model(), "Model has no example_input_array. Set it to an input with about as many rows as a micro-batch"),
         (Elsewhere(torch.ones(2, 4)), "forward of Elsewhere does not call them"),
-        (WithoutForward((torch.ones(2, 4), torch.ones(2, 4))), "the first takes 2 inputs; give balance as numbers"),
+        (WithoutForward((torch.ones(2, 4), torch.ones(2, 4))), "the first takes 2 inputs; expected one input"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_and_the_module_is_as_it_was(module: Model, message: str) -> None:
@@ -141,5 +141,5 @@ def test_what_cannot_be_measured_is_refused_and_the_module_is_as_it_was(module: 
 
 
 def test_a_balance_by_something_else_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"balance is 'flops'; needed is .* one of 'parameters', 'time', 'memory'"):
+    with pytest.raises(PlanError, match=r"balance is 'flops'; expected .* one of 'parameters', 'time', 'memory'"):
         InProcessPipelineStrategy(2, balance="flops")  # type: ignore[arg-type]

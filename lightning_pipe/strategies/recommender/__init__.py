@@ -1,4 +1,4 @@
-"""The strategy that shards TorchRec's tables and runs the recsys tasks.
+"""Strategy that shards TorchRec tables and trains under a recsys plan.
 
-Code belongs here only if it needs Lightning; the rest is in ``recsys``.
+Code belongs in this package only if it needs Lightning; all other code for recommenders is in ``recsys``.
 """

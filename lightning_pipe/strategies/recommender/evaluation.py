@@ -1,4 +1,4 @@
-"""Validation, test and prediction of a sharded recommender under a Trainer, while its training is set aside.
+"""Validation, test and prediction of a sharded recommender under a Trainer, while its training is suspended.
 
 Tested in ``tests/scenarios/recommenders/test_recsys_evaluation.py``.
 """
@@ -35,11 +35,11 @@ class TableEvaluation:
 
     Args:
         session: session of the module.
-        precision: the trainer's precision plugin.
-        training: gives the pipeline of the training, None outside of it.
+        precision: precision plugin of the trainer.
+        training: function that returns the pipeline of the training; None outside of training.
 
     Attributes:
-        programs: programs made so far, one a dataloader.
+        programs: programs built so far, one per dataloader.
     """
 
     def __init__(self, session: RecsysSession, precision: Precision, training: Callable[[], SWPipeline | None]) -> None:
@@ -53,13 +53,19 @@ class TableEvaluation:
         self._turn_rewrites: dict[str, ModelRewrite] = {}
 
     def begin(self) -> None:
-        """Make the same on all ranks what each, or each replica, has for itself. Every rank calls this."""
+        """Copy rank 0's buffers to all ranks and average the replicas of tables. Every rank calls this method."""
         self.refuse_existing_rows()
         self._sharded.share_buffers()
         self._sharded.sync_replicas()
 
     def refuse_existing_rows(self) -> None:
-        """Refuse rows of an earlier run, once, after what may have replaced them: a checkpoint, and users' hooks."""
+        """Refuse rows of an earlier run, on the first call. Every rank calls this method.
+
+        It is called after checkpoints and user hooks, which may replace these rows.
+
+        Raises:
+            SetupError: the store of a dynamic table has rows of an earlier run; raised on every rank.
+        """
         known, self._rows_are_known = self._rows_are_known, True
         modules = self._sharded.dynamic_rows.values()
 
@@ -73,13 +79,13 @@ class TableEvaluation:
     def build(
         self, trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str, plan: PipelinePlan
     ) -> EvaluationProgram:
-        """Build tasks and plan for the batches of one dataloader. Every rank calls this.
+        """Build the tasks and the plan for the batches of one dataloader. Every rank calls this method.
 
         Args:
-            trainer: the trainer that evaluates.
+            trainer: trainer that evaluates.
             transfer: moves a batch to the device.
-            step: name of the module's method.
-            plan: plan of the training.
+            step: name of the module's method that evaluates a batch.
+            plan: plan of the training, which the evaluation follows.
         """
         if not self._session.options.rewrite.evaluation:
             return default_evaluation(trainer, transfer, step, ahead=0)
@@ -105,11 +111,12 @@ class TableEvaluation:
         return program
 
     def run(self, step: Callable[[], Any]) -> Any:
-        """Run a batch's evaluation step, in the program whose batch it is."""
+        """Run the evaluation step of a batch, in the program that holds the batch."""
         for program in self.programs:
             if program.current is not None and not program.steps_whole_batch:
                 return program.run_forward(step)
-        # Lookups of the sharded modules' own forwards: those of training leave the counters to the rewrite.
+        # Lookups in the modules' own forwards must not advance the kernels' counters. In training, the rewrite handles
+        # the counters.
         with nullcontext() if torch.is_grad_enabled() else evaluating(self._sharded.sharded_modules.values()):
             return step()
 
@@ -128,13 +135,17 @@ class TableEvaluation:
                 rewrite.detach()
 
     def join(self, detail: Any) -> None:
-        """Start another rank's lookup, which announced *detail*, with empty features; inside :meth:`in_turn`."""
+        """Take part with empty features in a lookup that another rank has announced, inside :meth:`in_turn`.
+
+        Args:
+            detail: announced data of the lookup.
+        """
         rewrite = next(one for one in self._turn_rewrites.values() if one.attached)
         with self._precision.forward_context():
             rewrite.join(detail)
 
     def close(self) -> None:
-        """Close all programs; may be called again."""
+        """Close all programs. May be called again."""
         for program in self.programs:
             program.close()
         self.programs = []

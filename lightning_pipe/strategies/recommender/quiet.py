@@ -1,6 +1,6 @@
-"""Silences what TorchRec's own workings make it and PyTorch say, and no user can do anything about.
+"""Filters for warnings and log lines that TorchRec's internals cause and that users cannot avoid.
 
-Each line is named by its text and by who says it; everything else is heard as before.
+Each message is matched by the beginning of its text and by its source. All other messages pass.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import warnings
 
 __all__ = ["quiet_torchrec"]
 
-# How the message begins (a regular expression), its category, the module that says it.
+# Regular expression for the beginning of the message, its category, and the module that emits it.
 _WARNINGS: tuple[tuple[str, type[Warning], str], ...] = (
     (r"fbgemm::dense_embedding_codegen_lookup_function: an autograd kernel was not", UserWarning, r"torch\.autograd\."),
     (
@@ -20,18 +20,18 @@ _WARNINGS: tuple[tuple[str, type[Warning], str], ...] = (
     ),
 )
 
-# The logger, and how the message begins.
+# Name of the logger, and beginning of the message.
 _LINES = (
-    ("root", "Sharding spec not found for "),  # of every data-parallel table, which has none
+    ("root", "Sharding spec not found for "),  # logged for every data-parallel table
     ("torchrec.distributed.comm", "TORCHREC_RESOLVED_POD_SIZE not set"),
-    ("torchrec.distributed.comm", "[Connection] "),  # of the groups that it makes for table-row-wise sharding
+    ("torchrec.distributed.comm", "[Connection] "),  # groups for table-row-wise sharding
     ("torchrec.distributed.utils", "Sharding Type is data_parallel, caching params will be ignored"),
     ("torch.fx._symbolic_trace", "is_fx_tracing will return true for both fx.symbolic_trace and torch.export."),
 )
 
 
 class _Silence(logging.Filter):
-    """Keeps back one message; equal to another of the same message, so that a logger holds it once."""
+    """Filters out one message. Filters of the same message are equal, so a logger holds only one of them."""
 
     def __init__(self, beginning: str) -> None:
         super().__init__()
@@ -48,9 +48,9 @@ class _Silence(logging.Filter):
 
 
 def quiet_torchrec() -> None:
-    """Silence those lines in this process from now on; again changes nothing."""
+    """Silence these messages in this process. Repeated calls have no effect."""
     for beginning, category, module in _WARNINGS:
         warnings.filterwarnings("ignore", beginning, category, module)
     for name, beginning in _LINES:
-        # A logger's filter is for what is said to it, not for what comes up from loggers below.
+        # A logger's filter applies only to its own messages, not to messages propagated from child loggers.
         logging.getLogger(None if name == "root" else name).addFilter(_Silence(beginning))

@@ -1,7 +1,7 @@
-"""Shards a LightningModule the first time that a strategy is given it.
+"""Shards a LightningModule when a strategy sets it up for the first time.
 
-The tables stay sharded when training ends, and the module may then go to another trainer, which has a strategy of its
-own: so how it was sharded is kept in the module.
+Tables stay sharded after training, and the module may be passed to another trainer with another strategy. The sharding
+is therefore stored in the module.
 
 Tested in ``tests/strategies/recommender/test_strategy.py``.
 """
@@ -34,7 +34,7 @@ _ATTRIBUTE = "_lightning_pipe_sharding"
 @dataclass(frozen=True)
 class _Sharding:
     model: ShardedModel
-    asked: dict[str, Any]  # by the strategy that sharded it
+    asked: dict[str, Any]  # arguments of the strategy that sharded the module
 
 
 def shard_once(
@@ -47,20 +47,20 @@ def shard_once(
     timeout: timedelta | None,
     ranks_per_node: int,
 ) -> ShardedModel:
-    """Shard *module* in place, unless that is done; every rank calls this.
+    """Shard a module in place unless it is already sharded. Every rank calls this function.
 
     Args:
-        module: holds unsharded TorchRec modules, or is what this function has sharded before.
-        sharding: how to shard the tables; a field that is None asks for nothing.
+        module: module that holds unsharded TorchRec modules, or that this function has already sharded.
+        sharding: options of the sharding. A field that is None matches any earlier sharding.
         sparse_optimizer: see :func:`~lightning_pipe.recsys.sharding.shard.shard_model`.
-        quantized_comms: see there.
-        device: where tables and dense parameters live.
-        timeout: of the process group to shard over, which is made here: all ranks, for as long as the module lives.
-        ranks_per_node: as the trainer has it.
+        quantized_comms: see :func:`~lightning_pipe.recsys.sharding.shard.shard_model`.
+        device: device of tables and dense parameters.
+        timeout: timeout of the process groups that this function makes. They exist as long as the module.
+        ranks_per_node: number of ranks per node, from the trainer.
 
     Raises:
-        SetupError: on every rank, what cannot be sharded or trained as asked; or *module* is sharded already, and
-            in another way than is asked for.
+        SetupError: on every rank, if the module cannot be sharded or trained as requested, or it is already sharded in
+            a different way.
     """
     quiet_torchrec()
     asked = {"sparse_optimizer": sparse_optimizer, "quantized_comms": quantized_comms, **vars(sharding)}
@@ -73,7 +73,7 @@ def shard_once(
         if replicas is not None:
             groups += [replicas.shards, replicas.peers]
         try:
-            # Lightning's launcher does not say it, and TorchRec would take all ranks for one node's.
+            # Lightning's launcher does not set it, and TorchRec would then assume that all ranks are on one node.
             with _in_environment("LOCAL_WORLD_SIZE", str(ranks_per_node)):
                 model = shard_model(module, device=device, group=groups[0], replicas=replicas, **arguments)
         except BaseException:
@@ -86,15 +86,15 @@ def shard_once(
     for name, value in asked.items():
         if value is not None and value != held.asked[name]:
             raise SetupError(
-                f"the module's tables were sharded by an earlier strategy with {name}={held.asked[name]!r}; this one"
-                f" has {name}={value!r}. Give the same, or leave it out, or make a new module"
+                f"the module's tables were sharded by an earlier strategy with {name}={held.asked[name]!r}, but this"
+                f" one has {name}={value!r}. Use the same value, remove the argument, or create a new module"
             )
     return held.model
 
 
 @contextmanager
 def _in_environment(name: str, value: str) -> Generator[None, None, None]:
-    """In the body, the environment has the variable: as it was set, or else with this value."""
+    """Context in which an environment variable is set. An existing value stays."""
     if name in os.environ:
         yield
         return

@@ -1,6 +1,6 @@
-"""Checkpoints of a sharded model: a folder with the tables' shards and the state of their fused optimisers.
+"""Checkpoints of a sharded model: a folder with the shards of tables and the states of their fused optimisers.
 
-What Lightning keeps beside them (loops, callbacks, dense optimisers) is the same on every rank; rank 0's is written.
+The rest of Lightning's checkpoint (loops, callbacks, dense optimisers) is the same on every rank; rank 0 writes it.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from lightning_pipe.recsys.tasks.table_rates import TableRates
 from lightning_pipe.strategies.checkpoint_contents import checked_contents
 from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
 
-_KIND = "under a recsys plan. Give the path of one, or load the module's state before it is sharded"
-_FIX = "Build the module, and shard its tables, as when it was written"
+_KIND = "under a recsys plan. Use the path of such a folder, or load the module's state before it is sharded"
+_FIX = "Build the module and shard its tables as in the run that wrote it"
 
 
 def save_sharded_checkpoint(
     checkpoint: dict[str, Any], path: str | Path, sharded: ShardedModel, write: WriteFolder = write_folder
 ) -> None:
-    """Write *checkpoint*, as Lightning made it, to the folder *path*; every rank calls this.
+    """Write Lightning's checkpoint of a sharded model to a folder. Every rank calls this function.
 
     Args:
-        checkpoint: Lightning's dictionary, its ``state_dict`` holding this rank's shards. Without states of optimisers
-            (``save_weights_only``), those of the tables are left out too.
-        path: the same on every rank, which all ranks can write to. What is there is replaced.
-        sharded: the model, for the state of the tables' optimisers.
-        write: writes the folder, at once or in the background.
+        checkpoint: Lightning's dictionary, whose ``state_dict`` holds this rank's shards. If it has no optimiser states
+            (``save_weights_only``), the states of the tables' optimisers are not written either.
+        path: path of a folder that all ranks can write to, the same on every rank. Existing contents are replaced.
+        sharded: model with the states of the tables' optimisers.
+        write: function that writes the folder, in the foreground (default) or in the background.
 
     Raises:
-        SetupError: on every rank, if any cannot write; what was there before is as it was.
+        SetupError: on every rank, if any rank cannot write. The previous contents of the folder are then unchanged.
     """
-    sharded.sync_replicas()  # in place, so what the dictionary holds is averaged too
+    sharded.sync_replicas()  # in place, so the tensors in the dictionary are averaged too
     rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
     state = {"model": sharded.without_dynamic(checkpoint["state_dict"])}
     if "optimizer_states" in checkpoint:
@@ -58,21 +58,22 @@ def load_sharded_checkpoint(
     strict: bool = True,
     weights_only: bool | None = None,
 ) -> dict[str, Any]:
-    """Fill the model, and its tables' optimisers, from the folder *path*; every rank calls this.
+    """Load a model and the states of its tables' optimisers from a folder. Every rank calls this function.
 
     Args:
-        path: what :func:`save_sharded_checkpoint` wrote.
-        sharded: the model, sharded in whatever way.
-        with_optimizers: whether to load the state of the tables' optimisers too, where the checkpoint has them. That of
-            rows of dynamic tables is always loaded with them.
-        strict: whether the checkpoint must hold everything that the model does.
-        weights_only: False to allow any class in what is no tensor, whose code runs then.
+        path: path of a folder that :func:`save_sharded_checkpoint` wrote.
+        sharded: the model; its sharding and number of ranks may differ from those of the checkpoint.
+        with_optimizers: True to load the states of the tables' optimisers if the checkpoint has them. States that
+            belong to rows of dynamic tables are always loaded with the rows.
+        strict: True if the checkpoint must hold all values of the model (default True).
+        weights_only: False to allow any class in data other than tensors; reading such data may run code (default
+            None: refused).
 
     Returns:
-        The rest of Lightning's dictionary, its ``state_dict`` empty.
+        The rest of Lightning's dictionary, with an empty ``state_dict``.
 
     Raises:
-        SetupError: on every rank, if any finds no such folder, the checkpoint is of another model, or damaged.
+        SetupError: on every rank, if the folder does not exist, or the checkpoint is damaged or from another model.
     """
     folder = Path(path)
     saved, rest = on_all_ranks(
@@ -88,52 +89,54 @@ def load_sharded_checkpoint(
         raise SetupError(f"the checkpoint {str(folder)!r} does not fit the module: {'; '.join(problems)}. {_FIX}")
     fill_from_folder(folder, saved, state, strict=strict, weights_only=weights_only, fix=_FIX)
     if sharded.replicas is not None:
-        sharded.replicas.steps = 0  # each has read the same
+        sharded.replicas.steps = 0  # all replicas have read the same values
     sharded.dmp.load_state_dict({**sharded.dmp.state_dict(), **state["model"]})
     if "tables" in state:
         present = sharded.fused_optimizer.state_dict()
         sharded.fused_optimizer.load_state_dict({**present, "state": {**present["state"], **state["tables"]["state"]}})
     if sharded.dynamic_rows:
-        # With states for an evaluation, too: rows are committed, and who trains on from the store wants them whole.
+        # States are read for evaluations too: the rows are committed, and training may continue from the store.
         sharded.read_rows(folder, rest.pop(DYNAMIC_ROWS, None), with_optimizers="optimizer_states" in rest)
     return {**rest, "state_dict": {}}
 
 
 def _table_states(sharded: ShardedModel) -> dict[str, Any]:
-    """Of the tables' optimisers, but for those of dynamic tables, which are part of their rows."""
+    """Return the states of the tables' optimisers without those of dynamic tables, which are part of the rows."""
     state = sharded.fused_optimizer.state_dict()
     return {**state, "state": sharded.without_dynamic(state["state"])}
 
 
 class ShardedCheckpointStrategy(FolderCheckpointStrategy):
-    """What a strategy for sharded tables saves and loads; what it trains is for its subclass.
+    """Base class of strategies for sharded tables, which saves and loads checkpoints. Subclasses train.
 
     Args:
-        arguments: of :class:`~lightning_pipe.strategies.checkpoint_folder.FolderCheckpointStrategy`.
+        arguments: arguments of :class:`~lightning_pipe.strategies.checkpoint_folder.FolderCheckpointStrategy`.
     """
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._sharded: ShardedModel | None = None
-        self._rates: TableRates | None = None  # of the last training
+        self._rates: TableRates | None = None  # learning rates of the last training
 
     @property
     def sharded_model(self) -> ShardedModel:
-        """The sharded module, its tables and their optimisers; there once the trainer has set the strategy up."""
+        """Sharded module with its tables and their optimisers, available after set-up."""
         if self._sharded is None:
-            raise SetupError("the model is not sharded yet; Trainer.fit, validate, test or predict shards it")
+            raise SetupError(
+                "the model is not sharded yet. Access it after set-up by Trainer.fit, validate, test or predict"
+            )
         return self._sharded
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Write a folder that every rank writes its own shards into (``torch.distributed.checkpoint``)."""
+        """Write a checkpoint folder, to which every rank writes its own shards (``torch.distributed.checkpoint``)."""
         path = self._agreed_path(filepath, storage_options)
         if self._rates is not None and self._rates.schedule is not None:
             checkpoint["sparse_lr_scheduler"] = self._rates.schedule.state_dict()
-        self.sharded_model.share_buffers()  # the state dict holds the buffers themselves
+        self.sharded_model.share_buffers()  # in place, so the buffers in the state dict are updated too
         save_sharded_checkpoint(checkpoint, path, self.sharded_model, self._write_folder)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a folder that :meth:`save_checkpoint` wrote, on any number of ranks."""
+        """Read a folder that :meth:`save_checkpoint` wrote on any number of ranks."""
         module = self.lightning_module
         assert module is not None
         fitting = module.trainer.state.fn == TrainerFn.FITTING
@@ -153,4 +156,4 @@ class ShardedCheckpointStrategy(FolderCheckpointStrategy):
         return self.sharded_model.without_dynamic(self.sharded_model.dmp.state_dict())
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing is left to do: :meth:`load_checkpoint` has filled the module's own tensors."""
+        """Do nothing: :meth:`load_checkpoint` has already filled the module's tensors."""

@@ -1,4 +1,4 @@
-"""The strategy for recommenders sharded by TorchRec."""
+"""Strategy for recommenders whose tables TorchRec shards."""
 
 from __future__ import annotations
 
@@ -45,50 +45,66 @@ from lightning_pipe.strategies.running_work import Running
 
 
 class RecsysPipelineStrategy(ShardedCheckpointStrategy):
-    """Shards a LightningModule's TorchRec tables and trains it under a recsys plan.
+    """Shards the TorchRec tables of a LightningModule and trains the module under a recsys plan.
 
-    The module is an ordinary one: unsharded TorchRec modules, a ``training_step(batch, batch_idx)`` that calls them,
-    and ``configure_optimizers``. Tables are sharded by TorchRec's planner and trained by their own optimiser, fused
-    into backward; dense parameters are replicated, their gradients averaged over ranks. Under
-    ``accumulate_grad_batches=N`` the tables step in every micro-batch, with the gradients of its loss over N. A rank
-    whose ``training_step`` returns None counts as having gradients of zero, and hooks see a loss of zero there.
+    The LightningModule needs no changes: it holds unsharded TorchRec modules, its ``training_step(batch, batch_idx)``
+    calls them, and it has ``configure_optimizers``. TorchRec's planner shards the tables. They are trained by their own
+    optimiser, which is fused into backward. Dense parameters are replicated, and their gradients are averaged over
+    ranks.
 
-    Gradients are clipped by one norm, of dense parameters and tables together. Under ``16-mixed`` the tables are
-    unscaled, and skip a step together with the dense parameters. Both refuse modules with feature processors, and
-    accumulation; clipping also a batch size per feature, and clipping by value.
+    - *Accumulation.* With ``accumulate_grad_batches=N``, tables step in every micro-batch, with the gradients of its
+      loss divided by N.
+    - *No loss.* A rank whose ``training_step`` returns None contributes zero gradients. On several ranks, hooks see a
+      loss of zero for that batch.
+    - *Clipping.* Gradients are clipped by one norm over dense parameters and tables. Clipping by value is refused, and
+      so is clipping with accumulation, replicas of tables, feature processors, or a batch size per feature.
+    - *Loss scaling.* Under ``16-mixed``, the gradients of tables are unscaled, and tables skip a step if the dense
+      parameters skip it. ``16-mixed`` with accumulation or feature processors is refused.
 
-    The module stays sharded after training, and may then go to another trainer; one whose strategy asks for another
-    sharding is refused. An option group is given as its dataclass, or as a mapping of its fields, as in YAML.
+    The module stays sharded after training and can be passed to another trainer. A strategy that requests a different
+    sharding refuses it. Each option group is its dataclass or, as in YAML, a mapping of its fields.
 
     Args:
-        plan: ``"serial"``, ``"base"``, ``"prefetch"``, ``"fused_sparse_dist"``, the path of a plan in YAML, or a plan;
-            or ``"auto"``: the first iterations train under each of these, and under plans found for what the tasks
-            take, and the rest under the fastest. All train the same. ``"semi_sync"`` does not: it looks a batch up
-            before the one before has written the tables.
-        sparse_optimizer: ``class_path`` and ``init_args`` of the tables' optimiser, for tables that name none in
-            TorchRec's way (``apply_optimizer_in_backward``).
+        plan: name of a plan, path of a YAML plan, or a :class:`~lightning_pipe.engine.PipelinePlan` (default
+            ``"prefetch"``). Names are ``"serial"``, ``"base"``, ``"prefetch"``, ``"early_prefetch"``,
+            ``"fused_sparse_dist"`` and ``"semi_sync"``. ``"auto"`` times plans in the first iterations and continues
+            with the fastest: the named ones that suit the model, and plans that a planner proposes for the measured
+            tasks. All plans train to the same values except ``"semi_sync"``, which looks up a batch before the previous
+            batch has updated the tables; ``"auto"`` never uses it. Each batch in flight costs its memory.
+        sparse_optimizer: ``class_path`` and ``init_args`` of the optimiser for tables without one from TorchRec's
+            ``apply_optimizer_in_backward`` (default None: every table must have one).
         sparse_lr_scheduler: ``class_path`` and ``init_args`` of a learning-rate scheduler for the tables, stepped after
-            every optimiser step. Without it the tables' rates follow the dense optimiser's (its first group's): base
-            rate times its factor.
-        sharding: :class:`~lightning_pipe.recsys.ShardingOptions`, how the tables are sharded.
-        rewrite: :class:`~lightning_pipe.recsys.RewriteOptions`, how inputs of sharded modules are found in a batch.
-        wire: :class:`~lightning_pipe.recsys.WireOptions`, precision of embeddings and integer type of ids in messages.
-        memory: :class:`~lightning_pipe.recsys.MemoryOptions`, memory of the batches in flight.
-        checks: :class:`~lightning_pipe.recsys.CheckOptions`, checks of ids and of the loss.
-        balancer: exchange samples between ranks in training, so that all have about as much to do: ``True``, a
-            :class:`~lightning_pipe.recsys.BatchBalancer` or its arguments; :attr:`balance_report` has the effect.
-        auto: :class:`~lightning_pipe.strategies.plan_finding.AutoOptions`, how a plan is found under ``"auto"``.
-        uneven_batches: where some ranks have fewer batches, end the epoch with the ``shortest``, or raise an ``error``.
-        uneven_evaluation: where some ranks have fewer batches to evaluate: ``join`` lets them take part in the others'
-            lookups, so that each row is evaluated once; such batches are not pipelined. ``error`` refuses to validate
-            and test, and leaves Lightning's sampler, which repeats rows.
-        arguments: of Lightning's ``DDPStrategy``, and ``async_checkpoints`` (default False): while training, copy what
-            is saved to the host and write it in the background. The next save, and the end of training, wait for it
-            and raise its errors. Costs the memory of the copy.
+            every optimiser step (default None). Without it, the rate of each table is its base rate times the factor by
+            which the first group of the dense optimiser has changed its rate.
+        sharding: plan, constraints and replicas of the tables; see :class:`~lightning_pipe.recsys.ShardingOptions`.
+        rewrite: method that finds the inputs of sharded modules in a batch; see
+            :class:`~lightning_pipe.recsys.RewriteOptions`.
+        wire: precision of embeddings and integer type of ids in messages; see
+            :class:`~lightning_pipe.recsys.WireOptions`.
+        memory: early release of the ids of batches in flight; see :class:`~lightning_pipe.recsys.MemoryOptions`.
+        checks: checks of ids and of the loss; see :class:`~lightning_pipe.recsys.CheckOptions`.
+        balancer: exchange of samples between ranks in training, so that all ranks have about the same workload: True, a
+            :class:`~lightning_pipe.recsys.BatchBalancer`, or a mapping of its arguments (default None: no exchange).
+            Use it if the cost of samples varies; :attr:`balance_report` shows the effect.
+        auto: size of the search and file for its result under ``plan="auto"``; see
+            :class:`~lightning_pipe.strategies.plan_finding.AutoOptions`.
+        uneven_batches: handling of epochs in which some ranks have fewer batches: ``"shortest"`` (default) ends the
+            epoch with the first rank that runs out, ``"error"`` raises an error.
+        uneven_evaluation: handling of evaluations in which some ranks have fewer batches: with ``"join"`` (default),
+            these ranks take part in the lookups of the other ranks, so that each row is evaluated exactly once. Batches
+            that only some ranks have are not pipelined. ``"error"`` raises an error in validation and test, and keeps
+            Lightning's sampler, which repeats rows so that all ranks have the same number.
+        arguments: arguments of Lightning's ``DDPStrategy``, and ``async_checkpoints`` (default False): True to copy
+            checkpoints to the host and write them in the background during training. The next save and the end of
+            training wait for the write and raise its errors. Costs host memory for the copy.
+
+    Attributes:
+        plan_choice: plan that ``"auto"`` has chosen, with its measurements; None before.
 
     Raises:
-        SetupError: a wrong value, or an argument of a former version, with the YAML that replaces it.
-        PlanError: there is no such plan.
+        SetupError: a value is invalid, or an argument is from an earlier version; the message contains the YAML that
+            replaces it.
+        PlanError: the plan does not exist, or it does not fit the recsys tasks.
     """
 
     evaluates_together = True
@@ -118,7 +134,7 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         self._auto = option_group(AutoOptions, "auto", auto)
         self._auto.refuse_without_auto(plan)
         self._take_uneven(uneven_batches, uneven_evaluation)
-        # A name that does not exist is said when the strategy is made, not when training begins.
+        # An unknown plan is an error here, not only when training begins.
         self._declared = None if plan == AUTO else recsys_plan(plan, recsys_tasks())
         self._plan = plan
         self._sparse_optimizer = sparse_optimizer
@@ -129,53 +145,55 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         self._training: TableTraining | None = None
         self._evaluation: TableEvaluation | None = None
 
-    # ------------------------------------------------------------------ what runs
+    # ------------------------------------------------------------------ current pipeline, traces and profiles
 
     @property
     def pipeline(self) -> SWPipeline:
-        """The pipeline at work, while ``Trainer.fit`` runs."""
+        """Pipeline of the training, while ``Trainer.fit`` runs."""
         if (pipeline := self._pipeline_in_training()) is None:
-            raise SetupError("there is no pipeline; Trainer.fit makes one when training begins")
+            raise SetupError("the strategy has no pipeline outside of training. Access it while Trainer.fit runs")
         return pipeline
 
     @property
     def balance_report(self) -> BalanceReport | None:
-        """How uneven the work of ranks was before samples were exchanged, and after; None without a balancer."""
+        """Imbalance of the ranks' workloads before and after the exchange of samples; None without a balancer."""
         return None if self._balancer is None else self._balancer.report
 
     def start_trace(self) -> None:
-        """Record when and where each task runs from now on."""
+        """Start recording the time and thread of each task."""
         self.pipeline.start_trace()
 
     def stop_trace(self) -> list[TaskSpan]:
-        """Stop recording; returns the spans in the order in which they ended."""
+        """Stop recording and return the spans in the order in which they ended."""
         return self.pipeline.stop_trace()
 
     def running(self) -> Running:
-        """Answers of this strategy to callbacks."""
+        """Description of the strategy's work for callbacks."""
         return Running(profile=self.profile)
 
     def profile(
         self, batches: Sequence[Any], tasks: Sequence[str] | None = None, *, rounds: int = 7, iterations: int = 10
     ) -> ProfileResult:
-        """Measure what each task costs an iteration of the current plan, by replaying it; nothing is trained.
+        """Measure the exposed time of each task in an iteration of the current plan, by replaying the task.
 
-        ``training_step`` is called without Lightning's hooks, and what it logs is discarded. Tables, dense parameters,
-        optimisers, metrics and random generators are restored, from a copy on the host. Every rank calls this at the
-        same point between two batches, as in a callback's ``on_train_batch_end``.
+        The model is not trained: tables, dense parameters, optimisers, metrics and random generators are restored from
+        a copy on the host, which costs as much host memory. ``training_step`` is called without Lightning's hooks, and
+        values that it logs are discarded. Every rank calls this method at the same point between two batches, for
+        example in a callback's ``on_train_batch_end``.
 
         Args:
-            batches: on the host, as a loader gives them; some are better than one.
-            tasks: their names; all by default.
-            rounds: how often each is measured.
-            iterations: of each measurement.
+            batches: batches on the host, in the form in which a loader supplies them. Use several: repeated rows of a
+                single batch are found in caches.
+            tasks: names of the tasks (default None: all tasks).
+            rounds: number of measurements of each task (default 7). More rounds give narrower intervals.
+            iterations: number of iterations per measurement (default 10).
 
         Raises:
-            SetupError: training has not begun, gradients of some batches are accumulated, losses are scaled
-                (16-mixed), or a task has effects that it does not declare.
-            PlanError: there is no such task, no batch, or a number is too small.
+            SetupError: training has not begun, gradients are being accumulated, the loss is scaled (16-mixed), the
+                model has dynamic tables, or a task has effects that it does not declare.
+            PlanError: a task is unknown, *batches* is empty, or a number is too small.
         """
-        assert self.pipeline is not None and self._training is not None  # the former raises outside of training
+        assert self.pipeline is not None and self._training is not None  # the property raises outside of training
         return self._training.profile(batches, tasks, rounds, iterations)
 
     def _pipeline_in_training(self) -> SWPipeline | None:
@@ -231,20 +249,20 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
     # ------------------------------------------------------------------ programs
 
     def training_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> TrainingProgram:
-        """Build tasks and plan for the sharded module; the training loop asks for it when training begins."""
+        """Build the tasks and the plan of the training. The training loop calls this method when training begins."""
         assert self._training is not None
         return self._training.build(checked_transfer(trainer, transfer))
 
     def _plan_chosen(self, choice: PlanChoice) -> None:
-        """Say so, and write it down."""
+        """Store the choice; rank 0 prints it and writes the plan."""
         self.plan_choice = choice
         if self.global_rank == 0:
             tell_choice(choice, self._auto.save_plan)
 
     def evaluation_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str) -> EvaluationProgram:
-        """Build tasks and plan for evaluating the batches of one dataloader."""
+        """Build the tasks and the plan that evaluate the batches of one dataloader."""
         assert self._evaluation is not None
-        # Where the plan is still to be found, the one that runs most ahead.
+        # Until "auto" has chosen a plan, evaluation follows the default plan.
         plan = self.plan_choice.plan if self.plan_choice else self._declared or recsys_plan("prefetch", recsys_tasks())
         return self._evaluation.build(trainer, checked_transfer(trainer, transfer), step, plan)
 
@@ -274,7 +292,7 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Gradients accumulate on this rank, without being averaged, in the body."""
+        """Context in which dense gradients accumulate on this rank without being averaged."""
         assert self._session is not None and self._session.reducer is not None
         with self._session.reducer.no_sync():
             yield
@@ -294,13 +312,13 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
 
     @contextmanager
     def in_turn(self, turn: Turn, step: str) -> Generator[None, None, None]:
-        """Context in which lookups and sums of an evaluation step are announced to *turn*."""
+        """Context in which lookups and reductions of an evaluation step are announced to *turn*."""
         assert self._evaluation is not None
         with super().in_turn(turn, step), self._evaluation.in_turn(turn, step):
             yield
 
     def join_evaluation(self, what: str, detail: Any) -> None:
-        """Start another rank's lookup with empty features."""
+        """Take part with empty input in a collective that another rank has announced."""
         if what.startswith(LOOKUP):
             assert self._evaluation is not None
             self._evaluation.join(detail)
@@ -322,7 +340,7 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        # Or other ranks would end with buffers that depend on where checkpoints were written.
+        # Otherwise the final buffers of ranks would depend on the points at which checkpoints were written.
         self.sharded_model.share_buffers()
         self.sharded_model.sync_replicas()
         if self.sharded_model.dynamic_rows:
@@ -338,7 +356,7 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         module = self.lightning_module
         if module is not None and self._layer_sync is not None:
             self._layer_sync.revert(module)
-        # What Lightning's own does, but for the move to the CPU, where the tables' kernels could not follow.
+        # As Lightning's teardown, but without the move to the CPU, which the tables' kernels do not support.
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()

@@ -1,11 +1,11 @@
-"""What Lightning's precision plugin does to gradients, done to those of sharded tables too: unscale, clip, skip.
+"""Applies the gradient handling of Lightning's precision plugin to sharded tables: unscale, clip, skip.
 
-Lightning does all of it inside ``optimizer_step``, to dense gradients; the tables' are not trained before it is known::
+Lightning handles dense gradients inside ``optimizer_step``. Tables are trained after it, when the results are known::
 
-    precision plugin    closure ─── unscale ─── hooks ─── clip ─── step, unless a gradient overflowed
-    here                       └ overflow of          └ one norm   └ did it step?
-                                 tables: dense too       of all
-    tasks         | DenseBackward, FinalizeGrads | OptimStep ................. | EmbBackward: scaled, or not at all
+    precision plugin    closure ─── unscale ─── hooks ─── clip ─── step, skipped after an overflow
+    this module                └ overflow of          └ one norm   └ skipped?
+                                 tables: also dense      of all
+    tasks         | DenseBackward, FinalizeGrads | OptimStep ................. | EmbBackward: scaled, or skipped
 
 Tested in ``tests/scenarios/recommenders/test_gradient_clipping.py``.
 """
@@ -28,13 +28,13 @@ from lightning_pipe.strategies.refusals import CLIPS_BY_VALUE, loss_scaler
 
 
 class TableGradients:
-    """Makes a precision plugin act on the tables' gradients of the batch being trained, until it is closed.
+    """Makes a precision plugin act on the tables' gradients of the current batch, until :meth:`close`.
 
     Args:
-        precision: the plugin; its ``clip_grad_by_norm`` and ``clip_grad_by_value`` are replaced.
-        sharded: the model whose tables are meant.
-        device: where it trains.
-        current: gives the context of the batch being trained, None between batches.
+        precision: precision plugin, whose ``clip_grad_by_norm`` and ``clip_grad_by_value`` are replaced.
+        sharded: model with the tables.
+        device: device of the training.
+        current: function that returns the context of the batch being trained; None between batches.
     """
 
     def __init__(
@@ -55,20 +55,20 @@ class TableGradients:
         precision.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
 
     def close(self) -> None:
-        """Put back what was replaced; may be called again."""
+        """Restore the plugin's methods. May be called again."""
         for replaced in ("clip_grad_by_norm", "clip_grad_by_value"):
             self._precision.__dict__.pop(replaced, None)
 
     def begin(self) -> None:
-        """A batch's training step begins."""
+        """Record the loss scale at the beginning of a batch's training step."""
         ctx = self._current()
         if self._scaler is not None and ctx is not None:
-            # The loss is going to be scaled by the same.
+            # The loss of this batch will be multiplied by the same scale.
             ctx.gradient_scale = self._scaler.scale(torch.ones((), device=self._device)).reciprocal()
 
     @contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
-        """Around the plugin's optimizer_step: if that skips the optimiser's, the tables are not trained either."""
+        """Context of the plugin's ``optimizer_step``. If it skips the optimiser step, the tables skip it too."""
         if self._scaler is None:
             yield
             return
@@ -76,7 +76,7 @@ class TableGradients:
 
         def note_step(optimizer: Optimizer, *_: Any) -> None:
             nonlocal stepped
-            # An optimiser that unscales by itself is called in any case, and told.
+            # An optimiser that unscales gradients itself is always called, and gets found_inf.
             found_inf = getattr(optimizer, "found_inf", None)
             stepped = found_inf is None or not bool(found_inf)
 
@@ -90,10 +90,11 @@ class TableGradients:
             ctx.tables_skipped = True
 
     def after_backward(self, optimizer: Optimizer) -> None:
-        """Between the closure and the plugin's unscaling: tells the scaler of what overflowed in the tables' gradients.
+        """Report an overflow of the tables' gradients to the scaler, between the closure and the plugin's unscaling.
 
         Args:
-            optimizer: the dense one, on whose gradients the plugin bases its decision to step.
+            optimizer: dense optimiser. Its gradients are set to infinity, because the plugin decides by them whether to
+                skip the step.
         """
         ctx = self._current()
         if self._scaler is None or ctx is None or not ctx.tables_skipped:
@@ -104,25 +105,25 @@ class TableGradients:
                     parameter.grad.fill_(torch.inf)
 
     def leave_scaler_alone(self, optimizer: Optimizer) -> bool:
-        """Whether the loss scaler cannot step, for want of a single dense gradient on any rank: none had a loss."""
+        """Return True if the scaler cannot step because no rank had a loss, and so no dense gradient exists."""
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         self._without_step = self._scaler is not None and all(one.grad is None for one in parameters)
         return self._without_step
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """In place of the plugin's: the norm is that of all gradients, tables included."""
+        """Replacement of the plugin's method that clips by the norm of all gradients, including tables."""
         ctx = self._current()
         if ctx is None or ctx.embeddings.kernel_gradients is None:  # no loss: the tables have no gradients
             self._clip_dense(optimizer, clip_val)
             return
-        scale = ctx.gradient_scale if ctx.has("gradient_scale") else 1.0  # of the loss, and of an earlier clipping
+        scale = ctx.gradient_scale if ctx.has("gradient_scale") else 1.0  # includes the loss scale and earlier clipping
         tables = self._sharded.table_gradient_norm(ctx.embeddings.kernel_gradients) * scale
         ctx.gradient_scale = clip_by_global_norm(self._precision.main_params(optimizer), tables, clip_val) * scale
 
     def _clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """In place of the plugin's.
+        """Replacement of the plugin's method.
 
         Raises:
-            SetupError: the tables' gradients cannot be clipped so.
+            SetupError: always, since the tables' gradients cannot be clipped by value.
         """
         raise SetupError(CLIPS_BY_VALUE)

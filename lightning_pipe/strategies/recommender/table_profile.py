@@ -1,4 +1,4 @@
-"""Profiles of the recsys tasks under a Trainer: of the module as it trains, which is not trained by them."""
+"""Profiles of the recsys tasks during training under a Trainer, which leave the module unchanged."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = ["TableProfile"]
 
 @dataclass(frozen=True)
 class TableProfile:
-    """A profile of a training, between two batches and not in the middle of an accumulation.
+    """Profiler of a training, for use between two batches and outside of gradient accumulation.
 
     Args:
-        trainer: the trainer.
-        session: session of its module, whose training is set aside.
-        loss_of: gives the loss in what the module's step returned.
-        plan: plan that is measured.
+        trainer: trainer that fits.
+        session: session of the trainer's module, with suspended training.
+        loss_of: function that returns the loss in an output of ``training_step``.
+        plan: plan to measure.
     """
 
     trainer: pl.Trainer
@@ -41,16 +41,16 @@ class TableProfile:
     def measure(
         self, batches: Sequence[Any], tasks: Sequence[str] | None, rounds: int, iterations: int
     ) -> ProfileResult:
-        """Profile tasks; every rank calls this at the same point.
+        """Measure tasks. Every rank calls this method at the same point.
 
         Args:
-            batches: on the host, as loaders give them.
-            tasks: by name; all by default.
-            rounds: number of measurements of each.
-            iterations: iterations of each measurement.
+            batches: batches on the host, in the form in which a loader supplies them.
+            tasks: names of the tasks; None for all tasks.
+            rounds: number of measurements of each task.
+            iterations: number of iterations per measurement.
 
         Raises:
-            SetupError: gradients of some batches are accumulated, losses are scaled, or tables have no size.
+            SetupError: gradients are being accumulated, the loss is scaled, or the model has dynamic tables.
         """
         self._check()
         clip_value, session = self.trainer.gradient_clip_val, self.session
@@ -75,7 +75,7 @@ class TableProfile:
             keeper = _Keeper(self.trainer, session)
             kept = keeper.keep()
             try:
-                # Finds what feeds the sharded modules, where that is found by watching.
+                # With the rewrite method "record", this iteration finds the inputs of the sharded modules.
                 pipeline.run_one_serial_iter(batches[0])
                 profiler = TaskProfiler(pipeline, batches, keeper, rounds=rounds, iterations=iterations)
                 return profiler.profile_many(tasks)
@@ -87,18 +87,18 @@ class TableProfile:
         trainer, rows = self.trainer, self.session.sharded.dynamic_rows
         if trainer.fit_loop._should_accumulate():
             raise SetupError(
-                "a profile was asked for in the middle of an accumulation, whose gradients it would lose; ask behind an"
-                f" optimiser step: every {trainer.accumulate_grad_batches} batches"
+                "a profile was requested in the middle of an accumulation, whose gradients it would lose. Profile after"
+                f" an optimiser step: every {trainer.accumulate_grad_batches} batches"
             )
         if loss_scaler(trainer.precision_plugin) is not None:
             raise SetupError(
-                "a profile was asked for under precision 16-mixed, whose loss scaler decides whether steps are made;"
-                " profile with 'bf16-mixed' or 32"
+                "a profile was requested under precision '16-mixed', whose loss scaler may skip steps. Profile with"
+                " 'bf16-mixed' or '32-true'"
             )
         if rows:
             raise SetupError(
-                f"a profile was asked for of dynamic tables ({', '.join(rows)}), whose batches cannot be run again"
-                " without leaving their rows in the cache; profile the model with plain tables of these sizes"
+                f"a profile was requested of dynamic tables ({', '.join(rows)}), but replayed batches would leave their"
+                " rows in the cache. Profile the model with fixed-size tables of similar size"
             )
 
     def _step(self, batch: Any) -> Any:
@@ -116,7 +116,7 @@ class TableProfile:
 
 
 class _Keeper:
-    """Of the model, its optimisers, and what its step draws random numbers from."""
+    """Snapshots of the model, its optimisers and the random generators that its step uses."""
 
     def __init__(self, trainer: pl.Trainer, session: RecsysSession) -> None:
         self._model = ModelKeeper(session.sharded, trainer.optimizers)

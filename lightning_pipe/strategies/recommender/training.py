@@ -1,4 +1,4 @@
-"""A recommender's training under a Trainer: Lightning's calls during a batch move its tasks on.
+"""Training of a recommender under a Trainer: Lightning's calls during a batch run its tasks.
 
 Tested in ``tests/strategies/recommender/test_strategy.py``.
 """
@@ -43,15 +43,16 @@ class TableTraining:
     """Trains a sharded LightningModule, from set-up to the end of ``fit``.
 
     Args:
-        trainer: the trainer that fits.
-        session: session of the sharded module; the training's, until this is closed.
-        plan: name, path or plan; ``"auto"`` to find one.
-        auto: how a plan is found.
-        chosen: called with the plan that was found.
-        schedule: configuration of the tables' learning-rate scheduler; None to follow the dense optimiser.
+        trainer: trainer that fits.
+        session: session of the sharded module, whose training this object owns until :meth:`close`.
+        plan: name of a plan, path of a YAML plan, or a plan; ``"auto"`` to search for one.
+        auto: options of the search.
+        chosen: called on every rank with the plan that the search has chosen.
+        schedule: ``class_path`` and ``init_args`` of the tables' learning-rate scheduler; None to follow the dense
+            optimiser.
 
     Attributes:
-        program: tasks under the plan; None before the first epoch.
+        program: the tasks under the plan; None before the first epoch.
         rates: learning rates of the tables.
     """
 
@@ -85,11 +86,15 @@ class TableTraining:
         return None if self.program is None else self.program.pipeline
 
     def build(self, transfer: Callable[[Any], Any]) -> TrainingProgram:
-        """Build tasks and plan; every rank calls this when training begins. *transfer* moves a batch to the device."""
+        """Build the tasks and the plan. Every rank calls this method when training begins.
+
+        Args:
+            transfer: moves a batch to the device.
+        """
         session, sharded, precision = self._session, self._sharded, self._precision
         clipped, loss_scaled = clips_gradients(self._trainer), loss_scaler(precision) is not None
         if clipped or loss_scaled:
-            # Only the optimiser step knows what the tables' gradients are scaled by.
+            # The scale of the tables' gradients is known only after the optimiser step.
             check_tables_wait(sharded.sharded_modules)
         tasks = session.training_tasks(
             "training_step",
@@ -124,7 +129,7 @@ class TableTraining:
             max_in_flight=self._auto.max_in_flight,
             peers=self._trainer.world_size > 1,
             device=session.device,
-            keep=exploration.found + 3,  # the hand-written ones may be among them
+            keep=exploration.found + 3,  # the hand-written plans may be among them
         )
         by_hand = hand_written_plans(tasks, on_disk=bool(sharded.dynamic_rows))
         self.program = AutoProgram(
@@ -143,26 +148,26 @@ class TableTraining:
     # ------------------------------------------------------------------ Lightning's calls during a batch
 
     def forward(self, step: Callable[[], Any]) -> Any:
-        """Run the period up to the loss; *step* is the module's ``training_step``."""
+        """Run the tasks of the period up to the loss. *step* calls the module's ``training_step``."""
         assert self.program is not None
         if self._gradients is not None:
             self._gradients.begin()
         output = self.program.run_forward(step)
         if output is None and self._trainer.world_size > 1:
-            # Lightning refuses this among several ranks, where DDP would wait for ever for the rank's gradients. Here
-            # the rank sends zeros; the loss is for Lightning, nothing runs backward from it.
+            # Lightning refuses None on several ranks, because DDP would wait forever for the rank's gradients. Here the
+            # rank sends zero gradients. The returned loss satisfies Lightning; no backward runs from it.
             return torch.zeros((), device=self._session.device, requires_grad=True)
         return output
 
     def backward(self, backward: Callable[[], None]) -> None:
-        """Run the period until gradients are averaged; *backward* is the precision plugin's."""
+        """Run the tasks of the period up to the averaged gradients. *backward* is the precision plugin's backward."""
         assert self.program is not None
         self.program.run_backward(backward)
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]
     ) -> Any:
-        """Run the optimiser step; *step* is the precision plugin's, which takes a closure."""
+        """Run the optimiser step. *step* calls the precision plugin's step with a closure."""
         program, gradients = self.program, self._gradients
         assert program is not None
 
@@ -172,7 +177,7 @@ class TableTraining:
             if gradients is not None:
                 gradients.after_backward(optimizer)
                 if gradients.leave_scaler_alone(optimizer):
-                    return None  # which Lightning takes for a batch without a loss
+                    return None  # Lightning treats None as a batch without a loss
             return result
 
         with nullcontext() if gradients is None else gradients.stepping(optimizer):
@@ -181,7 +186,7 @@ class TableTraining:
         self.rates.step()
         return output
 
-    # ------------------------------------------------------------------ beside it
+    # ------------------------------------------------------------------ profile and end
 
     def profile(
         self, batches: Sequence[Any], tasks: Sequence[str] | None, rounds: int, iterations: int
@@ -194,21 +199,21 @@ class TableTraining:
             return profile.measure(batches, tasks, rounds, iterations)
 
     def close(self) -> None:
-        """Close the program; may be called again."""
+        """Close the program. May be called again."""
         if self.program is not None:
             self.program.close()
             self.program = None
 
 
 def lightning_loss(output: Any) -> torch.Tensor | None:
-    """The loss in what ``training_step`` returned; Lightning itself checks its form."""
+    """Return the loss in an output of ``training_step``, or None. Lightning itself checks the form of the output."""
     if isinstance(output, Mapping):
         output = output.get("loss")
     return output if isinstance(output, torch.Tensor) else None
 
 
 def checked_transfer(trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """*transfer*, of batches that Lightning can move, where it is Lightning that moves them."""
+    """Return *transfer* with a check that Lightning can move the batch, unless the user overrides the transfer."""
     holders = (trainer.lightning_module, getattr(trainer, "datamodule", None))
     if any(one is not None and is_overridden("transfer_batch_to_device", one) for one in holders):
         return transfer
@@ -221,22 +226,22 @@ def checked_transfer(trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> Cal
 
 
 def leave_tables_out(optimizers: Sequence[Optimizer], sharded: ShardedModel) -> None:
-    """Take tables out of the user's optimisers, and say so; they are trained by their own."""
+    """Remove tables from the user's optimisers, and log it. Tables are trained by their own optimisers."""
     for optimizer in optimizers:
         names = take_tables_out(optimizer, sharded.table_parameters())
         if names:
             _log(
-                f"Took {len(names)} table parameter(s) out of {type(optimizer).__name__}'s groups, since the"
+                f"Removed {len(names)} table parameter(s) from {type(optimizer).__name__}'s groups, since the"
                 " tables' own optimiser trains them"
             )
-            _log_names(f"Taken out of {type(optimizer).__name__}'s groups: {', '.join(names)}")
+            _log_names(f"Removed from {type(optimizer).__name__}'s groups: {', '.join(names)}")
         for group in optimizer.param_groups:
-            # Where PyTorch's schedulers count from, but for those that step on a metric: the tables follow all.
+            # PyTorch's schedulers set this base rate, except those that step on a metric. Tables follow both kinds.
             group.setdefault("initial_lr", group["lr"])
 
 
 def _tell_left_out(model: ShardedModel) -> None:
-    """Say which arguments of tables' optimisers have the kernel's default and not the class's."""
+    """Log the arguments of tables' optimisers that have the kernel's default instead of the class's."""
     tables: dict[tuple[str, str], int] = {}
     for table in model.tables.values():
         optimizer = table.known_optimizer
@@ -246,6 +251,6 @@ def _tell_left_out(model: ShardedModel) -> None:
     if tables:
         values = "; ".join(f"{name} of {count} table(s) with {value}" for (name, value), count in tables.items())
         _log(
-            "Arguments left out of apply_optimizer_in_backward have the fused kernel's defaults, as under TorchRec's"
-            f" DistributedModelParallel: {values}. Give them to choose"
+            "Arguments that apply_optimizer_in_backward did not set have the fused kernel's defaults, as with"
+            f" TorchRec's DistributedModelParallel: {values}. Set them explicitly to change this"
         )

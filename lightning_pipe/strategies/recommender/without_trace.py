@@ -1,4 +1,4 @@
-"""Calls of a module's ``training_step`` that leave no trace: no logged value, no metric, no random number.
+"""Calls of a module's ``training_step`` without effect on logged values, metrics and random generators.
 
 Tested in ``tests/scenarios/recommenders/test_recsys_untrained.py``.
 """
@@ -22,14 +22,14 @@ __all__ = ["leaving_no_trace"]
 
 @contextmanager
 def leaving_no_trace(trainer: pl.Trainer, module: pl.LightningModule, device: torch.device) -> Iterator[None]:
-    """In the body ``training_step`` may be called, between two batches; what it logs is thrown away.
+    """Context in which ``training_step`` may be called between two batches. Values that it logs are discarded.
 
-    States of metrics and of random generators are put back. What the module keeps for itself is not.
+    States of metrics and random generators are restored. Other state of the module is not.
 
     Args:
-        trainer: which trains the module.
-        module: whose step is called.
-        device: whose generator the step may draw from.
+        trainer: trainer that trains the module.
+        module: module whose step is called.
+        device: device whose random generator the step may use.
     """
     loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
     before = loop._results, connector._current_fx, connector._first_loop_iter, module._current_fx_name

@@ -36,7 +36,7 @@ def test_the_others_end_in_time(ended: list[Ended]) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_says_who_is_missing(rank: int, ended: list[Ended]) -> None:
-    assert re.search(r"SetupError: of 3 ranks 2 did not arrive in 20 s", str(ended[rank].value)), told(ended)
+    assert re.search(r"SetupError: rank\(s\) 2 of 3 did not arrive in 20 s", str(ended[rank].value)), told(ended)
 
 
 def killed_before_the_group_is_made(here: Here) -> None:

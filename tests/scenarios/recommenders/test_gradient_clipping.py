@@ -232,14 +232,14 @@ def test_without_clipping_nothing_is_replaced_and_the_tables_backward_keeps_its_
 
 
 def test_clipping_by_value_is_refused() -> None:
-    with pytest.raises(SetupError, match="clip by 'norm'"):
+    with pytest.raises(SetupError, match="Set it to 'norm'"):
         fit(Clicks(Pooled), recsys(), gradient_clip_val=CLIP, gradient_clip_algorithm="value")
 
 
 def test_clipping_by_value_in_the_modules_own_hook_is_refused() -> None:
     module = OwnClipping(Pooled)
     module.algorithm = "value"
-    with pytest.raises(SetupError, match="clip by 'norm'"):
+    with pytest.raises(SetupError, match="Set it to 'norm'"):
         fit(module, recsys())
 
 

@@ -258,7 +258,7 @@ def test_what_replicas_cannot_have_is_refused_on_every_rank() -> None:
         assert "replicas must be a divisor of the number of ranks, 2, got 3" in found["three"]
         assert "the lookups of this model also read replica_steps" in found["ahead"]
         assert "names table_row_wise for table network.bags.embedding_bags.people.weight" in found["nodes"]
-        assert "were sharded by an earlier strategy with replicas=2; this one has replicas=1" in found["other"]
+        assert "were sharded by an earlier strategy with replicas=2, but this one has replicas=1" in found["other"]
         assert found["left out"] == "True"
 
 

@@ -127,7 +127,7 @@ def test_checkpoints_are_those_of_tables_in_32_bits(ranks: list[dict[str, Any]])
 
 REFUSED = {
     "int8": "int8 does not support",
-    "scaled": "those beyond 65504 would be cut off",
+    "scaled": "values beyond 65504 would be cut off",
     "sharded already": "sharded by an earlier strategy with quantized_comms=",
 }
 

@@ -146,7 +146,7 @@ def test_it_says_what_it_chose_and_why_and_writes_it_down(tmp_path: Path, capsys
     assert strategy.plan_choice is not None
     chosen = strategy.plan_choice.plan
     out = " ".join(capsys.readouterr().out.split())
-    assert re.search(rf"plan {chosen.name} is the fastest: .*(beyond noise|faster than .*, the best by hand)", out)
+    assert re.search(rf"plan {chosen.name} is the fastest: .*(beyond noise|faster than .*, the best hand-written)", out)
     assert all(f" {name} " in out for name in (*BY_HAND, "copy_2_ahead", "H2D", "TrainBatch"))
     again = default_plan(lambda batch: batch, path)
     assert again.description() == chosen.description()
@@ -255,8 +255,8 @@ GOOD = default_plan(lambda batch: batch).to_yaml()
         (lambda: PipelineStrategy(3), PlanError, "no plan 3: it is neither"),  # type: ignore[arg-type]
         (lambda: PipelineStrategy("pla\0n"), PlanError, "neither one of"),
         (lambda: PipelineStrategy(save_plan="a"), SetupError, "'copy_ahead', but .* are for plan='auto'"),
-        (lambda: PipelineStrategy("serial", exploration=QUICK), SetupError, "plan='auto', which looks for"),
-        (lambda: PipelineStrategy("serial", max_in_flight=2), SetupError, "plan='auto', which looks for"),
+        (lambda: PipelineStrategy("serial", exploration=QUICK), SetupError, "plan='auto', which searches for"),
+        (lambda: PipelineStrategy("serial", max_in_flight=2), SetupError, "plan='auto', which searches for"),
         (lambda: PipelineStrategy("auto", max_in_flight=0), PlanError, "max_in_flight is 0"),
         (lambda: PipelineStrategy("auto", max_in_flight="3"), PlanError, "max_in_flight is '3'"),  # type: ignore[arg-type]
         (lambda: auto({"rounds": "two"}), PlanError, "rounds of an exploration is 'two'"),

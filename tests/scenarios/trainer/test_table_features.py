@@ -189,11 +189,11 @@ def approximately(one: Any, other: Any, within: float, place: str = "") -> list[
 
 
 REFUSED: dict[str, tuple[Feature, type[Exception], str]] = {
-    "manual optimisation": (Feature(Manual), SetupError, "optimises by hand"),
+    "manual optimisation": (Feature(Manual), SetupError, "uses manual optimisation"),
     "clipping by value": (
         Feature(Net, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
         SetupError,
-        "clip by 'norm'",
+        "Set it to 'norm'",
     ),
     "64-true": (Feature(Net, {"precision": "64-true"}), SetupError, "'64-true', which would cast"),
     "weights averaged": (

@@ -96,7 +96,7 @@ def test_what_is_on_or_off_is_no_text(name: str, shown: str) -> None:
     ],
 )
 def test_an_argument_of_a_former_version_is_refused_with_yaml_that_does_the_same(name: str, value: Any) -> None:
-    with pytest.raises(SetupError, match=f"{name} is given, but expected are the option groups") as caught:
+    with pytest.raises(SetupError, match=f"{name} is given, but the option groups") as caught:
         RecsysPipelineStrategy("auto", **{name: value})
     groups = yaml.safe_load(str(caught.value).partition("as:\n")[2])
     ((options,),) = [[*group.values()] for group in groups.values()]
@@ -129,7 +129,7 @@ def test_a_group_may_be_a_dataclass_or_a_mapping(group: dict[str, Any]) -> None:
 
 
 def test_a_plan_is_saved_to_a_path() -> None:
-    with pytest.raises(SetupError, match="save_plan is 5; needed is the path"):
+    with pytest.raises(SetupError, match="save_plan is 5; expected the path"):
         recsys("auto", save_plan=5)
 
 
@@ -189,7 +189,7 @@ def test_tables_that_the_dense_optimiser_lists_are_taken_out_with_one_line(
         module = Clicks(optimizers=everything)
         used = fit(module, recsys())
     lines = [record.getMessage() for record in caplog.records if "table parameter" in record.getMessage()]
-    assert lines == ["Took 2 table parameter(s) out of Adam's groups, since the tables' own optimiser trains them"]
+    assert lines == ["Removed 2 table parameter(s) from Adam's groups, since the tables' own optimiser trains them"]
     separate = Clicks()
     assert difference(state_of(used), state_of(fit(separate, recsys()))) == []
     assert module.losses == separate.losses
@@ -301,12 +301,12 @@ class Iterating(Clicks):
 @pytest.mark.parametrize(
     ("module", "options", "message"),
     [
-        (Manual, {}, "optimises by hand.*strategy='pipeline'"),
+        (Manual, {}, "uses manual optimisation.*strategy='pipeline'"),
         (Iterating, {}, "takes the dataloader_iter.*strategy='pipeline'"),
         (Clicks, {"precision": "bf16-true"}, "precision is 'bf16-true'.*'bf16-mixed'"),
         (Clicks, {"precision": "64-true"}, "precision is '64-true'.*'32-true'"),
         (Clicks, {"precision": "16-true"}, "precision is '16-true'.*'bf16-mixed'"),
-        (Clicks, {"plugins": [AsyncCheckpointIO()]}, "plugin AsyncCheckpointIO.*leave the plugin out"),
+        (Clicks, {"plugins": [AsyncCheckpointIO()]}, "plugin AsyncCheckpointIO.*Remove the plugin"),
     ],
     ids=["manual optimisation", "dataloader_iter", "bf16-true", "64-true", "16-true", "a plugin for checkpoints"],
 )
