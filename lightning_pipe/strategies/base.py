@@ -1,7 +1,4 @@
-"""Base class of the distributed strategies.
-
-Also contains the conversion of errors from reading checkpoints, and the departure from the process group at exit.
-"""
+"""Base class of the distributed strategies, with clean-up of the process group at exit and errors of checkpoints."""
 
 from __future__ import annotations
 
@@ -67,8 +64,8 @@ _DAMAGED = (AttributeError, EOFError, IndexError, KeyError, RuntimeError, TypeEr
 
 # True if the last call of a Trainer in this process completed.
 _ended_well = False
-# Maximum time that a process waits for its collectives at exit after an error (seconds). It delays the exit, by which
-# other ranks notice the error.
+# Maximum time that a process waits for its collectives at exit after an error (seconds). Other ranks notice the error
+# only when the process has exited.
 _LAST_WAIT = 5.0
 
 
@@ -150,7 +147,7 @@ class DistributedStrategy(DDPStrategy):
             super().setup_distributed()
             del store
             if not users:
-                # Registered in each process and for each new group, but only once at a time.
+                # Unregister first, so that the handler runs once even if several groups were made in this process.
                 atexit.unregister(_leave_at_exit)
                 atexit.register(_leave_at_exit)
         else:
@@ -231,7 +228,7 @@ class DistributedStrategy(DDPStrategy):
         self._note_end()
 
     def _note_end(self) -> None:
-        """Record whether the call completed. If so, no rank waits for another one when it leaves the process group."""
+        """Record if the call completed. If so, no rank is in a collective, and leaving the process group cannot hang."""
         global _ended_well
         module = self.lightning_module
         _ended_well = module is not None and module.trainer.state.status != TrainerStatus.INTERRUPTED
@@ -249,7 +246,7 @@ class DistributedStrategy(DDPStrategy):
             )
 
     def _wait_for_all_ranks(self) -> dist.Store:
-        """Wait until all ranks have started, and return the store over which they met.
+        """Wait until all ranks have started, and return the store that they have joined.
 
         Raises:
             SetupError: on every rank that has started, if some ranks did not start in time or rank 0 cannot be reached.

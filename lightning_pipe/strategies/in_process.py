@@ -60,7 +60,8 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
     the number of partitions.
 
     Args:
-        chunks: number of micro-batches per batch (default None: four per device). Increase it to shrink the bubble.
+        chunks: number of micro-batches per batch (default None: four per device). Increase it to shrink the bubble;
+            smaller micro-batches use a device less efficiently.
         checkpoint: micro-batches that recompute activations: ``"except_last"`` (default), ``"always"`` or ``"never"``;
             see :class:`~lightning_pipe.pipe.Pipe`. Recomputation saves memory and costs one more forward.
         balance: number of layers of each partition, or the cost that is shared evenly between partitions:
@@ -69,7 +70,8 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
             micro-batch.
         deferred_batch_norm: True to update running statistics of batch normalisations once per batch and not once per
             micro-batch (default False).
-        compile_partitions: True to compile the layers of each partition into one function (default False).
+        compile_partitions: True to compile the layers of each partition into one function (default False). Requires
+            torch 2.13 or newer and costs compilation time in the first batches.
         pipe_module: name of the attribute that holds the Sequential (default None: the LightningModule's
             ``pipe_module``, or else ``"model"``).
         parallel_devices: device of each partition; a device may appear several times (default None: the Trainer's

@@ -38,10 +38,10 @@ _GRADIENT_ORDER = "lightning_pipe_gradient_order"
 
 
 class PipelineStrategy(DistributedStrategy):
-    """Lightning's ``DDPStrategy`` that moves the next batch to the device while the current batch trains.
+    """Distributed data parallelism that moves the next batch to the device while the current batch trains.
 
-    Works with any LightningModule. A single process trains without the ``DistributedDataParallel`` wrapper. On several
-    ranks, parameters whose optimiser runs inside backward are refused.
+    Extends Lightning's ``DDPStrategy`` and works with any LightningModule. A single process trains without the
+    ``DistributedDataParallel`` wrapper. On several ranks, parameters whose optimiser runs inside backward are refused.
 
     With ``plan="auto"``, the first iterations train under each plan in turn. The strategy then prints the measurements
     and continues with the fastest plan. All plans train to the same bits. The candidates are ``"serial"``,

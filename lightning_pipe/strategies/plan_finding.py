@@ -26,7 +26,7 @@ from lightning_pipe.loops.programs.auto_program import Exploration, PlanChoice
 
 __all__ = ["AUTO", "AutoOptions", "choice_report", "tell_choice", "write_choice"]
 
-# Argument plan for a search during training.
+# Value of the argument ``plan`` that requests a search during training.
 AUTO = "auto"
 
 

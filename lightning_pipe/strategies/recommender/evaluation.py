@@ -64,7 +64,8 @@ class TableEvaluation:
         It is called after checkpoints and user hooks, which may replace these rows.
 
         Raises:
-            SetupError: the store of a dynamic table has rows of an earlier run; raised on every rank.
+            SetupError: the store of a dynamic table has rows of an earlier run, and ``existing`` is ``"refuse"``;
+                raised on every rank.
         """
         known, self._rows_are_known = self._rows_are_known, True
         modules = self._sharded.dynamic_rows.values()

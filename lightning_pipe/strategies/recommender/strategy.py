@@ -62,20 +62,21 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
       parameters skip it. ``16-mixed`` with accumulation or feature processors is refused.
 
     The module stays sharded after training and can be passed to another trainer. A strategy that requests a different
-    sharding refuses it. Each option group is its dataclass or, as in YAML, a mapping of its fields.
+    sharding refuses it. Pass an option group as its dataclass, or as a mapping of its fields as in YAML.
 
     Args:
         plan: name of a plan, path of a YAML plan, or a :class:`~lightning_pipe.engine.PipelinePlan` (default
-            ``"prefetch"``). Names are ``"serial"``, ``"base"``, ``"prefetch"``, ``"early_prefetch"``,
-            ``"fused_sparse_dist"`` and ``"semi_sync"``. ``"auto"`` times plans in the first iterations and continues
-            with the fastest: the named ones that suit the model, and plans that a planner proposes for the measured
-            tasks. All plans train to the same values except ``"semi_sync"``, which looks up a batch before the previous
-            batch has updated the tables; ``"auto"`` never uses it. Each batch in flight costs its memory.
+            ``"prefetch"``). Names are ``"serial"``, ``"base"``, ``"prefetch"``, ``"early_prefetch"`` (for rows on
+            disk), ``"fused_sparse_dist"`` and ``"semi_sync"``. ``"auto"`` times plans in the first iterations and
+            continues with the fastest: the named plans that suit the model, and plans that a planner proposes for the
+            measured tasks. All plans train to the same values except ``"semi_sync"``, which looks up a batch before the
+            previous batch has updated the tables and is never a candidate of ``"auto"``. Plans that run further ahead
+            hold more batches in memory.
         sparse_optimizer: ``class_path`` and ``init_args`` of the optimiser for tables without one from TorchRec's
             ``apply_optimizer_in_backward`` (default None: every table must have one).
         sparse_lr_scheduler: ``class_path`` and ``init_args`` of a learning-rate scheduler for the tables, stepped after
-            every optimiser step (default None). Without it, the rate of each table is its base rate times the factor by
-            which the first group of the dense optimiser has changed its rate.
+            every optimiser step (default None). Without it, the rate of each table follows the first group of the dense
+            optimiser: its base rate times the group's current rate divided by the group's initial rate.
         sharding: plan, constraints and replicas of the tables; see :class:`~lightning_pipe.recsys.ShardingOptions`.
         rewrite: method that finds the inputs of sharded modules in a batch; see
             :class:`~lightning_pipe.recsys.RewriteOptions`.
@@ -105,6 +106,7 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
         SetupError: a value is invalid, or an argument is from an earlier version; the message contains the YAML that
             replaces it.
         PlanError: the plan does not exist, or it does not fit the recsys tasks.
+        TypeError: an argument is unknown.
     """
 
     evaluates_together = True
@@ -183,7 +185,7 @@ class RecsysPipelineStrategy(ShardedCheckpointStrategy):
 
         Args:
             batches: batches on the host, in the form in which a loader supplies them. Use several: repeated rows of a
-                single batch are found in caches.
+                single batch are found in caches, which rows of real data are not.
             tasks: names of the tasks (default None: all tasks).
             rounds: number of measurements of each task (default 7). More rounds give narrower intervals.
             iterations: number of iterations per measurement (default 10).
