@@ -228,7 +228,7 @@ class DistributedStrategy(DDPStrategy):
         self._note_end()
 
     def _note_end(self) -> None:
-        """Record if the call completed. If so, no rank is in a collective, and leaving the process group cannot hang."""
+        """Record if the call completed. If so, no rank is in a collective and leaving the process group cannot hang."""
         global _ended_well
         module = self.lightning_module
         _ended_well = module is not None and module.trainer.state.status != TrainerStatus.INTERRUPTED
