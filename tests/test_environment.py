@@ -191,7 +191,9 @@ def test_importing_the_package_warns_of_a_clash_and_is_silent_where_nothing_clas
 def test_an_older_torch_than_is_needed_is_named_with_what_needs_it() -> None:
     require_torch("2.13", "stages", "2.13.0+cpu")
     require_torch("2.11", "stages")
-    with pytest.raises(SetupError, match=r"stages need torch 2\.13 or newer.*torch 2\.11\.0 is installed. Run: pip install"):
+    with pytest.raises(
+        SetupError, match=r"stages need torch 2\.13 or newer.*torch 2\.11\.0 is installed. Run: pip install"
+    ):
         require_torch("2.13", "stages", "2.11.0")
     with pytest.raises(SetupError, match=r"graphs need torch 2\.13 or newer, where they end, but torch 2\.12\.1 is"):
         require_torch("2.13", "graphs", "2.12.1", reason="where they end")

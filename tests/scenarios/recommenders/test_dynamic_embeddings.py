@@ -205,7 +205,7 @@ def refused_on_ranks(rank: int, world_size: int, store: Path) -> list[str]:
 def test_they_are_refused_on_every_rank_before_a_batch_is_asked_for(tmp_path: Path) -> None:
     for found in run_ranks(refused_on_ranks, 2, tmp_path):
         for said in found:
-            assert said.startswith("the store of people holds rows that an earlier run has trained, in ")
+            assert said.startswith("the store of people holds rows that an earlier run has trained in ")
             assert "rank" not in said  # all say the same, once
 
 
