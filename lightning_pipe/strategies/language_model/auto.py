@@ -1,4 +1,4 @@
-"""Language models in pipeline stages whose schedule, micro-batches and split are chosen when training is set up."""
+"""Strategy that chooses the schedule, micro-batches and split of a language model when training is set up."""
 
 from __future__ import annotations
 
@@ -31,27 +31,34 @@ __all__ = ["AutoLLMPipelineStrategy"]
 
 
 class AutoLLMPipelineStrategy(LLMPipelineStrategy):
-    """:class:`LLMPipelineStrategy` that chooses schedule, stages a rank, micro-batches and split.
+    """:class:`LLMPipelineStrategy` that chooses the schedule, stages per rank, micro-batches and split.
 
-    When ``fit`` sets up, every rank measures the model's layers over stand-ins of its values: forward, and backward in
-    one part and in two. With the medians over ranks, and messages between neighbours, each of PyTorch's schedules is
-    simulated with all numbers of stages and of micro-batches that divide the batch; what does not fit the memory is
-    left out. The most promising are then run for real, in turns, and the fastest is kept. Nothing is trained by that,
-    and random generators are put back; the module's hooks for batches, its ``summed_loss`` and ``configure_optimizers``
-    are called. What was chosen is printed, and trains exactly as :class:`LLMPipelineStrategy` with those arguments.
+    When ``fit`` sets up the strategy, it chooses in three steps:
 
-    Steps of optimisers are not measured. Functions of the trainer other than ``fit`` choose nothing: a model that is
-    evaluated first is cut for ``1f1b``, and keeps that.
+    1. Every rank measures the model's layers on placeholder values: forward, and backward in one part and in two.
+       The medians over ranks are used, with the measured time of messages between neighboring ranks.
+    2. Each of PyTorch's schedules is simulated with all numbers of stages and all numbers of micro-batches that divide
+       the batch. Candidates that do not fit into memory are dropped.
+    3. The most promising candidates run some real steps in turns, and the fastest is used.
+
+    These steps do not train the model, and the states of random generators are restored afterwards. The module's batch
+    hooks, ``summed_loss`` and ``configure_optimizers`` are called. The choice is printed. Training is identical to
+    that of :class:`LLMPipelineStrategy` with the chosen arguments.
+
+    Optimizer steps are not measured. Only ``fit`` chooses: a model that is evaluated before ``fit`` is cut for
+    ``1f1b`` and keeps that plan.
 
     Args:
-        memory_limit: bytes that each rank may use; by default what is free on its device, and on the CPU any.
-        num_microbatches: use this number; by default any that divides the rows of a batch, from once to eight times the
-            ranks of a pipeline.
-        trials: how many candidates are run for real; 0 to rely on the simulation.
-        batch_size: rows of a batch, where the training data's loader does not say.
-        save_plan: where to write the choice, in YAML: ``class_path`` and ``init_args`` for ``trainer.strategy``.
-        options: other arguments of :class:`LLMPipelineStrategy`, without ``schedule``, ``stages_per_rank`` and the
-            fields of ``split`` that say where the model is cut.
+        memory_limit: bytes that each rank may use (default: the free memory of its device; no limit on the CPU).
+        num_microbatches: number of micro-batches (default: chosen among the divisors of the rows of a batch, from one
+            to eight times the number of ranks in a pipeline).
+        trials: number of candidates that run real steps (default 6). 0 uses only the simulation.
+        batch_size: number of rows in a batch (default: that of the training dataloader). Set it if the dataloader does
+            not have a ``batch_size``.
+        save_plan: path of a YAML file for the choice, with ``class_path`` and ``init_args`` for ``trainer.strategy``
+            (default: not saved).
+        options: other arguments of :class:`LLMPipelineStrategy`, except ``schedule``, ``stages_per_rank`` and the
+            fields of ``split`` that define where the model is cut.
     """
 
     def __init__(
@@ -80,15 +87,15 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
 
     @property
     def choice(self) -> StageChoice | None:
-        """What was chosen, and from what; None before ``fit``."""
+        """Chosen candidate and its alternatives; None before ``fit``."""
         return self._choice
 
     def _first_plan(self, sizes: ParallelDims) -> StagePlan:
-        """For a model that is evaluated before any choice."""
+        """Plan for a model that is evaluated before a choice was made."""
         if sizes.pp < 2:
             raise SetupError(
-                "the automatic strategy chooses how the ranks of a pipeline take turns, and this pipeline has"
-                f" {sizes.pp} rank; needed are 2 devices or more, or LLMPipelineStrategy"
+                "The automatic strategy expected a pipeline of at least 2 ranks, since it chooses a schedule for them,"
+                f" got {sizes.pp}. Use at least 2 devices for the pipeline, or LLMPipelineStrategy."
             )
         return StagePlan(self._options.schedule, sizes.pp, 1, 2 * sizes.pp, self._options.split)
 
@@ -102,7 +109,7 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
             self._plan_of,
             self._options.num_microbatches,
             self._memory_limit,
-            # A trial would compile every layer anew.
+            # Each trial would compile every layer again.
             self._trials if self._options.compile_options is None else 0,
         )
         with isolate_rng():
@@ -126,7 +133,7 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
 
     def _allows(self, spec: ScheduleSpec) -> bool:
         if self._options.compile_options is not None and splits_backward(spec) is not False:
-            return False  # each part of a compiled layer's backward would be all of it
+            return False  # each part of a split backward of a compiled layer would run the whole backward
         try:
             self._options.check_schedule(spec, self._parts_maker.meshes.dimensions)
         except SetupError:
@@ -134,7 +141,7 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
         return True
 
     def _to_yaml(self, candidate: ScheduleCandidate) -> str:
-        """The arguments that make this choice."""
+        """Strategy in YAML with the arguments of this choice."""
         given, split = self._options, {"layers_per_stage": list(candidate.layers_per_stage)}
         chosen = {
             "schedule": candidate.spec.name,
@@ -156,7 +163,10 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
 
 
 def _refuse_chosen(options: LLMOptions) -> None:
-    """Refuse what the automatic strategy chooses. Defaults count as not given, since LightningCLI passes them."""
+    """Refuse options that the automatic strategy chooses.
+
+    Options with their default values are accepted, since LightningCLI passes all arguments.
+    """
     split = {f"split.{name}": value for name, value in _changed(options.split).items() if name != "tied_embeddings"}
     given = [f"{name}={value!r}" for name, value in split.items()]
     if options.schedule != find_schedule("1f1b"):
@@ -165,8 +175,8 @@ def _refuse_chosen(options: LLMOptions) -> None:
         given.append(f"stages_per_rank={options.stages_per_rank}")
     if given:
         raise SetupError(
-            f"{' and '.join(given)} is given to the automatic strategy, which chooses that; leave it out, or use"
-            " LLMPipelineStrategy (llm_1f1b_pipeline and the like)"
+            f"{' and '.join(given)} is given to the automatic strategy, which chooses it. Remove the argument, or use"
+            " LLMPipelineStrategy (such as llm_1f1b_pipeline)."
         )
 
 
@@ -180,7 +190,7 @@ def _changed(group: Any) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether YAML has it."""
+    """Return True if YAML can represent the value."""
     if isinstance(value, dict):
         return all(_is_plain(one) for pair in value.items() for one in pair)
     return all(map(_is_plain, value)) if isinstance(value, list | tuple) else type(value) in (bool, int, float, str)

@@ -1,4 +1,4 @@
-"""What a strategy for language models is asked for, checked and given a number of ranks."""
+"""Options of the language model strategies: checks, and the settings that result for a number of ranks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["LLMOptions", "option_pairs"]
 
 @dataclass(frozen=True)
 class LLMOptions:
-    """Arguments of ``LLMPipelineStrategy`` of the same names, checked.
+    """Checked arguments of ``LLMPipelineStrategy``, with the same names.
 
     Raises:
-        SetupError: a value of the wrong kind, or groups that exclude each other.
+        SetupError: If a value has the wrong type, or if groups exclude each other.
     """
 
     schedule: ScheduleSpec
@@ -44,27 +44,28 @@ class LLMOptions:
         check_choice("offload_optimizer", self.offload_optimizer, (True, False))
         if not isinstance(self.compile_layers, bool | Mapping):
             raise SetupError(
-                f"compile_layers is {self.compile_layers!r}; expected true, false, or options of torch.compile"
+                "`compile_layers` must be true, false, or a mapping of torch.compile options, got"
+                f" {self.compile_layers!r}. Pass one of these."
             )
         self.batching.length_multiple(self.parallel.length_multiple)
 
     @property
     def compile_options(self) -> Mapping[str, Any] | None:
-        """Options of ``torch.compile`` for each layer; None not to compile."""
+        """Options of ``torch.compile`` for each layer; None if layers are not compiled."""
         if isinstance(self.compile_layers, bool):
             return {} if self.compile_layers else None
         return self.compile_layers
 
     def settings(self, plan: StagePlan, sizes: ParallelDims) -> StageSettings:
-        """The settings that all modules of a trainer are run with."""
+        """Settings shared by all modules of a trainer."""
         parallelism = StageParallelism(None, self.activation_checkpoint, self.compile_options)
         return StageSettings(plan, sizes, parallelism, self.batching, self.offload_optimizer)
 
     def plan(self, sizes: ParallelDims) -> StagePlan:
-        """How models are cut and scheduled, as far as that is known without one.
+        """Default plan for cutting and scheduling models, which does not depend on the model.
 
         Raises:
-            SetupError: the schedule does not take so many stages a rank.
+            SetupError: If the schedule does not support ``stages_per_rank``.
         """
         per_rank = count_stages(self.schedule, sizes.pp, self.stages_per_rank)
         return StagePlan(self.schedule, sizes.pp, per_rank, self.num_microbatches or 2 * sizes.pp, self.split)
@@ -73,7 +74,7 @@ class LLMOptions:
         """Refuse a schedule that would train on wrong gradients with these options.
 
         Raises:
-            SetupError: with what to use in its place.
+            SetupError: If it would. The message names an alternative.
         """
         check_combination(
             spec,
@@ -84,7 +85,7 @@ class LLMOptions:
 
 
 def option_pairs(name: str, value: Any) -> list[tuple[str, str]]:
-    """Names and texts of an option and, of a group, its fields: for ranks to compare."""
+    """Return pairs of name and text for an option, or for each field of an option group, for ranks to compare."""
     if isinstance(value, ScheduleSpec):
         return [(name, repr(value.name))]
     if not is_dataclass(value):

@@ -1,6 +1,7 @@
-"""Measures a module's layers, simulates every way to train it in stages, and runs the most promising for real.
+"""Choice of a schedule: measures a module's layers, simulates all candidates, and runs the most promising ones.
 
-All ranks come to the same choice: what each measures is gathered, and what is made of it is made once or alike.
+All ranks make the same choice: their measurements are gathered, and results are computed on one rank or in the same
+way on all ranks.
 
 Tested in ``tests/strategies/language_model/test_auto.py``.
 """
@@ -60,21 +61,21 @@ __all__ = [
 ]
 
 _ROUNDS = 3
-# How much slower than the fastest a candidate may be to be run once more.
+# Candidates slower than the fastest by more than this factor are not run in the next round.
 _HOPELESS = 1.1
-_ADAMS = 2  # tensors of a parameter's size that Adam keeps
+_ADAMS = 2  # number of state tensors per parameter in Adam
 
 
 @dataclass(frozen=True)
 class StageChoice:
-    """What was chosen, and from what.
+    """Chosen candidate and its alternatives.
 
     Attributes:
-        chosen: the fastest.
-        predictions: of all that fit the memory and did not fail.
-        too_large: how many did not fit.
-        memory_limit: bytes of a rank; None for no limit.
-        notes: what else there is to say.
+        chosen: prediction for the fastest candidate.
+        predictions: predictions for all candidates that fit into memory and did not fail.
+        too_large: number of candidates that did not fit.
+        memory_limit: bytes per rank; None for no limit.
+        notes: remarks to print with the choice.
     """
 
     chosen: SchedulePrediction
@@ -86,15 +87,15 @@ class StageChoice:
 
 @dataclass(frozen=True)
 class StageChooser:
-    """Chooses for modules; every rank calls :meth:`choose` for the same ones.
+    """Chooses plans for modules. Every rank must call :meth:`choose` for the same modules.
 
     Attributes:
-        maker: of parts.
-        allowed: whether a schedule may be used.
-        plan_of: what a candidate is to the maker.
-        num_microbatches: to use; None for any that divides the batch.
-        memory_limit: bytes of each rank; None for what is free on the device, and on the CPU any.
-        trials: how many candidates are run for real.
+        maker: maker of stage parts.
+        allowed: function that returns True if a schedule may be used.
+        plan_of: function that converts a candidate to a plan for the maker.
+        num_microbatches: number of micro-batches; None to choose among the divisors of the batch.
+        memory_limit: bytes per rank; None for the free memory of the device, without a limit on the CPU.
+        trials: number of candidates that run real steps.
     """
 
     maker: PartsMaker
@@ -105,19 +106,20 @@ class StageChooser:
     trials: int
 
     def choose(self, module: PipelineModule, batch: Callable[[], Any]) -> StageChoice:
-        """The fastest way to train a module.
+        """Return the fastest plan for a module, with its alternatives.
 
         Args:
-            module: whose model is whole; it is left as it is.
-            batch: gives one like those of training, on the CPU; called on every rank, the first's is used.
+            module: module with an unsplit model, which is left unchanged.
+            batch: function that returns a batch like those of training, on the CPU. It is called on every rank, and
+                the batch of rank 0 is used.
 
         Raises:
-            SetupError: on every rank: a batch that no number of micro-batches divides, nothing that fits the memory, a
-                model that is not cut by its layers or cannot be run.
+            SetupError: On every rank, if no number of micro-batches divides the batch, if no candidate fits into
+                memory, or if the model cannot be cut by its layers or cannot be run.
         """
         group, size = self.maker.numbers_group, self._size
-        config = on_all_ranks(lambda: layers_of(module), "the layers of the model cannot be told", group)
-        given = self._shared(on_all_ranks(batch, "there is no batch to measure with", group))
+        config = on_all_ranks(lambda: layers_of(module), "the layers of the model cannot be determined", group)
+        given = self._shared(on_all_ranks(batch, "no batch is available for measurements", group))
         counts = microbatch_counts_of(given, size, self.num_microbatches)
         measured, notes = self._measure(module, config, given, counts)
         limits = [one for one in gather(self._limit(), group) if one is not None]
@@ -160,7 +162,7 @@ class StageChooser:
     def _measure(
         self, module: PipelineModule, config: ModuleConfig, batch: Any, counts: Sequence[int]
     ) -> tuple[Measurements, list[str]]:
-        """On all ranks at once, as they will compute."""
+        """Measure on all ranks at the same time, since they also compute at the same time in training."""
         group, device, settings = self.maker.numbers_group, self.maker.device, self.maker.settings
 
         def own() -> tuple[dict[int, Pieces[LayerWork]], dict[int, Pieces[Footprint]], tuple[Pieces[int], list[str]]]:
@@ -173,7 +175,7 @@ class StageChooser:
             }
             return work, footprints, optimizer_states(module, config, settings.offload)
 
-        work, footprints, (states, notes) = on_all_ranks(own, "what layers take cannot be measured", group)
+        work, footprints, (states, notes) = on_all_ranks(own, "the layers cannot be measured", group)
         every = gather(work, group)
         links = gather(measure_links(self.maker.meshes.root["pipeline"].get_group(), device), group)
         return (
@@ -206,7 +208,7 @@ class StageChooser:
 
 
 class _Bench:
-    """Runs candidates for real; those that fail are not run again."""
+    """Runs real steps of candidates. Candidates that fail are not run again."""
 
     def __init__(self, trials: StageTrials, plan_of: Callable[[ScheduleCandidate], StagePlan]) -> None:
         self._trials = trials
@@ -215,15 +217,18 @@ class _Bench:
         self.failed: list[str] = []
 
     def recorded(self, candidate: ScheduleCandidate) -> tuple[ScheduleCandidate, Sequence[Any], float] | None:
-        """What :func:`calibrate` takes; None where it failed."""
+        """Return a recorded trial as :func:`calibrate` takes it; None if the candidate failed."""
         trial = self._try(candidate, record=True)
         return None if trial is None else (candidate, trial.events, trial.recorded)
 
     def run_finalists(self, predictions: Sequence[SchedulePrediction], most: int) -> list[SchedulePrediction]:
-        """Run the most promising, and the next ones where none of those can be run; all, with what they took.
+        """Run the most promising candidates, and the next ones if all of these fail.
+
+        Returns:
+            Predictions for all candidates that did not fail, with the measured times of those that ran.
 
         Raises:
-            SetupError: on every rank: none can be run.
+            SetupError: On every rank, if all candidates fail.
         """
         seconds: dict[ScheduleCandidate, list[float]] = {}
         left = list(predictions)
@@ -231,7 +236,8 @@ class _Bench:
             seconds = self._times(finalists(left, most))
         if not seconds:
             raise SetupError(
-                f"none of {len(predictions)} ways to train in stages could be run: {'; '.join(self.failed)}"
+                f"None of {len(predictions)} candidate schedules could be run: {'; '.join(self.failed)}. Fix the errors"
+                " listed, or set trials=0 to choose by simulation only."
             )
         return [
             replace(one, times=tuple(seconds.get(one.candidate, ())))
@@ -240,7 +246,7 @@ class _Bench:
         ]
 
     def _times(self, candidates: Sequence[SchedulePrediction]) -> dict[ScheduleCandidate, list[float]]:
-        """Run candidates in turns, for as long as they may be the fastest; seconds of those that could be run."""
+        """Run candidates in turns while they can still be the fastest, and return the seconds of those that ran."""
         seconds = {one.candidate: list[float]() for one in candidates}
         left = list(seconds)
         for _ in range(_ROUNDS):
@@ -261,17 +267,18 @@ class _Bench:
             self.failed.append(f"{candidate.spec.name} could not be run: {type(error).__name__}: {error}")
             return None
         except Exception as error:
-            # The other ranks are in the middle of the step, and would take the next candidate's messages for its own.
+            # The other ranks are in the middle of the step, and would take messages of the next candidate for messages
+            # of this step.
             error.add_note(
-                f"schedule {candidate.spec.name} was tried out on all ranks, of which one has failed in the middle of a"
-                " step; set memory_limit to less than is free, or trials=0 to choose without trying"
+                f"A rank failed in the middle of a trial step of schedule {candidate.spec.name}. Set memory_limit"
+                " to less than the free memory, or trials=0 to choose by simulation only."
             )
             note_lost_rank(error, dist.get_world_size())
             raise
 
 
 def layers_of(module: PipelineModule) -> ModuleConfig:
-    """What the module's model is made of: as it says, or as its structure shows."""
+    """Return the layer names of the module's model: its ``pipeline_config``, or one derived from its structure."""
     assert module.model is not None
     config = module.pipeline_config()
     if config is None:
@@ -281,26 +288,26 @@ def layers_of(module: PipelineModule) -> ModuleConfig:
 
 
 def microbatch_counts_of(batch: Any, pp_size: int, asked: int | None) -> list[int]:
-    """Numbers of micro-batches to choose from.
+    """Return the numbers of micro-batches to choose from.
 
     Raises:
-        SetupError: none divides the batch.
+        SetupError: If *asked* does not divide the batch.
     """
     if isinstance(batch, (list, tuple)):
-        return [len(batch)]  # micro-batches already
+        return [len(batch)]  # a list of micro-batches
     rows = split_batch(batch, 1).rows
     if asked is None:
         return microbatch_counts(rows, pp_size)
     if rows % asked:
         raise SetupError(
-            f"num_microbatches is {asked}, and the batch has {rows} row(s); needed is a number that divides them, or"
-            " none to let it be chosen"
+            f"`num_microbatches` must divide the rows of a batch, got {asked} for {rows} row(s). Use a divisor, or omit"
+            " it to have it chosen."
         )
     return [asked]
 
 
 def microbatches_of(module: PipelineModule, batch: Any, count: int, settings: StageSettings) -> list[dict[str, Any]]:
-    """The micro-batches of a batch, padded to one length as in training."""
+    """Cut a batch into micro-batches, padded to one length as in training."""
     items = split_batch(batch, count, ignore_index=module.ignore_index).items
     keys = SequenceKeys(labels=module.ignore_index, others=settings.batching.pad_values)
     longest = max((one.shape[1] for item in items for one in _sequences(item, keys)), default=0)
@@ -316,7 +323,7 @@ def _sequences(item: Mapping[str, Any], keys: SequenceKeys) -> list[Tensor]:
 def footprints_of(
     module: PipelineModule, config: ModuleConfig, item: Mapping[str, Any], settings: StageSettings, precision: Precision
 ) -> Pieces[Footprint]:
-    """Bytes of the model's pieces for a micro-batch, found without memory."""
+    """Return the bytes of each piece of the model for a micro-batch, computed without allocating them."""
     make = example_of(module, 1, item)
     assert make is not None and module.model is not None
     with precision.train_step_context():
@@ -333,15 +340,15 @@ def footprints_of(
 
 
 def optimizer_states(module: PipelineModule, config: ModuleConfig, offload: bool) -> tuple[Pieces[int], list[str]]:
-    """Bytes of the states that optimisers keep on the device for each piece, and what to say of them.
+    """Return the bytes of optimizer states on the device for each piece of the model, and remarks about them.
 
-    Where ``configure_optimizers`` cannot be tried out they are taken for Adam's.
+    If ``configure_optimizers`` fails with small parameters, the states are assumed to be those of Adam.
     """
     if offload:
         return Pieces(0, 0, (0,) * config.num_layers, 0), []
     try:
         return optimizer_bytes(module, config), []
-    except Exception as error:  # the user's own code, in a place where it does not expect to be called
+    except Exception as error:  # user code, called with a model that it may not expect
         assert module.model is not None
         sizes = {
             name: _ADAMS * one.numel() * one.element_size()
@@ -349,12 +356,13 @@ def optimizer_states(module: PipelineModule, config: ModuleConfig, offload: bool
             if one.requires_grad
         }
         return by_piece(sizes, config), [
-            f"states of optimisers are taken for Adam's: with small parameters configure_optimizers failed ({error})"
+            "optimizer states are assumed to be those of Adam, since configure_optimizers failed with small parameters"
+            f" ({error})"
         ]
 
 
 def sharing_of(settings: StageSettings) -> Sharing:
-    """How many ranks share what a stage has."""
+    """Return the numbers of ranks that share the parameters and activations of a stage."""
     sizes = settings.sizes
     shard = sizes.dp_shard * sizes.cp if sizes.dp_shard > 1 else 1
     return Sharing(shard, sizes.tp, sizes.cp, not sizes.reshard_after_forward)
@@ -363,30 +371,30 @@ def sharing_of(settings: StageSettings) -> Sharing:
 def _that_fit(
     predictions: Sequence[SchedulePrediction], limit: int | None, counts: Sequence[int]
 ) -> list[SchedulePrediction]:
-    """Fastest first.
+    """Return the predictions that fit into memory, fastest first.
 
     Raises:
-        SetupError: none does, or there is none.
+        SetupError: If no prediction fits, or if *predictions* is empty.
     """
     if not predictions:
         raise SetupError(
-            f"no schedule takes {' or '.join(map(str, counts))} micro-batches over this many ranks and layers; needed"
-            " is another batch size or num_microbatches, or a model with at least a layer for each rank"
+            f"No schedule supports {' or '.join(map(str, counts))} micro-batches with this number of ranks and layers."
+            " Use another batch size or num_microbatches, or a model with at least one layer for each rank."
         )
     fitting = [one for one in predictions if limit is None or one.peak <= limit]
     if not fitting:
         least = min(predictions, key=lambda one: one.peak)
         raise SetupError(
-            f"none of {len(predictions)} ways to train in stages fits {limit:,} bytes a rank (memory_limit, or what is"
-            f" free); the least is {least.peak:,} bytes, with schedule {least.candidate.spec.name} and"
+            f"None of {len(predictions)} candidate schedules fits into {limit:,} bytes per rank (memory_limit, or the"
+            f" free memory). The smallest takes {least.peak:,} bytes, with schedule {least.candidate.spec.name} and"
             f" {least.candidate.num_microbatches} micro-batches. Set activation_checkpoint.mode to 'full', use more"
-            " ranks (parallel.pp, parallel.dp_shard), or smaller batches"
+            " ranks (parallel.pp, parallel.dp_shard), or use smaller batches."
         )
     return sorted(fitting, key=lambda one: one.seconds)
 
 
 def _to_calibrate(predictions: Sequence[SchedulePrediction]) -> list[SchedulePrediction]:
-    """The fastest with backwards in one part, and in two."""
+    """Return the fastest candidate with backward in one part, and the fastest with backward in two parts."""
     found = []
     for parts in (False, True):
         with suppress(StopIteration):

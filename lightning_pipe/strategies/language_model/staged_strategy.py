@@ -1,4 +1,4 @@
-"""Strategy whose module is in stages: how it is cut, on which ranks, and what of it each rank saves.
+"""Base strategy for modules in stages: splitting, placement on ranks, and checkpoints.
 
 Tested in ``tests/strategies/language_model/test_strategy.py``.
 """
@@ -41,10 +41,10 @@ class StagedStrategy(FolderCheckpointStrategy):
     """Sets up stages, and writes and reads their checkpoints.
 
     Args:
-        options: what is asked for.
-        others: other arguments that must be the same on all ranks, by name.
-        async_checkpoints: see :class:`FolderCheckpointStrategy`.
-        arguments: see there.
+        options: checked options of the strategy.
+        others: other arguments that must be equal on all ranks, by name.
+        async_checkpoints: see :class:`FolderCheckpointStrategy` (default False).
+        arguments: other arguments of :class:`FolderCheckpointStrategy`.
     """
 
     def __init__(
@@ -62,32 +62,33 @@ class StagedStrategy(FolderCheckpointStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        # First of all: what follows would hang where ranks differ.
+        # This check comes first, since the code below would hang if ranks differed.
         check_agreement(self._agreed, "pipeline's configuration", dist.group.WORLD, error=SetupError)
         settings = self.settings(self.world_size)
         self._check_plan(settings.plan, settings.sizes)
         meshes = StageMeshes(settings.sizes, self.root_device.type)
-        # On the CPU, since they carry a few numbers beside the schedule; two, since both may be under way at once.
+        # CPU groups, since they exchange a few numbers while the schedule runs; two, since collectives of both can be
+        # in flight at the same time.
         numbers_group = new_group(backend="gloo", timeout=self._timeout)
         loss_group = new_group(backend="gloo", timeout=self._timeout)
         assert numbers_group is not None and loss_group is not None
         self._maker = PartsMaker(settings, meshes, self.root_device, self.precision_plugin, numbers_group, loss_group)
 
     def settings(self, world_size: int) -> StageSettings:
-        """What is asked for, on so many ranks.
+        """Settings of the strategy on *world_size* ranks.
 
         Raises:
-            SetupError: that many ranks cannot do it.
+            SetupError: If the options do not fit this number of ranks.
         """
         sizes = self._options.parallel.fit(world_size)
         return self._options.settings(self._first_plan(sizes), sizes)
 
     def _first_plan(self, sizes: ParallelDims) -> StagePlan:
-        """How models are cut and scheduled, as far as that is known without one."""
+        """Default plan for cutting and scheduling models, which does not depend on the model."""
         return self._options.plan(sizes)
 
     def _check_plan(self, plan: StagePlan, sizes: ParallelDims) -> None:
-        """Refuse what would hang, or train on wrong gradients; and see to what the plan needs."""
+        """Refuse plans that would hang or train on wrong gradients, and set compiler options that the plan requires."""
         check_microbatches(plan.spec, plan.num_microbatches, plan.pipeline_size, plan.stages_per_rank)
         compiled = self._options.compile_options is not None
         if compiled and self._put_back is None and splits_backward(plan.spec) is not False:
@@ -96,22 +97,22 @@ class StagedStrategy(FolderCheckpointStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Ranks by their stages (``pipeline``), by their part of the data (``replicate``, ``shard``) and of tensors."""
+        """Device mesh with the dimensions ``pipeline``, ``replicate`` and ``shard`` (data), and ``tensor``."""
         return self._parts_maker.meshes.root
 
     @property
     def _parts_maker(self) -> PartsMaker:
         if self._maker is None:
-            raise SetupError("there is no device mesh yet; the trainer makes it when it sets the strategy up")
+            raise SetupError("The device mesh does not exist yet. Use it after the trainer has set up the strategy.")
         return self._maker
 
     @property
     def runner(self) -> PipelineRunner:
-        """What runs this rank's stages."""
+        """Runner of this rank's stages."""
         return self._made.runner
 
     def running(self) -> Running:
-        """Answers of this strategy to callbacks, once the trainer has set it up."""
+        """Information for callbacks, available after the trainer has set up the strategy."""
         return Running(
             title=f"schedule {self.schedule_spec.name}",
             record=lambda keep: StageRecorder(self.runner, self.device_mesh, keep),
@@ -122,53 +123,56 @@ class StagedStrategy(FolderCheckpointStrategy):
 
     @property
     def plan(self) -> StagePlan:
-        """How the model at work is cut and scheduled."""
+        """Plan by which the current model is cut and scheduled."""
         return self._parts_maker.settings.plan if self._parts is None else self._parts.plan
 
     @property
     def schedule_spec(self) -> ScheduleSpec:
-        """The schedule."""
+        """Schedule of the current model."""
         return self._options.schedule if self._parts is None else self._parts.plan.spec
 
     @property
     def pipeline_size(self) -> int:
-        """Ranks of a pipeline."""
+        """Number of ranks in a pipeline."""
         return self._parts_maker.meshes.dimensions.pp
 
     @property
     def num_microbatches(self) -> int:
-        """Parts that a batch is cut into."""
+        """Number of micro-batches that a batch is cut into."""
         return self.plan.num_microbatches
 
     @property
     def stages_per_rank(self) -> int:
-        """Stages that each rank holds."""
+        """Number of stages on each rank."""
         return self.plan.stages_per_rank
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All ranks of a pipeline read the same data."""
+        """Arguments of Lightning's sampler, with one replica per group of ranks that read the same data."""
         parts = self._parts_maker.meshes.same_batch
         mine = next(index for index, ranks in enumerate(parts) if self.global_rank in ranks)
         return {"num_replicas": len(parts), "rank": mine}
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Let the ranks of a pipeline shuffle alike, whatever each has drawn from its own random stream."""
+        """Seed samplers without a generator, so that the ranks of a pipeline shuffle in the same order.
+
+        The order does not depend on the states of the ranks' random generators.
+        """
         batches = getattr(dataloader, "batch_sampler", None)
         samplers: tuple[Any, ...] = (getattr(dataloader, "sampler", None), batches, getattr(batches, "sampler", None))
         module = self.lightning_module
-        # Loaders that are made anew in each epoch, or for another fit, would all shuffle alike.
+        # The epoch is added so that loaders that are rebuilt in each epoch, or for another fit, shuffle differently.
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) + (0 if module is None else module.trainer.current_epoch)
         for sampler in samplers:
-            # Random and weighted samplers, and users' own that are made like them.
+            # Random and weighted samplers, and user-defined samplers with a ``generator`` attribute.
             if getattr(sampler, "generator", self) is None:
                 sampler.generator = torch.Generator().manual_seed(seed)
         return super().process_dataloader(dataloader)
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """What is made in the body takes no memory until it is split."""
-        # Every rank draws what the first one would: one model, whoever makes which part of it.
+        """Context in which modules are built without memory. They get memory when they are split."""
+        # Every rank draws from the state of rank 0, so that the parts built by different ranks form one model.
         state = torch.get_rng_state()
         dist.broadcast(state, src=0, group=self._parts_maker.numbers_group)
         torch.set_rng_state(state)
@@ -176,7 +180,7 @@ class StagedStrategy(FolderCheckpointStrategy):
             yield
 
     def _split(self, module: PipelineModule) -> None:
-        """Split the module, unless that was done before; a trainer may be given several in turn."""
+        """Split the module unless this was done before. A trainer can run several modules in turn."""
         parts = self._known.get(id(module.model))
         if parts is None:
             self._parts_maker.check(module)
@@ -186,13 +190,13 @@ class StagedStrategy(FolderCheckpointStrategy):
         self._parts = parts
 
     def _plan_for(self, module: PipelineModule) -> StagePlan:
-        """How to cut and schedule a module that has not been cut yet."""
+        """Plan for a module that has not been cut yet."""
         return self._parts_maker.settings.plan
 
     @property
     def _made(self) -> StageParts:
         if self._parts is None:
-            raise SetupError("there are no stages yet; the trainer makes them when it sets the strategy up")
+            raise SetupError("The stages do not exist yet. Use them after the trainer has set up the strategy.")
         return self._parts
 
     @property
@@ -202,13 +206,13 @@ class StagedStrategy(FolderCheckpointStrategy):
 
     @property
     def ranks_share_data(self) -> bool:  # type: ignore[override]
-        """Whether all ranks are of one pipeline, which reads one stream of batches."""
+        """True if all ranks belong to one pipeline, which reads one stream of batches."""
         return len(self._parts_maker.meshes.same_batch) == 1
 
     # ------------------------------------------------------------------ checkpoints
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Write a folder that every rank writes its stages' part into (``torch.distributed.checkpoint``)."""
+        """Write a checkpoint folder (``torch.distributed.checkpoint``), into which every rank writes its stages."""
         module = self.lightning_module
         assert module is not None
         order = [f"model.{name}" for name in self._made.split.names]
@@ -216,7 +220,7 @@ class StagedStrategy(FolderCheckpointStrategy):
         save_stage_checkpoint(checkpoint, path, module, self.optimizers, order, self._write_folder)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a folder that :meth:`save_checkpoint` wrote, on whatever stages."""
+        """Read a folder that :meth:`save_checkpoint` wrote, with the same or other stages."""
         module = self.lightning_module
         assert module is not None
         fitting = module.trainer.state.fn == TrainerFn.FITTING
@@ -229,7 +233,7 @@ class StagedStrategy(FolderCheckpointStrategy):
         if self._put_back is not None:
             self._put_back()
             self._put_back = None
-        # What Lightning's own does, but for the move of the module to the CPU.
+        # The same as Lightning's teardown, except that the module is not moved to the CPU.
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()

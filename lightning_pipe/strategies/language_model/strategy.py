@@ -1,4 +1,4 @@
-"""Language models in pipeline stages, under a Trainer."""
+"""Strategy that trains a language model in pipeline stages under a Trainer."""
 
 from __future__ import annotations
 
@@ -42,41 +42,46 @@ from lightning_pipe.strategies.refused_arguments import LANGUAGE_MODEL, refuse_r
 
 
 class LLMPipelineStrategy(StagedStrategy):
-    """Cuts a :class:`PipelineModule`'s model into stages and trains it under a pipeline schedule.
+    """Cuts the model of a :class:`PipelineModule` into stages and trains it under a pipeline schedule.
 
-    Each rank makes and keeps its stages only. Gradients of the loss, summed over tokens, are divided once by the number
-    of tokens of the whole batch: of all micro-batches, of all data-parallel ranks, of all batches accumulated.
+    Each rank builds and holds only its own stages. The loss is a sum over tokens, and its gradients are divided once
+    per step by the number of tokens in the whole batch: over all micro-batches, all data-parallel ranks and all
+    accumulated batches.
 
-    Ranks are laid out stages first: with two stages and two data-parallel ranks, ranks 0 and 1 hold stage 0.
+    The pipeline dimension of the device mesh is the outermost one: with two stages and two data-parallel ranks, ranks
+    0 and 1 hold stage 0.
 
-    Option groups may be given as the dataclass or as a mapping of its fields, which is what YAML has.
+    Option groups can be passed as the dataclass or, as in YAML, as a mapping of its fields.
 
     Args:
-        schedule: a name (``gpipe``, ``1f1b``, ``looped_bfs``, ``interleaved_1f1b``, ``interleaved_zero_bubble``,
-            ``zbv_zero_bubble``, ``dualpipev``), the name of one of PyTorch's schedule classes, such a class, or the
-            path of a CSV file of actions.
-        num_microbatches: number of parts that a batch is cut into; by default twice the ranks of a pipeline.
-        stages_per_rank: number of stages that a rank holds; by default one, or two for schedules that take several.
-        parallel: :class:`ParallelDims`, the number of ranks in each parallel dimension; by default one pipeline.
-        split: :class:`SplitOptions`, where the model is cut; by default the same number of layers on each stage.
-        batching: :class:`Batching`, how batches are padded, cut and compared.
-        activation_checkpoint: :class:`ActivationCheckpoint`, layers that compute again in backward; by default none.
-        compile_layers: True or options to ``torch.compile`` each layer (default False).
-        offload_optimizer: keep the optimizers' states on the host (default False).
-        uneven_batches: where some ranks have fewer batches, end the epoch with the ``shortest`` (default), or raise an
-            ``error``.
-        uneven_evaluation: where some pipelines have fewer batches to validate, test or predict: ``join`` (default) lets
-            them take part in the batches of the others, so that each row is evaluated once. ``error`` refuses to
-            validate and test, and keeps Lightning's sampler, which repeats rows.
-        async_checkpoints: while training, copy what is saved to the host and write it in the background (default
-            False). The next save, and the end of training, wait for it and raise its errors. Costs the memory of the
-            copy.
-        arguments: of Lightning's ``DDPStrategy``: ``accelerator``, ``parallel_devices``, ``cluster_environment``,
-            ``precision_plugin``, ``process_group_backend``, ``timeout``, ``start_method``.
+        schedule: schedule name (``gpipe``, ``1f1b``, ``looped_bfs``, ``interleaved_1f1b``,
+            ``interleaved_zero_bubble``, ``zbv_zero_bubble``, ``dualpipev``), one of PyTorch's schedule classes or its
+            name, or the path of a CSV file of actions (default ``1f1b``).
+        num_microbatches: number of micro-batches that a batch is cut into (default: twice the number of ranks in a
+            pipeline).
+        stages_per_rank: number of stages on each rank (default: 1, or 2 for schedules that use several).
+        parallel: :class:`ParallelDims`, number of ranks in each parallel dimension (default: one pipeline).
+        split: :class:`SplitOptions`, places at which the model is cut (default: the same number of layers on each
+            stage).
+        batching: :class:`Batching`, padding, cutting and comparison of batches.
+        activation_checkpoint: :class:`ActivationCheckpoint`, layers whose activations are recomputed in backward
+            (default: none).
+        compile_layers: True, or a mapping of ``torch.compile`` options, to compile each layer (default False).
+        offload_optimizer: True to keep optimizer states on the host (default False).
+        uneven_batches: behavior when some ranks have fewer training batches: ``shortest`` (default) ends the epoch
+            with the shortest loader, ``error`` raises an error.
+        uneven_evaluation: behavior when some pipelines have fewer batches to validate, test or predict. With ``join``
+            (default), they take part in the batches of the other pipelines, so that each row is evaluated once.
+            ``error`` refuses to validate and test, and keeps Lightning's sampler, which repeats rows.
+        async_checkpoints: True to copy checkpoints that are saved during training to the host and to write them in the
+            background (default False). The next save and the end of training wait for the write and raise its errors.
+            Costs host memory for the copy.
+        arguments: arguments of Lightning's ``DDPStrategy``: ``accelerator``, ``parallel_devices``,
+            ``cluster_environment``, ``precision_plugin``, ``process_group_backend``, ``timeout``, ``start_method``.
 
     Raises:
-        SetupError: a value of the wrong kind, options that exclude each other, or an argument of a former version; the
-            last prints YAML of the options that have replaced it.
+        SetupError: If a value has the wrong type, if options exclude each other, or if an argument of an earlier
+            version is given. In the last case the message contains YAML with the options that replace it.
     """
 
     evaluates_together = True
@@ -128,7 +133,7 @@ class LLMPipelineStrategy(StagedStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if len(self._parts_maker.meshes.same_batch) == 1:
-            # One pipeline reads all data, in its loaders' order. Lightning's sampler would shuffle it.
+            # A single pipeline reads all data in the order of its loaders. Lightning's sampler would shuffle it.
             trainer._accelerator_connector.use_distributed_sampler = False
         module = _checked(self.lightning_module, fitting)
         if fitting and self.world_size > 1:
@@ -137,8 +142,8 @@ class LLMPipelineStrategy(StagedStrategy):
         self.precision_plugin.convert_module(module)
         self.model_to_device()
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            loop.inference_mode = False  # buffers made there could not be trained with
-        # The base class's losses are the same on every rank already.
+            loop.inference_mode = False  # buffers created in inference mode could not be used in training
+        # The losses of PipelineModule are already the same on every rank.
         warnings.filterwarnings(
             "ignore", r"It is recommended to use `self\.log\('(val|test)_loss', \.\.\., sync_dist=True"
         )
@@ -154,7 +159,7 @@ class LLMPipelineStrategy(StagedStrategy):
                 refuse_fused(self.optimizers)
                 self._made.scaling.install()
             self._made.gradients.check_copies(self.optimizers)
-            # The plugin's own would be each stage's norm.
+            # The plugin's method would clip each stage by its own norm instead of the norm of the whole model.
             self.precision_plugin.clip_grad_by_norm = self._made.gradients.clip  # type: ignore[method-assign]
         self.setup_precision_plugin()
         if fitting:
@@ -165,7 +170,7 @@ class LLMPipelineStrategy(StagedStrategy):
     # ------------------------------------------------------------------ the program
 
     def training_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> TrainingProgram:
-        """Build tasks and plan; the training loop asks for it when training begins."""
+        """Build the tasks and the plan. The training loop calls this method when training begins."""
         plan = llm_plan(transfer, self._made.preparation.begin, self._take_over)
         self._program = TrainingProgram(
             SWPipeline(plan, self.root_device),
@@ -177,7 +182,7 @@ class LLMPipelineStrategy(StagedStrategy):
         return self._program
 
     def evaluation_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str) -> EvaluationProgram:
-        """Build tasks and plan for evaluating the batches of one dataloader."""
+        """Build the tasks and the plan that evaluate the batches of one dataloader."""
         plan = llm_evaluation_plan(transfer, self._made.preparation.begin, name=step)
         program = EvaluationProgram(SWPipeline(plan, self.root_device), transfer="H2D", step="ScheduleForward")
         self._evaluations.append(program)
@@ -185,19 +190,19 @@ class LLMPipelineStrategy(StagedStrategy):
 
     @property
     def pipeline(self) -> SWPipeline:
-        """The tasks at work, while ``Trainer.fit`` runs."""
+        """Pipeline of tasks that is running. Available while ``Trainer.fit`` runs."""
         return self._training.pipeline
 
     @property
     def _training(self) -> TrainingProgram:
         if self._program is None:
-            raise SetupError("there is no pipeline; Trainer.fit makes one when training begins")
+            raise SetupError("The training pipeline does not exist yet. Use it after Trainer.fit has begun training.")
         return self._program
 
     def _run_batch(self, batch: Any) -> BatchResult:
         result = self._made.runs.run(batch, self._prepared("run", batch))
         if self._turn is not None:
-            # The loss is a mean over all pipelines, so ranks without the batch log it too.
+            # The loss is a mean over all pipelines, so ranks that do not have this batch log it too.
             self._turn.results.append(result.loss)
         return result
 
@@ -210,7 +215,7 @@ class LLMPipelineStrategy(StagedStrategy):
     def _prepared(self, what: str, batch: Any) -> PreparedBatch | None:
         if self._turn is None:
             evaluated = next((one.current for one in self._evaluations if one.current is not None), None)
-            if evaluated is not None:  # the strategy does the work of ScheduleForward
+            if evaluated is not None:  # this method runs on behalf of the task ScheduleForward
                 return cast("PreparedBatch | None", evaluated.take("prepared"))
             handed_over, self._handed_over = self._handed_over, None
             return handed_over
@@ -218,7 +223,10 @@ class LLMPipelineStrategy(StagedStrategy):
         return None
 
     def join_evaluation(self, what: str, detail: Any) -> None:
-        """Run another pipeline's batch without counting it. Its stages may gather parameters from this rank."""
+        """Run a batch of another pipeline without counting it.
+
+        The stages of the other pipeline may gather parameters from this rank.
+        """
         if what not in ("run", "predict"):
             super().join_evaluation(what, detail)
             return
@@ -232,14 +240,17 @@ class LLMPipelineStrategy(StagedStrategy):
         return self._training.run_forward(lambda: step(*args, **kwargs))
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
-        """Gradients are there already; divide them by the tokens, once all batches of the step are in."""
+        """Divide gradients by the number of tokens after the last batch of a step.
+
+        The schedule has already computed the gradients in ``training_step``.
+        """
         module = self.lightning_module
         assert module is not None
         if closure_loss.requires_grad:
             raise InputError(
-                "training_step returned a loss with a gradient of its own, but in stages the gradients are there when"
-                " run_batch returns, and nothing that is added to its loss has any effect on them. Put it into"
-                " summed_loss, times the number of loss tokens"
+                "training_step returned a loss that requires gradients, but the schedule has already run backward in"
+                " run_batch, so terms added to its loss have no effect. Add such terms in summed_loss, multiplied by"
+                " the number of loss tokens."
             )
         self.pre_backward(closure_loss)
         loss = closure_loss.detach()
@@ -265,8 +276,8 @@ class LLMPipelineStrategy(StagedStrategy):
             result = closure()
             if result is None:
                 raise InputError(
-                    "training_step returned None to skip a batch, whose gradients are there already; skip it in"
-                    " on_train_batch_start (return -1), or return the loss"
+                    "training_step returned None to skip a batch whose gradients have already been computed. Return the"
+                    " loss, or return -1 from on_train_batch_start to end the epoch before the batch."
                 )
             program.begin_step()
             return result
@@ -280,7 +291,7 @@ class LLMPipelineStrategy(StagedStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         for one in self._offloaded:
-            one.rest()  # Lightning puts states to their parameters
+            one.rest()  # Lightning has moved the states to the devices of their parameters
 
     # ------------------------------------------------------------------ end
 
@@ -301,20 +312,24 @@ class LLMPipelineStrategy(StagedStrategy):
 
 
 def _checked(module: pl.LightningModule | None, fitting: bool) -> PipelineModule:
-    """The module, if a schedule can run it."""
+    """Return the module if a schedule can run it.
+
+    Raises:
+        SetupError: If it is no :class:`PipelineModule`, optimizes manually, or overrides ``backward``.
+    """
     if not isinstance(module, PipelineModule):
         raise SetupError(
-            f"the module is a {type(module).__name__}; needed is a lightning_pipe.strategies.PipelineModule, which"
-            " says what its stages are made of and what its summed loss is"
+            f"The module must be a lightning_pipe.strategies.PipelineModule, got {type(module).__name__}. Derive it"
+            " from PipelineModule and define build_model, or use another strategy."
         )
     if not module.automatic_optimization:
         raise SetupError(
-            "the module optimises by hand (automatic_optimization is False), but a schedule runs forward and"
-            " backward in one. Use automatic optimisation"
+            "The module uses manual optimization (automatic_optimization is False), but a pipeline schedule runs"
+            " forward and backward together. Use automatic optimization."
         )
     if fitting and is_overridden("backward", module):
         raise SetupError(
-            f"{type(module).__name__} overrides backward, which no schedule calls: gradients are there when"
-            " training_step has run. Change the loss in summed_loss, or gradients in on_after_backward"
+            f"{type(module).__name__} overrides backward, which pipeline schedules do not call: gradients are complete"
+            " when training_step returns. Change the loss in summed_loss, or gradients in on_after_backward."
         )
     return module

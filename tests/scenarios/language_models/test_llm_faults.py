@@ -161,7 +161,7 @@ class OwnBackward(Tiny):
 
 
 def test_a_backward_of_the_modules_own_is_refused() -> None:
-    with pytest.raises(SetupError, match="OwnBackward overrides backward, which no schedule calls"):
+    with pytest.raises(SetupError, match="OwnBackward overrides backward, which pipeline schedules do not call"):
         fit(OwnBackward(), llm("gpipe"), row_batches(1))
 
 
@@ -180,7 +180,7 @@ def test_a_hugging_face_model_without_a_head_for_the_next_token_is_refused() -> 
     ("kind", "words"),
     [
         (Averaging, r"summed_loss gives .* for twice its rows, as a mean does"),
-        (Adding, "a loss with a gradient of its own.*Put it into summed_loss"),
+        (Adding, "a loss that requires gradients.*Add such terms in summed_loss"),
         (Nothing, r"training_step returned None.*return -1"),
         (Fractional, r"loss_tokens gave .*expected an int"),
     ],
@@ -212,7 +212,7 @@ def test_a_module_may_be_in_a_sequence_twice_and_trains_as_on_one_device() -> No
         ({"num_microbatches": 2.5}, "num_microbatches is 2.5"),
         ({"stages_per_rank": True}, "stages_per_rank is True"),
         ({"offload_optimizer": 1}, "offload_optimizer is 1; expected one of True, False"),
-        ({"compile_layers": "yes"}, "compile_layers is 'yes'; expected true, false, or options"),
+        ({"compile_layers": "yes"}, "`compile_layers` must be true, false, or a mapping of torch.compile options"),
         ({"parallel": 2}, "parallel is 2; expected a mapping of pp, dp_replicate"),
         ({"parallel": {"ppp": 2}}, "parallel has 'ppp'; expected only pp, dp_replicate"),
         ({"activation_checkpoint": "full"}, "expected a mapping of mode, every"),

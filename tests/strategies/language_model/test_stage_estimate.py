@@ -130,7 +130,7 @@ def test_an_optimiser_that_cannot_be_tried_is_taken_for_adam() -> None:
 
     found = estimate_stages(strategy_of("gpipe"), Needy(), row_batches(1)[0], 2, Precision())
     assert [one.optimizer for one in found.configured.memory] == [2 * one.gradients for one in found.configured.memory]
-    assert "taken for Adam's" in found.notes[0]
+    assert "assumed to be those of Adam" in found.notes[0]
 
 
 def test_half_precision_needs_less() -> None:
