@@ -78,7 +78,7 @@ def test_it_says_of_each_rank_of_a_pipeline_what_it_needs(folder: Path, capsys: 
     before = {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
     assert estimate("--memory", "1MiB") == 0
     out = capsys.readouterr().out
-    assert "gpipe, 1 stage a rank, 8 micro-batches, layers 3+3, each of 2 x 32 tokens: fits 1.0 MiB" in out
+    assert "gpipe, 1 stage per rank, 8 micro-batches, layers 3+3, each of 2 x 32 tokens: fits 1.0 MiB" in out
     rows = [line.split() for line in out.splitlines() if line[:1].isdigit()]
     assert [row[0] for row in rows] == ["0", "1"]  # of four ranks, two make a pipeline
     assert "by rank, counted once per stage: 8, 8" in out
@@ -129,7 +129,7 @@ def test_rows_and_length_may_be_given_in_the_place_of_data(folder: Path, capsys:
             ["--trainer.strategy", "llm_auto_pipeline"],
             "llm_auto_pipeline cannot be estimated, because it chooses its schedule when",
         ),
-        (["--trainer.precision", "16-true"], "the trainer's precision is '16-true'"),
+        (["--trainer.precision", "16-true"], "The trainer's precision '16-true' has no estimate"),
         (["--trainer.devices", "3", "--trainer.num_nodes", "1"], "do not make the 3 ranks"),
         (["--model", "lightning.pytorch.demos.boring_classes.BoringModel"], "PipelineModule, got BoringModel"),
     ],
@@ -155,7 +155,7 @@ STRATEGY = "--trainer.strategy.init_args"
 
 def test_fields_of_option_groups_are_options_of_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert estimate(f"{STRATEGY}.parallel.pp", "2", f"{STRATEGY}.parallel.dp_replicate", "2") == 0
-    assert "gpipe, 1 stage a rank" in capsys.readouterr().out
+    assert "gpipe, 1 stage per rank" in capsys.readouterr().out
     assert "parallel.pp=3" in refusal(capsys, f"{STRATEGY}.parallel.pp", "3")
 
 

@@ -1,4 +1,4 @@
-"""The strategies that train a language model in pipeline stages, and the modules that they train.
+"""Strategies that train a language model in pipeline stages, and the modules that they train.
 
-Code belongs here only if it needs Lightning; the rest is in ``llm``.
+This package contains only code that depends on Lightning. All other code for language models is in ``llm``.
 """

@@ -1,4 +1,4 @@
-"""Batches run through the stages, and what came of them, on every rank.
+"""Runs of batches through the stages, with losses and predictions on every rank.
 
 Tested in ``tests/strategies/language_model/test_strategy.py``.
 """
@@ -35,19 +35,19 @@ _SUMS = 4
 
 
 class BatchRuns:
-    """What :class:`PipelineModule` calls where its model is in stages; every rank makes the same calls.
+    """Runs batches for a :class:`PipelineModule` whose model is in stages. Every rank must make the same calls.
 
     Args:
-        module: says what a micro-batch's loss and prediction are.
-        runner: of this rank's stages.
-        preparation: of its batches.
-        meshes: of all ranks.
-        context: those that share this one's sequences; None for this one alone.
-        last_stage_rank: in the pipeline, the rank of the last stage.
-        group: of all ranks, on the CPU; used by nothing else that runs beside a batch.
-        device: of this rank.
-        scaling: of losses in half precision.
-        has_routers: whether any stage, of whatever rank, has a mixture of experts.
+        module: module that defines the loss and the prediction of a micro-batch.
+        runner: runner of this rank's stages.
+        preparation: preparation of this rank's batches.
+        meshes: device meshes of all ranks.
+        context: ranks that share the sequences of this rank; None without context parallelism.
+        last_stage_rank: rank of the last stage within the pipeline.
+        group: CPU process group of all ranks, which must not be used by other work while a batch runs.
+        device: device of this rank.
+        scaling: loss scaling in half precision; None without it.
+        has_routers: True if any stage of any rank has a mixture of experts.
     """
 
     def __init__(
@@ -75,21 +75,22 @@ class BatchRuns:
         self._tokens = 0
         self._has_routers = has_routers
         self._sum_seen = False
-        # Ranks that share a tensor have the same losses: one of them counts.
+        # The ranks of a tensor-parallel group have the same losses, so only one of them is counted.
         self._counts = meshes.tensor is None or meshes.tensor.get_local_rank() == 0
 
     def begin_step(self) -> None:
-        """Forget batches of a step that was not finished: an epoch, or a training, may have ended in the middle."""
+        """Discard the tokens of an unfinished step, since an epoch or a training may have ended within a step."""
         self._tokens = 0
         if self._scaling is not None:
             self._scaling.end()
 
     def run(self, batch: Any, prepared: PreparedBatch | None) -> BatchResult:
-        """The batch's loss on every rank; where gradients are enabled, its gradients too.
+        """Compute the loss of a batch on every rank, and its gradients if gradients are enabled.
 
         Args:
-            batch: a loader's.
-            prepared: what was prepared ahead; a batch that the user has made anew since is prepared now.
+            batch: batch of a dataloader.
+            prepared: the batch prepared in advance, or None. If the user has replaced the batch since then, the new
+                batch is prepared now.
         """
         step = self._prepare(batch, prepared)
         train = torch.is_grad_enabled()
@@ -105,7 +106,7 @@ class BatchRuns:
         return BatchResult(loss, step.tokens, RouterMeans.of(torch.stack(of_routers)))
 
     def _with_routers(self, step: StepInputs, scale: float) -> tuple[list[StageInputs], list[RouterLosses]]:
-        """Losses of routers count for the tokens of their micro-batch, and are scaled as the main loss is."""
+        """Add router losses to the micro-batches, weighted by their tokens and scaled like the main loss."""
         module = self._module
         routers = [
             RouterLosses(module.loss_tokens(one.target), counted=module.router_tokens(one.target), scale=scale)
@@ -119,7 +120,7 @@ class BatchRuns:
         return summed_loss if scale == 1.0 else lambda output, target: summed_loss(output, target) * scale
 
     def _seen_loss(self, output: Any, target: Any) -> Tensor:
-        """The module's, which is asked once whether it is a sum."""
+        """Compute the module's loss, and check on the first call that it is a sum."""
         loss = self._module.summed_loss(output, target)
         if not self._sum_seen:
             self._sum_seen = True
@@ -127,7 +128,7 @@ class BatchRuns:
         return loss
 
     def predict(self, batch: Any, prepared: PreparedBatch | None) -> Any:
-        """The module's predictions for the batch, on every rank of the pipeline."""
+        """Return the module's predictions for the batch, on every rank of the pipeline."""
         step = self._prepare(batch, prepared)
         own = zip(step.cut.items, step.lengths, strict=True)  # results come in the order of micro-batches
 
@@ -146,12 +147,12 @@ class BatchRuns:
         def joined() -> Any:
             parts = results
             if self._context is not None:
-                # All ranks that share the sequences come here, or none, and find the same shapes.
+                # A failure on any rank has raised on all ranks, so all ranks that share the sequences join them here.
                 parts = [
                     tree_map(lambda part, length=length: self._join(part, step.length)[:, :length], result)
                     for result, length in zip(results, step.lengths, strict=True)
                 ]
-            # Of a list of micro-batches, which need not be as long, a list; without those that filled it up.
+            # A list of micro-batches, which may differ in length, gives a list. Micro-batches added as fill are dropped.
             return list(parts)[: len(batch)] if isinstance(batch, (list, tuple)) else step.cut.trim(parts)
 
         pipeline = self._meshes.root["pipeline"].get_group()
@@ -170,19 +171,18 @@ class BatchRuns:
         self._agree_on_failure(torch.zeros(_SUMS if with_losses else 0, dtype=torch.float64))
 
     def _join(self, result: Any, length: int) -> Tensor:
-        """Of all context ranks' chunks, which must have tokens in dimension 1."""
+        """Join the chunks of all context ranks, which must have tokens in dimension 1."""
         assert self._context is not None
         shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
         if not isinstance(result, Tensor) or result.ndim < 2 or result.shape[1] * self._context.size != length:
             raise InputError(
-                f"a micro-batch's prediction has the shape {shape}, but with parallel.cp ="
-                f" {self._context.size} each rank has it for a part of the tokens; needed is (rows, tokens,"
-                " ...), which is put together"
+                f"The prediction of a micro-batch must have the shape (rows, tokens, ...), got {shape}, because with"
+                f" parallel.cp={self._context.size} it is joined along the tokens. Return such a tensor in prediction."
             )
         return self._context.join(result)
 
     def divide(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Divide gradients, once, by the tokens of all batches since the last time."""
+        """Divide gradients by the number of tokens in all batches since the last call."""
         scale = 1.0 if self._scaling is None else self._scaling.end()
         scale_gradients(parameters, scale / max(self._tokens, 1))
         self._tokens = 0
@@ -194,7 +194,7 @@ class BatchRuns:
         return self._preparation.finish(prepared or self._preparation.begin(batch))
 
     def _totals(self, losses: Sequence[Tensor], routers: Sequence[RouterLosses]) -> Tensor:
-        """The sums of the losses on all ranks' last stages, and of those of all ranks' routers, on every rank."""
+        """Return the sums of the losses and of the router losses of all ranks, on every rank."""
         totals = torch.zeros(_SUMS, dtype=torch.float64)
         if self._counts and self._runner.failure is None:
             if losses:
@@ -203,10 +203,11 @@ class BatchRuns:
         return self._agree_on_failure(totals)
 
     def _agree_on_failure(self, totals: Tensor) -> Tensor:
-        """Sum up over all ranks.
+        """Sum *totals* over all ranks, and raise on all ranks if one failed.
 
         Raises:
-            InputError: on every rank, where one's stage or result failed; there, what it raised.
+            InputError: On every rank, if a stage or a result failed on any rank. The rank that failed raises its own
+                exception.
         """
         failure = self._runner.failure
         found = torch.cat([totals, totals.new_tensor([float(failure is not None)])])
@@ -217,5 +218,5 @@ class BatchRuns:
 
 
 def _same(losses: RouterLosses) -> RouterLosses:
-    """They are entered once for each of a rank's stages."""
+    """Return the argument, as a context factory for each stage of a rank: all stages enter the same context."""
     return losses

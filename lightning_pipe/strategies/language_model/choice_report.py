@@ -1,4 +1,4 @@
-"""What was chosen of several ways to train in stages, as a table for a terminal.
+"""Table for a terminal with the chosen schedule and its alternatives.
 
 Tested in ``tests/strategies/language_model/test_auto.py``.
 """
@@ -21,10 +21,10 @@ _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def choice_report(choice: StageChoice) -> Group:
-    """The choice, why it is that, and the others that came close."""
+    """Return a report with the choice, the reason for it, and the best alternatives."""
     chosen, shown = choice.chosen, _shown(choice)
     unit, factor = unit_of([one.peak for one in shown])
-    columns = ("schedule", "stages", "micro", "expected", "real", "bubble", unit)
+    columns = ("schedule", "stages", "micro", "simulated", "measured", "bubble", unit)
     table = FittedTable.of_figures(*columns, edge=False)
     table.add_column("layers")
     for one in shown:
@@ -32,7 +32,7 @@ def choice_report(choice: StageChoice) -> Group:
     tried = [one for one in choice.predictions if one.measured is not None]
     simulated = len(choice.predictions) + choice.too_large
     why = (
-        f"the fastest of {len(tried)} run for real, of {simulated} simulated"
+        f"the fastest of {len(tried)} that ran, out of {simulated} simulated"
         if tried
         else (f"the fastest of {simulated} simulated")
     )
@@ -40,14 +40,14 @@ def choice_report(choice: StageChoice) -> Group:
         ""
         if choice.memory_limit is None
         else (
-            f"; {choice.too_large} do not fit {size(choice.memory_limit)} a rank"
+            f"; {choice.too_large} do not fit into {size(choice.memory_limit)} per rank"
             if choice.too_large
-            else f"; all fit {size(choice.memory_limit)} a rank"
+            else f"; all fit into {size(choice.memory_limit)} per rank"
         )
     )
     explained = Text(
-        f"stages of a rank, micro-batches, ms of a step simulated and run, {unit} of the rank that needs most, layers"
-        " of each stage",
+        "columns: stages per rank, micro-batches, simulated and measured ms per step, peak memory of the largest rank"
+        f" in {unit}, layers of each stage",
         style="dim",
     )
     notes = [Text(f"  {note}") for note in choice.notes]
@@ -55,7 +55,7 @@ def choice_report(choice: StageChoice) -> Group:
 
 
 def _shown(choice: StageChoice) -> list[SchedulePrediction]:
-    """Those that were run, fastest first, and then the best of each schedule that was not."""
+    """Return the candidates that ran, fastest first, then the best candidate of each schedule that did not run."""
     tried = sorted((one for one in choice.predictions if one.measured is not None), key=lambda one: one.measured or 0.0)
     names = {one.candidate.spec.name for one in tried}
     others = []
@@ -81,16 +81,16 @@ def _row(one: SchedulePrediction, factor: int) -> tuple[str, ...]:
 
 
 def named(candidate: ScheduleCandidate) -> str:
-    stages = f"{candidate.stages_per_rank} stage{'s' if candidate.stages_per_rank > 1 else ''} a rank"
+    stages = f"{candidate.stages_per_rank} stage{'s' if candidate.stages_per_rank > 1 else ''} per rank"
     layers = "+".join(map(str, candidate.layers_per_stage))
     return f"{candidate.spec.name}, {stages}, {candidate.num_microbatches} micro-batches, layers {layers}"
 
 
 def size(count: int) -> str:
-    """Bytes in the largest unit that leaves a number of at least 1."""
+    """Format bytes in the largest unit in which the number is at least 1."""
     return next((f"{count / factor:.1f} {unit}" for unit, factor in _UNITS if count >= factor), f"{count} B")
 
 
 def unit_of(counts: Sequence[int]) -> tuple[str, int]:
-    """One unit, and its bytes, for numbers that stand side by side: that of the largest."""
+    """Return a common unit and its bytes for numbers in one table: the unit of the largest number."""
     return next(((unit, factor) for unit, factor in _UNITS if max(counts, default=0) >= factor), ("B", 1))

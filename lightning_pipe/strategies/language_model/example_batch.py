@@ -1,4 +1,4 @@
-"""A batch like those of training, before training begins: to measure with, and to see how large batches are."""
+"""Example batch, available before training begins, for measurements and for the size of batches."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ from lightning_pipe.strategies.language_model.pipeline_module import PipelineMod
 __all__ = ["example_batch"]
 
 _NEEDED = (
-    "needed is a DataLoader over a dataset with an index, or example_micro_batch() of the module and batch_size, the"
-    " rows of a batch"
+    "Use a DataLoader over a map-style dataset, or define example_micro_batch() in the module and pass batch_size, the"
+    " number of rows in a batch."
 )
 
 
 def example_batch(module: PipelineModule, loader: Any, batch_size: int | None) -> Any:
-    """A batch on the CPU.
+    """Return a batch like those of training, on the CPU.
 
-    Made of the rows of the module's ``example_micro_batch``, if it has one: as many as the loader's batches have. Else
-    of the first rows of the loader's dataset, past sampler and workers, through the module's transfer hooks; what a
-    dataset draws from global generators is drawn.
+    If the module defines ``example_micro_batch``, its rows are repeated to the size of a batch. Otherwise the batch
+    consists of the first rows of the loader's dataset, which are read without sampler and workers and pass through the
+    module's transfer hooks. A dataset that draws from global generators then advances them.
 
     Args:
-        module: to be trained.
-        loader: of its training data.
-        batch_size: rows of a batch; None for the loader's.
+        module: module to be trained.
+        loader: dataloader of its training data.
+        batch_size: number of rows in a batch; None for the loader's batch size.
 
     Raises:
-        SetupError: there is none, or it is empty.
+        SetupError: If no batch can be made, or if the training data are empty.
     """
     rows = batch_size if batch_size is not None else _batch_size(loader)
     example = module.example_micro_batch()
     if example is not None:
         if rows is None:
-            raise SetupError(f"the rows of a batch are not known from a {type(loader).__name__}; {_NEEDED}")
+            raise SetupError(f"The number of rows in a batch is unknown for a {type(loader).__name__}. {_NEEDED}")
         return _repeated(example, rows)
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         raise SetupError(
-            f"the training data are a {_kind(loader)}, of which a batch cannot be taken without being missed; {_NEEDED}"
+            f"No batch can be read in advance from {_kind(loader)}, since training would miss it. {_NEEDED}"
         )
     whole = not loader._auto_collation  # the dataset's items are batches
     if rows is None and not whole:
         raise SetupError(
-            f"the rows of a batch are not known from a {_kind(loader)} with a sampler of batches; {_NEEDED}"
+            f"The number of rows in a batch is unknown for a {_kind(loader)} with a batch sampler. {_NEEDED}"
         )
     dataset: Any = loader.dataset
     count = 1 if whole else min(rows or 0, len(dataset))
     if not count or not len(dataset):
-        raise SetupError(f"the training data are empty; {_NEEDED}")
+        raise SetupError(f"The training data are empty. {_NEEDED}")
     fetcher: Any = _MapDatasetFetcher(dataset, not whole, loader.collate_fn, loader.drop_last)
     batch = fetcher.fetch(0 if whole else list(range(count)))
     return module._apply_batch_transfer_handler(batch, torch.device("cpu"))
@@ -70,7 +70,7 @@ def _batch_size(loader: Any) -> int | None:
 
 
 def _repeated(example: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """The rows of an example again and again."""
+    """Repeat the rows of an example up to the given number."""
     own = next((len(one) for one in example.values() if isinstance(one, Tensor) and one.ndim), 1)
     places = torch.arange(rows) % own
     return {

@@ -1,4 +1,4 @@
-"""Hugging Face's causal language models, ready to be trained in stages."""
+"""Module that trains Hugging Face causal language models in stages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_pipe.strategies.language_model.pipeline_module import PipelineMod
 
 __all__ = ["HFCausalLM", "read_config"]
 
-# Of configs whose models do something to logits before the loss, which a head in chunks would leave out.
+# Config attributes of models that modify logits before the loss. A chunked head would skip that step.
 _CHANGE_LOGITS = (
     "final_logit_softcapping",  # Gemma 2 and 3
     "lm_head_multiplier",  # Falcon-H1
@@ -29,22 +29,25 @@ _ROUTER_LOSSES = ("router_aux_loss_coef", "aux_loss_alpha", "router_z_loss_coef"
 
 
 class HFCausalLM(PipelineModule):
-    """A causal language model of Hugging Face's, trained with AdamW.
+    """Hugging Face causal language model, trained with AdamW.
 
-    Made of a config, its weights are random. Made of a folder that ``save_pretrained`` wrote, it begins with the
-    folder's weights, in torch's default dtype whatever the files' is: each rank reads its own stages' tensors.
+    With a config, the weights are initialized randomly. With a folder that ``save_pretrained`` wrote, training starts
+    from its weights, in torch's default dtype regardless of the dtype of the files. Each rank reads only the tensors of
+    its own stages.
 
-    Batches hold ``input_ids`` and ``labels`` (rows x length; a label is the token that follows, see
-    :func:`~lightning_pipe.llm.losses.cross_entropy.shift_labels`) and whatever else the model's forward takes. Logits
-    of a whole micro-batch are never made in training: head and cross-entropy work on some tokens at a time.
+    Batches hold ``input_ids`` and ``labels`` (rows x length; a label is the next token, see
+    :func:`~lightning_pipe.llm.losses.cross_entropy.shift_labels`) and any other arguments of the model's forward. In
+    training, the head and the cross-entropy process ``chunk_tokens`` tokens at a time, so the logits of a whole
+    micro-batch never exist at once. Models that modify their logits before the loss (such as Gemma 2) compute all
+    logits.
 
     Args:
-        config: of the model: a mapping with ``model_type``, or a ``PretrainedConfig``; or the path of a local folder
-            with ``config.json`` and safetensors.
-        learning_rate: AdamW's.
-        weight_decay: AdamW's.
-        attention: the implementation; ``sdpa`` trains everywhere.
-        chunk_tokens: how many tokens' logits are made at a time.
+        config: mapping with ``model_type``, a ``PretrainedConfig``, or the path of a local folder with ``config.json``
+            and safetensors.
+        learning_rate: learning rate of AdamW (default 3e-4).
+        weight_decay: weight decay of AdamW (default 0.1).
+        attention: attention implementation of transformers (default ``sdpa``, which trains on all devices).
+        chunk_tokens: number of tokens whose logits are computed at a time (default 1024).
     """
 
     def __init__(
@@ -79,9 +82,9 @@ class HFCausalLM(PipelineModule):
         name = next((name for name, part in model.named_children() if part is head), None)
         if head is None or name is None:
             raise SetupError(
-                f"the config's model_type is {self.config.model_type!r}, whose {type(model).__name__} has no head for"
-                " the next token beside its layers; needed is the config of a causal language model, such as llama,"
-                " qwen3 or gpt_neox"
+                "The config must be that of a causal language model with a head for the next token next to its layers,"
+                f" got model_type {self.config.model_type!r} with a {type(model).__name__}. Use a model such as llama,"
+                " qwen3 or gpt_neox."
             )
         plain = not any(getattr(self.config, name, None) for name in _CHANGE_LOGITS)
         if plain:
@@ -105,7 +108,7 @@ class HFCausalLM(PipelineModule):
         )
 
     def prediction(self, output: Tensor, micro_batch: Mapping[str, Any]) -> Tensor:
-        """Logits: rows x length x vocabulary."""
+        """Return logits of shape rows x length x vocabulary."""
         head = self._head()
         return output if head is None else nn.functional.linear(output, head.weight, head.bias)
 
@@ -124,10 +127,10 @@ class HFCausalLM(PipelineModule):
 
 
 class _ChunkedHead(nn.Module):
-    """A head that hands on hidden states: who wants logits, or their loss, takes its weight.
+    """Head that returns the hidden states unchanged. The loss and the prediction multiply by its weight themselves.
 
     Args:
-        head: whose parameters it takes over, under their names.
+        head: head whose parameters are used, with the same names.
     """
 
     def __init__(self, head: nn.Linear) -> None:
@@ -143,26 +146,26 @@ def _refuse_router_loss(config: Any) -> None:
     coefficient = next((getattr(config, name, None) for name in _ROUTER_LOSSES if getattr(config, name, None)), None)
     if getattr(config, "output_router_logits", False) and coefficient:
         raise SetupError(
-            f"the config has output_router_logits=True and a coefficient of {coefficient}, for a loss that Hugging"
-            f" Face's {config.model_type} model computes over all of its layers; here the loss is that of the tokens"
-            " alone, and routers would not be balanced. Set output_router_logits=False, and let build_model call"
-            " lightning_pipe.llm.model.hf_experts.tap_routers, which gives each layer's router its losses"
+            f"The config has output_router_logits=True and a coefficient of {coefficient}, for a router loss that"
+            f" Hugging Face's {config.model_type} model computes over all of its layers. HFCausalLM computes only the"
+            " loss of the tokens, so the routers would not be balanced. Set output_router_logits=False, and call"
+            " lightning_pipe.llm.model.hf_experts.tap_routers in build_model, which adds losses to each layer's router."
         )
 
 
 def read_config(given: Any) -> Any:
-    """A ``PretrainedConfig``: as given, or from a mapping with ``model_type``."""
+    """Return *given* if it is a ``PretrainedConfig``, or build one from a mapping with ``model_type``."""
     try:
         from transformers import AutoConfig, PretrainedConfig
     except ImportError as error:
         raise SetupError(
-            "HFCausalLM needs Hugging Face's transformers, which is not installed: pip install 'lightning-pipe[hf]'"
+            "HFCausalLM needs the transformers package, which is not installed. Run: pip install 'lightning-pipe[hf]'"
         ) from error
     if isinstance(given, PretrainedConfig):
         return given
     if not isinstance(given, Mapping) or "model_type" not in given:
         raise SetupError(
-            f"the config is {given!r}; needed is a mapping with model_type, such as"
-            " {'model_type': 'llama', 'hidden_size': 256}, or the path of a folder that save_pretrained wrote"
+            f"`config` must be a mapping with model_type, a PretrainedConfig or the path of a folder, got {given!r}."
+            " Pass for example {'model_type': 'llama', 'hidden_size': 256}, or a folder that save_pretrained wrote."
         )
     return AutoConfig.for_model(**given)

@@ -1,4 +1,4 @@
-"""Half precision with a loss scaler, where the loss and the gradients are on different ranks.
+"""Loss scaling in half precision for stages, whose loss and gradients are on different ranks.
 
 Tested in ``tests/scenarios/language_models/test_llm_half_precision.py``.
 """
@@ -19,15 +19,15 @@ __all__ = ["LossScaling"]
 
 
 class LossScaling:
-    """The factor of a schedule's losses, and one verdict of all ranks on whether gradients have overflowed.
+    """Scales the losses of a schedule, and lets all ranks agree whether gradients have overflowed.
 
-    A loss summed over tokens is larger than the mean that scalers start out for, so it is divided by a power of two,
-    near the number of tokens, as well. All factors are powers of two, which round nothing.
+    The initial factors of scalers are meant for a mean loss. A loss summed over tokens is larger, so it is also divided
+    by a power of two near the number of tokens. All factors are powers of two, so scaling does not round.
 
     Args:
-        scaler: of the precision plugin; its ``unscale_`` is replaced from :meth:`install` to :meth:`close`.
-        group: of all ranks that step together, on the CPU.
-        device: of this rank.
+        scaler: scaler of the precision plugin. Its ``unscale_`` is replaced from :meth:`install` to :meth:`close`.
+        group: CPU process group of all ranks that step together.
+        device: device of this rank.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -38,28 +38,28 @@ class LossScaling:
 
     @classmethod
     def of(cls, precision: Precision, group: dist.ProcessGroup, device: torch.device) -> LossScaling | None:
-        """For a plugin that has a scaler."""
+        """Return the scaling for a precision plugin with a scaler; None for other plugins."""
         scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
         return None if scaler is None else cls(scaler, group, device)
 
     def install(self) -> None:
-        """Let the scaler ask all ranks."""
+        """Replace the scaler's ``unscale_`` by a method that checks all ranks for overflow."""
         self._scaler.unscale_ = self._unscale  # type: ignore[method-assign]
 
     def begin(self, tokens: int) -> float:
-        """What to multiply the losses of a batch of so many tokens with. Batches of one step have one factor."""
+        """Return the factor for the losses of a batch with *tokens* tokens. All batches of a step share one factor."""
         if not self._divisor:
             self._divisor = 2.0 ** math.ceil(math.log2(max(tokens, 1)))
-            self._scaler.scale(torch.zeros((), device=self._device))  # makes the factor, the first time
+            self._scaler.scale(torch.zeros((), device=self._device))  # initializes the scale on the first call
         return float(self._scaler.get_scale()) / self._divisor
 
     def end(self) -> float:
-        """What gradients are to be multiplied with before the scaler unscales them."""
+        """End the step and return the factor by which gradients must be multiplied before the scaler unscales them."""
         divisor, self._divisor = self._divisor, 0.0
         return divisor or 1.0
 
     def _unscale(self, optimizer: Optimizer) -> None:
-        """Unscale, and skip the step on every rank where gradients of any have overflowed."""
+        """Unscale gradients, and skip the step on every rank if the gradients of any rank have overflowed."""
         torch.amp.GradScaler.unscale_(self._scaler, optimizer)
         found: dict[Any, torch.Tensor] = overflow_flags(self._scaler, optimizer)
         worst = max((float(flag) for flag in found.values()), default=0.0)
@@ -67,9 +67,9 @@ class LossScaling:
         dist.all_reduce(overflow, dist.ReduceOp.MAX, group=self._group)
         for flag in found.values():
             flag.fill_(overflow.item())
-        # A rank without a gradient would not be allowed to step.
+        # The scaler refuses to step without a flag, so a rank without gradients gets one too.
         found.setdefault(self._device, overflow.to(self._device))
 
     def close(self) -> None:
-        """Give the scaler its own method back."""
+        """Restore the scaler's original method."""
         self._scaler.__dict__.pop("unscale_", None)

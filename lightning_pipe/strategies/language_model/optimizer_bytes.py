@@ -1,4 +1,4 @@
-"""How many bytes optimisers will keep for a model's parameters, found before there are any of either."""
+"""Bytes of the optimizer states for a model's parameters, computed before the states and parameters exist."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ _SMALL = 2  # elements in each dimension
 
 
 def optimizer_bytes(module: PipelineModule, config: ModuleConfig) -> Pieces[int]:
-    """Bytes of the states that the module's optimisers keep for each piece of its model.
+    """Return the bytes of the states that the module's optimizers keep for each piece of its model.
 
-    ``configure_optimizers`` is called with small parameters in the place of the model's, and what it gives makes a step
-    on them. A state with its parameter's shape, or without one in a dimension, will have that of the large one.
+    ``configure_optimizers`` is called with small parameters instead of the model's, and its optimizers run one step on
+    them. Each dimension of a state that equals the dimension of its small parameter is then assumed to have the size of
+    the original parameter.
 
     Args:
-        module: its model may be without memory, and is left as it is.
-        config: what the model is made of.
+        module: module whose model may be without memory. The model is left unchanged.
+        config: names of the model's layers.
 
     Raises:
-        Exception: whatever the module or an optimiser raises.
+        Exception: Any exception of the module or of an optimizer.
     """
     whole = module.model
     assert whole is not None
@@ -59,7 +60,7 @@ def optimizer_bytes(module: PipelineModule, config: ModuleConfig) -> Pieces[int]
 
 
 def by_piece(sizes: Mapping[str, int], config: ModuleConfig) -> Pieces[int]:
-    """Numbers of parameters, by their names, added up for each piece of a model."""
+    """Sum numbers given by parameter name over each piece of a model."""
 
     def of(modules: Sequence[str]) -> int:
         return sum(size for name, size in sizes.items() if name.startswith(tuple(f"{one}." for one in modules)))
@@ -68,7 +69,7 @@ def by_piece(sizes: Mapping[str, int], config: ModuleConfig) -> Pieces[int]:
 
 
 def _make_small(model: nn.Module) -> dict[int, torch.Size]:
-    """Replace a model's parameters, in place; the shapes of what was there, by the new ones' ids."""
+    """Replace a model's parameters by small ones, in place, and return the original shapes by the new ones' ids."""
     made: dict[int, Tensor] = {}
     shapes: dict[int, torch.Size] = {}
     for part in model.modules():
@@ -83,7 +84,7 @@ def _make_small(model: nn.Module) -> dict[int, torch.Size]:
 
 
 def _grown(state: Tensor, small: Tensor, shape: torch.Size) -> int:
-    """Bytes of a state, once its parameter has this shape."""
+    """Return the bytes of a state for a parameter of the given shape."""
     sizes = shape if state.shape == small.shape else _grown_sizes(state.shape, small.shape, shape)
     return math.prod(sizes) * state.element_size()
 

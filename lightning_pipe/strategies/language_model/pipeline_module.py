@@ -1,4 +1,4 @@
-"""A LightningModule that says what a pipeline needs to know, and trains without one too."""
+"""Base class of LightningModules that train in pipeline stages, and also without a pipeline."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ __all__ = ["BatchResult", "PipelineModule", "RouterMeans", "labels_of"]
 
 @dataclass(frozen=True)
 class RouterMeans:
-    """What the losses of a mixture of experts' routers came to: means over routers and tokens.
+    """Router losses of a mixture of experts, as means over routers and tokens.
 
     Attributes:
-        balance: of load-balancing losses; 1 where all experts have as much to do.
-        z: of z-losses.
+        balance: mean load-balancing loss; 1 if all experts have the same load.
+        z: mean z-loss.
     """
 
     balance: float
@@ -36,19 +36,19 @@ class RouterMeans:
 
     @classmethod
     def of(cls, sums: Tensor) -> RouterMeans | None:
-        """From what ``sum_router_losses`` gives; None where there was no router."""
+        """Convert the result of ``sum_router_losses`` to means; None if the model has no router."""
         balance, z, tokens = sums.tolist()
         return cls(balance / tokens, z / tokens) if tokens else None
 
 
 @dataclass(frozen=True)
 class BatchResult:
-    """What a batch came to, the same on every rank.
+    """Result of a batch, equal on every rank.
 
     Attributes:
-        loss: mean over the loss tokens of the batch, of all data-parallel ranks together; a scalar.
-        tokens: their number.
-        routers: losses of routers, where the model has a mixture of experts.
+        loss: scalar; mean over the loss tokens of the batch on all data-parallel ranks together.
+        tokens: number of these tokens.
+        routers: router losses if the model has a mixture of experts, else None.
     """
 
     loss: Tensor
@@ -57,23 +57,24 @@ class BatchResult:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"a BatchResult has loss, tokens and routers, and no {name!r}; run_batch() returns one, whose loss is the"
-            " tensor: result.loss"
+            f"A BatchResult has the attributes loss, tokens and routers, got {name!r}. Use the loss tensor of"
+            " run_batch()'s result: result.loss."
         )
 
 
 class PipelineModule(pl.LightningModule):
     """Base class of modules whose ``model`` can be cut into pipeline stages.
 
-    A subclass says how the model is built and what its optimiser is. What a batch of ``input_ids`` and ``labels`` (and
-    metadata of attention) means is said here, and may be overridden: all hooks take one micro-batch.
+    A subclass defines :meth:`build_model` and ``configure_optimizers``. The other hooks take one micro-batch. Their
+    defaults interpret ``input_ids``, ``labels`` and attention metadata, and subclasses can override them.
 
-    Under Lightning's own strategies the whole batch is one micro-batch, unless the loader gives a list of them.
+    Under Lightning's built-in strategies the whole batch is one micro-batch, unless the loader returns a list of
+    micro-batches.
     """
 
     ignore_index = -100
     max_sequence_length: int | None = None
-    """The longest sequence that the model takes, in tokens, where a strategy is not told another; None for any."""
+    """Longest sequence of the model in tokens, unless a strategy sets another limit; None for no limit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,82 +83,97 @@ class PipelineModule(pl.LightningModule):
         self._run_in_stages: Callable[[Any], BatchResult] | None = None
         self._predict_in_stages: Callable[[Any], Any] | None = None
 
-    # ------------------------------------------------------------------ what a subclass says
+    # ------------------------------------------------------------------ hooks for subclasses
 
     @abstractmethod
     def build_model(self) -> nn.Module:
-        """Make the unsplit model, its parameters initialised."""
+        """Build the unsplit model with initialized parameters."""
 
     def pipeline_config(self) -> ModuleConfig | None:
-        """What the model is made of; None to find it out (Hugging Face's causal LMs, ``nn.Sequential``).
+        """Return the names of the model's layers, or None to derive them from its structure.
 
-        Here: from the module's ``get_pp_module_config()``, if it has one; a model may have one too.
+        Names can be derived for Hugging Face's causal LMs, for ``nn.Sequential``, and for models with
+        ``get_pp_module_config()``. The default returns the result of the module's ``get_pp_module_config()``, if it
+        defines that method.
         """
         said = getattr(self, "get_pp_module_config", None)
         return None if said is None else ModuleConfig.from_mapping(said())
 
     def model_inputs(self, micro_batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the model takes: arguments, for the first stage; keywords, for every stage.
+        """Return the model's positional arguments, for the first stage, and keyword arguments, for every stage.
 
-        Here: ``input_ids``, and everything else but ``labels``.
+        The default passes ``input_ids`` as the only argument, and all other entries except ``labels`` as keywords.
 
         Raises:
-            InputError: there are no ``input_ids``.
+            InputError: If the micro-batch has no ``input_ids``.
         """
         if "input_ids" not in micro_batch:
             raise InputError(
-                f"the batch has {', '.join(map(repr, micro_batch))}; the model needs 'input_ids': give the batch that"
-                " key, or override model_inputs"
+                "The model needs 'input_ids', but the batch has only the keys"
+                f" {', '.join(map(repr, micro_batch))}. Add 'input_ids' to the batch, or override model_inputs."
             )
         keywords = {key: value for key, value in micro_batch.items() if key not in ("input_ids", "labels")}
         return (micro_batch["input_ids"],), keywords
 
     def summed_loss(self, output: Tensor, micro_batch: Mapping[str, Any]) -> Tensor:
-        """The loss summed over the micro-batch's tokens: a scalar. Here: cross-entropy of logits and ``labels``."""
+        """Return the loss summed over the tokens of a micro-batch, a scalar.
+
+        The default is the cross-entropy of logits and ``labels``.
+        """
         return summed_cross_entropy(output, labels_of(micro_batch), self.ignore_index)
 
     def loss_tokens(self, micro_batch: Mapping[str, Any]) -> int:
-        """How many tokens the loss sums over: none without labels, as there may be for prediction."""
+        """Return the number of tokens that the loss sums over. It is 0 without labels, which prediction may omit."""
         labels = micro_batch.get("labels")
         return 0 if labels is None else count_tokens(labels, self.ignore_index)
 
     def router_tokens(self, micro_batch: Mapping[str, Any]) -> Tensor | None:
-        """Which tokens routers are to be balanced over, a bool each; None for all. Here: those whose label counts."""
+        """Return a bool mask of the tokens over which routers are balanced; None for all tokens.
+
+        The default selects the tokens whose label is not ``ignore_index``.
+        """
         labels = micro_batch.get("labels")
         return None if labels is None else labels != self.ignore_index
 
     def example_micro_batch(self) -> Mapping[str, Any] | None:
-        """A micro-batch like those of training, with two rows and two tokens at least, made without data.
+        """Return a micro-batch like those of training, with at least two rows and two tokens, made without data.
 
-        With it a strategy traces the model, or measures its layers, where it is asked to. None for neither.
+        Strategies use it to trace the model or to measure its layers if their options require this. The default
+        returns None, which disables both.
         """
         return None
 
     def pretrained_weights(self) -> PretrainedWeights | None:
-        """What a strategy fills a model with that was built without memory, each rank its own part; None for nothing.
+        """Return weights that a strategy loads into a model built without memory; None to load no weights.
 
-        ``build_model`` calls :func:`~lightning_pipe.llm.model.hf_weights.load_into`, for a model that has memory.
+        Each rank loads only its own stages. For a model that has memory, ``build_model`` calls
+        :func:`~lightning_pipe.llm.model.hf_weights.load_into`.
         """
         return None
 
     def prediction(self, output: Tensor, micro_batch: Mapping[str, Any]) -> Tensor:
-        """What ``predict_step`` gives for a micro-batch, with its rows in dimension 0. Here: the model's output."""
+        """Return the prediction of ``predict_step`` for a micro-batch, with its rows in dimension 0.
+
+        The default returns the model's output.
+        """
         return output
 
-    # ------------------------------------------------------------------ what comes of it
+    # ------------------------------------------------------------------ steps
 
     def configure_model(self) -> None:
         if self.model is None:
             self.model = self.build_model()
 
     def run_batch(self, batch: Any) -> BatchResult:
-        """Loss of a batch; in stages, where the strategy does that, with backward if gradients are enabled.
+        """Compute the loss of a batch, in stages if the strategy splits the model.
+
+        In stages, this call also runs backward if gradients are enabled.
 
         Args:
-            batch: as the loader gives it: a mapping, or a list of them, one for each micro-batch.
+            batch: batch as the loader returns it: a mapping, or a list with one mapping per micro-batch.
 
         Returns:
-            Not the loss, but what has it: log ``result.loss``, and return it from ``training_step``.
+            Result with the loss as an attribute: log ``result.loss``, and return it from ``training_step``.
         """
         if self._run_in_stages is not None:
             return self._run_in_stages(batch)
@@ -208,7 +224,7 @@ class PipelineModule(pl.LightningModule):
         return output
 
     def _inputs_of_whole(self, micro_batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The model's inputs where it is not cut."""
+        """Return the inputs of the unsplit model."""
         assert self.model is not None
         arguments, keywords = self.model_inputs(micro_batch)
         documents = HFDocuments.of(self.model)
@@ -219,15 +235,15 @@ class PipelineModule(pl.LightningModule):
 
 
 def labels_of(micro_batch: Mapping[str, Any]) -> Tensor:
-    """The labels of a micro-batch.
+    """Return the labels of a micro-batch.
 
     Raises:
-        InputError: it has none.
+        InputError: If it has no labels.
     """
     if "labels" not in micro_batch:
         raise InputError(
-            f"the batch has {', '.join(map(repr, micro_batch))}; the loss needs 'labels' as well: for each token the"
-            " one that follows, or -100 (shift_labels makes them of input_ids). Or override summed_loss and loss_tokens"
+            f"The loss needs 'labels', but the batch has only the keys {', '.join(map(repr, micro_batch))}. Add labels"
+            " with the next token for each token, or -100 (see shift_labels), or override summed_loss and loss_tokens."
         )
     labels: Tensor = micro_batch["labels"]
     return labels

@@ -1,4 +1,4 @@
-"""Makes of a checkpoint's folder one that Hugging Face's ``from_pretrained`` loads. One process does.
+"""Export of a checkpoint folder to the format of Hugging Face's ``from_pretrained``, on a single process.
 
 Tested in ``tests/llm/model/test_hf_weights.py``.
 """
@@ -20,15 +20,19 @@ __all__ = ["export_pretrained"]
 
 
 def export_pretrained(folder: str | Path, config: Any, target: str | Path) -> None:
-    """Make of a checkpoint of stages a folder that Hugging Face's ``from_pretrained`` loads. One process does this.
+    """Export a checkpoint of stages to a folder that Hugging Face's ``from_pretrained`` loads.
+
+    A single process calls this, without the ranks of the training.
 
     Args:
-        folder: what ``Trainer.save_checkpoint`` or ``ModelCheckpoint`` wrote under ``LLMPipelineStrategy``.
-        config: the model's, as :class:`~lightning_pipe.strategies.language_model.hf_causal_lm.HFCausalLM` takes it.
-        target: where safetensors and the config go.
+        folder: checkpoint folder that ``Trainer.save_checkpoint`` or ``ModelCheckpoint`` wrote under
+            ``LLMPipelineStrategy``.
+        config: config of the model, in any form that
+            :class:`~lightning_pipe.strategies.language_model.hf_causal_lm.HFCausalLM` accepts, except a folder.
+        target: folder for the safetensors files and the config.
 
     Raises:
-        SetupError: there is no such folder, it is damaged, or does not hold the model that the config describes.
+        SetupError: If the checkpoint does not exist, is damaged, or does not contain the model of the config.
     """
     from transformers import AutoModelForCausalLM
 
@@ -37,7 +41,7 @@ def export_pretrained(folder: str | Path, config: Any, target: str | Path) -> No
     beside.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{beside.name}.", dir=beside.parent) as values:
         whole = read_whole(source, saved, True, MODEL, Path(values))[MODEL]
-        prefix = "model."  # of PipelineModule
+        prefix = "model."  # of the attribute PipelineModule.model
         weights = {name.removeprefix(prefix): value for name, value in whole.items() if name.startswith(prefix)}
         kinds = {value.dtype for value in weights.values() if value.is_floating_point()}
         with torch.device("meta"):
@@ -50,7 +54,7 @@ def export_pretrained(folder: str | Path, config: Any, target: str | Path) -> No
         problems = differences(sizes, needed, strict=True)
         if problems:
             raise SetupError(
-                f"the checkpoint {str(folder)!r} does not fit the {config.model_type} model of the config:"
-                f" {'; '.join(problems)}. Give the config that the model was built from"
+                f"The checkpoint {str(folder)!r} does not fit the {config.model_type} model of the config:"
+                f" {'; '.join(problems)}. Pass the config that the model was built from."
             )
         model.save_pretrained(target, state_dict=weights)

@@ -1,8 +1,9 @@
-"""Checkpoints of a model in stages: a folder, keyed by the unsplit model's names, whatever the split.
+"""Checkpoints of a model in stages: a folder with the names of the unsplit model, independent of the split.
 
-Every rank writes its stages' part of the module's ``state_dict`` and, by parameter, its part of the optimisers' states.
-So another number of stages, another schedule or another sharding reads the same folder: each rank takes what it holds.
-The layout is that of Lightning's own distributed checkpoints: ``state_dict``, ``optimizer_0``, and ``meta.pt``.
+Every rank writes its part of the module's ``state_dict`` and, by parameter, its part of the optimizer states. Since
+each rank reads only the entries that it holds, the folder can be read with another number of stages, another schedule
+or another sharding. The layout is that of Lightning's distributed checkpoints: ``state_dict``, ``optimizer_0``, and
+``meta.pt``.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from lightning_pipe.engine.ranks.together import gather, on_all_ranks
 
 __all__ = ["load_stage_checkpoint", "save_stage_checkpoint"]
 
-_FIX = "Build the module, and its optimiser, as when it was written"
+_FIX = "Build the module and its optimizers as in the run that wrote the checkpoint"
 
 
 def save_stage_checkpoint(
@@ -61,19 +62,20 @@ def save_stage_checkpoint(
     order: Sequence[str],
     write: WriteFolder = write_folder,
 ) -> None:
-    """Write *checkpoint*, as Lightning made it, to the folder *path*; every rank calls this.
+    """Write Lightning's *checkpoint* dictionary to the folder *path*. Every rank must call this.
 
     Args:
-        checkpoint: Lightning's dictionary: ``state_dict`` and ``optimizer_states`` of what this rank holds, and the
-            rest, of which rank 0's is kept.
-        path: the same on every rank, which all ranks can write to. What is there is replaced.
-        module: this rank's part of it.
-        optimizers: those of ``optimizer_states``.
-        order: names of the unsplit module's parameters. An exported checkpoint numbers a group's parameters so.
-        write: writes the folder, at once or in the background.
+        checkpoint: Lightning's dictionary with ``state_dict`` and ``optimizer_states`` of this rank's stages. The
+            other entries are saved from rank 0.
+        path: folder that all ranks can write to, equal on every rank. An existing checkpoint is replaced.
+        module: module with this rank's stages.
+        optimizers: optimizers of ``optimizer_states``, in the same order.
+        order: names of the unsplit module's parameters. They define the order of a group's parameters in an exported
+            checkpoint.
+        write: function that writes the folder, now or in the background (default :func:`write_folder`).
 
     Raises:
-        SetupError: on every rank, if any cannot write; what was there before is as it was.
+        SetupError: On every rank, if any rank cannot write. An existing checkpoint is then unchanged.
     """
     rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, OPTIMIZERS)}
     tied = {alias: name for names in gather(other_names(module), dist.group.WORLD) for alias, name in names.items()}
@@ -101,21 +103,21 @@ def load_stage_checkpoint(
     strict: bool = True,
     weights_only: bool | None = None,
 ) -> dict[str, Any]:
-    """Read what this rank holds from the folder *path*; every rank calls this.
+    """Read the stages of this rank from the folder *path*. Every rank must call this.
 
     Args:
-        path: what :func:`save_stage_checkpoint` wrote, on whatever stages.
-        module: this rank's part of it; its tensors are filled.
-        optimizers: whose states to read, where the checkpoint has them; None for the module's alone.
-        strict: whether the checkpoint must hold just what the module does, all ranks' parts together.
-        weights_only: False to allow any class in what is no tensor, whose code runs then.
+        path: folder that :func:`save_stage_checkpoint` wrote, with the same or other stages.
+        module: module with this rank's stages. Its tensors are filled.
+        optimizers: optimizers whose states are read if the checkpoint has them; None to read only the module.
+        strict: True (default) if the names in the checkpoint must be exactly those of the module, over all ranks.
+        weights_only: False to allow arbitrary classes in entries that are not tensors. Their code then runs.
 
     Returns:
-        Lightning's dictionary, its ``state_dict`` and ``optimizer_states`` those of this rank's part.
+        Lightning's dictionary, with ``state_dict`` and ``optimizer_states`` of this rank's stages.
 
     Raises:
-        SetupError: on every rank, if any finds no such folder, or the checkpoint is of another model or optimiser,
-            or damaged.
+        SetupError: On every rank, if any rank does not find the folder, or if the checkpoint is damaged or belongs to
+            another model or optimizer.
     """
     folder = Path(path)
     failed = f"the checkpoint {str(folder)!r} cannot be read"
@@ -136,7 +138,7 @@ def load_stage_checkpoint(
     state: dict[str, Any] = {MODEL: {name: value for name, value in module.state_dict().items() if name not in tied}}
     problems = misfits(saved, state, strict) + optimizer_problems(groups, held, trained)
     if problems:
-        raise SetupError(f"the checkpoint {str(folder)!r} does not fit the module: {'; '.join(problems)}. {_FIX}")
+        raise SetupError(f"The checkpoint {str(folder)!r} does not fit the module: {'; '.join(problems)}. {_FIX}.")
     parameters = dict(module.named_parameters())
     for number, names in enumerate(held):
         states = _room_for_states(saved, optimizer_part(number), {name: parameters[name] for name in names})
@@ -151,7 +153,7 @@ def load_stage_checkpoint(
 
 
 def _room_for_states(saved: dcp.Metadata, part: str, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Something to load each of the parameters' states into; what has a parameter's size is sharded as it is."""
+    """Allocate tensors for the optimizer states of *parameters*. States of a parameter's size are sharded like it."""
     states: dict[str, Any] = {}
     for key, path in (saved.planner_data or {}).items():
         if path[:2] == (part, "state") and len(path) > 3 and path[2] in parameters:

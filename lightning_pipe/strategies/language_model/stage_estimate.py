@@ -1,4 +1,4 @@
-"""What a strategy's configuration needs on each rank, from a module whose model is never made."""
+"""Estimate of a configuration's memory and bubble, from a module whose model is built without memory."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ __all__ = ["StageEstimate", "estimate_stages", "precision_plugin"]
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """What a configuration comes to.
+    """Estimate for a configuration.
 
     Attributes:
-        configured: of the strategy as it is.
-        others: of all schedules, where they were asked for.
-        rows: of a micro-batch.
-        length: of its sequences.
-        notes: what else there is to say.
+        configured: prediction for the strategy as configured.
+        others: predictions for all schedules, if requested.
+        rows: number of rows in a micro-batch.
+        length: length of its sequences, in tokens.
+        notes: remarks to print with the estimate.
     """
 
     configured: SchedulePrediction
@@ -52,10 +52,10 @@ class StageEstimate:
 
 
 def precision_plugin(given: Any) -> Precision:
-    """Lightning's plugin for the trainer's ``precision``.
+    """Return Lightning's plugin for the trainer's ``precision``.
 
     Raises:
-        SetupError: one that is not known here.
+        SetupError: If the precision is not supported.
     """
     name = {"None": "32-true", "32": "32-true", "64": "64-true"}.get(str(given), str(given))
     if name in ("16-mixed", "bf16-mixed"):
@@ -65,8 +65,8 @@ def precision_plugin(given: Any) -> Precision:
     known = {"32-true": Precision, "64-true": DoublePrecision}
     if name not in known:
         raise SetupError(
-            f"the trainer's precision is {given!r}, of which there is no estimate; needed is '32-true', 'bf16-mixed',"
-            " '16-mixed' or 'bf16-true'"
+            f"The trainer's precision {given!r} has no estimate. Use '32-true', '64-true', 'bf16-mixed', '16-mixed' or"
+            " 'bf16-true'."
         )
     return known[name]()
 
@@ -80,18 +80,18 @@ def estimate_stages(
     *,
     all_schedules: bool = False,
 ) -> StageEstimate:
-    """What each rank will need, and the bubble to expect. Nothing is trained, and no process started.
+    """Return the expected memory of each rank and the expected bubble, without training and without processes.
 
     Args:
-        strategy: not set up.
-        module: whose model is not built yet; it is built without memory.
-        batch: of training, on any device; its values do not matter.
-        world_size: devices times nodes.
-        precision: of the trainer.
-        all_schedules: whether to compare with all of PyTorch's.
+        strategy: strategy that has not been set up.
+        module: module whose model has not been built yet. It is built without memory.
+        batch: training batch on any device. Its values do not matter.
+        world_size: number of ranks (devices times nodes).
+        precision: precision plugin of the trainer.
+        all_schedules: True to compare with all of PyTorch's schedules (default False).
 
     Raises:
-        SetupError: what the strategy would refuse; a model that is traced.
+        SetupError: If the strategy would refuse the configuration, or if its options require a traced model.
     """
     settings = strategy.settings(world_size)
     plan, sharing = settings.plan, sharing_of(settings)
@@ -101,8 +101,8 @@ def estimate_stages(
             module.configure_model()
     if plan.split.traces:
         raise SetupError(
-            "split.split_spec or split.split_policy is given, so the model is traced; needed for an estimate is one"
-            " that is cut by its layers: leave them out"
+            "split.split_spec or split.split_policy is given, so the model is traced, but an estimate expects a model"
+            " that is cut by its layers. Remove these options."
         )
     config = layers_of(module)
     item = microbatches_of(module, batch, plan.num_microbatches, settings)[0]
@@ -110,7 +110,7 @@ def estimate_stages(
     states, notes = optimizer_states(module, config, settings.offload)
 
     def costs(unit: CostUnit) -> Pieces[float]:
-        """As the strategy will split, with operations in the place of seconds."""
+        """Costs for splitting as the strategy does, with numbers of operations instead of seconds."""
         if unit == "memory":
             return memory_costs(footprints, states, plan.num_microbatches)
         return time_costs(operations_of(footprints))
@@ -119,7 +119,7 @@ def estimate_stages(
     candidate = ScheduleCandidate(plan.spec, plan.stages_per_rank, plan.num_microbatches, layers)
     size = plan.pipeline_size
     if settings.sizes.ep > 1:
-        notes.append("experts that ranks share are counted as if each rank had all of them")
+        notes.append("expert parallelism is ignored: each rank is counted as if it held all experts")
     others = compare(config, size, plan.num_microbatches, footprints, states, sharing) if all_schedules else []
     rows, length = next(iter(item.values())).shape[:2]
     return StageEstimate(

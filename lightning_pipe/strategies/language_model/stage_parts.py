@@ -1,7 +1,7 @@
-"""What a module in stages is run with, made from how its model is to be cut and scheduled.
+"""Runtime parts of a module in stages, built from a plan for cutting and scheduling its model.
 
-Under a trainer it is made once for each module. To try something out it is made over stand-ins of the model's values,
-any number of times, and thrown away.
+Under a trainer the parts are built once for each module. For trials they are built with placeholder values, any number
+of times, and discarded.
 
 Tested in ``tests/strategies/language_model/test_strategy.py``.
 """
@@ -42,14 +42,14 @@ __all__ = ["PartsMaker", "StageParts", "StagePlan", "StageSettings", "example_of
 
 @dataclass(frozen=True)
 class StagePlan:
-    """How a model is cut and scheduled.
+    """Plan for cutting and scheduling a model.
 
     Attributes:
-        spec: the schedule.
-        pipeline_size: ranks of a pipeline.
-        stages_per_rank: of them.
-        num_microbatches: parts that a batch is cut into.
-        split: which stage holds what.
+        spec: schedule.
+        pipeline_size: number of ranks in a pipeline.
+        stages_per_rank: number of stages on each rank.
+        num_microbatches: number of micro-batches that a batch is cut into.
+        split: options that assign modules to stages.
     """
 
     spec: ScheduleSpec
@@ -60,20 +60,20 @@ class StagePlan:
 
     @property
     def num_stages(self) -> int:
-        """Of all ranks."""
+        """Number of stages in a pipeline."""
         return self.pipeline_size * self.stages_per_rank
 
 
 @dataclass(frozen=True)
 class StageSettings:
-    """What a strategy was asked for, of all that is not the same for every module.
+    """Settings of a strategy for all of its modules.
 
     Attributes:
-        plan: how a model is cut and scheduled, if nothing else is chosen for it.
+        plan: default plan, used unless another one is chosen for a module.
         sizes: parallel dimensions, fitted to the number of ranks.
-        parallelism: how stages are shared with other ranks, and run; without meshes.
-        batching: how batches are padded, cut and compared.
-        offload: whether states of optimisers are on the host.
+        parallelism: parallelism, activation checkpointing and compilation of stages, without meshes.
+        batching: padding, cutting and comparison of batches.
+        offload: True if optimizer states are on the host.
     """
 
     plan: StagePlan
@@ -96,7 +96,7 @@ class StageSettings:
 
 @dataclass(frozen=True)
 class StageParts:
-    """What a module in stages is run with; the module's model is ``split.kept``."""
+    """Runtime parts of a module in stages. The module's model is ``split.kept``."""
 
     plan: StagePlan
     split: SplitModel
@@ -109,15 +109,15 @@ class StageParts:
 
 @dataclass(frozen=True)
 class PartsMaker:
-    """Makes the parts of modules; every rank makes the same ones in the same order.
+    """Builds the parts of modules. Every rank must build the same parts in the same order.
 
     Attributes:
-        settings: of the strategy.
-        meshes: of all ranks.
-        device: of this one.
-        precision: the trainer's plugin.
-        numbers_group: of all ranks, on the CPU, for what they tell each other of batches.
-        loss_group: likewise, for what came of batches.
+        settings: settings of the strategy.
+        meshes: device meshes of all ranks.
+        device: device of this rank.
+        precision: precision plugin of the trainer.
+        numbers_group: CPU process group of all ranks, for token counts and shapes of batches.
+        loss_group: CPU process group of all ranks, for losses and failures of batches.
     """
 
     settings: StageSettings
@@ -130,16 +130,19 @@ class PartsMaker:
     def make(
         self, module: PipelineModule, plan: StagePlan, record: DeferredInit | None, *, stand_ins: bool = False
     ) -> StageParts:
-        """Split the module's model, which is used up, and put what this rank keeps of it in its place.
+        """Split the module's model, and replace it by the part that this rank keeps.
+
+        The unsplit model cannot be used afterwards, except with *stand_ins*.
 
         Args:
-            module: whose model is whole.
-            plan: how to cut and schedule it.
-            record: of how the model was built, if it has no memory yet.
-            stand_ins: use other values, and leave model and loss scale as they are.
+            module: module with an unsplit model.
+            plan: plan for cutting and scheduling the model.
+            record: record of the model's construction, if the model has no memory yet.
+            stand_ins: True to use placeholder values, without changes to the unsplit model and the loss scale
+                (default False).
 
         Raises:
-            SetupError: the model cannot be trained in such stages.
+            SetupError: If the model cannot be trained in these stages.
         """
         model = module.model
         assert model is not None
@@ -173,7 +176,7 @@ class PartsMaker:
             self.device,
             split.shapes,
             cache_bytes=batching.schedule_cache_bytes,
-            # Ranks that are in the middle of a stage together would wait.
+            # With other parallel dimensions, ranks that share a stage would wait for the failed rank in its forward.
             carry_failures={meshes.data, meshes.context, meshes.tensor} == {None},
         )
         scaling = None if stand_ins else LossScaling.of(self.precision, self.loss_group, self.device)
@@ -209,32 +212,42 @@ class PartsMaker:
         return StageParts(plan, split, runner, preparation, runs, StageGradients(split, meshes, rank_of_stage), scaling)
 
     def check(self, module: PipelineModule) -> None:
-        """See that the module can be trained at all, before anything is made of it.
+        """Check that the module can be trained, before its parts are built.
 
         Raises:
-            SetupError: on every rank: no model, or another one than other ranks have; a precision that does not do.
+            SetupError: On every rank, if the module has no model, if the models of the ranks differ, or if the
+                precision is not supported.
         """
         if module.model is None:
-            raise SetupError("the module's model is None after configure_model; build_model must return the model")
+            raise SetupError("The module's model is None after configure_model. Return the model from build_model.")
         parameters = [(name, f"{tuple(one.shape)} of {one.dtype}") for name, one in module.model.named_parameters()]
         check_agreement(parameters, "model's parameters", dist.group.WORLD, error=SetupError)
         if self.precision.precision == "16-true":
             raise SetupError(
-                "the trainer's precision is '16-true', in which gradients of summed losses overflow without a scale;"
-                " needed is '16-mixed', 'bf16-mixed', 'bf16-true' or '32-true'"
+                "The trainer's precision is '16-true', with which gradients of summed losses overflow without a loss"
+                " scale. Use '16-mixed', 'bf16-mixed', 'bf16-true' or '32-true'."
             )
 
 
 def example_of(
     module: PipelineModule, num_microbatches: int, micro_batch: Mapping[str, Any] | None = None
 ) -> Callable[[], Example] | None:
-    """A micro-batch, the module's own where none is given, as the model takes it; None where there is none."""
+    """Return a function that converts a micro-batch to an example of the model's inputs.
+
+    Args:
+        module: module whose hooks define inputs and loss.
+        num_microbatches: number of micro-batches in a batch.
+        micro_batch: micro-batch to convert (default: the module's ``example_micro_batch``).
+
+    Returns:
+        The function, or None if no micro-batch is available.
+    """
     given = module.example_micro_batch() if micro_batch is None else micro_batch
     if given is None:
         return None
 
     def loss_of(output: Any, part: torch.nn.Module) -> torch.Tensor:
-        # The module may look for its head in its model: the part has it.
+        # summed_loss may use the head of the module's model, which the part contains.
         whole, module.model = module.model, part
         try:
             return module.summed_loss(output, given)

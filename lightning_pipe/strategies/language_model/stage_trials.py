@@ -1,4 +1,4 @@
-"""Steps run for real, before training and without it: of stand-ins of a model's values, on a batch like training's.
+"""Trial steps before training, with placeholder values of the model and a batch like those of training.
 
 Tested in ``tests/strategies/language_model/test_auto.py``.
 """
@@ -24,20 +24,20 @@ from lightning_pipe.strategies.language_model.stage_parts import PartsMaker, Sta
 
 __all__ = ["StageTrials", "Trial"]
 
-# A trial takes this long, in so many steps.
+# Target duration of a trial in seconds, and bounds on its number of steps.
 _SECONDS = 0.5
 _LEAST, _MOST = 2, 10
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of a plan; the same on every rank.
+    """Measurements of a plan, equal on every rank.
 
     Attributes:
-        seconds: of each step, of the rank that took longest: forwards, backwards, and what ranks tell each other of
-            losses; without optimisers, and without what is done ahead of a step.
-        events: what the ranks of the first pipeline noted in one more step, in their order.
-        recorded: seconds of that step.
+        seconds: seconds of each step on the slowest rank. A step includes forward, backward and the reduction of the
+            losses over ranks. It does not include the optimizers and the preparation of the batch.
+        events: events that the ranks of the first pipeline recorded in one additional step, in rank order.
+        recorded: seconds of the recorded step.
     """
 
     seconds: tuple[float, ...]
@@ -46,12 +46,12 @@ class Trial:
 
 
 class StageTrials:
-    """Runs plans; every rank runs the same ones in the same order.
+    """Runs trial steps of plans. Every rank must run the same plans in the same order.
 
     Args:
-        module: whose model is whole; it has it again after each trial. Its hooks are called.
-        maker: of parts.
-        batch: of training, on the CPU.
+        module: module with an unsplit model, which is restored after each trial. The module's hooks are called.
+        maker: maker of stage parts.
+        batch: training batch on the CPU.
     """
 
     def __init__(self, module: PipelineModule, maker: PartsMaker, batch: Any) -> None:
@@ -60,11 +60,12 @@ class StageTrials:
         self._batch = move_data_to_device(batch, maker.device)
 
     def run(self, plan: StagePlan, *, record: bool = False) -> Trial:
-        """Build the plan's stages, run some steps of them, and let go of them again.
+        """Build the plan's stages, run some steps, and release the stages.
 
         Raises:
-            PipelineError: on every rank: the model cannot be cut so, a rank's memory is full, or a forward fails.
-            Exception: on this rank alone, whatever else fails; the others wait for it in the middle of a step.
+            PipelineError: On every rank, if the model cannot be cut by this plan, if building the stages runs out of
+                memory on a rank, or if a forward fails and all ranks are informed.
+            Exception: Any other failure, on this rank only. The other ranks then wait in the middle of a step.
         """
         module, whole, maker = self._module, self._module.model, self._maker
         parts: Any = None
@@ -76,16 +77,16 @@ class StageTrials:
             with maker.precision.train_step_context(), torch.enable_grad():
                 return self._measure(parts, record)
         except Exception as error:
-            if parts is not None and error is parts.runner.failure:  # of which all ranks have been told
+            if parts is not None and error is parts.runner.failure:  # all ranks know of this failure
                 raise InputError(f"{type(error).__name__}: {error}") from error
             raise
         finally:
             module.model = whole
-            parts = kept = None  # what is let go of now is not there beside the next one
+            parts = kept = None  # release the memory before the next candidate is built
             gc.collect()
 
     def _measure(self, parts: StageParts, record: bool) -> Trial:
-        (first,) = self._longest([self._step(parts)])  # makes the schedule, and touches memory
+        (first,) = self._longest([self._step(parts)])  # warm-up: builds the schedule and allocates memory
         steps = min(max(math.ceil(_SECONDS / first), _LEAST), _MOST)
         seconds = self._longest([self._step(parts) for _ in range(steps)])
         if not record:

@@ -178,7 +178,7 @@ def test_a_config_of_hugging_faces_class_is_taken_too() -> None:
 
 @pytest.mark.parametrize("given", [{"hidden_size": 8}, None], ids=str)
 def test_a_config_without_a_type_is_refused(given: Any) -> None:
-    with pytest.raises(SetupError, match=r"needed is a mapping with model_type"):
+    with pytest.raises(SetupError, match=r"must be a mapping with model_type"):
         HFCausalLM(given)
 
 

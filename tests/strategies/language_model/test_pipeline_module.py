@@ -141,18 +141,18 @@ def test_a_batch_without_labels_can_be_predicted_but_not_trained(strategy: str) 
     used = "auto" if strategy == "auto" else llm("gpipe", 2)
     batches = [{"input_ids": batch["input_ids"]} for batch in row_batches(1)]
     assert len(trainer(used).predict(Tiny(), loader(batches))) == 1  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"the batch has 'input_ids'; the loss needs 'labels'"):
+    with pytest.raises(InputError, match=r"The loss needs 'labels', but the batch has only the keys 'input_ids'"):
         fit(Tiny(), "auto" if strategy == "auto" else llm("gpipe", 2), batches)
 
 
 def test_a_batch_without_the_ids_of_its_tokens_is_refused() -> None:
     batches = [{"ids": batch["input_ids"], "labels": batch["labels"]} for batch in row_batches(1)]
-    with pytest.raises(InputError, match=r"the batch has 'ids', 'labels'; the model needs 'input_ids'"):
+    with pytest.raises(InputError, match=r"The model needs 'input_ids', .* only the keys 'ids', 'labels'"):
         fit(Tiny(), llm("gpipe", 2), batches)
 
 
 def test_who_takes_a_batchs_result_for_its_loss_is_told_where_the_loss_is() -> None:
     result = BatchResult(torch.tensor(1.0), 3)
     assert copy.deepcopy(result).tokens == 3
-    with pytest.raises(AttributeError, match=r"has loss, tokens and routers, and no 'backward'.*result\.loss"):
+    with pytest.raises(AttributeError, match=r"attributes loss, tokens and routers, got 'backward'.*result\.loss"):
         result.backward()

@@ -148,7 +148,7 @@ def test_precisions_are_known_by_the_trainers_names(name: Any) -> None:
 
 
 def test_what_is_not_known_or_refused_is_an_error() -> None:
-    with pytest.raises(SetupError, match="the trainer's precision is 'transformer-engine', of which there is no"):
+    with pytest.raises(SetupError, match="The trainer's precision 'transformer-engine' has no estimate"):
         precision_plugin("transformer-engine")
     with pytest.raises(SetupError, match="num_microbatches is 1; schedule 1f1b needs at least one for each of the 2"):
         estimate_stages(LLMPipelineStrategy("1f1b", num_microbatches=1), Tiny(), row_batches(1)[0], 2, Precision())
